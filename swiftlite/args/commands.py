@@ -1,0 +1,55 @@
+"""One class per command, composed of the groups in `fields.py`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from swiftlite.args.fields import (
+    DataArgs,
+    EngineArgs,
+    GenerationArgs,
+    ModelArgs,
+    MtpArgs,
+    OptimArgs,
+    ParallelArgs,
+    RunArgs,
+)
+
+
+@dataclass(frozen=True)
+class SftArgs(RunArgs, OptimArgs, ParallelArgs, DataArgs, MtpArgs, ModelArgs):
+    """Fine-tune a language model on megatron-core, with Multi-Token Prediction heads."""
+
+
+@dataclass(frozen=True)
+class ExportArgs:
+    """Turn a run or checkpoint into a Hugging Face model (--to_hf), or a Hugging Face model into a checkpoint (--to_mcore)."""
+
+    model: str = ""
+    """--to_hf: a run's output_dir (newest checkpoint) or one checkpoint-N. --to_mcore: a Hugging Face model directory."""
+    output_dir: str = ""
+    """Directory to write; it must not exist or be empty."""
+    to_hf: bool = False
+    """Write Hugging Face safetensors, config and tokenizer, MTP heads included."""
+    to_mcore: bool = False
+    """Write a megatron-core distributed checkpoint that `sft --model` and `export --to_hf` read."""
+    mtp: Literal["keep", "strip"] = "keep"
+    """keep: the export has exactly the heads that were trained. strip: no heads, and a config that promises none."""
+    torch_dtype: Literal["bfloat16", "float32"] | None = None
+    """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
+    max_shard_size_gb: float = 5.0
+    """Largest safetensors file, in GB (1e9 bytes)."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each matrix while converting."""
+
+
+@dataclass(frozen=True)
+class InferArgs(GenerationArgs, EngineArgs, ModelArgs):
+    """Generate with an engine, MTP heads drafting, and report how many drafts were accepted."""
+
+
+@dataclass(frozen=True)
+class DoctorArgs:
+    """Tell what is installed, what each part needs, and whether a model directory keeps its promises."""
+
+    model: str | None = None
+    """Directory of a Hugging Face model to audit: shards, index, MTP depth, config."""

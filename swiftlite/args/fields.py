@@ -1,0 +1,179 @@
+"""Groups of options, one idea each. The string under a field is its `--help` and its line in docs/options.
+
+A command's class (see `commands.py`) is a composition of these groups. Frozen: nothing after parsing may rewrite
+an answer the user gave; what follows from the answers is a `Plan`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
+MtpMode = Literal["joint", "heads_only"]
+TruncationStrategy = Literal["delete", "left", "right", "error"]
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Model"""
+
+    model: str = ""
+    """Directory of a Hugging Face model: config.json, safetensors, tokenizer."""
+    torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the parameters in the forward pass. With bfloat16, optimizer state and main weights are float32."""
+    trust_remote_code: bool = False
+    """Allow Python files that come with the model or its tokenizer to run."""
+
+
+@dataclass(frozen=True)
+class MtpArgs:
+    """Multi-Token Prediction"""
+
+    mtp_num_layers: int | None = None
+    """MTP depth: layers that predict tokens 2, 3, ... ahead. Unset: what the checkpoint has. 0: drop the heads."""
+    mtp_init: MtpInit = "checkpoint"
+    """Where MTP weights come from: the checkpoint, random (projection and block), or a copy of the last decoder layer."""
+    mtp_mode: MtpMode = "joint"
+    """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the MTP loss (mean over depths) beside the main loss."""
+
+
+@dataclass(frozen=True)
+class DataArgs:
+    """Data"""
+
+    dataset: list[str] = field(default_factory=list)
+    """Files (.jsonl, .json, .parquet, .csv); FILE#500 takes a random sample of 500 rows. Several files are mixed."""
+    val_dataset: list[str] = field(default_factory=list)
+    """Held-out files. Unset: split from --dataset by --split_dataset_ratio."""
+    split_dataset_ratio: float = 0.05
+    """Part of --dataset held out for evaluation when --val_dataset is not given; 0 holds out nothing."""
+    max_length: int = 2048
+    """Longest sample in tokens; longer ones follow --truncation_strategy."""
+    truncation_strategy: TruncationStrategy = "delete"
+    """What happens to samples over --max_length: delete them, cut left, cut right, or stop with an error."""
+    max_bad_rows: int = 0
+    """Rows that may be malformed before the run stops; each is named by file:line and counted in the run report."""
+    loss_scale: Literal["default", "last_round", "all"] = "default"
+    """Which tokens train: every assistant turn (default), the last assistant turn, or all tokens."""
+    system: str | None = None
+    """System prompt for rows that bring none."""
+    dataset_shuffle: bool = True
+    """Shuffle the training rows anew in every epoch."""
+    dataset_num_proc: int = 1
+    """Processes that tokenize the dataset."""
+
+
+@dataclass(frozen=True)
+class ParallelArgs:
+    """Parallel layout"""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each matrix."""
+
+
+@dataclass(frozen=True)
+class OptimArgs:
+    """Batches, optimizer and schedule"""
+
+    micro_batch_size: int = 1
+    """Samples per forward pass on one rank."""
+    global_batch_size: int = 16
+    """Samples per optimizer step over all ranks; gradients accumulate as needed."""
+    num_train_epochs: float = 1.0
+    """Passes over the training rows; not used when --train_iters is given."""
+    train_iters: int | None = None
+    """Optimizer steps; overrides --num_train_epochs."""
+    lr: float = 1e-5
+    """Peak learning rate."""
+    min_lr: float | None = None
+    """Learning rate at the end of the decay. Unset: a tenth of --lr."""
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning-rate decay."""
+    lr_warmup_fraction: float = 0.05
+    """Part of the steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.1
+    """AdamW weight decay; biases and norms are left out."""
+    adam_beta1: float = 0.9
+    """AdamW beta1."""
+    adam_beta2: float = 0.95
+    """AdamW beta2."""
+    adam_eps: float = 1e-8
+    """AdamW epsilon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    seed: int = 42
+    """Seed of data order, splits and random initialisation."""
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """Run: saving, evaluating, resuming"""
+
+    output_dir: str = ""
+    """Where checkpoints, metrics and reports go."""
+    resume: bool = False
+    """Go on from the newest complete checkpoint in --output_dir, bit for bit."""
+    save_steps: int = 500
+    """Steps between checkpoints; one more is written at the end."""
+    save_total_limit: int | None = None
+    """Newest checkpoints to keep. Unset: all."""
+    eval_steps: int | None = None
+    """Steps between evaluations on the held-out rows. Unset: as --save_steps."""
+    eval_iters: int | None = None
+    """Global batches per evaluation. Unset: all held-out rows."""
+    logging_steps: int = 1
+    """Steps between lines of metrics.jsonl and TensorBoard."""
+    tensorboard: bool = True
+    """Write TensorBoard files to OUTPUT_DIR/tensorboard when the tensorboard package is installed."""
+    acceptance_samples: int = 16
+    """Held-out prompts that the model continues greedily, before and after training, to measure how many drafted tokens
+    it would accept; written to acceptance.json. 0 leaves this out."""
+    acceptance_max_new_tokens: int = 64
+    """Tokens generated per prompt for --acceptance_samples."""
+    dry_run: bool = False
+    """Print the resolved plan and stop before any weight is read."""
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Engine"""
+
+    infer_backend: Literal["transformers", "vllm"] = "transformers"
+    """Engine that generates."""
+    speculative: Literal["none", "mtp"] = "none"
+    """mtp: the checkpoint's own heads draft tokens, the trunk verifies them."""
+    num_speculative_tokens: int | None = None
+    """Tokens drafted per step. Unset: the checkpoint's MTP depth."""
+    vllm_engine_kwargs: dict[str, Any] | None = None
+    """JSON: keyword arguments for vLLM's engine, on top of what swiftlite sets; null removes one."""
+    vllm_speculative_config: dict[str, Any] | None = None
+    """JSON: vLLM's speculative_config, whole. Unset: built from the checkpoint."""
+
+
+@dataclass(frozen=True)
+class GenerationArgs:
+    """Generation"""
+
+    val_dataset: list[str] = field(default_factory=list)
+    """Files with prompts (rows as for sft; the last assistant turn is left out). Unset: chat on stdin."""
+    result_path: str | None = None
+    """JSON-lines file for the answers. Unset: stdout."""
+    max_new_tokens: int = 256
+    """Longest answer in tokens."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling: smallest set of tokens whose probability reaches this."""
+    max_batch_size: int = 32
+    """Prompts that vLLM serves at once."""
+    max_model_len: int | None = None
+    """Longest prompt plus answer. Unset: what the prompts need, within the model's limit."""
+    system: str | None = None
+    """System prompt for rows and chats that bring none."""
+    seed: int = 42
+    """Seed for sampling."""
+    compare: bool = False
+    """Run the same prompts without speculation too; print the speed-up and whether the answers are equal."""
+    acceptance_json: str | None = None
+    """An acceptance.json of a run: add this engine's measured acceptance beside the run's own."""

@@ -1,0 +1,37 @@
+"""Errors that a user can mend. They print without a traceback; every other exception keeps its own."""
+
+
+class UserError(Exception):
+    """Something the user gave cannot be: says what, why, and what to type next.
+
+    Args:
+        problem: what was given and why it cannot be, in the user's words (flag, path, file:line).
+        hint: the next thing to do; printed indented below the problem.
+        exit_code: 1 for a failed run, 2 for options that cannot be.
+    """
+
+    def __init__(self, problem: str, hint: str = "", exit_code: int = 1):
+        super().__init__(problem)
+        self.problem = problem
+        self.hint = hint
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n    {self.hint}" if self.hint else self.problem
+
+
+class OptionError(UserError):
+    """One or more options that cannot be; all problems of a command line are reported together.
+
+    Args:
+        problems: pairs of (problem, hint); an empty hint is left out.
+    """
+
+    def __init__(self, problems: list[tuple[str, str]]):
+        lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''} with these options"]
+        for problem, hint in problems:
+            lines.append(f"  {problem}")
+            if hint:
+                lines.append(f"      {hint}")
+        super().__init__("\n".join(lines), exit_code=2)
+        self.problems = problems
