@@ -1,0 +1,26 @@
+"""RMSNorm in the order of operations that transformers uses, so that results agree bit for bit."""
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, computed in float32.
+
+    The stock WrappedTorchNorm refuses sequence parallelism, and multiplies by the weight before rounding to the
+    input's precision, where transformers rounds first.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # megatron-core sums the gradients of such parameters over tensor-parallel ranks (finalize_model_grads.py).
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., hidden_size]; the result has the input's dtype."""
+        hidden_fp32 = hidden.float()
+        variance = hidden_fp32.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_fp32 * torch.rsqrt(variance + self.eps)).to(hidden.dtype)

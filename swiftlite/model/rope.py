@@ -1,0 +1,65 @@
+"""Rotary embeddings with the frequencies that transformers computes, for every `rope_type` it supports."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding as McoreRotaryEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from swiftlite.errors import UserError
+
+# What the init functions read of a config; every family of this repository spells them so.
+_ROPE_KEYS = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+)
+
+
+def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
+    """The rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
+    return LlamaConfig.from_dict({key: hf_config[key] for key in _ROPE_KEYS if hf_config.get(key) is not None})
+
+
+class RotaryEmbedding(McoreRotaryEmbedding):
+    """megatron-core's rotary embedding whose frequencies come from transformers' init functions.
+
+    Args:
+        hf_config: the model's config.json.
+        config: receives the factor on cos and sin (`attention_scaling`, 1.0 for most types), see below.
+    """
+
+    def __init__(self, hf_config: dict[str, Any], config: TransformerConfig):
+        self.hf = rope_config(hf_config)
+        super().__init__(self.hf.head_dim, rotary_percent=1.0, use_cpu_initialization=True)
+        self.rope_type = self.hf.rope_parameters["rope_type"]
+        if self.rope_type != "default" and self.rope_type not in ROPE_INIT_FUNCTIONS:
+            known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
+            raise UserError(f"config.json: rope_type {self.rope_type!r} is not known", f"transformers knows {known}")
+        self.inv_freq, attention_scaling = self._init_frequencies(seq_len=None)
+        if attention_scaling != 1.0:
+            # megatron-core's attention multiplies cos and sin by 0.1 * mscale * log(scaling_factor) + 1 when its
+            # config has these fields (yarn_rotary_pos_embedding.py:274); log(e^10) = 10 leaves 1 + mscale.
+            config.yarn_rotary_scaling_factor = 22026.465794806718  # type: ignore[attr-defined]
+            config.yarn_mscale = attention_scaling - 1.0  # type: ignore[attr-defined]
+            config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]
+
+    def _init_frequencies(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
+        if self.rope_type == "default":
+            return LlamaRotaryEmbedding.compute_default_rope_parameters(self.hf)
+        return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=seq_len)
+
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Angles [max_seq_len, D / 2]. Only `dynamic` and `longrope` depend on the length of the row."""
+        if self.rope_type in ("dynamic", "longrope"):
+            self.inv_freq = self._init_frequencies(seq_len=max_seq_len)[0].to(self.inv_freq.device)
+        return super().get_freqs_non_repeated(max_seq_len, offset)

@@ -1,0 +1,76 @@
+"""Which module stands at which place of the model: megatron-core's local ones, with our attention and norm."""
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from swiftlite.model.attention import CoreAttention
+from swiftlite.model.mtp import MultiTokenPredictionLayer
+from swiftlite.model.norm import RMSNorm
+
+
+def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """One decoder layer: grouped-query attention and a dense gated MLP."""
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=CoreAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=qk_norm,
+                    k_layernorm=qk_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+            # Checkpoint names that megatron-core's other specs write too, so checkpoints can be exchanged.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )
+
+
+def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The trunk: `num_layers` decoder layers and the final norm."""
+    return TransformerBlockSubmodules(layer_specs=[decoder_layer_spec(config)] * config.num_layers, layer_norm=RMSNorm)
+
+
+def mtp_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules | None:
+    """`mtp_num_layers` heads, each with a block like the decoder's; None at depth 0."""
+    if not config.mtp_num_layers:
+        return None
+    layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=RMSNorm,
+            hnorm=RMSNorm,
+            eh_proj=ColumnParallelLinear,
+            transformer_layer=decoder_layer_spec(config),
+            layer_norm=RMSNorm,
+        ),
+    )
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
