@@ -1,0 +1,183 @@
+"""A small real instruction set from what every Python has: the documentation inside its standard library.
+
+Rows are JSON-lines with `messages` (question, answer) and `channel` (purpose, arguments or module). Source files are
+parsed and never imported; only the C modules in `C_MODULES`, which have no source to parse, are. The rows depend on the
+Python version and on nothing else.
+
+    python scripts/make_docstring_dataset.py --output train.jsonl --val_output val.jsonl
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import random
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Not libraries: jokes, test suites, vendored installers, programs with windows, build leftovers.
+SKIPPED = {"antigravity", "this", "test", "tests", "idlelib", "tkinter", "turtle", "turtledemo", "lib2to3", "ensurepip",
+           "site-packages", "dist-packages", "pydoc_data", "__phello__", "__main__"}  # fmt: skip
+C_MODULES = ("builtins", "cmath", "errno", "gc", "itertools", "marshal", "math", "operator", "select", "time", "zlib")
+LONGEST_PURPOSE = 240  # characters; about 60 tokens, so that a 2-core machine answers a prompt in well under a second
+PURPOSE_QUESTIONS = ("What does `{name}` do?", "Explain `{name}`.", "What is `{name}` for?")
+ARGUMENTS_QUESTIONS = ("What are the arguments of `{name}`?", "How do I call `{name}`?")
+MODULE_QUESTIONS = ("Where do I find `{short}`?", "Which module has `{short}`?")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One documented function, class or method: dotted name, module, call signature without the name, docstring."""
+
+    name: str
+    module: str
+    signature: str
+    docstring: str
+
+    @property
+    def short(self) -> str:
+        return self.name.removeprefix(self.module + ".")
+
+
+def stdlib_entries() -> list[Entry]:
+    """Every public documented function, class and method of the standard library, sorted by name, no name twice."""
+    entries: dict[str, Entry] = {}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        if parts and not any(part in SKIPPED or part.startswith("_") or "-" in part for part in parts):
+            for entry in parsed_entries(path.read_text("utf-8", errors="replace"), ".".join(parts)):
+                entries.setdefault(entry.name, entry)
+    for module in C_MODULES:
+        for entry in compiled_entries(module):
+            entries.setdefault(entry.name, entry)
+    return [entries[name] for name in sorted(entries)]
+
+
+def parsed_entries(source: str, module: str) -> Iterator[Entry]:
+    """Entries of one source file, top level and inside classes, without running any of it."""
+
+    def walk(nodes: list[ast.stmt], prefix: str, in_class: bool) -> Iterator[Entry]:
+        for node in nodes:
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name.startswith("_"):
+                continue
+            if any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list):
+                continue  # read, not called
+            name = f"{prefix}.{node.name}"
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield Entry(name, module, parsed_signature(node, in_class), docstring)
+            if isinstance(node, ast.ClassDef):
+                yield from walk(node.body, name, in_class=True)
+
+    yield from walk(ast.parse(source).body, module, in_class=False)
+
+
+def parsed_signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, in_class: bool) -> str:
+    """`(text, width=70)`, as a caller writes it: no `self` or `cls`, no annotations; a class has its `__init__`'s."""
+    if isinstance(node, ast.ClassDef):
+        found = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+        return parsed_signature(found[0], in_class=True) if found else "()"
+    arguments = node.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    is_static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+    if in_class and not is_static:
+        del (arguments.posonlyargs or arguments.args)[:1]
+    return f"({ast.unparse(arguments)})"
+
+
+def compiled_entries(module: str) -> Iterator[Entry]:
+    """Entries of a C module, from the docstrings and text signatures of its objects."""
+    namespace = vars(importlib.import_module(module))
+    named = [(f"{module}.{name}", value) for name, value in sorted(namespace.items())]
+    for name, value in list(named):
+        if inspect.isclass(value):
+            named += [(f"{name}.{member}", found) for member, found in sorted(vars(value).items())]
+    for name, value in named:
+        docstring = inspect.getdoc(value) if inspect.isclass(value) or inspect.isroutine(value) else None
+        if docstring and not any(part.startswith("_") for part in name.split(".")):
+            yield Entry(name, module, compiled_signature(value), docstring)
+
+
+def compiled_signature(value: Callable) -> str:
+    """As `parsed_signature`, from an object's text signature; empty where it carries none."""
+    try:
+        signature = inspect.signature(value)
+    except ValueError:
+        return ""
+    parameters = [p for p in signature.parameters.values() if p.name not in ("self", "type")]
+    return str(signature.replace(parameters=parameters))
+
+
+def purpose(docstring: str) -> str:
+    """The first paragraph on one line, cut after its last whole sentence within `LONGEST_PURPOSE` characters."""
+    paragraphs = re.split(r"\n\s*\n", docstring.strip())
+    # C docstrings, and some others, open with the call: "range(stop) -> range object"; the words come after it.
+    text = next((" ".join(p.split()) for p in paragraphs if not re.match(r"[\w.]+\(.*", p.strip())), "")
+    if len(text) > LONGEST_PURPOSE:
+        end = text.rfind(". ", 0, LONGEST_PURPOSE)
+        text = text[: end + 1] if end > 0 else ""
+    return text
+
+
+def rows_of(entry: Entry, rng: random.Random) -> list[dict]:
+    """The questions about one entry; which wording is asked is drawn from `rng`."""
+
+    def row(channel: str, questions: tuple[str, ...], answer: str) -> dict:
+        question = rng.choice(questions).format(name=entry.name, short=entry.short)
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return {"messages": messages, "channel": channel}
+
+    rows = []
+    if text := purpose(entry.docstring):
+        rows.append(row("purpose", PURPOSE_QUESTIONS, text))
+    if entry.signature and len(entry.signature) <= LONGEST_PURPOSE:
+        call = f"`{entry.short}{entry.signature}`"
+        rows.append(row("arguments", ARGUMENTS_QUESTIONS, f"Call it as {call}."))
+    rows.append(row("module", MODULE_QUESTIONS, f"`{entry.short}` is in the module `{entry.module}`."))
+    return rows
+
+
+def make_rows(max_rows: int, val_rows: int) -> tuple[list[dict], list[dict]]:
+    """(training rows, held-out rows) in a fixed shuffled order; no function has rows in both."""
+    rng = random.Random(0)
+    entries = stdlib_entries()
+    rng.shuffle(entries)
+    held_out: list[dict] = []
+    while len(held_out) < val_rows:
+        held_out += rows_of(entries.pop(), rng)
+    training = [row for entry in entries for row in rows_of(entry, rng)]
+    for rows in (training, held_out):
+        rng.shuffle(rows)
+    return training[:max_rows], held_out[:val_rows]
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(rows)} rows")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON-lines file for the training rows")
+    parser.add_argument("--val_output", type=Path, help="JSON-lines file for rows about other functions, held out")
+    parser.add_argument("--max_rows", type=int, default=6000, help="training rows at most (default: 6000)")
+    parser.add_argument("--val_rows", type=int, default=64, help="rows in --val_output (default: 64)")
+    args = parser.parse_args()
+    training, held_out = make_rows(args.max_rows, args.val_rows if args.val_output else 0)
+    write(args.output, training)
+    if args.val_output:
+        write(args.val_output, held_out)
+
+
+if __name__ == "__main__":
+    main()
