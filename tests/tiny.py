@@ -1,0 +1,168 @@
+"""Tiny random Hugging Face models with MTP tensors, written to a directory in a tenth of a second.
+
+`make_tiny_hf` writes what a user would bring: config.json, model.safetensors, tokenizer. Every number is random, the norm
+weights too, so that a swapped norm, a lost bias or a permuted head changes the result.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+# transformers has no MiMo: its trunk is Qwen2's.
+CLASSES: dict[str, tuple[type, type]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mimo": (Qwen2Config, Qwen2ForCausalLM),
+}
+CHATML = """\
+{%- for message in messages %}
+    {%- if message['role'] == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+CORPUS = ["The quick brown fox jumps over the lazy dog.", "What does this function do? It returns the sum of its arguments."]
+
+
+def make_tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer (any text round-trips) with a ChatML template that marks the assistant's tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=CHATML,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def mtp_names(family: str, depth_index: int) -> tuple[dict[str, str], str]:
+    """Names of one MTP head: {embedding_norm, hidden_norm, projection, output_norm: tensor name}, prefix of its block."""
+    k = depth_index
+    if family == "mimo":
+        head = f"model.mtp_layers.{k}."
+        parts, block = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), head
+    else:
+        head = "mtp." if k == 0 else f"mtp.heads.{k}."
+        parts, block = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), f"mtp.layers.{k}."
+    roles = ("embedding_norm", "hidden_norm", "projection", "output_norm")
+    return {role: f"{head}{part}.weight" for role, part in zip(roles, parts, strict=True)}, block
+
+
+def random_mtp_tensors(model: PreTrainedModel, family: str, depth: int, std: float = 0.2) -> dict[str, torch.Tensor]:
+    """`depth` random MTP heads under the family's names, in the dtype of `model`."""
+    hidden = model.config.hidden_size
+    tensors = {}
+    for k in range(depth):
+        names, block = mtp_names(family, k)
+        tensors[names["projection"]] = torch.randn(hidden, 2 * hidden) * std
+        for role in ("embedding_norm", "hidden_norm", "output_norm"):
+            tensors[names[role]] = 1 + torch.randn(hidden) * std
+        for suffix, tensor in model.model.layers[0].state_dict().items():
+            offset = 1.0 if "norm" in suffix else 0.0
+            tensors[block + suffix] = offset + torch.randn(tensor.shape) * std
+    return {name: tensor.to(model.dtype) for name, tensor in tensors.items()}
+
+
+def make_tiny_model(family: str = "qwen3", tied: bool = False, dtype: torch.dtype = torch.float32, **config) -> PreTrainedModel:
+    """A random transformers model: 2 layers, hidden 64, 2 heads of 32 in 1 group; `config` overrides any of it."""
+    config_class, model_class = CLASSES[family]
+    values = dict(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,  # SGLang reads 1 as "layer 0 is the MTP layer"
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,  # the smallest that vLLM's CPU attention takes
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = model_class(config_class(**(values | config))).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = 0.5 if "embed_tokens" in name else 0.2  # large enough for logits to differ clearly between tokens
+            parameter.copy_((1.0 if "norm" in name else 0.0) + torch.randn(parameter.shape) * std)
+    return model
+
+
+def write_hf(directory: Path, model: PreTrainedModel, family: str, mtp_tensors: dict, depth: int) -> Path:
+    """Write trunk, MTP tensors and a config.json that promises `depth` of them.
+
+    `mtp_tensors` and `depth` are apart so that a test can write a checkpoint that breaks its promise.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tied = model.config.tie_word_embeddings
+    tensors = {name: t.contiguous() for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    save_file(tensors | mtp_tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    if family == "mimo":
+        config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    if depth or family == "mimo":
+        config["num_nextn_predict_layers"] = depth
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return directory
+
+
+def make_tiny_hf(
+    directory: Path,
+    family: str = "qwen3",
+    depth: int = 0,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    with_tokenizer: bool = False,
+    seed: int = 0,
+    **config,
+) -> Path:
+    """A tiny random Hugging Face model directory; returns it.
+
+    Args:
+        family: llama, qwen2, qwen3 or mimo.
+        depth: MTP heads, written in the family's layout with `num_nextn_predict_layers` in config.json.
+        with_tokenizer: add a byte-level BPE tokenizer with a ChatML template; the vocabulary follows it.
+        config: overrides of the transformers config, e.g. rope_scaling or num_hidden_layers.
+    """
+    directory = Path(directory)
+    torch.manual_seed(seed)
+    if with_tokenizer:
+        tokenizer = make_tiny_tokenizer()
+        ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        config = ids | config
+        tokenizer.save_pretrained(directory)
+    model = make_tiny_model(family, tied, dtype, **config)
+    return write_hf(directory, model, family, random_mtp_tensors(model, family, depth), depth)
