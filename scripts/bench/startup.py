@@ -1,0 +1,53 @@
+"""Start-up: `swiftlite --help` and its like against `python -c "import torch"`, medians of the same run.
+
+    python scripts/bench/startup.py [--runs 15]
+
+One line per figure: what, median seconds, ratio to importing torch, and whether the target (0.3x) holds.
+Exit code 1 when it does not.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+
+TARGET = 0.3
+COMMANDS = {
+    "swiftlite --help": ["-m", "swiftlite", "--help"],
+    "swiftlite megatron sft --help": ["-m", "swiftlite", "megatron", "sft", "--help"],
+    "swiftlite export --help": ["-m", "swiftlite", "export", "--help"],
+    "swiftlite infer --help": ["-m", "swiftlite", "infer", "--help"],
+    "swiftlite doctor --help": ["-m", "swiftlite", "doctor", "--help"],
+    "swiftlite megatron sft --lerning_rate 1": ["-m", "swiftlite", "megatron", "sft", "--lerning_rate", "1"],
+}
+BASELINES = {"python -c 'import torch'": ["-c", "import torch"], "python -c pass": ["-c", "pass"]}
+
+
+def seconds(arguments: list[str]) -> float:
+    """Wall-clock time of one Python process."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], capture_output=True, check=False)
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=15)
+    runs = parser.parse_args().runs
+    every = COMMANDS | BASELINES
+    for arguments in every.values():
+        seconds(arguments)  # fill the file cache
+    # Interleaved, so that a slow minute of the machine slows all of them.
+    rounds = [{name: seconds(arguments) for name, arguments in every.items()} for _ in range(runs)]
+    medians = {name: statistics.median(one[name] for one in rounds) for name in every}
+    torch = medians["python -c 'import torch'"]
+    width = max(map(len, every))
+    for name, median in medians.items():
+        verdict = "" if name in BASELINES else "ok" if median < TARGET * torch else f"over the target of {TARGET}x"
+        print(f"{name:<{width}}  {median:7.3f} s  {median / torch:6.3f}x  {verdict}".rstrip())
+    return int(any(medians[name] >= TARGET * torch for name in COMMANDS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Training speed: swiftlite against a plain transformers loop, then the cost of one MTP layer.
+
+Same model, rows, batch, precision and threads on both sides, and every row exactly `--max_length` tokens, so that both
+do the same arithmetic and nothing is padding. The contestants run as alternating subprocesses; each figure is the median
+over all rounds of the steps after the warm-up.
+
+    python scripts/bench/train.py                      # the quickstart's model, made on the spot
+    python scripts/bench/train.py --model DIR --torch_dtype bfloat16
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+
+
+def write_rows(path: Path, num_rows: int, max_length: int) -> None:
+    """Rows of standard-library documentation, each longer than `max_length` tokens: both sides cut them there."""
+    sys.path.insert(0, str(SCRIPTS))
+    from make_docstring_dataset import stdlib_entries
+
+    # A token stands for at most one word here, so `max_length` words are at least `max_length` tokens.
+    words = " ".join(entry.docstring for entry in stdlib_entries()).split()
+    with path.open("w", encoding="utf-8") as file:
+        for start in range(0, num_rows * max_length, max_length):
+            answer = " ".join(words[start : start + max_length])
+            messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def train_plain(args: argparse.Namespace) -> list[float]:
+    """Seconds per step of the loop one writes by hand: transformers model, torch AdamW, nothing else."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    batches: list[dict[str, torch.Tensor]] = []
+    rows = [json.loads(line)["messages"] for line in args.dataset.read_text(encoding="utf-8").splitlines()]
+    for start in range(0, len(rows), args.micro_batch_size):
+        encoded = [
+            tokenizer.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True)
+            for row in rows[start : start + args.micro_batch_size]
+        ]
+        tokens_BS = torch.tensor([e["input_ids"][: args.max_length] for e in encoded])
+        is_answer_BS = torch.tensor([e["assistant_masks"][: args.max_length] for e in encoded]).bool()
+        batches.append({"input_ids": tokens_BS, "labels": tokens_BS.masked_fill(~is_answer_BS, -100)})
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    # Mixed precision as in swiftlite: float32 weights and optimizer state, bfloat16 arithmetic.
+    precision = torch.autocast("cpu", torch.bfloat16) if args.torch_dtype == "bfloat16" else nullcontext()
+    seconds = []
+    for batch in batches:
+        start = time.perf_counter()
+        with precision:
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int) -> list[float]:
+    """Seconds per step of `swiftlite megatron sft`, from the run's own metrics."""
+    with tempfile.TemporaryDirectory() as output_dir:
+        command = [
+            *(sys.executable, "-m", "swiftlite", "megatron", "sft"),
+            *("--model", args.model, "--dataset", args.dataset, "--output_dir", output_dir),
+            *("--mtp_num_layers", mtp_num_layers, "--mtp_init", "random", "--torch_dtype", args.torch_dtype),
+            *("--micro_batch_size", args.micro_batch_size, "--global_batch_size", args.micro_batch_size),
+            *("--train_iters", args.steps, "--max_length", args.max_length, "--truncation_strategy", "right"),
+            *("--split_dataset_ratio", 0, "--acceptance_samples", 0, "--logging_steps", 1, "--tensorboard", "false"),
+        ]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+        lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step_seconds"] for line in lines if "step_seconds" in line]
+
+
+CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
+    "plain": train_plain,
+    "swiftlite": lambda args: train_swiftlite(args, 0),
+    "swiftlite_mtp": lambda args: train_swiftlite(args, 1),
+}
+
+
+def race(args: argparse.Namespace) -> dict[str, float]:
+    """Median tokens/s per contestant, each round in a fresh process and one after another, so that a slow spell of the
+    machine hits all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
+    for _ in range(args.rounds):
+        for name in CONTESTANTS:
+            command = [sys.executable, __file__, *sys.argv[1:], "--contestant", name]
+            command += ["--model", str(args.model), "--dataset", str(args.dataset)]
+            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
+            seconds[name] += json.loads(out.splitlines()[-1])[args.warmup :]
+    tokens_per_step = args.micro_batch_size * args.max_length
+    return {name: tokens_per_step / statistics.median(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face model directory (default: the quickstart's tiny qwen3)"
+    )
+    parser.add_argument("--torch_dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--micro_batch_size", type=int, default=8)
+    parser.add_argument("--max_length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=40, help="steps per round (default: 40)")
+    parser.add_argument("--warmup", type=int, default=10, help="steps at the start of a round that do not count")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--dataset", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.contestant:
+        print(json.dumps(CONTESTANTS[args.contestant](args)))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        args.dataset = Path(directory) / "rows.jsonl"
+        write_rows(args.dataset, args.steps * args.micro_batch_size, args.max_length)
+        if args.model is None:
+            args.model = Path(directory) / "model"
+            make_model = [sys.executable, SCRIPTS / "make_tiny_model.py", "--output_dir", args.model]
+            subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
+        speed = race(args)
+    plain, swiftlite, with_mtp = (speed[name] for name in CONTESTANTS)
+    print(f"plain transformers loop    {plain:8.0f} tokens/s")
+    print(f"swiftlite without MTP      {swiftlite:8.0f} tokens/s   {swiftlite / plain:.2f}x the plain loop")
+    print(f"swiftlite, one MTP layer   {with_mtp:8.0f} tokens/s   {with_mtp / swiftlite:.2f}x swiftlite without MTP")
+
+
+if __name__ == "__main__":
+    main()

