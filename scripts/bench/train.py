@@ -1,8 +1,8 @@
 """Training speed: swiftlite against a plain transformers loop, then the cost of one MTP layer.
 
 Same model, rows, batch, precision and threads on both sides, and every row exactly `--max_length` tokens, so that both
-do the same arithmetic and nothing is padding. The contestants run as alternating subprocesses; each figure is the median
-over all rounds of the steps after the warm-up.
+do the same arithmetic and nothing is padding. The contestants run as alternating subprocesses; each figure is the
+median over all rounds of the steps after the warm-up.
 
     python scripts/bench/train.py                      # the quickstart's model, made on the spot
     python scripts/bench/train.py --model DIR --torch_dtype bfloat16
@@ -38,7 +38,7 @@ def write_rows(path: Path, num_rows: int, max_length: int) -> None:
 
 
 def train_plain(args: argparse.Namespace) -> list[float]:
-    """Seconds per step of the loop one writes by hand: transformers model, torch AdamW, nothing else."""
+    """Tokens/s of each step of the loop one writes by hand: transformers model, torch AdamW, nothing else."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,7 +58,7 @@ def train_plain(args: argparse.Namespace) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     # Mixed precision as in swiftlite: float32 weights and optimizer state, bfloat16 arithmetic.
     precision = torch.autocast("cpu", torch.bfloat16) if args.torch_dtype == "bfloat16" else nullcontext()
-    seconds = []
+    speed = []
     for batch in batches:
         start = time.perf_counter()
         with precision:
@@ -68,12 +68,12 @@ def train_plain(args: argparse.Namespace) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        speed.append(batch["input_ids"].numel() / (time.perf_counter() - start))
+    return speed
 
 
 def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int) -> list[float]:
-    """Seconds per step of `swiftlite megatron sft`, from the run's own metrics."""
+    """Tokens/s of each step of `swiftlite megatron sft`, from the run's own metrics."""
     with tempfile.TemporaryDirectory() as output_dir:
         command = [
             *(sys.executable, "-m", "swiftlite", "megatron", "sft"),
@@ -87,7 +87,7 @@ def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int) -> list[float
         if done.returncode:
             sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
         lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["step_seconds"] for line in lines if "step_seconds" in line]
+    return [json.loads(line)["tokens_per_second"] for line in lines if "tokens_per_second" in line]
 
 
 CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
@@ -100,16 +100,15 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
 def race(args: argparse.Namespace) -> dict[str, float]:
     """Median tokens/s per contestant, each round in a fresh process and one after another, so that a slow spell of the
     machine hits all of them."""
-    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    speed: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     for _ in range(args.rounds):
         for name in CONTESTANTS:
             command = [sys.executable, __file__, *sys.argv[1:], "--contestant", name]
             command += ["--model", str(args.model), "--dataset", str(args.dataset)]
             out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
-            seconds[name] += json.loads(out.splitlines()[-1])[args.warmup :]
-    tokens_per_step = args.micro_batch_size * args.max_length
-    return {name: tokens_per_step / statistics.median(values) for name, values in seconds.items()}
+            speed[name] += json.loads(out.splitlines()[-1])[args.warmup :]
+    return {name: statistics.median(values) for name, values in speed.items()}
 
 
 def main() -> None:
