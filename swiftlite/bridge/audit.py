@@ -1,0 +1,110 @@
+"""Does a Hugging Face directory hold exactly what its config.json promises? Read from the files; no model is built."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.plan import compare_shapes
+from swiftlite.bridge.rows import Family
+from swiftlite.bridge.tensors import Checkpoint, scan
+from swiftlite.errors import UserError
+
+_CHUNK = 1 << 23  # numbers looked at together: 16 to 32 MB
+
+
+@dataclass(frozen=True)
+class MtpOnDisk:
+    """MTP heads as the tensors show them.
+
+    Args:
+        promised: depth in config.json.
+        depth: heads of which at least one tensor is there.
+        missing: HF keys that heads up to max(promised, depth) lack.
+    """
+
+    promised: int
+    depth: int
+    missing: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.promised == self.depth and not self.missing
+
+
+def mtp_keys(hf_keys: Iterable[str], family: Family) -> list[str]:
+    """Those of the keys that belong to MTP heads."""
+    return [key for key in hf_keys if family.is_mtp(key)]
+
+
+def missing_mtp_keys(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any], depth: int) -> list[str]:
+    """Keys of heads 0 to depth - 1 that are not there."""
+    present = set(hf_keys)
+    return [key for head in range(depth) for key in _head_keys(family, hf_config, head) if key not in present]
+
+
+def mtp_depth_on_disk(hf_dir: str | Path, family: Family, hf_config: Mapping[str, Any]) -> MtpOnDisk:
+    """Compare the depth that config.json promises with the tensors.
+
+    Raises:
+        UserError: the directory has no readable safetensors.
+    """
+    return _mtp_on_disk(Checkpoint(hf_dir).entries, family, hf_config)
+
+
+def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
+    """Re-open every file of a Hugging Face directory and compare it with its config.json.
+
+    Checked: index keys = keys in the files; trunk keys and shapes = what the family has for this config; MTP depth
+    promised = MTP tensors there, either way; tied copies present in a consistent shape; every number finite.
+
+    Returns:
+        One line per problem, naming the tensor; empty for a directory that keeps its promises.
+    """
+    try:
+        hf_config = read_config(hf_dir)
+        entries, problems = scan(hf_dir)
+    except UserError as error:
+        return [error.problem]
+    mtp = _mtp_on_disk(entries, family, hf_config)
+    if mtp.promised != mtp.depth:
+        problems.append(f"config.json promises {mtp.promised} MTP layers, the files have tensors of {mtp.depth}")
+
+    rows = family.rows(hf_config, max(mtp.promised, mtp.depth))
+    expected = {key: shape for row in rows for key, shape in row.hf.items()}
+    expected |= {key: shape for row in rows for key, shape in row.hf_shapes().items() if key in entries}
+    derived = [key for key in entries if family.is_derived(key)]
+    problems += compare_shapes(expected, {key: entry.shape for key, entry in entries.items()}, derived)
+    if not problems:
+        problems += _not_finite(Checkpoint(hf_dir))
+    return problems
+
+
+def _mtp_on_disk(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any]) -> MtpOnDisk:
+    found = set(mtp_keys(hf_keys, family))
+    # A head has at least one key, so no head has a number beyond the count of keys.
+    heads = [head for head in range(len(found)) if not found.isdisjoint(_head_keys(family, hf_config, head))]
+    depth = max(heads) + 1 if heads else 0
+    promised = family.mtp_depth(hf_config)
+    missing = missing_mtp_keys(found, family, hf_config, max(promised, depth))
+    return MtpOnDisk(promised, depth, tuple(missing))
+
+
+def _head_keys(family: Family, hf_config: Mapping[str, Any], head: int) -> list[str]:
+    return [key for row in family.head_rows(hf_config, head) for key in row.hf]
+
+
+def _not_finite(checkpoint: Checkpoint) -> list[str]:
+    problems = []
+    for key, entry in checkpoint.entries.items():
+        if entry.dtype.is_floating_point:
+            flat = checkpoint.read(key).view(-1)
+            bad = sum(int((~torch.isfinite(chunk.float())).sum()) for chunk in flat.split(_CHUNK))
+            if bad:
+                problems.append(f"{key}: {bad} of {entry.numel} numbers are not finite")
+            del flat
+            checkpoint.release(key)
+    return problems

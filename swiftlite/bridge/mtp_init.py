@@ -1,0 +1,76 @@
+"""MTP heads that the checkpoint does not have: `--mtp_init random` and `--mtp_init copy_last_layer`.
+
+An MTP layer computes `final_layernorm(block(eh_proj([enorm(embedding), hnorm(hidden)])))`, where `hidden` is the
+trunk's after its final norm. With copy_last_layer the block starts as the last decoder layer and final_layernorm as the
+trunk's final norm, both read from the checkpoint; what the trunk has no counterpart of starts as in `_pass_through`.
+
+Numbers do not depend on the tensor-parallel size: every rank cuts its part out of the same whole.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from swiftlite.bridge.plan import Shard
+from swiftlite.bridge.rows import Family, Row, lift
+
+Fill = Callable[[Shard], None]
+
+
+def copied_rows(family: Family, hf_config: Mapping[str, Any], depth: int) -> list[Row]:
+    """Rows that fill blocks and output norms of `depth` heads from the trunk's own HF tensors."""
+    last_layer = f"model.layers.{hf_config['num_hidden_layers'] - 1}."
+    norm = {"model.norm.weight": (hf_config["hidden_size"],)}
+    rows = []
+    for head in range(depth):
+        rows += lift(family.layer_rows(hf_config), f"mtp.layers.{head}.transformer_layer.", last_layer)
+        rows.append(Row(f"mtp.layers.{head}.final_layernorm.weight", norm))
+    return rows
+
+
+def pass_through(depth: int) -> dict[str, Fill]:
+    """How heads begin where `copied_rows` gives them nothing, by Megatron name."""
+    return {
+        f"mtp.layers.{head}.{name}.weight": fill
+        for head in range(depth)
+        for name, fill in (("enorm", _ones), ("hnorm", _ones), ("eh_proj", _pass_through))
+    }
+
+
+def random(family: Family, hf_config: Mapping[str, Any], depth: int, seed: int) -> dict[str, Fill]:
+    """Random heads, by Megatron name: norms one, biases zero, matrices normal with the config's initializer_range."""
+    std = hf_config.get("initializer_range") or 0.02
+    names = [row.mcore for head in range(depth) for row in family.head_rows(hf_config, head)]
+    kinds = {name: partial(_normal, std=std, seed=seed) for name in names}
+    kinds |= {name: _zeros for name in names if name.endswith(".bias")}
+    kinds |= {name: _ones for name in names if name.endswith("norm.weight")}
+    return kinds
+
+
+def _ones(shard: Shard) -> None:
+    shard.tensor.fill_(1.0)
+
+
+def _zeros(shard: Shard) -> None:
+    shard.tensor.zero_()
+
+
+def _normal(shard: Shard, std: float, seed: int) -> None:
+    # A generator of its own per parameter, so that numbers depend on neither the order nor the ranks.
+    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(shard.name.encode()))
+    whole = torch.randn(shard.global_shape, generator=generator) * std
+    if shard.partition_dim is not None:
+        whole = whole.narrow(shard.partition_dim, shard.first, shard.tensor.shape[shard.partition_dim])
+    shard.tensor.copy_(whole)
+
+
+def _pass_through(shard: Shard) -> None:
+    """[I, I]: the projection's output is the sum of the normed embedding and the normed hidden state."""
+    rows, columns = shard.tensor.shape
+    local, whole = torch.arange(rows), torch.arange(shard.first, shard.first + rows)
+    shard.tensor.zero_()
+    shard.tensor[local, whole] = 1.0
+    shard.tensor[local, columns // 2 + whole] = 1.0

@@ -1,0 +1,81 @@
+"""The table: a row says which HF tensors one Megatron parameter is made of. Families write it; both directions read it.
+
+Names are whole and global: no pipeline-local layer numbers, no wrappers, no ranks. Next: `layout.py`, `transfer.py`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from swiftlite.bridge.layout import COPY, Layout
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Megatron parameter <-> one or more HF tensors.
+
+    Args:
+        mcore: Megatron name, e.g. `self_attention.linear_qkv.weight` within a layer.
+        hf: HF names with the shapes that the config promises, in the order the layout counts them.
+        layout: how they are joined.
+        hf_copies: further HF names that may hold the very same numbers as the row's one HF tensor (`lm_head.weight`
+            of a tied model). Read only to check that they are equal; written when the source model had them.
+        mcore_copies: further Megatron names that hold the same parameter (`output_layer.weight` of a tied model on a
+            later pipeline stage). Filled on load, never written.
+    """
+
+    mcore: str
+    hf: Mapping[str, Shape]
+    layout: Layout = COPY
+    hf_copies: tuple[str, ...] = ()
+    mcore_copies: tuple[str, ...] = ()
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        """Shapes of the row's HF names, copies included."""
+        return {**self.hf, **{key: shape for key in self.hf_copies for shape in self.hf.values()}}
+
+
+def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
+    """The same rows one level up: a decoder layer's table, written once, serves every layer and every MTP block."""
+    return [
+        replace(
+            row,
+            mcore=mcore_prefix + row.mcore,
+            hf={hf_prefix + name: shape for name, shape in row.hf.items()},
+            hf_copies=tuple(hf_prefix + name for name in row.hf_copies),
+            mcore_copies=tuple(mcore_prefix + name for name in row.mcore_copies),
+        )
+        for row in rows
+    ]
+
+
+class Family(Protocol):
+    """What the bridge asks of a family (`swiftlite/families/family.py`). `hf_config` is the content of config.json."""
+
+    def mtp_depth(self, hf_config: Mapping[str, Any], /) -> int:
+        """MTP heads that the config promises."""
+        ...
+
+    def is_mtp(self, hf_key: str, /) -> bool:
+        """Whether an HF key belongs to an MTP head."""
+        ...
+
+    @property
+    def is_derived(self) -> Callable[[str], bool]:
+        """Whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
+        ...
+
+    @property
+    def layer_rows(self) -> Callable[[Mapping[str, Any]], list[Row]]:
+        """One decoder layer, names relative to the layer on both sides."""
+        ...
+
+    def head_rows(self, hf_config: Mapping[str, Any], head: int, /) -> list[Row]:
+        """MTP head number `head`, from 0."""
+        ...
+
+    def rows(self, hf_config: Mapping[str, Any], depth: int, /) -> list[Row]:
+        """The whole table with `depth` MTP heads."""
+        ...

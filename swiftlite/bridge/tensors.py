@@ -1,0 +1,367 @@
+"""Safetensors files, lazily: any slice of any tensor of a directory, and files that several processes fill in place.
+
+The format is eight bytes of header length, a JSON header, then the numbers (huggingface.co/docs/safetensors). It is
+read and written here directly, and not through the safetensors package, for two reasons: that package cannot fill a
+file slice by slice, and pages it has mapped stay in memory until the file is closed, while here a tensor's pages are
+given back once it is copied (a 1 GB file loads with 1 GB less resident memory; scripts/bench/convert.py).
+"""
+
+import json
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftlite.errors import UserError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies. `offset` counts bytes from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return _product(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
+    """Read the index and every header of a Hugging Face directory, no tensor.
+
+    Returns:
+        The tensors that can be read, by key in file order, and one line for each thing that is wrong: a missing or cut
+        file, a key that the index promises and its file lacks, a key in a file that the index does not know.
+
+    Raises:
+        UserError: there is no safetensors file, or the index itself cannot be read.
+    """
+    hf_dir = Path(hf_dir)
+    index_path = hf_dir / INDEX_NAME
+    if index_path.is_file():
+        promised = _read_index(index_path)
+    elif (hf_dir / SINGLE_NAME).is_file():
+        promised = {SINGLE_NAME: None}
+    else:
+        torch_files = next(hf_dir.glob("pytorch_model*.bin"), None)
+        hint = "save the model as safetensors first" if torch_files else "give the directory of a Hugging Face model"
+        raise UserError(f"{hf_dir}: no {SINGLE_NAME} and no {INDEX_NAME}", hint)
+
+    entries: dict[str, Entry] = {}
+    problems: list[str] = []
+    for file, keys in promised.items():
+        try:
+            found = _read_header(hf_dir, file)
+        except UserError as error:
+            problems.append(error.problem)
+            continue
+        if keys is not None:
+            for key in sorted(keys - found.keys()):
+                problems.append(f"{index_path.name} says that {key} is in {file}, but it is not there")
+            for key in sorted(found.keys() - keys):
+                problems.append(f"{file} has {key}, which {index_path.name} does not place there")
+            found = {key: entry for key, entry in found.items() if key in keys}
+        entries.update(found)
+    return entries, problems
+
+
+class Checkpoint:
+    """The tensors of a Hugging Face directory; nothing but headers is read until `read`.
+
+    Attributes:
+        entries: dtype, shape and place of every tensor, by key.
+
+    Raises:
+        UserError: see `scan`; every problem of every file is listed.
+    """
+
+    def __init__(self, hf_dir: str | Path):
+        self.hf_dir = Path(hf_dir)
+        self.entries, problems = scan(hf_dir)
+        if problems:
+            raise UserError(
+                f"{hf_dir} cannot be read:\n  " + "\n  ".join(some(problems)), "copy or download the model again"
+            )
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def read(self, key: str) -> torch.Tensor:
+        """The tensor as a view of the mapped file: slice it first, and only the slice is read from disk."""
+        entry = self.entries[key]
+        if entry.file not in self._maps:
+            with (self.hf_dir / entry.file).open("rb") as file:
+                # A private mapping is writable, which torch wants of a buffer; nobody writes, so no page is copied.
+                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return _view(self._maps[entry.file], entry)
+
+    def release(self, key: str) -> None:
+        """Give the memory of the tensor's pages back to the system; reading it again works."""
+        _drop_pages(self._maps[self.entries[key].file], self.entries[key])
+
+
+def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
+    """What a directory holds, ready for JSON: `{key: {"dtype": "bfloat16", "shape": [..]}}`."""
+    return {
+        key: {"dtype": str(entry.dtype).removeprefix("torch."), "shape": list(entry.shape)}
+        for key, entry in Checkpoint(hf_dir).entries.items()
+    }
+
+
+class ShardedFiles:
+    """Safetensors files of a known set of tensors, filled in place by one or many processes.
+
+    What goes where follows from names, shapes and dtypes alone, so every process computes the same files and no tensor
+    is ever gathered. One process calls `create`, then all `write`, then all `flush`, then one calls `publish`; the
+    callers wait for each other in between. Until `publish` there are only hidden temporary names.
+
+    Args:
+        out_dir: existing directory.
+        tensors: key -> (dtype, shape), in the order in which they should stand in the files.
+        max_shard_bytes: size limit of one file's tensors; a larger tensor gets a file of its own.
+    """
+
+    def __init__(
+        self,
+        out_dir: str | Path,
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        max_shard_bytes: int,
+    ):
+        self.out_dir = Path(out_dir)
+        self.entries: dict[str, Entry] = {}
+        self._headers: dict[str, bytes] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        shards = _split(tensors, max_shard_bytes)
+        for number, keys in enumerate(shards, start=1):
+            file = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            # Wide dtypes first keep every tensor aligned to its own size, as the safetensors package does it.
+            keys = sorted(keys, key=lambda key: -tensors[key][0].itemsize)
+            self._headers[file], entries = _make_header(file, {key: tensors[key] for key in keys})
+            self.entries.update(entries)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the finished files, index included."""
+        return [*self._headers, INDEX_NAME] if len(self._headers) > 1 else [*self._headers]
+
+    def create(self) -> None:
+        """Write the headers under temporary names and reserve the space, so that a full disk shows now."""
+        size_of = {file: len(header) for file, header in self._headers.items()}
+        for entry in self.entries.values():
+            size_of[entry.file] = max(size_of[entry.file], entry.offset + entry.nbytes)
+        for file, header in self._headers.items():
+            try:
+                with self._temporary(file).open("wb") as out:
+                    _reserve(out.fileno(), size_of[file])
+                    out.write(header)
+            except OSError as error:
+                self.discard()
+                raise UserError(
+                    f"cannot write {self.out_dir / file} ({size_of[file] / 1e9:.2f} GB): {error.strerror}"
+                ) from error
+
+    def write(self, key: str) -> torch.Tensor:
+        """The tensor's place in its file, as a tensor to copy into (whole, or the slices this process holds)."""
+        entry = self.entries[key]
+        if entry.file not in self._maps:
+            with self._temporary(entry.file).open("r+b") as file:
+                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE)
+        return _view(self._maps[entry.file], entry)
+
+    def release(self, key: str) -> None:
+        """Let the tensor's pages leave this process; what was written stays in the system's page cache."""
+        _drop_pages(self._maps[self.entries[key].file], self.entries[key])
+
+    def flush(self) -> None:
+        """Make what this process wrote durable."""
+        for mapping in self._maps.values():
+            mapping.flush()
+        self._maps.clear()
+
+    def publish(self) -> None:
+        """Give the files their names and write the index."""
+        for file in self._headers:
+            with self._temporary(file).open("rb") as out:
+                os.fsync(out.fileno())
+            self._temporary(file).replace(self.out_dir / file)
+        if len(self._headers) > 1:
+            index = {
+                "metadata": {"total_size": sum(entry.nbytes for entry in self.entries.values())},
+                "weight_map": {key: entry.file for key, entry in sorted(self.entries.items())},
+            }
+            write_durably(self.out_dir / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
+        _sync_directory(self.out_dir)
+
+    def discard(self) -> None:
+        """Remove the temporary files after a failure."""
+        self._maps.clear()
+        for file in self._headers:
+            self._temporary(file).unlink(missing_ok=True)
+
+    def _temporary(self, file: str) -> Path:
+        return self.out_dir / f".{file}.incomplete"
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a small file so that after a crash it is either absent, old or whole."""
+    temporary = path.with_name(f".{path.name}.incomplete")
+    with temporary.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(path)
+
+
+def some(lines: Iterable[str], limit: int = 20) -> list[str]:
+    """The first lines of a list for an error message, and how many more there are."""
+    lines = list(lines)
+    return lines if len(lines) <= limit else [*lines[:limit], f"... and {len(lines) - limit} more"]
+
+
+def _read_index(path: Path) -> dict[str, set[str] | None]:
+    """File name -> keys that the index places in it."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files: dict[str, set[str] | None] = {}
+        for key, file in weight_map.items():
+            if Path(file).name != file:  # an index from elsewhere must not point out of its directory
+                raise ValueError(f"{file!r} is not a plain file name")
+            keys = files.setdefault(file, set())
+            assert keys is not None
+            keys.add(key)
+        return files
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not a safetensors index ({error})", "copy or download the model again") from error
+
+
+def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
+    """The tensors of one file; every number is checked against the file's size before it is believed."""
+    path = hf_dir / file
+    try:
+        with path.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            header_size = int.from_bytes(opened.read(8), "little")
+            if not 2 <= header_size <= min(size - 8, _MAX_HEADER_BYTES):
+                raise UserError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
+            header = json.loads(opened.read(header_size))
+        entries = {}
+        for key, fields in header.items():
+            if key == "__metadata__":
+                continue
+            begin, end = fields["data_offsets"]
+            shape = tuple(fields["shape"])
+            if fields["dtype"] not in _DTYPES:
+                raise UserError(f"{path}: {key} has dtype {fields['dtype']}, which is not supported")
+            entry = Entry(_DTYPES[fields["dtype"]], shape, file, 8 + header_size + begin)
+            if not all(isinstance(n, int) and n >= 0 for n in (begin, end, *shape)) or end - begin != entry.nbytes:
+                raise ValueError(f"{key}: bytes {begin} to {end} do not hold a {fields['dtype']} tensor of {shape}")
+            if 8 + header_size + end > size:
+                raise UserError(f"{path}: cut short: {key} ends at byte {8 + header_size + end}, the file at {size}")
+            entries[key] = entry
+        return dict(sorted(entries.items(), key=lambda item: item[1].offset))
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: not a safetensors file ({error})") from error
+
+
+def _make_header(
+    file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> tuple[bytes, dict[str, Entry]]:
+    """The bytes that open a file of these tensors, and where each tensor then lies."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for key, (dtype, shape) in tensors.items():
+        end = begin + _product(shape) * dtype.itemsize
+        header[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    start = 8 + len(encoded)
+    entries = {
+        key: Entry(dtype, tuple(shape), file, start + header[key]["data_offsets"][0])
+        for key, (dtype, shape) in tensors.items()
+    }
+    return len(encoded).to_bytes(8, "little") + encoded, entries
+
+
+def _split(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int) -> list[list[str]]:
+    """Keys file by file, in order, each file within max_bytes unless one tensor alone is larger."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for key, (dtype, shape) in tensors.items():
+        nbytes = _product(shape) * dtype.itemsize
+        if shards[-1] and filled + nbytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(key)
+        filled += nbytes
+    return shards
+
+
+def _view(mapping: mmap.mmap, entry: Entry) -> torch.Tensor:
+    if entry.numel == 0:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    flat = torch.frombuffer(mapping, dtype=entry.dtype, count=entry.numel, offset=entry.offset)
+    return flat.view(entry.shape)
+
+
+def _drop_pages(mapping: mmap.mmap, entry: Entry) -> None:
+    """Unmap the whole pages inside a tensor; the pages it shares with its neighbours stay."""
+    first = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Set a file's size with its blocks allocated: writing through a mapping to a full disk would kill the process."""
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.truncate(descriptor, size)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _product(shape: Iterable[int]) -> int:
+    result = 1
+    for length in shape:
+        result *= length
+    return result

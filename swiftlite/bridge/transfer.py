@@ -1,0 +1,258 @@
+"""`load_hf` and `save_hf`: a Hugging Face directory into a live Megatron model, and back, bit for bit.
+
+Every rank reads and writes only the slices it holds. Both directions first bind the family's rows to the model's
+parameters (`plan.py`); nothing is touched unless both sides match completely.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from swiftlite.bridge import mtp_init as fresh_heads
+from swiftlite.bridge import placement
+from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
+from swiftlite.bridge.plan import Binding, bind, report_missing
+from swiftlite.bridge.rows import Family, Row
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
+from swiftlite.errors import UserError
+
+MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of everything: each Megatron parameter of this rank is in one of the first two, each HF key that was
+    not read is in the third.
+
+    Args:
+        loaded: Megatron parameters read from the checkpoint.
+        initialised: Megatron parameters that got their numbers elsewhere, with where: "random", "copy_last_layer".
+        dropped: HF keys declared as not needed: heads that were not asked for, buffers that follow from the config.
+    """
+
+    loaded: tuple[str, ...]
+    initialised: Mapping[str, str]
+    dropped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"loaded {len(self.loaded)} parameters"]
+        for origin in sorted(set(self.initialised.values())):
+            names = [name for name, how in self.initialised.items() if how == origin]
+            lines.append(f"initialised by {origin}: {len(names)} parameters: {', '.join(names)}")
+        if self.dropped:
+            lines.append(f"dropped {len(self.dropped)} checkpoint tensors: {', '.join(self.dropped)}")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def load_hf(
+    model_chunks: Sequence[nn.Module],
+    hf_dir: str | Path,
+    family: Family,
+    hf_config: Mapping[str, Any],
+    *,
+    mtp_init: MtpInit = "checkpoint",
+    seed: int = 42,
+) -> LoadReport:
+    """Fill a Megatron model from a Hugging Face directory; each rank reads its slices, cast to the parameter's dtype.
+
+    The MTP depth asked for is the one that the model was built with; 0 drops the checkpoint's heads.
+
+    Args:
+        model_chunks: GPTModel(s) of this rank, wrapped or not.
+        hf_dir: directory with model.safetensors, or shards and their index.
+        hf_config: content of its config.json.
+        mtp_init: "checkpoint": heads come from the checkpoint, which must have exactly as many. "copy_last_layer":
+            heads start as the last decoder layer. "random": heads start from `seed`. See `mtp_init.py`.
+
+    Raises:
+        UserError: the checkpoint cannot be read, does not match the model, or has other MTP heads than asked for; or an
+            `lm_head.weight` of a tied model differs from the embedding.
+    """
+    checkpoint = Checkpoint(hf_dir)
+    depth = placement.mtp_num_layers(model_chunks)
+    rows: list[Row] = family.rows(hf_config, 0)
+    borrowed: list[Row] = []
+    made: dict[str, fresh_heads.Fill] = {}
+    dropped = [key for key in checkpoint.entries if family.is_derived(key)]
+    if depth and mtp_init == "checkpoint":
+        _check_mtp_depth(depth, hf_dir, checkpoint, family, hf_config)
+        rows = family.rows(hf_config, depth)
+    else:
+        dropped += mtp_keys(checkpoint.entries, family)
+        if mtp_init == "copy_last_layer":
+            borrowed = fresh_heads.copied_rows(family, hf_config, depth)
+            made = fresh_heads.pass_through(depth)
+        else:
+            made = fresh_heads.random(family, hf_config, depth, seed)
+
+    shards = placement.shards_of(model_chunks)
+    bindings = bind(
+        shards,
+        rows,
+        borrowed=borrowed,
+        made=made,
+        all_names=placement.names_of_all_stages(shards),
+        hf_shapes={key: entry.shape for key, entry in checkpoint.entries.items()},
+        ignored=dropped,
+        what=str(hf_dir),
+        hint="check that the tensors belong to this config.json, and that both are complete",
+    )
+    _read(bindings, checkpoint)
+    for shard in shards:
+        if shard.name in made:
+            made[shard.name](shard)
+
+    from_trunk = {row.mcore for row in borrowed}
+    initialised = {binding.shard.name: mtp_init for binding in bindings if binding.shard.name in from_trunk}
+    initialised |= {shard.name: mtp_init for shard in shards if shard.name in made}
+    loaded = tuple(binding.shard.name for binding in bindings if binding.shard.name not in from_trunk)
+    assert len(loaded) + len(initialised) == len(shards)
+    return LoadReport(loaded, initialised, tuple(dropped))
+
+
+@torch.no_grad()
+def save_hf(
+    model_chunks: Sequence[nn.Module],
+    out_dir: str | Path,
+    family: Family,
+    hf_config: Mapping[str, Any],
+    *,
+    dtypes: Mapping[str, str | torch.dtype] | str | torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> list[str]:
+    """Write a Megatron model as Hugging Face safetensors; every rank writes its own slices into the files in place.
+
+    All MTP heads of the model are written, whatever depth `hf_config` names; the caller writes a config.json that
+    agrees (`hf_config.write_patched`). Files appear under their names only when all are complete and on disk.
+
+    Args:
+        out_dir: directory on a file system that all ranks share; made if missing, must not hold safetensors.
+        dtypes: dtype by HF key, as the source had it ("bfloat16" or torch.bfloat16); a key that the source lacked
+            gets the source's most frequent dtype. One dtype: for all tensors. None: the dtype of the parameters. A copy
+            such as the `lm_head.weight` of a tied model is written if it is a key of this mapping.
+        max_shard_bytes: size limit of one file.
+
+    Returns:
+        Names of the files written, index included.
+
+    Raises:
+        UserError: the directory already holds safetensors, cannot be written, or the disk has not the space.
+    """
+    depth = placement.mtp_num_layers(model_chunks)
+    rows = family.rows(hf_config, depth)
+    shards = placement.shards_of(model_chunks)
+    bindings = bind(
+        shards,
+        rows,
+        all_names=placement.names_of_all_stages(shards),
+        what="config.json",
+        hint="check that this config.json belongs to the model",
+    )
+    if isinstance(dtypes, Mapping):
+        source_dtypes, other = dtypes, Counter(dtypes.values()).most_common(1)[0][0]
+    else:
+        source_dtypes, other = {}, dtypes or shards[0].tensor.dtype
+    tensors = {
+        key: (_dtype(source_dtypes.get(key, other)), shape)
+        for row in rows
+        for key, shape in row.hf_shapes().items()
+        if key in row.hf or key in source_dtypes
+    }
+
+    out_dir = Path(out_dir)
+    files = ShardedFiles(out_dir, tensors, max_shard_bytes)
+    if placement.is_first_rank():
+        out_dir.mkdir(parents=True, exist_ok=True)
+        if present := sorted(path.name for path in out_dir.glob("*.safetensors*")):
+            raise UserError(f"{out_dir} already holds {', '.join(present[:3])}", "give a new or empty directory")
+        files.create()
+    placement.barrier()
+    try:
+        _write(bindings, files)
+        files.flush()
+        placement.barrier()
+        if placement.is_first_rank():
+            files.publish()
+        placement.barrier()
+    except BaseException:
+        files.discard()
+        raise
+    return files.files
+
+
+def _read(bindings: Sequence[Binding], checkpoint: Checkpoint) -> None:
+    """Copy every slice this rank holds, in the order of the files, so that disks read ahead."""
+
+    def place(binding: Binding) -> tuple[str, int]:
+        entry = checkpoint.entries[next(iter(binding.row.hf))]
+        return entry.file, entry.offset
+
+    for binding in sorted(bindings, key=place):
+        present_copies = [key for key in binding.row.hf_copies if key in checkpoint.entries]
+        for shard, local_index, hf_key, hf_index in binding.copies():
+            target = shard.tensor[local_index]
+            if hf_key is None:
+                target.zero_()
+                continue
+            source = checkpoint.read(hf_key)[hf_index]
+            target.copy_(source)
+            for copy_key in present_copies:
+                _check_equal(copy_key, checkpoint.read(copy_key)[hf_index], hf_key, source)
+        for key in (*binding.row.hf, *present_copies):
+            checkpoint.release(key)
+
+
+def _write(bindings: Sequence[Binding], files: ShardedFiles) -> None:
+    for binding in bindings:
+        if not binding.shard.writes or binding.is_copy:
+            continue
+        copy_keys = [key for key in binding.row.hf_copies if key in files.entries]
+        for shard, local_index, hf_key, hf_index in binding.copies():
+            if hf_key is None:
+                continue
+            for key in (hf_key, *copy_keys):
+                files.write(key)[hf_index].copy_(shard.tensor[local_index])
+        for key in (*binding.row.hf, *copy_keys):
+            files.release(key)
+
+
+def _check_mtp_depth(
+    depth: int, hf_dir: str | Path, checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]
+) -> None:
+    """The heads asked for, the heads promised by config.json and the heads on disk must be the same."""
+    promised = family.mtp_depth(hf_config)
+    on_disk = mtp_keys(checkpoint.entries, family)
+    start_anew = "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random"
+    if not on_disk:
+        promise = f" (its config.json promises {promised} MTP layers)" if promised else ""
+        raise UserError(f"--mtp_num_layers {depth}, but {hf_dir} has no MTP weights{promise}", start_anew)
+    if promised != depth:
+        keep = f"use --mtp_num_layers {promised}, or " if promised else ""
+        raise UserError(
+            f"--mtp_num_layers {depth}, but config.json of {hf_dir} promises {promised} MTP layers", keep + start_anew
+        )
+    if missing := missing_mtp_keys(checkpoint.entries, family, hf_config, depth):
+        raise UserError(
+            f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:{report_missing(missing)}", start_anew
+        )
+
+
+def _check_equal(copy_key: str, copy: torch.Tensor, key: str, original: torch.Tensor) -> None:
+    """Bits are compared, so that a NaN equals itself."""
+    if copy.dtype != original.dtype or not torch.equal(copy.view(torch.uint8), original.view(torch.uint8)):
+        raise UserError(
+            f"config.json says that the embeddings are tied, but {copy_key} differs from {key}",
+            'if the model has its own head, set "tie_word_embeddings": false in config.json, else remove the tensor',
+        )
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    dtype = getattr(torch, name) if isinstance(name, str) else name
+    assert isinstance(dtype, torch.dtype), name
+    return dtype

@@ -1,0 +1,175 @@
+"""The Llama shape that all dense families share: RMSNorm, grouped-query attention, SwiGLU, no biases but q, k, v.
+
+A family states its differences as arguments. Next: `llama.py`, the plainest of them.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+
+from swiftlite.bridge.layout import GATE_UP, Interleave, PadEnd
+from swiftlite.bridge.rows import Row
+from swiftlite.errors import UserError
+from swiftlite.families.family import MTP_DEPTH_KEY, HfConfig, MtpLayout
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+)
+
+# Keys of config.json that would change the mathematics, with the values under which they do not.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, None),
+    "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+    "use_sliding_window": (False, None),
+}
+
+
+def check(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> None:
+    """Refuse what the dense families do not compute.
+
+    Args:
+        neutral: the family's own keys, with the values it can take; a key that is absent has its default, which is one
+            of them.
+
+    Raises:
+        UserError: every such setting, in one message.
+    """
+    numbers = {key for key in _REQUIRED if isinstance(hf_config.get(key), int | float)}
+    problems = [f"{key} is missing or not a number" for key in _REQUIRED if key not in numbers]
+    problems += [
+        f"{key} {hf_config[key]!r} is not supported; it can only be {' or '.join(repr(value) for value in values)}"
+        for key, values in {**NEUTRAL, **neutral}.items()
+        if key in hf_config and hf_config[key] not in values
+    ]
+    depth = hf_config.get(MTP_DEPTH_KEY)
+    if depth is not None and (not isinstance(depth, int) or depth < 0):
+        problems.append(f"{MTP_DEPTH_KEY} {depth!r} is not a number of layers")
+    other_layers = set(hf_config.get("layer_types") or []) - {"full_attention"}
+    problems += [f"layer_types has {kind!r}; only 'full_attention' is supported" for kind in sorted(other_layers)]
+    if not problems:
+        heads, groups = hf_config["num_attention_heads"], num_query_groups(hf_config)
+        if heads % groups:
+            problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
+        if not hf_config.get("head_dim") and hf_config["hidden_size"] % heads:
+            problems.append(f"hidden_size {hf_config['hidden_size']} is not a multiple of num_attention_heads {heads}")
+    if problems:
+        raise UserError(
+            f"config.json (model_type {hf_config.get('model_type')!r}):\n  " + "\n  ".join(problems),
+            "swiftlite would compute something else than this model; it refuses rather than ignore a setting",
+        )
+
+
+def num_query_groups(hf_config: HfConfig) -> int:
+    """Key-value heads; a config without them has one per attention head."""
+    return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
+
+
+def head_dim(hf_config: HfConfig) -> int:
+    """Size of one attention head: stated, or an equal share of the hidden size."""
+    return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+
+
+def transformer_config(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
+    """Keyword arguments of megatron-core's TransformerConfig."""
+    return {
+        "num_layers": hf_config["num_hidden_layers"],
+        "hidden_size": hf_config["hidden_size"],
+        "ffn_hidden_size": hf_config["intermediate_size"],
+        "num_attention_heads": hf_config["num_attention_heads"],
+        "num_query_groups": num_query_groups(hf_config),
+        "kv_channels": head_dim(hf_config),
+        "layernorm_epsilon": hf_config["rms_norm_eps"],
+        "normalization": "RMSNorm",
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": qkv_bias,
+        "qk_layernorm": qk_norm,
+        "init_method_std": hf_config.get("initializer_range") or 0.02,
+    }
+
+
+def layer_rows(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Row]:
+    """One decoder layer."""
+    hidden, ffn = hf_config["hidden_size"], hf_config["intermediate_size"]
+    groups, size = num_query_groups(hf_config), head_dim(hf_config)
+    q, kv = hf_config["num_attention_heads"] * size, groups * size
+    qkv = Interleave(groups)
+    rows = [
+        Row("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
+        Row(
+            "self_attention.linear_qkv.weight",
+            {
+                "self_attn.q_proj.weight": (q, hidden),
+                "self_attn.k_proj.weight": (kv, hidden),
+                "self_attn.v_proj.weight": (kv, hidden),
+            },
+            qkv,
+        ),
+        Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, q)}),
+        Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
+        Row(
+            "mlp.linear_fc1.weight",
+            {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)},
+            GATE_UP,
+        ),
+        Row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}),
+    ]
+    if qkv_bias:
+        bias = {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+        rows.append(Row("self_attention.linear_qkv.bias", bias, qkv))
+    if qk_norm:
+        rows.append(Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (size,)}))
+        rows.append(Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (size,)}))
+    return rows
+
+
+def outer_rows(hf_config: HfConfig) -> list[Row]:
+    """Embedding, final norm and, unless tied, the head."""
+    hidden, vocab = hf_config["hidden_size"], (hf_config["vocab_size"], hf_config["hidden_size"])
+    # A tied model's head is the embedding: some files hold a second copy, some Megatron stages another.
+    hf_copies, mcore_copies = (("lm_head.weight",), ("output_layer.weight",)) if is_tied(hf_config) else ((), ())
+    embedding = {"model.embed_tokens.weight": vocab}
+    rows = [
+        Row("embedding.word_embeddings.weight", embedding, PadEnd(), hf_copies, mcore_copies),
+        Row("decoder.final_layernorm.weight", {"model.norm.weight": (hidden,)}),
+    ]
+    return rows if is_tied(hf_config) else [*rows, Row("output_layer.weight", {"lm_head.weight": vocab}, PadEnd())]
+
+
+def is_tied(hf_config: HfConfig) -> bool:
+    """Whether embedding and head are one; the dense families default to two."""
+    return bool(hf_config.get("tie_word_embeddings"))
+
+
+def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
+    """Projection and norms of a head in Qwen3-Next's names.
+
+    Qwen3-Next has one projection and one set of norms for all its heads. Ours are independent, so heads after the first
+    keep theirs under `mtp.heads.{head}.`; a checkpoint with one head is laid out exactly like Qwen3-Next's.
+    """
+    hidden = hf_config["hidden_size"]
+    mcore, hf = f"mtp.layers.{head}.", "mtp." if head == 0 else f"mtp.heads.{head}."
+    return [
+        Row(f"{mcore}eh_proj.weight", {f"{hf}fc.weight": (hidden, 2 * hidden)}),
+        Row(f"{mcore}enorm.weight", {f"{hf}pre_fc_norm_embedding.weight": (hidden,)}),
+        Row(f"{mcore}hnorm.weight", {f"{hf}pre_fc_norm_hidden.weight": (hidden,)}),
+        Row(f"{mcore}final_layernorm.weight", {f"{hf}norm.weight": (hidden,)}),
+    ]
+
+
+# For families that were published without heads.
+QWEN3_NEXT_HEADS = MtpLayout(prefix="mtp.", block="mtp.layers.{head}.", frame_rows=_frame_rows)
+
+
+def is_derived(hf_key: str) -> bool:
+    """Old Llama files carry the rotary frequencies, which follow from the config."""
+    return hf_key.endswith(".rotary_emb.inv_freq")

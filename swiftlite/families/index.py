@@ -1,0 +1,38 @@
+"""The index of families: one line each, by HF `model_type`."""
+
+from pathlib import Path
+
+from swiftlite.errors import UserError
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.llama import LLAMA
+from swiftlite.families.mimo import MIMO
+from swiftlite.families.qwen2 import QWEN2
+from swiftlite.families.qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "mimo": MIMO,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
+
+
+def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
+    """The family of a config.json, which it has checked.
+
+    Args:
+        hf_dir: where the config comes from, for the message.
+
+    Raises:
+        UserError: the model_type is unknown, or a setting would change the mathematics and is not supported.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type not in FAMILIES:
+        where = f"{Path(hf_dir) / 'config.json'}" if hf_dir else "config.json"
+        raise UserError(
+            f"{where}: model_type {model_type!r} is not a family that swiftlite knows",
+            f"known: {', '.join(FAMILIES)}; docs/add-a-family shows how to add one",
+        )
+    family = FAMILIES[model_type]
+    family.check(hf_config)
+    return family

@@ -1,0 +1,16 @@
+"""Llama: the plain dense shape. Its optional biases (`attention_bias` reaches o_proj, `mlp_bias`) are refused."""
+
+from functools import partial
+
+from swiftlite.families import dense
+from swiftlite.families.family import Family
+
+LLAMA = Family(
+    name="llama",
+    check=partial(dense.check, attention_bias=(False, None), mlp_bias=(False, None)),
+    transformer_config=dense.transformer_config,
+    layer_rows=dense.layer_rows,
+    outer_rows=dense.outer_rows,
+    mtp=dense.QWEN3_NEXT_HEADS,
+    is_derived=dense.is_derived,
+)

@@ -1,0 +1,34 @@
+"""MiMo: a Qwen2 trunk (q, k, v biases) published with MTP heads of its own.
+
+Its projection takes [hidden, embedding], megatron-core's `eh_proj` [embedding, hidden]: the column halves swap. A
+bridge that forgets this still generates right text, with drafts that are never accepted.
+"""
+
+from functools import partial
+
+from swiftlite.bridge.layout import SwapHalves
+from swiftlite.bridge.rows import Row
+from swiftlite.families import dense
+from swiftlite.families.family import Family, HfConfig, MtpLayout
+
+
+def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
+    hidden = hf_config["hidden_size"]
+    mcore, hf = f"mtp.layers.{head}.", f"model.mtp_layers.{head}."
+    return [
+        Row(f"{mcore}eh_proj.weight", {f"{hf}input_proj.weight": (hidden, 2 * hidden)}, SwapHalves(axis=1)),
+        Row(f"{mcore}enorm.weight", {f"{hf}token_layernorm.weight": (hidden,)}),
+        Row(f"{mcore}hnorm.weight", {f"{hf}hidden_layernorm.weight": (hidden,)}),
+        Row(f"{mcore}final_layernorm.weight", {f"{hf}final_layernorm.weight": (hidden,)}),
+    ]
+
+
+MIMO = Family(
+    name="mimo",
+    check=dense.check,
+    transformer_config=partial(dense.transformer_config, qkv_bias=True),
+    layer_rows=partial(dense.layer_rows, qkv_bias=True),
+    outer_rows=dense.outer_rows,
+    mtp=MtpLayout(prefix="model.mtp_layers.", block="model.mtp_layers.{head}.", frame_rows=_frame_rows),
+    is_derived=dense.is_derived,
+)
