@@ -22,10 +22,10 @@ class SftArgs(RunArgs, OptimArgs, ParallelArgs, DataArgs, MtpArgs, ModelArgs):
 
 @dataclass(frozen=True)
 class ExportArgs:
-    """Turn a run or checkpoint into a Hugging Face model (--to_hf), or a Hugging Face model into a checkpoint (--to_mcore)."""
+    """Turn a run or checkpoint into a Hugging Face model (--to_hf), or a Hugging Face model into one (--to_mcore)."""
 
     model: str = ""
-    """--to_hf: a run's output_dir (newest checkpoint) or one checkpoint-N. --to_mcore: a Hugging Face model directory."""
+    """--to_hf: a run's output_dir (newest checkpoint) or a checkpoint-N. --to_mcore: a Hugging Face model directory."""
     output_dir: str = ""
     """Directory to write; it must not exist or be empty."""
     to_hf: bool = False

@@ -31,7 +31,7 @@ class MtpArgs:
     mtp_num_layers: int | None = None
     """MTP depth: layers that predict tokens 2, 3, ... ahead. Unset: what the checkpoint has. 0: drop the heads."""
     mtp_init: MtpInit = "checkpoint"
-    """Where MTP weights come from: the checkpoint, random (projection and block), or a copy of the last decoder layer."""
+    """Where MTP weights come from: the checkpoint, random numbers, or a copy of the last decoder layer."""
     mtp_mode: MtpMode = "joint"
     """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
     mtp_loss_scaling_factor: float = 0.1

@@ -1,0 +1,80 @@
+"""What `--help` and docs/options say: titles, types, defaults and docstrings, read from the argument classes.
+
+A string under a field is not kept by Python, so it is read from the class's source file with `ast`, on demand.
+"""
+
+import ast
+import dataclasses
+import inspect
+import sys
+import typing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of an argument class."""
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    owner: str
+    """Name of the class that declares the field."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The fields that one class declares, under the title in its docstring."""
+
+    title: str
+    options: list[Option]
+
+
+def options(args_class: type) -> dict[str, Option]:
+    """Every field of the class by name, in the order in which `--help` shows them."""
+    types = typing.get_type_hints(args_class)
+    owners = {name: owner for owner in reversed(args_class.__mro__) for name in inspect.get_annotations(owner)}
+    found = {}
+    for field in dataclasses.fields(args_class):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        owner = owners[field.name]
+        doc = _docstrings(owner.__module__)[owner.__name__].get(field.name, "")
+        found[field.name] = Option(field.name, types[field.name], default, doc, owner.__name__)
+    return found
+
+
+def groups(args_class: type) -> list[Group]:
+    """The options by the class that declares them; those of the command's own class come under "Options"."""
+    titles = {owner.__name__: title(owner) for owner in args_class.__mro__[:-1]} | {args_class.__name__: "Options"}
+    by_owner: dict[str, list[Option]] = {}
+    for option in options(args_class).values():
+        by_owner.setdefault(option.owner, []).append(option)
+    return [Group(titles[owner], members) for owner, members in by_owner.items()]
+
+
+def title(args_class: type) -> str:
+    """The class's docstring: a group's title, or what a command does."""
+    return _docstrings(args_class.__module__)[args_class.__name__].get("", "")
+
+
+@cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Per class of the module: field name -> the string under it; "" -> the class's own docstring."""
+    source = sys.modules[module].__file__
+    assert source is not None, f"{module} has no source file"
+    found = {}
+    for node in ast.parse(Path(source).read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        docs = found[node.name] = {"": ast.get_docstring(node) or ""}
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            match below:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[field.target.id] = " ".join(text.split())
+    return found

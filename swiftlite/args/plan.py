@@ -1,0 +1,175 @@
+"""What follows from the options: layout, batch arithmetic and schedule as frozen values. Pure arithmetic, no files.
+
+`make_plan` needs only options and the number of processes; `make_schedule` also needs the number of training rows.
+"""
+
+import math
+from dataclasses import dataclass
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.rules import resolved_mtp_depth
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layout and batches of a training run."""
+
+    world_size: int
+    tensor_model_parallel_size: int
+    data_parallel_size: int
+    micro_batch_size: int
+    global_batch_size: int
+    num_micro_batches: int
+    """Forward passes per optimizer step on each data-parallel rank."""
+    mtp_num_layers: int
+    """MTP depth of the run; 0 is a model without heads."""
+    lr: float
+    min_lr: float
+    save_steps: int
+    eval_steps: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Optimizer steps of a training run."""
+
+    num_samples: int
+    """Training rows that remain after reading and tokenizing."""
+    steps: int
+    warmup_steps: int
+    epochs: float
+    """Passes over the rows that these steps make."""
+
+
+def make_plan(args: SftArgs, world_size: int, checkpoint_mtp_depth: int) -> Plan:
+    """Layout and batches for `world_size` processes; the options have passed `rules.check`.
+
+    Args:
+        checkpoint_mtp_depth: MTP layers that the model directory has.
+    """
+    data_parallel_size = world_size // args.tensor_model_parallel_size
+    return Plan(
+        world_size=world_size,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        data_parallel_size=data_parallel_size,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        num_micro_batches=args.global_batch_size // (args.micro_batch_size * data_parallel_size),
+        mtp_num_layers=resolved_mtp_depth(args, checkpoint_mtp_depth),
+        lr=args.lr,
+        min_lr=_min_lr(args),
+        save_steps=args.save_steps,
+        eval_steps=args.eval_steps or args.save_steps,
+    )
+
+
+def _min_lr(args: SftArgs) -> float:
+    if args.lr_decay_style == "constant":
+        return args.lr
+    return args.lr / 10 if args.min_lr is None else args.min_lr
+
+
+def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
+    """Steps for this many rows: --train_iters, or enough for every row to be seen --num_train_epochs times.
+
+    The last batch of the last epoch is filled up from the next pass, so that every step has the same size.
+    """
+    steps = args.train_iters or math.ceil(num_samples * args.num_train_epochs / args.global_batch_size)
+    return Schedule(
+        num_samples=num_samples,
+        steps=steps,
+        warmup_steps=math.ceil(steps * args.lr_warmup_fraction),
+        epochs=steps * args.global_batch_size / num_samples,
+    )
+
+
+def render(args: SftArgs, plan: Plan, checkpoint_mtp_depth: int, schedule: Schedule | None) -> str:
+    """The plan as --dry_run prints it.
+
+    Args:
+        schedule: None when the number of rows is not known yet.
+    """
+    sections = [
+        ("model", _model_lines(args, plan, checkpoint_mtp_depth)),
+        ("layout", _layout_lines(plan)),
+        ("steps", _step_lines(args, plan, schedule)),
+        ("writes", _written_lines(args, plan)),
+    ]
+    width = max(len(name) for _, lines in sections for name, _ in lines)
+    text = ["the plan of this run; nothing was read beyond config.json, nothing was written"]
+    for section, lines in sections:
+        text.append(section)
+        text += [f"  {name:<{width}}  {value}" for name, value in lines]
+    return "\n".join(text)
+
+
+def _model_lines(args: SftArgs, plan: Plan, checkpoint_depth: int) -> list[tuple[str, str]]:
+    depth = plan.mtp_num_layers
+    sources = {
+        "checkpoint": f"the checkpoint, which has {checkpoint_depth}",
+        "random": "random initialisation",
+        "copy_last_layer": "a copy of the last decoder layer",
+    }
+    if depth:
+        mtp = f"{depth}, weights from {sources[args.mtp_init]}"
+    elif checkpoint_depth:
+        mtp = f"0, the {checkpoint_depth} of the checkpoint are dropped"
+    else:
+        mtp = "0, the checkpoint has none"
+    mode = {"joint": "trunk and MTP heads together", "heads_only": "MTP heads alone, the trunk stays bit for bit"}
+    lines = [
+        ("model", args.model),
+        ("torch_dtype", args.torch_dtype),
+        ("MTP depth", mtp),
+        ("trains", mode[args.mtp_mode] if depth else "the whole model"),
+    ]
+    if depth and args.mtp_mode == "joint":
+        lines.append(("MTP loss weight", f"{args.mtp_loss_scaling_factor:g}"))
+    return lines
+
+
+def _layout_lines(plan: Plan) -> list[tuple[str, str]]:
+    tp, dp = plan.tensor_model_parallel_size, plan.data_parallel_size
+    return [
+        ("processes", f"{plan.world_size} = tensor parallel {tp} x data parallel {dp}"),
+        (
+            "global batch",
+            f"{plan.global_batch_size} samples = micro batch {plan.micro_batch_size} x data parallel {dp} "
+            f"x {plan.num_micro_batches} accumulated",
+        ),
+    ]
+
+
+def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tuple[str, str]]:
+    if args.train_iters:
+        steps = f"{args.train_iters}, by --train_iters"
+    elif schedule:
+        steps = f"at most {schedule.steps} = {schedule.num_samples} rows x {args.num_train_epochs:g} / global batch"
+    else:
+        steps = f"rows kept x {args.num_train_epochs:g} / global batch, known once the data is read"
+    decay = "" if args.lr_decay_style == "constant" else f", {args.lr_decay_style} to {plan.min_lr:g}"
+    held_out = " ".join(args.val_dataset) or f"{args.split_dataset_ratio:g} of the rows"
+    evaluates = bool(args.val_dataset) or args.split_dataset_ratio > 0
+    return [
+        ("dataset", " ".join(args.dataset)),
+        ("steps", steps),
+        ("learning rate", f"{plan.lr:g} after {args.lr_warmup_fraction:g} of the steps{decay}"),
+        ("evaluates", f"every {plan.eval_steps} steps on {held_out}" if evaluates else "never: nothing is held out"),
+        ("saves", f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"),
+        ("seed", str(args.seed)),
+    ]
+
+
+def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
+    lines = [
+        ("args.json", "these options; runs again: swiftlite megatron sft args.json --output_dir OTHER"),
+        ("source/", "config, tokenizer and generation files of the model"),
+        ("checkpoint-N/", "weights, optimizer, data position; `export --to_hf` and `--resume` read them"),
+        ("metrics.jsonl", f"losses, every {args.logging_steps} steps"),
+        ("run_report.json", "rows kept and dropped, what changed"),
+    ]
+    if plan.mtp_num_layers and args.acceptance_samples:
+        lines.append(("acceptance.json", f"draft acceptance before and after, on {args.acceptance_samples} prompts"))
+    if args.tensorboard:
+        lines.append(("tensorboard/", "the same metrics, if tensorboard is installed"))
+    return [(f"{args.output_dir}/{name}", value) for name, value in lines]

@@ -1,0 +1,69 @@
+"""The text of `--help`: each field's own words, under its group, with type and default."""
+
+import shutil
+import textwrap
+import typing
+from typing import Any
+
+from swiftlite.args.config import split_type
+from swiftlite.args.docs import Option, groups, title
+from swiftlite.cli.table import COMMANDS, Command
+
+
+def overview(prefix: str = "") -> str:
+    """All commands that begin with `prefix`, one line each."""
+    chosen = [command for command in COMMANDS if command.words.startswith(prefix)]
+    width = max(len(command.words) for command in chosen)
+    lines = [f"  swiftlite {command.words:<{width}}  {command.line}" for command in chosen]
+    return "\n".join(
+        [
+            "Fine-tune with Multi-Token Prediction on megatron-core; export; serve with the trained heads.",
+            "",
+            *lines,
+            "",
+            "swiftlite COMMAND --help lists a command's options; swiftlite --version prints the version.",
+        ]
+    )
+
+
+def command_help(command: Command) -> str:
+    """Everything that a command takes."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    text = [f"swiftlite {command.words} [FILE.yaml|FILE.json] [--option value ...]", ""]
+    text += textwrap.wrap(title(command.args_class), width)
+    text += ["", "Options of the file are overridden by options after it; - and _ in their names are the same."]
+    if command.is_parallel:
+        text.append("NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT start it as several processes.")
+    for group in groups(command.args_class):
+        text += ["", f"{group.title}:"]
+        for option in group.options:
+            text.append(f"  --{option.name} {placeholder(option.type)}")
+            words = textwrap.wrap(option.doc + default_words(option), width - 6)
+            text += textwrap.indent("\n".join(words), " " * 6).split("\n")
+    return "\n".join(text)
+
+
+def placeholder(kind: Any) -> str:
+    """What stands after the flag."""
+    kind, _ = split_type(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return "VALUE [VALUE ...]"
+    if typing.get_origin(kind) is dict:
+        return "JSON"
+    return {bool: "[true|false]", int: "INT", float: "NUMBER", str: "TEXT"}[kind]
+
+
+def default_words(option: Option) -> str:
+    """The default in brackets; a field that may be unset says itself what that means."""
+    if option.default in (None, "", []):
+        return ""
+    return f" [{default_text(option)}]"
+
+
+def default_text(option: Option) -> str:
+    """The default as it would be typed."""
+    if isinstance(option.default, bool):
+        return str(option.default).lower()
+    return f"{option.default:g}".replace("e-0", "e-") if isinstance(option.default, float) else str(option.default)

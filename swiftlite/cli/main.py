@@ -1,0 +1,111 @@
+"""`swiftlite ...`: find the command, read and check its options, start processes or run it. The commands: `table.py`.
+
+A UserError is printed and ends with its code; any other exception keeps its traceback.
+"""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import swiftlite
+from swiftlite import log
+from swiftlite.args import plan, rules
+from swiftlite.args.commands import SftArgs
+from swiftlite.cli import launch
+from swiftlite.cli.help import command_help, overview
+from swiftlite.cli.parse import parse
+from swiftlite.cli.table import COMMANDS, Command, find
+from swiftlite.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        _tell(f"swiftlite: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _tell("swiftlite: interrupted")
+        return 130
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        return _show(overview())
+    if argv[0] in ("-V", "--version"):
+        return _show(f"swiftlite {swiftlite.__version__}")
+    prefix = argv[0] + " "
+    if any(command.words.startswith(prefix) for command in COMMANDS) and argv[1:2] in ([], ["-h"], ["--help"]):
+        return _show(overview(prefix))
+
+    command, rest = find(argv)
+    if "-h" in rest or "--help" in rest:
+        return _show(command_help(command))
+
+    args, notes = parse(command.args_class, rest, command.words)
+    processes = launch.read_environment(os.environ)
+    world_size = processes.world_size if command.is_parallel else 1
+    rank = processes.rank or 0
+    log.setup(rank)
+    # One rank speaks for all; another one might find files that rank 0, past its check, has written already.
+    if rank == 0:
+        notes += rules.check(args, world_size)
+    if isinstance(args, SftArgs) and args.dry_run:
+        return _show(_dry_run(args, world_size)) if rank == 0 else 0
+    if processes.must_start and command.is_parallel:
+        launch.start(processes, argv)
+    if rank == 0:
+        _log(notes, command, processes)
+    return command.load()(args) or 0
+
+
+def _log(notes: list[str], command: Command, processes: launch.Processes) -> None:
+    if processes.must_start:
+        notes = [*notes, f"NPROC_PER_NODE and NNODES have no effect: swiftlite {command.words} is one process"]
+    for note in notes:
+        log.logger.warning(note)
+
+
+def _dry_run(args: SftArgs, world_size: int) -> str:
+    depth = rules.mtp_depth(rules.read_hf_config(Path(args.model)))
+    num_rows = _count_rows(args.dataset)
+    schedule = plan.make_schedule(args, num_rows) if num_rows else None
+    return plan.render(args, plan.make_plan(args, world_size, depth), depth, schedule)
+
+
+def _count_rows(dataset: list[str]) -> int | None:
+    """Rows of JSON-lines files, by their lines; None when another format is among them."""
+    total = 0
+    for name in dataset:
+        file, _, sample = name.partition("#")
+        if not file.endswith(".jsonl"):
+            return None
+        with Path(file).open("rb") as lines:
+            rows = sum(1 for line in lines if line.strip())
+        total += int(sample) if sample else rows
+    return total
+
+
+def _show(text: str) -> int:
+    """Print to stdout; a reader that closes early, as `| head` does, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at exit
+    return 0
+
+
+def _tell(text: str) -> None:
+    """Print to stderr, once for all ranks of this machine that end with the same message."""
+    told: Any = os.environ.get("SWIFTLITE_TOLD_DIR")
+    if told:
+        try:
+            (Path(told) / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            pass
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,101 @@
+"""argv -> a frozen argument object. Flat flags from the class's fields; every problem is collected, none stops it.
+
+Standard library alone: tyro 1.0 and jsonargparse 4.53 add 0.1 s to every command and stop at the first bad value.
+"""
+
+import typing
+from typing import Any
+
+from swiftlite.args.config import Problem, convert, near, split_type, values_from_file
+from swiftlite.args.docs import Option, options
+from swiftlite.errors import OptionError, UserError
+
+
+def parse(args_class: type, argv: list[str], command: str = "") -> tuple[Any, list[str]]:
+    """Read flags, over a YAML or JSON file when the first argument is no flag.
+
+    `--some_flag value`, `--some-flag value` and `--some_flag=value` are the same; a list takes all values up to the
+    next flag, a bool without a value is true.
+
+    Args:
+        args_class: frozen dataclass to fill.
+        argv: what follows the command's words.
+        command: the command's words, for messages.
+
+    Returns:
+        The arguments, and notes on flags that were given twice.
+
+    Raises:
+        OptionError: everything that could not be read, with the near option where there is one.
+    """
+    known = options(args_class)
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    if argv and not argv[0].startswith("-"):
+        values, problems = values_from_file(args_class, argv[0])
+        argv = argv[1:]
+    flags, strays = _split(argv)
+    problems += [(f"{stray} belongs to no option", "write --option value") for stray in strays]
+    notes, seen = [], {}
+    for flag, texts in flags:
+        name = flag.removeprefix("--").replace("-", "_")
+        if name not in known:
+            problems.append((f"{flag} is no option of swiftlite {command}", _suggest(name, known, command)))
+            continue
+        if name in seen:
+            notes.append(f"--{name} is given twice; the last one counts: {' '.join(texts) or 'true'}")
+        seen[name] = texts
+        try:
+            values[name] = _value(known[name], texts)
+        except UserError as error:
+            problems.append((f"--{name} {error.problem}", error.hint))
+    if problems:
+        raise OptionError(problems)
+    return args_class(**values), notes
+
+
+def _split(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """(flag, its values) in order, and what stands before the first flag."""
+    flags: list[tuple[str, list[str]]] = []
+    strays = []
+    for word in argv:
+        is_flag = word.startswith("--") or (word.startswith("-") and word[1:2].isalpha() and not _is_number(word))
+        if is_flag:
+            name, equals, value = word.partition("=")
+            flags.append((name, [value] if equals else []))
+        elif flags:
+            flags[-1][1].append(word)
+        else:
+            strays.append(word)
+    return flags, strays
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _value(option: Option, texts: list[str]) -> Any:
+    kind, _ = split_type(option.type)
+    if typing.get_origin(kind) is list:
+        if not texts:
+            raise UserError("takes one or more values", "none stands for an empty list")
+        return convert(option, texts)
+    if kind is bool and not texts:
+        return True
+    if not texts:
+        raise UserError("needs a value")
+    if len(texts) > 1:
+        raise UserError(f"takes one value, not {len(texts)}: {' '.join(texts)}", "put a text with spaces in quotes")
+    return convert(option, texts[0])
+
+
+def _suggest(name: str, known: dict[str, Option], command: str) -> str:
+    positive = known.get(name.removeprefix("no_"))
+    if positive is not None and positive.type is bool:
+        return f"write --{positive.name} false"
+    suggestion = near(name, known)
+    return f"did you mean --{suggestion}?" if suggestion else f"swiftlite {command} --help lists all"

@@ -1,0 +1,55 @@
+"""The commands: words, argument class, the function that runs it (by name: nothing loads early), one line of help."""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.errors import UserError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of the table."""
+
+    words: str
+    args_class: type
+    target: str
+    """module:function; the function takes the arguments and returns None or an exit code."""
+    line: str
+    is_parallel: bool
+    """Whether it can run as several processes."""
+
+    def load(self) -> Callable[[Any], int | None]:
+        module, function = self.target.split(":")
+        return getattr(importlib.import_module(module), function)
+
+
+COMMANDS = (
+    Command("megatron sft", SftArgs, "swiftlite.train.sft:run", "fine-tune, with MTP heads, on megatron-core", True),
+    Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
+    Command("infer", InferArgs, "swiftlite.infer.run:run", "generate, heads drafting, count what is accepted", False),
+    Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "what works here, and is this model whole", False),
+)
+
+
+def find(argv: list[str]) -> tuple[Command, list[str]]:
+    """The command that argv begins with, and the rest of argv.
+
+    Raises:
+        UserError: no command begins so; suggests a near one.
+    """
+    for command in COMMANDS:
+        words = command.words.split()
+        if argv[: len(words)] == words:
+            return command, argv[len(words) :]
+    given = " ".join(word for word in argv[:2] if not word.startswith("-"))
+    # `sft` alone and `megatron stf` both mean `megatron sft`; `export model_dir` and `exprot model_dir` have one word.
+    spellings = {form: command.words for command in COMMANDS for form in (command.words, command.words.split()[-1])}
+    for attempt in (given, argv[0]):
+        for near in difflib.get_close_matches(attempt, spellings, n=1):
+            raise UserError(f"`{given}` is no command", f"did you mean swiftlite {spellings[near]}?", exit_code=2)
+    names = ", ".join(command.words for command in COMMANDS)
+    raise UserError(f"`{given}` is no command", f"commands: {names}", exit_code=2)
