@@ -1,0 +1,354 @@
+"""One row of a data file, in any of the known formats, becomes one `Conversation`; a row that cannot says which field.
+
+Formats: `messages` (roles system, user, assistant, tool), ShareGPT `conversations`, alpaca (`instruction`), `query` and
+`response` with `history`. Files are read in `sources.py`; tokens are made in `template.py`.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from swiftlite.errors import UserError
+
+Message = dict[str, Any]
+
+FORMATS = 'messages, conversations, query + response, or instruction + output, as {"query": "...", "response": "..."}'
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+    "tool": "tool",
+    "tool_response": "tool",
+}
+
+# Who may speak after whom; None is the start. A second user or assistant turn in a row is nearly always a lost turn
+# between them, and chat templates answer it by raising or by merging the two.
+ORDER = {
+    "system": (None,),
+    "user": (None, "system", "assistant", "tool"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+
+
+class RowError(UserError):
+    """One field of one row cannot be. Knows the field; whoever reads the file adds `file:line`, see `BadRow`."""
+
+    def __init__(self, field: str, problem: str, hint: str = ""):
+        super().__init__(f"{field}: {problem}", hint)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that was left out: where it stands and why."""
+
+    source: str
+    problem: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.problem}"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns of one row, as `apply_chat_template` takes them.
+
+    Attributes:
+        messages: role, content, and where given tool_calls, reasoning_content, name, tool_call_id.
+        weights: one per message; what a token of that turn weighs in the loss if the turn trains.
+        tools: JSON schemas, untouched.
+        channel: the row's own name for its domain.
+        source: `file:line`; for Parquet the row's number instead of a line.
+    """
+
+    messages: list[Message]
+    weights: list[float] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    channel: str | None = None
+    source: str = ""
+
+    def prompt(self) -> "Conversation":
+        """What a model is asked: the same without its last turn where that is the assistant's."""
+        if self.messages[-1]["role"] != "assistant":
+            return self
+        return replace(self, messages=self.messages[:-1], weights=self.weights[:-1])
+
+    def answer(self) -> str | None:
+        """Text of the last turn where that is the assistant's: the reference for what a model answers."""
+        last = self.messages[-1]
+        return last["content"] if last["role"] == "assistant" else None
+
+
+def parse_row(row: object, *, system: str | None = None, needs_answer: bool = True, source: str = "") -> Conversation:
+    """Recognise a row's format by its fields and check every turn.
+
+    Args:
+        row: one JSON object or table row; fields that are None count as absent, unknown ones are passed over.
+        system: system prompt for rows that bring none.
+        needs_answer: whether the last turn must be the assistant's, as in training.
+        source: `file:line`, kept on the result.
+    Raises:
+        RowError: naming the field.
+    """
+    if not isinstance(row, dict):
+        hint = "rename the file to .json if it is one array" if isinstance(row, list) else ""
+        raise RowError("row", f"is {_kind(row)}, not an object", hint)
+    row = {key: value for key, value in row.items() if value is not None and value != ""}
+    for media in ("images", "videos", "audios"):
+        if row.get(media):
+            raise RowError(media, "swiftlite trains on text alone")
+
+    if "messages" in row:
+        turns = _from_messages(row, "messages")
+    elif "conversations" in row:
+        turns = _from_sharegpt(row)
+    elif "instruction" in row or "output" in row:
+        turns = _from_alpaca(row, needs_answer)
+    elif "query" in row or "response" in row:
+        turns = _from_query(row, needs_answer)
+    else:
+        found = ", ".join(row) or "nothing"
+        raise RowError("row", f"has none of the known fields, only {found}", f"rows are {FORMATS}")
+
+    if "system" in row:
+        if turns and turns[0].message["role"] == "system":
+            raise RowError("system", "is given twice, here and as the first turn")
+        turns.insert(0, _Turn({"role": "system", "content": _text(row["system"], "system")}, "system"))
+    elif system and turns and turns[0].message["role"] != "system":
+        turns.insert(0, _Turn({"role": "system", "content": system}, "--system"))
+    _check_order(turns, needs_answer)
+
+    channel = row.get("channel")
+    if channel is not None and not isinstance(channel, str):
+        raise RowError("channel", f"is {_kind(channel)}, not text")
+    return Conversation(
+        messages=[turn.message for turn in turns],
+        weights=[turn.weight for turn in turns],
+        tools=_tools(row.get("tools")),
+        channel=channel,
+        source=source,
+    )
+
+
+@dataclass
+class _Turn:
+    message: Message
+    path: str  # where in the row it came from, for errors
+    weight: float = 1.0
+
+
+def _from_messages(row: dict[str, Any], name: str) -> list[_Turn]:
+    turns = []
+    for i, given in enumerate(_list_of_objects(row[name], name)):
+        path = f"{name}[{i}]"
+        message = {key: value for key, value in given.items() if value is not None}
+        weight = _weight(message, path)
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ORDER:
+            raise RowError(f"{path}.role", f"is {role!r}, not one of {', '.join(ORDER)}")
+        if "tool_calls" in message:
+            message["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
+        if not message.get("tool_calls"):
+            message.pop("tool_calls", None)
+        elif role != "assistant":
+            raise RowError(f"{path}.tool_calls", f"stands on a {role} turn; only the assistant calls tools")
+        content = message.get("content", "")
+        if role == "system" and content == "":
+            continue  # many exporters write an empty system turn for "none"
+        if role == "tool" and not isinstance(content, str) and not _is_parts(content):
+            content = json.dumps(content, ensure_ascii=False)
+        may_be_empty = role == "tool" or "tool_calls" in message
+        message["content"] = _text(content, f"{path}.content", may_be_empty)
+        turns.append(_Turn(message, path, weight))
+    return turns
+
+
+def _from_sharegpt(row: dict[str, Any]) -> list[_Turn]:
+    given_turns = _list_of_objects(row["conversations"], "conversations")
+    if "role" in given_turns[0]:
+        return _from_messages(row, "conversations")  # many files called ShareGPT hold role and content
+    turns = []
+    for i, given in enumerate(given_turns):
+        path = f"conversations[{i}]"
+        speaker = given.get("from")
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+            raise RowError(f"{path}.from", f"is {speaker!r}, not one of {', '.join(SHAREGPT_ROLES)}")
+        role = SHAREGPT_ROLES[speaker]
+        value = given.get("value")
+        if role == "system" and value in (None, ""):
+            continue
+        if speaker in ("function_call", "tool_call"):
+            calls = _tool_calls(value, f"{path}.value")
+            if not calls:
+                raise RowError(f"{path}.value", "is empty")
+            message: Message = {"role": role, "content": "", "tool_calls": calls}
+        else:
+            message = {"role": role, "content": _text(value, f"{path}.value", may_be_empty=role == "tool")}
+        turns.append(_Turn(message, path, _weight(dict(given, role=role), path)))
+    return turns
+
+
+def _from_alpaca(row: dict[str, Any], needs_answer: bool) -> list[_Turn]:
+    parts = [_text(row[name], name) for name in ("instruction", "input") if name in row]
+    if not parts:
+        raise RowError("instruction", "is empty")
+    question = "\n".join(parts)
+    return _history(row) + _question_and_answer(row, question, "output", needs_answer)
+
+
+def _from_query(row: dict[str, Any], needs_answer: bool) -> list[_Turn]:
+    question = _text(row.get("query"), "query")
+    return _history(row) + _question_and_answer(row, question, "response", needs_answer)
+
+
+def _question_and_answer(row: dict[str, Any], question: str, answer_field: str, needs_answer: bool) -> list[_Turn]:
+    turns = [_Turn({"role": "user", "content": question}, "query")]
+    if needs_answer or answer_field in row:
+        answer = _text(row.get(answer_field), answer_field)
+        turns.append(_Turn({"role": "assistant", "content": answer}, answer_field))
+    return turns
+
+
+def _history(row: dict[str, Any]) -> list[_Turn]:
+    history = _parsed(row.get("history", []), "history")
+    if not isinstance(history, list):
+        raise RowError("history", f"is {_kind(history)}, not a list of [question, answer]")
+    turns = []
+    for i, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError(f"history[{i}]", "is not a pair [question, answer]")
+        for j, role in enumerate(("user", "assistant")):
+            path = f"history[{i}][{j}]"
+            turns.append(_Turn({"role": role, "content": _text(pair[j], path)}, path))
+    return turns
+
+
+def _check_order(turns: list[_Turn], needs_answer: bool) -> None:
+    before = None
+    for turn in turns:
+        role = turn.message["role"]
+        if before not in ORDER[role]:
+            place = "come first" if before is None else f"follow a {before} turn"
+            raise RowError(turn.path, f"wrong order: {_article(role)} {role} turn cannot {place}")
+        before = role
+    if before in (None, "system"):
+        raise RowError(turns[-1].path if turns else "row", "there is no user turn")
+    if needs_answer and before != "assistant":
+        raise RowError(turns[-1].path, f"the last turn is the {before}'s, not the assistant's: nothing to train on")
+
+
+def _weight(message: Message, path: str) -> float:
+    """Take `loss` and `loss_scale` off a message."""
+    loss, scale = message.pop("loss", None), message.pop("loss_scale", None)
+    if loss is None and scale is None:
+        return 1.0
+    if loss is not None and scale is not None:
+        raise RowError(f"{path}.loss", "stands beside loss_scale; give one of them")
+    name, value = ("loss", loss) if loss is not None else ("loss_scale", scale)
+    if name == "loss" and not isinstance(value, bool):
+        raise RowError(f"{path}.loss", f"is {value!r}, not true or false; a weight goes in loss_scale")
+    is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    if name == "loss_scale" and (isinstance(value, bool) or not is_number):
+        raise RowError(f"{path}.loss_scale", f"is {value!r}, not a number of at least 0")
+    if value and message.get("role") != "assistant":
+        raise RowError(f"{path}.{name}", "stands on a turn that is not the assistant's", "--loss_scale all trains all")
+    return float(value or 0)
+
+
+def _tool_calls(value: Any, path: str) -> list[Message]:
+    """Calls in the shape chat templates expect: arguments as an object, because templates pass them to `tojson`."""
+    calls = _parsed(value, path)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise RowError(path, f"is {_kind(calls)}, not a list of calls")
+    result = []
+    for i, call in enumerate(calls):
+        at = f"{path}[{i}]"
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise RowError(at, 'is not a call {"function": {"name": "...", "arguments": {...}}}')
+        arguments = _parsed(function.get("arguments", function.get("parameters")) or {}, f"{at}.arguments")
+        if not isinstance(arguments, dict):
+            raise RowError(f"{at}.arguments", f"is {_kind(arguments)}, not an object")
+        parsed: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        if call.get("id") is not None:
+            parsed["id"] = call["id"]
+        result.append(parsed)
+    return result
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    tools = _parsed(value, "tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise RowError("tools", f"is {_kind(tools)}, not a list of JSON schemas")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise RowError(f"tools[{i}]", f"is {_kind(tool)}, not an object")
+    return tools
+
+
+def _list_of_objects(value: Any, path: str) -> list[dict[str, Any]]:
+    items = _parsed(value, path)
+    if not isinstance(items, list):
+        raise RowError(path, f"is {_kind(items)}, not a list of turns")
+    if not items:
+        raise RowError(path, "is empty")
+    for i, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise RowError(f"{path}[{i}]", f"is {_kind(item)}, not an object")
+    return items
+
+
+def _parsed(value: Any, path: str) -> Any:
+    """Tables hold nested fields as JSON text; everybody else gives them as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RowError(path, f"is not JSON: {error}") from None
+
+
+def _is_parts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(part, dict) and "type" in part for part in value)
+
+
+def _text(value: Any, path: str, may_be_empty: bool = False) -> str:
+    if _is_parts(value):
+        others = sorted({str(part["type"]) for part in value} - {"text"})
+        if others:
+            raise RowError(path, f"holds parts of type {', '.join(others)}; swiftlite trains on text alone")
+        value = "".join(part.get("text") or "" for part in value)
+    if value is None:
+        value = ""
+    if not isinstance(value, str):
+        raise RowError(path, f"is {_kind(value)}, not text")
+    if not value.strip() and not may_be_empty:
+        raise RowError(path, "is empty")
+    return value
+
+
+def _kind(value: object) -> str:
+    names: list[tuple[type, str]] = [(bool, "a boolean"), (int, "a number"), (float, "a number"), (str, "text")]
+    names += [(list, "a list"), (dict, "an object"), (type(None), "null")]
+    return next((name for kind, name in names if isinstance(value, kind)), type(value).__name__)
+
+
+def _article(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"

@@ -1,0 +1,338 @@
+"""Files to encoded training and held-out samples, with an account of every row: kept, bad, too long, not sampled.
+
+Nothing here depends on ranks, on the number of processes or on time: the same files, options and seed give the same
+samples, whose `digest` ranks may compare.
+"""
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.data.conversation import BadRow, Conversation, RowError
+from swiftlite.data.sample import Sample, digest, truncate
+from swiftlite.data.sources import find_file, read_file
+from swiftlite.data.template import ChatTemplate, LossScale
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+
+TruncationStrategy = Literal["delete", "left", "right", "error"]
+SHOWN_ROWS = 5
+
+
+@dataclass
+class Counts:
+    """Where rows went: `rows == kept + dropped_bad + dropped_too_long + not_sampled`."""
+
+    rows: int = 0
+    kept: int = 0
+    dropped_bad: int = 0
+    dropped_too_long: int = 0
+    not_sampled: int = 0
+    truncated: int = 0
+    """Rows among the kept that were cut to --max_length."""
+    tokens: int = 0
+    """Tokens of the kept rows."""
+    trained_tokens: int = 0
+    """Tokens of the kept rows that are labels."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.kept} of {self.rows} rows kept"]
+        for name in ("dropped_bad", "dropped_too_long", "not_sampled", "truncated"):
+            if number := asdict(self)[name]:
+                parts.append(f"{number} {name.replace('_', ' ')}")
+        return ", ".join([*parts, f"{self.tokens} tokens, {self.trained_tokens} trained"])
+
+
+@dataclass
+class DataReport:
+    """The account of the data, for the log and the run report."""
+
+    files: dict[str, Counts] = field(default_factory=dict)
+    """By the file as the user named it, `#N` included."""
+    train_samples: int = 0
+    val_samples: int = 0
+    bad_rows: list[str] = field(default_factory=list)
+    """`file:line: field: problem` of each row that --max_bad_rows allowed to be left out."""
+    notes: list[str] = field(default_factory=list)
+    """Where the data did not allow what the options asked for."""
+
+    @property
+    def total(self) -> Counts:
+        per_file = [asdict(counts) for counts in self.files.values()]
+        return Counts(**{f.name: sum(counts[f.name] for counts in per_file) for f in fields(Counts)})
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"total": asdict(self.total), **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Encoded samples and what became of every row.
+
+    Attributes:
+        train: training samples, in the order of the files.
+        val: held-out samples.
+        val_conversations: the turns of each held-out sample; `.prompt()` is what to ask, `.answer()` the reference.
+        report: counts.
+        digest: sha256 over the training and held-out samples.
+    """
+
+    train: list[Sample]
+    val: list[Sample]
+    val_conversations: list[Conversation]
+    report: DataReport
+    digest: str
+
+
+def load_train_val(
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Sequence[str],
+    val_dataset: Sequence[str] = (),
+    *,
+    split_dataset_ratio: float = 0.0,
+    max_length: int = 2048,
+    truncation_strategy: TruncationStrategy = "delete",
+    loss_scale: LossScale = "default",
+    max_bad_rows: int = 0,
+    system: str | None = None,
+    num_proc: int = 1,
+    seed: int = 42,
+) -> Data:
+    """Read, encode and split the data of a run.
+
+    Args:
+        tokenizer: with a chat template.
+        dataset: files, `FILE` or `FILE#N`.
+        val_dataset: held-out files; with them nothing is split off.
+        split_dataset_ratio: part of the kept rows of `dataset` held out; at least one row if there are two.
+        max_length: in tokens.
+        truncation_strategy: for rows over `max_length`. A row that keeps no label is dropped as too long.
+        loss_scale: see `ChatTemplate`.
+        max_bad_rows: bad rows over all files that may be left out.
+        system: system prompt for rows that bring none.
+        num_proc: processes that tokenize; does not change the result.
+        seed: of `#N` samples and of the split.
+    Raises:
+        UserError: a file that cannot be read, more bad rows than allowed, no row left, a tokenizer without a template.
+    """
+    if not dataset:
+        raise UserError("--dataset names no file", "give one or more: --dataset train.jsonl more.parquet#500")
+    template = ChatTemplate(tokenizer, loss_scale)
+    report = DataReport()
+    train_rows = _read(dataset, report, system, seed)
+    val_rows = _read(val_dataset, report, system, seed)
+    conversations = train_rows.conversations + val_rows.conversations
+    encoded = list(_encode_all(template, conversations, max_length, truncation_strategy, num_proc))
+    bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
+    _check_bad_rows(bad_rows, max_bad_rows)
+    report.bad_rows = [str(bad) for bad in bad_rows]
+    if truncation_strategy == "error":
+        _check_lengths(encoded, max_length)
+
+    num_train = len(train_rows.conversations)
+    train_encoded, val_encoded = encoded[:num_train], encoded[num_train:]
+    for specs, rows in ((train_rows.specs, train_encoded), (val_rows.specs, val_encoded)):
+        for spec, row in zip(specs, rows, strict=True):
+            _count(row, report.files[spec])
+    train = _kept(train_rows.conversations, train_encoded, "--dataset", max_length, truncation_strategy)
+    if val_dataset:
+        val = _kept(val_rows.conversations, val_encoded, "--val_dataset", max_length, truncation_strategy)
+    else:
+        held_out = split(len(train), split_dataset_ratio, seed)
+        if split_dataset_ratio > 0 and not len(held_out):
+            report.notes.append("one row is all there is; none is held out for evaluation")
+        is_held_out = np.zeros(len(train), bool)
+        is_held_out[held_out] = True
+        val = [pair for pair, held in zip(train, is_held_out, strict=True) if held]
+        train = [pair for pair, held in zip(train, is_held_out, strict=True) if not held]
+
+    samples, val_samples = [sample for _, sample in train], [sample for _, sample in val]
+    report.train_samples, report.val_samples = len(samples), len(val_samples)
+    for spec, counts in report.files.items():
+        logger.info("%s: %s", spec, counts)
+    for note in report.notes:
+        logger.info("%s", note)
+    return Data(samples, val_samples, [c for c, _ in val], report, digest([*samples, *val_samples]))
+
+
+def load_prompts(
+    files: Sequence[str], *, system: str | None = None, max_bad_rows: int = 0, seed: int = 42
+) -> list[Conversation]:
+    """Conversations to ask a model, from rows that may or may not hold an answer.
+
+    `.prompt()` leaves the last assistant turn out, `.answer()` is its text.
+
+    Raises:
+        UserError: as `load_train_val`.
+    """
+    rows = _read(files, DataReport(), system, seed, needs_answer=False)
+    _check_bad_rows(rows.bad_rows, max_bad_rows)
+    return rows.conversations
+
+
+def split(num_samples: int, ratio: float, seed: int) -> np.ndarray:
+    """Sorted indices of the held-out samples: the ratio, but at least one and not all."""
+    if not 0 <= ratio < 1:
+        raise UserError(f"--split_dataset_ratio {ratio} is not from 0 to 1", "0.05 holds out a twentieth")
+    if ratio == 0 or num_samples < 2:
+        return np.empty(0, np.int64)
+    number = min(max(1, round(num_samples * ratio)), num_samples - 1)
+    # RandomState: its stream never changes, so a resumed run holds out the same rows under any numpy.
+    return np.sort(np.random.RandomState(seed).permutation(num_samples)[:number])
+
+
+@dataclass
+class _Rows:
+    specs: list[str] = field(default_factory=list)  # the file each conversation came from
+    conversations: list[Conversation] = field(default_factory=list)
+    bad_rows: list[BadRow] = field(default_factory=list)
+
+
+def _read(specs: Sequence[str], report: DataReport, system: str | None, seed: int, needs_answer: bool = True) -> _Rows:
+    rows = _Rows()
+    files = [(spec, find_file(spec)) for spec in specs]  # a misspelt last name shows before the first file is read
+    for spec, file in files:
+        read = read_file(file, system=system, needs_answer=needs_answer, seed=seed)
+        rows.specs += [spec] * len(read.conversations)
+        rows.conversations += read.conversations
+        rows.bad_rows += read.bad_rows
+        counts = report.files.setdefault(spec, Counts())  # a file given twice has one entry, for both
+        counts.rows += read.num_rows
+        counts.dropped_bad += len(read.bad_rows)
+        counts.not_sampled += read.num_not_sampled
+        if read.note:
+            report.notes.append(read.note)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """What became of one row; neither a sample nor bad means too long."""
+
+    length: int = 0  # before truncation
+    sample: Sample | None = None
+    bad: BadRow | None = None
+    source: str = ""
+
+
+def _count(row: _Encoded, counts: Counts) -> None:
+    """Add an encoded row to its file's counts, where it stands among `rows` already."""
+    if row.bad is not None:
+        counts.dropped_bad += 1
+    elif row.sample is None:
+        counts.dropped_too_long += 1
+    else:
+        counts.kept += 1
+        counts.truncated += len(row.sample) < row.length
+        counts.tokens += len(row.sample)
+        counts.trained_tokens += row.sample.num_trained_tokens
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """Everything that encoding one row depends on; travels to the worker processes once."""
+
+    template: ChatTemplate
+    max_length: int
+    truncation_strategy: TruncationStrategy
+
+    def __call__(self, conversation: Conversation) -> _Encoded:
+        source = conversation.source
+        try:
+            sample = self.template.encode(conversation)
+        except RowError as error:
+            return _Encoded(bad=BadRow(source, error.problem, error.hint), source=source)
+        length = len(sample)
+        if length <= self.max_length:
+            return _Encoded(length, sample, source=source)
+        if self.truncation_strategy in ("left", "right"):
+            sample = truncate(sample, self.max_length, self.truncation_strategy)
+            if sample.num_trained_tokens:
+                return _Encoded(length, sample, source=source)
+        return _Encoded(length, source=source)
+
+
+_encoder: _Encoder | None = None  # of a worker process
+
+
+def _start_worker(encoder: _Encoder) -> None:
+    global _encoder
+    _encoder = encoder
+
+
+def _encode_in_worker(conversation: Conversation) -> _Encoded:
+    assert _encoder is not None
+    return _encoder(conversation)
+
+
+def _encode_all(
+    template: ChatTemplate,
+    conversations: list[Conversation],
+    max_length: int,
+    truncation_strategy: TruncationStrategy,
+    num_proc: int,
+) -> Iterator[_Encoded]:
+    """Encoded rows, in order."""
+    encoder = _Encoder(template, max_length, truncation_strategy)
+    if num_proc <= 1:
+        yield from map(encoder, conversations)
+        return
+    # spawn: a fork of a process in which torch or tokenizers has started threads can hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=(encoder,)) as pool:
+        yield from pool.map(_encode_in_worker, conversations, chunksize=64)
+
+
+def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int) -> None:
+    if len(bad_rows) <= max_bad_rows:
+        return
+    first = bad_rows[0]
+    skip = f"--max_bad_rows {len(bad_rows)} leaves {'it' if len(bad_rows) == 1 else 'them'} out"
+    hint = f"{first.hint}\n    {skip}" if first.hint else skip
+    if len(bad_rows) == 1:
+        raise UserError(str(first), hint)
+    lines = [f"{len(bad_rows)} bad rows, --max_bad_rows {max_bad_rows}"]
+    lines += [f"  {bad}" for bad in bad_rows[:SHOWN_ROWS]]
+    if len(bad_rows) > SHOWN_ROWS:
+        lines.append(f"  and {len(bad_rows) - SHOWN_ROWS} more")
+    raise UserError("\n".join(lines), hint)
+
+
+def _check_lengths(encoded: list[_Encoded], max_length: int) -> None:
+    long = [row for row in encoded if row.length > max_length]
+    if not long:
+        return
+    others = f", as {len(long) - 1} more rows are" if len(long) > 1 else ""
+    raise UserError(
+        f"{long[0].source} has {long[0].length} tokens, over --max_length {max_length}{others}",
+        f"--max_length {max(row.length for row in long)} takes all; or --truncation_strategy delete, left or right",
+    )
+
+
+def _kept(
+    conversations: list[Conversation],
+    encoded: list[_Encoded],
+    flag: str,
+    max_length: int,
+    truncation_strategy: TruncationStrategy,
+) -> list[tuple[Conversation, Sample]]:
+    kept = [(turns, row.sample) for turns, row in zip(conversations, encoded, strict=True) if row.sample is not None]
+    if kept:
+        return kept
+    lengths = [row.length for row in encoded if row.bad is None]
+    if not lengths:
+        raise UserError(f"{flag}: no row is left, all are bad", "see which with --max_bad_rows 0")
+    if truncation_strategy == "delete":
+        raise UserError(
+            f"{flag}: all {len(lengths)} rows are over --max_length {max_length}, the shortest is {min(lengths)} long",
+            f"--max_length {min(lengths)} or more, or --truncation_strategy right",
+        )
+    raise UserError(
+        f"{flag}: cut to --max_length {max_length}, none of {len(lengths)} rows keeps a token that trains",
+        "give a larger --max_length, or another --truncation_strategy",
+    )

@@ -1,0 +1,74 @@
+"""Which samples a step trains on: pure functions of the step, so that resuming needs no state but the step number."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+NO_INDEX = -1
+"""Fills the last evaluation batch up; stands for no sample."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Epochs one after the other, each in an order of its own, cut into global batches.
+
+    A batch may end one epoch and begin the next, so every sample comes exactly once per epoch and none is dropped.
+
+    Attributes:
+        num_samples: at least 1.
+        global_batch_size: samples per step over all ranks.
+        seed: at least 0.
+        shuffle: False keeps the order of the files.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int
+    shuffle: bool = True
+    _orders: dict[int, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+
+    def global_batch(self, step: int) -> np.ndarray:
+        """Indices of a step's samples, int64 `[global_batch_size]`; steps count from 0."""
+        positions = np.arange(self.global_batch_size, dtype=np.int64) + step * self.global_batch_size
+        epochs, places = np.divmod(positions, self.num_samples)
+        batch = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            batch[chosen] = self._order(int(epoch))[places[chosen]]
+        return batch
+
+    def epoch(self, step: int) -> float:
+        """Passes over the samples that are complete before a step."""
+        return step * self.global_batch_size / self.num_samples
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            # Only the newest stays: steps go forward, and 10 million samples are 80 MB.
+            self._orders.clear()
+            # RandomState, because numpy promises its stream for good and Generator's only within a version: a run
+            # resumed under another numpy must see the same order.
+            random = np.random.RandomState([self.seed, epoch])
+            self._orders[epoch] = random.permutation(self.num_samples) if self.shuffle else np.arange(self.num_samples)
+        return self._orders[epoch]
+
+
+def micro_batches(
+    global_batch: np.ndarray, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+) -> np.ndarray:
+    """The micro-batches of one data-parallel rank, `[num_micro_batches, micro_batch_size]`.
+
+    Micro-batch m of all ranks together is the m-th run of the global batch, as in Megatron's own samplers; so the
+    samples of a step do not depend on the layout.
+    """
+    together = micro_batch_size * data_parallel_size
+    if len(global_batch) % together:
+        raise ValueError(f"{len(global_batch)} samples do not divide into {micro_batch_size} x {data_parallel_size}")
+    return global_batch.reshape(-1, data_parallel_size, micro_batch_size)[:, data_parallel_rank]
+
+
+def evaluation_batches(num_samples: int, global_batch_size: int) -> np.ndarray:
+    """Every sample once, in order, `[num_batches, global_batch_size]`; `NO_INDEX` fills the last batch up."""
+    num_batches = -(-num_samples // global_batch_size)
+    indices = np.full(num_batches * global_batch_size, NO_INDEX, np.int64)
+    indices[:num_samples] = np.arange(num_samples)
+    return indices.reshape(num_batches, global_batch_size)

@@ -1,0 +1,247 @@
+"""Data files to conversations: .jsonl, .json, .parquet, .csv, and `FILE#500` for a random sample of 500 rows.
+
+Every row knows its `file:line`. A bad row is returned beside the good ones, never dropped in silence; how many are
+allowed is decided in `dataset.py`. What a row may hold is in `conversation.py`.
+"""
+
+import csv
+import difflib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swiftlite.data.conversation import BadRow, Conversation, RowError, parse_row
+from swiftlite.errors import UserError
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file a user named, and how many of its rows to take (None: all)."""
+
+    path: Path
+    sample: int | None = None
+
+
+@dataclass
+class FileRows:
+    """What one file held: `num_rows == len(conversations) + len(bad_rows) + num_not_sampled`."""
+
+    num_rows: int = 0
+    conversations: list[Conversation] = field(default_factory=list)
+    bad_rows: list[BadRow] = field(default_factory=list)
+    num_not_sampled: int = 0
+    note: str = ""
+
+
+def find_file(spec: str) -> DataFile:
+    """Take `FILE` or `FILE#N` apart and make sure the file can be read.
+
+    Raises:
+        UserError: no such file (near names are suggested), a directory, an unknown suffix, a bad count.
+    """
+    path, sample = Path(spec), None
+    if "#" in spec and not path.exists():
+        name, _, count = spec.rpartition("#")
+        if not count.isdecimal() or int(count) == 0:
+            raise UserError(f"{spec}: #{count} is not a number of rows", f"write {name}#500 for 500 random rows")
+        path, sample = Path(name), int(count)
+    if path.is_dir():
+        files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in READERS)
+        held = f"it holds {', '.join(files[:8])}" if files else "it holds no data file"
+        raise UserError(f"{path} is a directory; --dataset takes files", held)
+    if not path.exists():
+        raise UserError(f"{path} does not exist", _near_names(path))
+    if path.suffix.lower() not in READERS:
+        raise UserError(f"{path} has a suffix that is not known", f"known: {', '.join(READERS)}")
+    return DataFile(path, sample)
+
+
+def read_file(file: DataFile, *, system: str | None = None, needs_answer: bool = True, seed: int = 42) -> FileRows:
+    """Read, check and, for `FILE#N`, sample the rows of one file.
+
+    The sample is drawn from the good rows and keeps their order; it depends on the seed and the file alone, not on
+    the other files of the run.
+
+    Args:
+        file: from `find_file`.
+        system: system prompt for rows that bring none.
+        needs_answer: whether each row must end with the assistant's turn.
+        seed: of the sample.
+    Raises:
+        UserError: a file that is not what its suffix says, or holds no rows.
+    """
+    rows = FileRows()
+    for line, row in READERS[file.path.suffix.lower()](file.path):
+        rows.num_rows += 1
+        source = f"{file.path}:{line}"
+        try:
+            if isinstance(row, RowError):
+                raise row
+            conversation = parse_row(row, system=system, needs_answer=needs_answer, source=source)
+            rows.conversations.append(conversation)
+        except RowError as error:
+            rows.bad_rows.append(BadRow(source, error.problem, error.hint))
+    if not rows.num_rows:
+        raise UserError(f"{file.path} holds no rows")
+    if file.sample is not None:
+        num_good = len(rows.conversations)
+        if file.sample > num_good:
+            rows.note = f"{file.path}#{file.sample}: the file has {num_good} good rows; all are taken"
+        # RandomState, because numpy promises its stream for good and Generator's only within a version.
+        order = np.random.RandomState(seed).permutation(num_good)[: file.sample]
+        rows.conversations = [rows.conversations[i] for i in np.sort(order)]
+        rows.num_not_sampled = num_good - len(rows.conversations)
+    return rows
+
+
+# Readers yield (line, row), counting lines from 1; a row that cannot be read alone comes as its RowError.
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:  # bytes: text mode would also split at a lone \r
+        for number, raw in enumerate(file, start=1):
+            raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if not raw.strip():
+                continue
+            try:
+                yield number, json.loads(raw.decode("utf-8"))
+            except json.JSONDecodeError as error:
+                yield number, RowError(f"column {error.colno}", f"not JSON: {error.msg}")
+            except UnicodeDecodeError as error:
+                yield number, RowError(f"byte {error.start + 1}", "not UTF-8", _encoding_hint(path))
+
+
+def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
+    """One array of rows, or rows one after the other."""
+    text = _decode(path)
+    decoder = json.JSONDecoder()
+    position = _skip_space(text, 0)
+    is_array = text.startswith("[", position)
+    position += is_array
+    line, counted = 1, 0
+    while (position := _skip_space(text, position)) < len(text) and not (is_array and text[position] == "]"):
+        line += text.count("\n", counted, position)
+        counted = position
+        try:
+            row, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{error.lineno}: column {error.colno}: not JSON: {error.msg}") from None
+        yield line, row
+        position = _skip_space(text, position)
+        if is_array and text.startswith(",", position):
+            position += 1
+        elif is_array and not text.startswith("]", position):
+            raise _not_json(path, text, position, "expected , or ]")
+    if is_array:
+        if position >= len(text):
+            raise _not_json(path, text, position, "the array is not closed by ]")
+        if (rest := _skip_space(text, position + 1)) < len(text):
+            raise _not_json(path, text, rest, "something follows the array")
+
+
+def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than many a document
+    reader = csv.reader(io.StringIO(_decode(path), newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        start = reader.line_num + 1
+        for values in reader:
+            if values and len(values) != len(header):
+                yield start, RowError("row", f"has {len(values)} columns, the header has {len(header)}")
+            elif values:
+                yield start, dict(zip(header, values, strict=True))
+            start = reader.line_num + 1  # a quoted value may span lines
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: not CSV: {error}") from None
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path}: not Parquet: {error}") from None
+    number = 0
+    with file:
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, _padded_schema(row) or row
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+}
+
+
+def _padded_schema(row: dict[str, Any]) -> RowError | None:
+    """Parquet gives every struct of a column the same fields, so the schemas of other rows' tools leak in as nulls."""
+    nested = {"tools": row.get("tools")}
+    messages: Any = row.get("messages")
+    for i, message in enumerate(messages if isinstance(messages, list) else []):
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls if isinstance(calls, list) else []:
+            if isinstance(call, dict) and isinstance(call.get("function"), dict):
+                nested[f"messages[{i}].tool_calls"] = call["function"].get("arguments")
+    for path, value in nested.items():
+        if value is not None and _holds_null(value):
+            problem = "has nulls: Parquet has padded it with fields of other rows"
+            return RowError(path, problem, "store it as JSON text (json.dumps) in a text column")
+    return None
+
+
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_null, value.values()))
+    if isinstance(value, list):
+        return any(map(_holds_null, value))
+    return value is None
+
+
+def _decode(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes().count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: not UTF-8", _encoding_hint(path)) from None
+
+
+def _encoding_hint(path: Path) -> str:
+    with path.open("rb") as file:
+        is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    return f"convert it: iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t UTF-8 {path} > new{path.suffix}"
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _not_json(path: Path, text: str, position: int, problem: str) -> UserError:
+    line = text.count("\n", 0, position) + 1
+    column = position - (text.rfind("\n", 0, position) + 1) + 1
+    return UserError(f"{path}:{line}: column {column}: not JSON: {problem}")
+
+
+def _near_names(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"there is no directory {folder}"
+    names = sorted(p.name for p in folder.iterdir() if p.is_file())
+    near = difflib.get_close_matches(path.name, names, n=3)
+    if near:
+        return f"did you mean {' or '.join(str(folder / name) for name in near)}?"
+    files = [name for name in names if Path(name).suffix.lower() in READERS]
+    return f"{folder} holds {', '.join(files[:8])}" if files else f"{folder} holds no data file"
