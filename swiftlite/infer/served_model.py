@@ -1,0 +1,80 @@
+"""A Hugging Face directory as an engine is about to read it: its family, its MTP depth, and whether the heads are whole.
+
+Engines drop or invent MTP tensors in silence, and the text stays right: only the acceptance falls. So the files are
+checked here, before any engine starts.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftlite import families
+from swiftlite.bridge.audit import mtp_depth_on_disk, mtp_keys
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.tensors import Checkpoint, some
+from swiftlite.errors import UserError
+from swiftlite.families import Family
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model directory that exists and is of a known family.
+
+    Attributes:
+        directory: config.json, safetensors, tokenizer.
+        hf_config: content of config.json.
+        mtp_depth: MTP heads that config.json promises.
+    """
+
+    directory: Path
+    hf_config: dict[str, Any]
+    family: Family
+    mtp_depth: int
+
+
+def read_model(directory: str | Path) -> ServedModel:
+    """Look at a directory without reading a tensor.
+
+    Raises:
+        UserError: no Hugging Face model there (a training run is told apart), or an unknown family.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"--model {directory} is not a directory", "give the directory of a Hugging Face model")
+    if (directory / "args.json").is_file() or (directory.parent / "args.json").is_file() and not _has_config(directory):
+        raise UserError(
+            f"--model {directory} is a training run, not a Hugging Face model",
+            f"convert it first: swiftlite export --to_hf --model {directory} --output_dir DIR",
+        )
+    hf_config = read_config(directory)
+    family = families.get(hf_config, directory)
+    return ServedModel(directory, hf_config, family, family.mtp_depth(hf_config))
+
+
+def _has_config(directory: Path) -> bool:
+    return (directory / "config.json").is_file()
+
+
+def require_heads(model: ServedModel) -> None:
+    """Make sure that drafting has what it needs: every tensor of every promised MTP head, and no other.
+
+    Raises:
+        UserError: no head is promised, or the tensors are not those that config.json promises.
+    """
+    if model.mtp_depth == 0:
+        raise UserError(
+            f"--speculative mtp: {model.directory / 'config.json'} promises no MTP heads",
+            "train some (swiftlite megatron sft --mtp_num_layers 1 ...), or leave --speculative out",
+        )
+    keys = Checkpoint(model.directory).entries.keys()
+    missing = mtp_depth_on_disk(model.directory, model.family, model.hf_config).missing
+    heads = range(model.mtp_depth)
+    known = {key for head in heads for row in model.family.head_rows(model.hf_config, head) for key in row.hf}
+    problems = [f"missing: {key}" for key in missing]
+    problems += [f"unexpected: {key}" for key in mtp_keys(keys, model.family) if key not in known]
+    if problems:
+        raise UserError(
+            f"{model.directory}: config.json promises {model.mtp_depth} MTP heads, the tensors are others:\n  "
+            + "\n  ".join(some(problems)),
+            "export the run again; an engine would draft with random numbers and accept nothing",
+        )

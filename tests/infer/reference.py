@@ -1,0 +1,169 @@
+"""Speculative decoding with MTP heads, written to be obviously right: no cache, everything computed anew at every step.
+
+Shares nothing with the product but the tensor names of a checkpoint. Also trains a tiny model in seconds, because drafts
+of random heads are always wrong, and counts of zero prove nothing.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from tests.tiny import make_tiny_model, mtp_names, random_mtp_tensors, write_hf
+
+
+@dataclass(frozen=True)
+class Counts:
+    drafts: int
+    drafted: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def acceptance_rate(self) -> float:
+        return sum(self.accepted_per_position) / max(self.drafted, 1)
+
+
+class Reference(nn.Module):
+    """A trunk of transformers and its MTP heads.
+
+    Args:
+        zeroes_first_embedding: vLLM's MiMo heads see zeros in place of the embedding at position 0.
+        takes_state_before_norm: vLLM's MiMo heads get the trunk's state before its final norm.
+    """
+
+    def __init__(self, trunk, family: str, mtp_tensors: dict[str, torch.Tensor], depth: int):
+        super().__init__()
+        self.trunk, self.family, self.depth = trunk, family, depth
+        self.zeroes_first_embedding = self.takes_state_before_norm = False
+        layer_class, norm_class = type(trunk.model.layers[0]), type(trunk.model.norm)
+        config = trunk.config
+        self.heads = nn.ModuleList()
+        for k in range(depth):
+            names, block = mtp_names(family, k)
+            norms = {role: norm_class(config.hidden_size, config.rms_norm_eps) for role in names if "norm" in role}
+            head = nn.ModuleDict(norms)
+            head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+            head["block"] = layer_class(config, layer_idx=0)
+            for role, name in names.items():
+                head[role].weight.data.copy_(mtp_tensors[name])
+            state = {suffix: mtp_tensors[block + suffix] for suffix in head["block"].state_dict()}
+            head["block"].load_state_dict(state)
+            self.heads.append(head)
+        self.to(trunk.dtype)
+
+    @classmethod
+    def load(cls, directory: Path, family: str, depth: int, dtype: torch.dtype = torch.float32) -> "Reference":
+        """Read a checkpoint without any MTP code of the product."""
+        import json
+
+        tensors = load_file(directory / "model.safetensors")
+        config = json.loads((directory / "config.json").read_text())
+        overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
+        trunk = make_tiny_model(family, config["tie_word_embeddings"], dtype, **overrides)
+        trunk.load_state_dict({k: v for k, v in tensors.items() if "mtp" not in k}, strict=False)
+        trunk.tie_weights()
+        return cls(trunk, family, tensors, depth).eval()
+
+    def mtp_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for k, head in enumerate(self.heads):
+            names, block = mtp_names(self.family, k)
+            tensors |= {name: head[role].weight.detach() for role, name in names.items()}
+            tensors |= {block + suffix: tensor for suffix, tensor in head["block"].state_dict().items()}
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+    def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the heads are fed, after the final norm), each [B, S, H]."""
+        before = []
+        handle = self.trunk.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        after = self.trunk.model(ids_BS, use_cache=False).last_hidden_state
+        handle.remove()
+        return (before[0] if self.takes_state_before_norm else after), after
+
+    def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
+        head = self.heads[k]
+        embedding = self.trunk.model.embed_tokens(ids_BS)
+        if self.zeroes_first_embedding:
+            embedding = torch.cat((torch.zeros_like(embedding[:, :1]), embedding[:, 1:]), dim=1)
+        parts = [head["embedding_norm"](embedding), head["hidden_norm"](hidden_BSH)]
+        if self.family == "mimo":
+            parts.reverse()
+        positions = torch.arange(ids_BS.shape[1])[None]
+        rotary = self.trunk.model.rotary_emb(hidden_BSH, positions)
+        fused = head["projection"](torch.cat(parts, dim=-1))
+        return head["output_norm"](head["block"](fused, position_embeddings=rotary))
+
+    @torch.no_grad()
+    def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
+        """What the heads propose after `tokens`; with more tokens than heads, the last head goes on from its own state."""
+        hidden, _ = self.trunk_states(torch.tensor([tokens[:-1]]))
+        ids, drafts = list(tokens), []
+        for j in range(num_tokens):
+            if j < self.depth:
+                fed, shift = hidden, j + 1
+            else:
+                fed = torch.cat((fed, hidden[:, -1:]), dim=1)
+            k = min(j, self.depth - 1)
+            hidden = self.head_states(k, fed, torch.tensor([ids[shift:]]))
+            drafts.append(int(self.trunk.lm_head(hidden[0, -1]).argmax()))
+            ids.append(drafts[-1])
+        return drafts
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(num_tokens):
+            _, state = self.trunk_states(torch.tensor([ids]))
+            ids.append(int(self.trunk.lm_head(state[0, -1]).argmax()))
+        return ids[len(prompt) :]
+
+    def simulate(self, prompts: list[list[int]], max_new_tokens: int, num_tokens: int) -> tuple[list[list[int]], Counts]:
+        """Greedy completions, and the counts of an engine that drafts `num_tokens` per step.
+
+        The first token comes from the prompt alone. A draft past max_new_tokens counts when it matches, as in vLLM, whose
+        scheduler takes its statistics before it cuts the output (v1/core/sched/scheduler.py).
+        """
+        completions, drafts, accepted = [], 0, [0] * num_tokens
+        for prompt in prompts:
+            row = self.greedy(prompt, max_new_tokens + num_tokens)
+            done = 1
+            while done < max_new_tokens:
+                proposal = self.draft(prompt + row[:done], num_tokens)
+                hits = 0
+                while hits < num_tokens and proposal[hits] == row[done + hits]:
+                    accepted[hits] += 1
+                    hits += 1
+                drafts += 1
+                done += hits + 1
+            completions.append(row[:max_new_tokens])
+        return completions, Counts(drafts, drafts * num_tokens, tuple(accepted))
+
+
+def write_trained(directory: Path, family: str, depth: int, steps: int = 150, tied: bool = False) -> list[list[int]]:
+    """A tiny checkpoint whose heads are often right, not always; returns prompts, half from what it has learned.
+
+    Trunk and heads learn 8 random sequences by heart; on prompts that are new to them the heads are mostly wrong.
+    """
+    torch.manual_seed(1)
+    trunk = make_tiny_model(family, tied=tied)
+    trunk.model.norm.weight.data.uniform_(0.3, 3.0)  # far from flat, so that the state before it is another one
+    model = Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth)
+    rows_BS = torch.randint(0, trunk.config.vocab_size, (8, 40))
+    optimizer = torch.optim.AdamW((p for n, p in model.named_parameters() if n != "trunk.model.norm.weight"), lr=5e-3)
+    for _ in range(steps):
+        hidden, after = model.trunk_states(rows_BS)
+        loss = cross_entropy(trunk.lm_head(after[:, :-1]).flatten(0, 1), rows_BS[:, 1:].flatten())
+        for k in range(depth):
+            length = rows_BS.shape[1] - k - 2
+            hidden = model.head_states(k, hidden[:, :length], rows_BS[:, k + 1 : k + 1 + length])
+            loss = loss + cross_entropy(trunk.lm_head(hidden).flatten(0, 1), rows_BS[:, k + 2 :].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval().requires_grad_(False)
+    write_hf(directory, trunk, family, model.mtp_tensors(), depth)
+    learned = [row[:n].tolist() for row, n in zip(rows_BS, (1, 4, 9, 15), strict=False)]
+    return learned + [torch.randint(0, trunk.config.vocab_size, (n,)).tolist() for n in (2, 5, 10, 17)]
