@@ -44,7 +44,8 @@ def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[
         The difference, one line per key that really changed: `key: old -> new`.
     """
     read_config(source_dir)
-    text, difference = patch((Path(source_dir) / "config.json").read_text(encoding="utf-8"), changes)
+    # Bytes, because text mode would change the line endings.
+    text, difference = patch((Path(source_dir) / "config.json").read_bytes().decode("utf-8"), changes)
     write_durably(Path(out_dir) / "config.json", text.encode("utf-8"))
     return difference
 

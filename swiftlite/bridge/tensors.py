@@ -254,7 +254,7 @@ def _read_index(path: Path) -> dict[str, set[str] | None]:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files: dict[str, set[str] | None] = {}
         for key, file in weight_map.items():
-            if Path(file).name != file:  # an index from elsewhere must not point out of its directory
+            if not file or Path(file).name != file:  # an index from elsewhere must not point out of its directory
                 raise ValueError(f"{file!r} is not a plain file name")
             keys = files.setdefault(file, set())
             assert keys is not None

@@ -1,0 +1,112 @@
+"""The audit of a directory: silent when it keeps its promises, naming the tensor when it does not."""
+
+import json
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from safetensors.torch import load_file, save_file
+
+from swiftlite import families
+from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
+from swiftlite.bridge.hf_config import read_config
+from tests.tiny import make_tiny_hf, mtp_names
+
+
+def audit(hf_dir) -> list[str]:
+    return audit_hf(hf_dir, families.get(read_config(hf_dir)))
+
+
+def rewrite(hf_dir, change) -> None:
+    tensors = load_file(hf_dir / "model.safetensors")
+    change(tensors)
+    save_file(tensors, hf_dir / "model.safetensors")
+
+
+def promise(hf_dir, depth: int) -> None:
+    config = read_config(hf_dir) | {"num_nextn_predict_layers": depth}
+    (hf_dir / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_good_directory(tmp_path, family, depth):
+    hf_dir = make_tiny_hf(tmp_path, family, depth)
+    assert audit(hf_dir) == []
+    on_disk = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir))
+    assert (on_disk.promised, on_disk.depth, on_disk.missing, on_disk.is_whole) == (depth, depth, (), True)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_config_promises_too_much(tmp_path, family):
+    hf_dir = make_tiny_hf(tmp_path, family, depth=1)
+    promise(hf_dir, 2)
+    problems = audit(hf_dir)
+    assert problems[0] == "config.json promises 2 MTP layers, the files have tensors of 1"
+    missing = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir)).missing
+    assert mtp_names(family, 1)[0]["projection"] in missing
+    assert problems[1:] == [f"missing: {key}" for key in missing]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_config_promises_too_little(tmp_path, family):
+    hf_dir = make_tiny_hf(tmp_path, family, depth=2)
+    promise(hf_dir, 1)
+    assert audit(hf_dir) == ["config.json promises 1 MTP layers, the files have tensors of 2"]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_first_head_lost(tmp_path, family):
+    hf_dir = make_tiny_hf(tmp_path, family, depth=2)
+    first = families.FAMILIES[family].head_rows(read_config(hf_dir), 0)
+    keys = [key for row in first for key in row.hf]
+    rewrite(hf_dir, lambda tensors: [tensors.pop(key) for key in keys])
+    on_disk = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir))
+    assert (on_disk.depth, set(on_disk.missing), on_disk.is_whole) == (2, set(keys), False)
+    assert audit(hf_dir) == [f"missing: {key}" for key in keys]
+
+
+# One directory serves all examples; each writes its own files over it.
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_any_subset_of_missing_tensors_is_named(tmp_path, data):
+    hf_dir = tmp_path / "in"
+    if not hf_dir.exists():
+        make_tiny_hf(hf_dir, "mimo", depth=1)
+        (hf_dir / "model.safetensors").rename(hf_dir / "whole")
+    tensors = load_file(hf_dir / "whole")
+    missing = data.draw(st.sets(st.sampled_from(sorted(tensors)), max_size=8))
+    save_file({key: tensor for key, tensor in tensors.items() if key not in missing}, hf_dir / "model.safetensors")
+    assert {line for line in audit(hf_dir) if line.startswith("missing: ")} == {f"missing: {key}" for key in missing}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda t: t.update(extra=torch.ones(1)), "unexpected: extra"),
+        (lambda t: t.update({"mtp.stray": torch.ones(1)}), "unexpected: mtp.stray"),
+        (
+            lambda t: t.update({"mtp.fc.weight": torch.ones(64, 64)}),
+            "mtp.fc.weight has shape [64, 64], config.json asks for [64, 128]",
+        ),
+        (lambda t: t["lm_head.weight"][3, 5:7].fill_(float("nan")), "lm_head.weight: 2 of 8192 numbers are not finite"),
+        (lambda t: t["mtp.norm.weight"][:1].fill_(float("inf")), "mtp.norm.weight: 1 of 64 numbers are not finite"),
+    ],
+)
+def test_wrong_tensors(tmp_path, change, expected):
+    hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
+    rewrite(hf_dir, change)
+    assert audit(hf_dir) == [expected]
+
+
+def test_unreadable_directory(tmp_path):
+    hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
+    family, config = families.FAMILIES["qwen3"], hf_dir / "config.json"
+    whole = (hf_dir / "model.safetensors").read_bytes()
+    (hf_dir / "model.safetensors").write_bytes(whole[:-1])
+    assert "cut short" in audit_hf(hf_dir, family)[0]
+    (hf_dir / "model.safetensors").unlink()
+    assert "no model.safetensors" in audit_hf(hf_dir, family)[0]
+    config.unlink()
+    assert "no config.json" in audit_hf(hf_dir, family)[0]

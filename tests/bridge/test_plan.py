@@ -1,0 +1,165 @@
+"""A plan is complete or refused: whatever is missing, extra or misshapen is named before anything is moved."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from swiftlite.bridge.layout import GATE_UP, Interleave, Layout, PadEnd, SwapHalves
+from swiftlite.bridge.plan import Shard, bind
+from swiftlite.bridge.rows import Row
+from swiftlite.errors import UserError
+
+ROWS = [
+    Row("embedding", {"embed": (10, 4)}, PadEnd(), hf_copies=("head",), mcore_copies=("output",)),
+    Row("qkv", {"q": (8, 4), "k": (4, 4), "v": (4, 4)}, Interleave(2)),
+    Row("norm", {"ln": (4,)}),
+]
+HF_SHAPES = {"embed": (10, 4), "q": (8, 4), "k": (4, 4), "v": (4, 4), "ln": (4,)}
+
+
+def shards() -> list[Shard]:
+    return [Shard("embedding", torch.zeros(12, 4)), Shard("qkv", torch.zeros(16, 4)), Shard("norm", torch.zeros(4))]
+
+
+def message(*args, **kwargs) -> str:
+    with pytest.raises(UserError) as raised:
+        bind(*args, **kwargs)
+    return str(raised.value)
+
+
+def test_complete():
+    bindings = bind(shards(), ROWS, hf_shapes=HF_SHAPES)
+    assert [(binding.shard.name, binding.is_copy) for binding in bindings] == [
+        ("embedding", False),
+        ("qkv", False),
+        ("norm", False),
+    ]
+
+
+def test_copies_on_both_sides_may_be_there_or_not():
+    with_output = [*shards(), Shard("output", torch.zeros(12, 4))]
+    assert bind(with_output, ROWS, hf_shapes=HF_SHAPES | {"head": (10, 4)})[-1].is_copy
+    without_embedding = with_output[1:]  # the last pipeline stage of a tied model
+    assert len(bind(without_embedding, ROWS, hf_shapes=HF_SHAPES)) == 3
+
+
+def test_parameters_of_other_stages_count():
+    assert len(bind(shards()[:1], ROWS, all_names={"embedding", "qkv", "norm"}, hf_shapes=HF_SHAPES)) == 1
+    assert "the Megatron model has no qkv" in message(shards()[:1], ROWS, all_names={"embedding", "norm"})
+
+
+@given(
+    missing=st.sets(st.sampled_from(sorted(HF_SHAPES))),
+    extra=st.sets(st.sampled_from(["bias", "model.mtp", "qq"])),
+    lost=st.sets(st.sampled_from(["embedding", "qkv", "norm"])),
+    added=st.sets(st.sampled_from(["mtp.weight", "router"])),
+)
+def test_any_missing_or_extra_name_is_named(missing, extra, lost, added):
+    hf_shapes = {key: shape for key, shape in HF_SHAPES.items() if key not in missing} | dict.fromkeys(extra, (1,))
+    held = [shard for shard in shards() if shard.name not in lost] + [Shard(name, torch.zeros(1)) for name in added]
+    if not (missing or extra or lost or added):
+        bind(held, ROWS, hf_shapes=hf_shapes)
+        return
+    lines = message(held, ROWS, hf_shapes=hf_shapes).splitlines()[1:]
+    assert sorted(line.strip() for line in lines) == sorted(
+        [f"missing: {key}" for key in missing]
+        + [f"unexpected: {key}" for key in extra]
+        + [f"the Megatron model has no {name}" for name in lost]
+        + [f"no source for {name}" for name in added]
+    )
+
+
+def test_ignored_keys_are_not_unexpected():
+    bind(shards(), ROWS, hf_shapes=HF_SHAPES | {"inv_freq": (2,)}, ignored=["inv_freq"])
+
+
+@pytest.mark.parametrize("key", sorted(HF_SHAPES))
+def test_hf_shape_differs_from_the_config(key):
+    wrong = (*HF_SHAPES[key][:-1], HF_SHAPES[key][-1] + 1)
+    assert f"{key} has shape {list(wrong)}, config.json asks for {list(HF_SHAPES[key])}" in message(
+        shards(), ROWS, hf_shapes=HF_SHAPES | {key: wrong}
+    )
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(15, 4), torch.zeros(16, 5), torch.zeros(64), torch.zeros(16, 4, 1), torch.zeros(20, 4)]
+)
+def test_megatron_shape_cannot_hold_the_tensors(tensor):
+    held = [shards()[0], Shard("qkv", tensor), shards()[2]]
+    assert "qkv has shape" in message(held, ROWS, hf_shapes=HF_SHAPES)
+
+
+def test_vocabulary_is_never_cut():
+    held = [Shard("embedding", torch.zeros(9, 4)), *shards()[1:]]
+    assert "embedding has shape [9, 4], which cannot hold embed [10, 4]" in message(held, ROWS, hf_shapes=HF_SHAPES)
+
+
+def test_two_rows_for_one_name_are_a_mistake_in_the_table():
+    with pytest.raises(ValueError, match="two rows claim ln"):
+        bind(shards(), [*ROWS, Row("other", {"ln": (4,)})])
+    with pytest.raises(ValueError, match="two rows fill norm"):
+        bind(shards(), [*ROWS, Row("norm", {"other": (4,)})])
+
+
+def test_borrowed_rows_read_what_others_claim():
+    held = [*shards(), Shard("mtp.norm", torch.zeros(4))]
+    bindings = bind(held, ROWS, borrowed=[Row("mtp.norm", {"ln": (4,)})], hf_shapes=HF_SHAPES)
+    assert next(bindings[-1].copies()).hf_key == "ln"
+
+
+def test_layout_that_loses_numbers_is_a_mistake_in_the_table():
+    class FirstTensorOnly(Interleave):
+        def segments(self, lengths, total, tp_size):
+            return super().segments(lengths, total, tp_size)[:1] * 2
+
+    rows = [Row("qkv", {"q": (4, 4), "k": (4, 4)}, FirstTensorOnly())]
+    with pytest.raises(ValueError, match="does not use every number once"):
+        bind([Shard("qkv", torch.zeros(8, 4))], rows)
+
+
+def scatter(row: Row, whole: dict[str, torch.Tensor], shape: tuple[int, ...], dim: int | None, tp_size: int):
+    """The parameter of each rank, filled through the plan."""
+    for rank in range(tp_size):
+        local = list(shape)
+        if dim is not None:
+            local[dim] //= tp_size
+        shard = Shard(row.mcore, torch.full(local, -1.0), dim, rank, tp_size)
+        for _, local_index, key, index in bind([shard], [row])[0].copies():
+            shard.tensor[local_index] = 0.0 if key is None else whole[key][index]
+        yield shard.tensor
+
+
+# What megatron-core holds on each rank, written with chunk and cat as its own layers split their weights.
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("layout", "shapes", "dim"),
+    [
+        (Interleave(1), {"a": (8, 4)}, 0),  # column parallel
+        (Interleave(1), {"a": (3, 8)}, 1),  # row parallel: cut across the layout's axis
+        (Interleave(1), {"a": (8,)}, None),  # replicated
+        (Interleave(4), {"a": (16, 2), "b": (8, 2), "c": (8, 2)}, 0),  # linear_qkv
+        (Interleave(4), {"a": (16,), "b": (8,), "c": (8,)}, 0),  # its bias
+        (GATE_UP, {"a": (8, 3), "b": (8, 3)}, 0),  # linear_fc1
+        (SwapHalves(axis=1), {"a": (8, 6)}, 0),  # MiMo's projection: swapped in columns, cut in rows
+        (PadEnd(), {"a": (13, 3)}, 0),  # embedding of a padded vocabulary
+    ],
+)
+def test_parts_of_all_ranks(layout: Layout, shapes, dim, tp_size):
+    whole = {key: torch.randn(shape) for key, shape in shapes.items()}
+    expected = list(whole.values())
+    if isinstance(layout, SwapHalves):
+        first, second = whole["a"].chunk(2, dim=1)
+        expected = [torch.cat([second, first], dim=1)]
+    elif isinstance(layout, PadEnd):
+        expected = [torch.cat([whole["a"], torch.zeros(3, 3)])]
+    elif len(shapes) == 3:
+        groups = zip(*(tensor.chunk(4) for tensor in whole.values()), strict=True)
+        expected = [torch.cat([part for group in groups for part in group])]
+    shape = list(expected[0].shape)
+    shape[layout.axis] = sum(tensor.shape[layout.axis] for tensor in expected)
+    parts = scatter(Row("x", shapes, layout), whole, tuple(shape), dim, tp_size)
+    for rank, part in enumerate(parts):
+        assert torch.equal(
+            part, torch.cat([tensor if dim is None else tensor.chunk(tp_size, dim)[rank] for tensor in expected])
+        )

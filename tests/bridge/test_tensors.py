@@ -1,0 +1,225 @@
+"""Files against the safetensors package: what it writes we read, what we write it reads; and everything that can be broken."""
+
+import json
+import resource
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, describe, scan
+from swiftlite.errors import UserError
+
+TENSORS = {
+    "norm": torch.randn(5),
+    "layer.a": torch.randn(6, 4).bfloat16(),
+    "layer.b": torch.arange(24).reshape(2, 3, 4),
+    "scale": torch.randn(()),
+    "none": torch.empty(0, 3),
+    "half": torch.randn(3).half(),
+    "flags": torch.tensor([True, False, True]),
+}
+
+
+def write_sharded(directory: Path, shards: dict[str, dict[str, torch.Tensor]]) -> Path:
+    """Files of the safetensors package and an index over them."""
+    directory.mkdir(exist_ok=True)
+    for file, tensors in shards.items():
+        save_file(tensors, directory / file)
+    weight_map = {key: file for file, tensors in shards.items() for key in tensors}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+def two_shards(directory: Path) -> Path:
+    return write_sharded(
+        directory,
+        {
+            "model-00001-of-00002.safetensors": {"a": torch.ones(4, 4), "b": torch.ones(2)},
+            "model-00002-of-00002.safetensors": {"c": torch.ones(3)},
+        },
+    )
+
+
+def raw_file(path: Path, header: dict | bytes, data: bytes = b"") -> None:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+def test_reads_what_safetensors_wrote(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.entries.keys() == TENSORS.keys()
+    for key, expected in TENSORS.items():
+        assert torch.equal(checkpoint.read(key), expected)
+        assert checkpoint.read(key).dtype == expected.dtype
+        checkpoint.release(key)
+        assert torch.equal(checkpoint.read(key), expected)
+
+
+def test_reads_slices_across_shards(tmp_path):
+    two = write_sharded(
+        tmp_path, {"x-1.safetensors": {"a": TENSORS["layer.a"]}, "x-2.safetensors": {"b": TENSORS["layer.b"]}}
+    )
+    checkpoint = Checkpoint(two)
+    assert torch.equal(checkpoint.read("a")[2:4], TENSORS["layer.a"][2:4])
+    assert torch.equal(checkpoint.read("b")[:, 1:, 2:], TENSORS["layer.b"][:, 1:, 2:])
+
+
+def test_reads_tensors_that_are_not_aligned(tmp_path):
+    """The format allows any header length; here floats begin at an odd byte."""
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * (1 - len(header) % 2)
+    assert (8 + len(header)) % 2 == 1
+    raw_file(tmp_path / "model.safetensors", header, struct.pack("<2f", 1.5, -2.0))
+    assert Checkpoint(tmp_path).read("x").tolist() == [1.5, -2.0]
+
+
+def test_describe_is_json(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    described = json.loads(json.dumps(describe(tmp_path)))
+    assert described["layer.a"] == {"dtype": "bfloat16", "shape": [6, 4]}
+    assert described.keys() == TENSORS.keys()
+
+
+def write_all(out_dir: Path, max_shard_bytes: int) -> ShardedFiles:
+    files = ShardedFiles(
+        out_dir, {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in TENSORS.items()}, max_shard_bytes
+    )
+    files.create()
+    for key, tensor in TENSORS.items():
+        files.write(key).copy_(tensor)
+        files.release(key)
+    files.flush()
+    return files
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 64, 100, 10**9])
+def test_safetensors_reads_what_we_wrote(tmp_path, max_shard_bytes):
+    files = write_all(tmp_path, max_shard_bytes)
+    files.publish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files.files)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    loaded = {}
+    for shard in shards:
+        with safe_open(shard, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}  # transformers refuses a file without it
+        tensors = load_file(shard)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        assert nbytes <= max_shard_bytes or len(tensors) == 1
+        loaded |= tensors
+    assert loaded.keys() == TENSORS.keys()
+    assert all(torch.equal(loaded[key], TENSORS[key]) and loaded[key].dtype == TENSORS[key].dtype for key in TENSORS)
+    if max_shard_bytes == 10**9:
+        assert [shard.name for shard in shards] == ["model.safetensors"]
+    else:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
+        assert all(key in load_file(tmp_path / file) for key, file in index["weight_map"].items())
+    assert scan(tmp_path)[1] == []
+
+
+def test_nothing_has_its_name_before_publish(tmp_path):
+    write_all(tmp_path, 64)
+    assert not list(tmp_path.glob("model*"))
+
+
+def test_discard_leaves_nothing(tmp_path):
+    write_all(tmp_path, 64).discard()
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_disk_shows_before_the_first_tensor(tmp_path):
+    """A file size limit stands in for the full disk: both refuse the reservation."""
+    files = ShardedFiles(tmp_path, {"x": (torch.float32, (1000, 1000))}, 10**9)
+    handler, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limit[1]))
+        with pytest.raises(UserError, match=r"cannot write .*model.safetensors \(0.00 GB\): File too large"):
+            files.create()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
+
+
+def problem_of(directory: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        Checkpoint(directory)
+    return str(raised.value)
+
+
+def test_no_safetensors(tmp_path):
+    assert "no model.safetensors and no model.safetensors.index.json" in problem_of(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "save the model as safetensors first" in problem_of(tmp_path)
+
+
+def test_missing_shard(tmp_path):
+    (two_shards(tmp_path) / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors: missing" in problem_of(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 60, -1])
+def test_truncated_shard(tmp_path, keep):
+    shard = two_shards(tmp_path) / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:keep])
+    assert "cut short" in problem_of(tmp_path)
+
+
+def test_index_and_files_disagree(tmp_path):
+    two_shards(tmp_path)
+    index_path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    index["weight_map"]["ghost"] = "model-00002-of-00002.safetensors"
+    del index["weight_map"]["b"]
+    index_path.write_text(json.dumps(index))
+    message = problem_of(tmp_path)
+    assert "says that ghost is in model-00002-of-00002.safetensors, but it is not there" in message
+    assert "model-00001-of-00002.safetensors has b, which" in message
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", ""])
+def test_index_may_not_point_elsewhere(tmp_path, file):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    assert "is not a plain file name" in problem_of(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{}"])
+def test_index_is_no_index(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert "not a safetensors index" in problem_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[1, 2]",
+        {"x": {"dtype": "F32", "shape": [2]}},
+        {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+        {"x": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}},
+        {"x": {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}},
+        {"x": {"dtype": "F32", "shape": "ab", "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}},
+        {"x": 3},
+    ],
+)
+def test_header_is_not_believed(tmp_path, header):
+    raw_file(tmp_path / "model.safetensors", header, b"\0" * 8)
+    assert "not a safetensors file" in problem_of(tmp_path)
+
+
+def test_unknown_dtype(tmp_path):
+    raw_file(tmp_path / "model.safetensors", {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"\0")
+    assert "x has dtype F4, which is not supported" in problem_of(tmp_path)
+
+
+def test_header_length_is_not_believed(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+    assert "not a safetensors file, or cut short" in problem_of(tmp_path)
