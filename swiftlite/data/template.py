@@ -5,7 +5,12 @@ The whole conversation is rendered once. The characters of each assistant turn a
 once, and tokens inside a trained turn become labels. What cannot be located exactly is refused, never guessed.
 """
 
+import bisect
+import itertools
+import json
 import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
@@ -22,6 +27,7 @@ Tools = list[Any]  # JSON schemas; Any because transformers declares an invarian
 Span = tuple[int, int]
 
 MARK = "@@swiftlite marks this turn@@"
+SURROGATE = re.compile("[\ud800-\udfff]")
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_WAYS = '--loss_scale last_round trains the last answer alone; or give that turn "loss": false'
 
@@ -41,7 +47,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.loss_scale = loss_scale
         self._added_tokens = set(tokenizer.added_tokens_decoder)
-        self._tails: dict[str, list[int]] = {}
+        self._known_tails: dict[str, list[int]] = {}
         if not tokenizer.chat_template:
             raise UserError(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template",
@@ -52,12 +58,20 @@ class ChatTemplate:
         self._turn_end = found or str(tokenizer.eos_token or "")
 
     def encode_prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
-        """Tokens to ask a model with: the start of what `encode` makes of the same turns, up to the answer.
+        """Tokens to ask a model with: what `encode` puts before the answer to the same turns.
+
+        (Unless an earlier answer shares a token with the text around it; that needs a template without special tokens.)
 
         Raises:
             RowError: the template refuses these turns.
         """
         return self._ids(self._render(messages, tools, add_generation_prompt=True))
+
+    @property
+    def end_token_id(self) -> int | None:
+        """The token that ends the assistant's turns, if it is one; a base model's eos token is often another."""
+        ids = self._ids(self._turn_end)
+        return ids[0] if len(ids) == 1 else None
 
     def encode(self, conversation: Conversation) -> Sample:
         """Tokens, labels and weights of a conversation that ends with the assistant's turn.
@@ -99,6 +113,8 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError) as error:  # TypeError: an expression of the template met an odd value
             raise RowError("messages", f"the chat template refuses them: {error}") from None
         assert isinstance(text, str)
+        if not text.isascii() and SURROGATE.search(text):
+            raise RowError("messages", "half of a surrogate pair, as \\ud83d alone, is no character")
         return text
 
     def _find_turn_end(self) -> str:
@@ -169,8 +185,12 @@ class ChatTemplate:
         where = f"messages[{turn}]"
         prompt = self._render(messages[:turn], tools, add_generation_prompt=True)
         if not text.startswith(prompt):
-            problem = "the chat template renders what comes before this turn otherwise than in the prompt for it"
-            raise RowError(where, problem, OTHER_WAYS if turn < len(messages) - 1 else "")
+            same = next(i for i, character in enumerate(prompt) if text[i : i + 1] != character)
+            around = slice(max(0, same - 20), same + 20)
+            problem = "the prompt for this turn is not how the rendered conversation begins: "
+            problem += f"{prompt[around]!r} against {text[around]!r}"
+            is_last = turn == len(messages) - 1
+            raise RowError(where, problem, "mend add_generation_prompt in the chat template" if is_last else OTHER_WAYS)
         if turn == len(messages) - 1:
             return len(prompt), len(text)
         so_far = self._render(messages[: turn + 1], tools)
@@ -199,48 +219,67 @@ class ChatTemplate:
     # Which tokens train
 
     def _tokenize(self, text: str, spans: list[Span], names: list[str]) -> tuple[list[int], list[Span]]:
-        """Tokens of the text, and which of them each span is."""
-        try:
-            if self.tokenizer.is_fast and (whole := self._tokenize_whole(text, spans)):
-                return whole
-            return self._tokenize_pieces(text, spans, names)
-        except UnicodeEncodeError:
-            raise RowError("messages", "half of a surrogate pair (such as \\ud83d alone) is no character") from None
+        """Tokens of the text, and which of them each span is.
 
-    def _tokenize_whole(self, text: str, spans: list[Span]) -> tuple[list[int], list[Span]] | None:
-        """The text tokenized at once; None where some token lies across the border of a span."""
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = list(encoding["input_ids"])
-        offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
+        The text is tokenized whole where that leaves the borders of spans between tokens, and the prompt of the last
+        span the tokens it has alone, as an engine will see it. Else it is cut there, which is what a model does that
+        continues a prompt.
+        """
+        if self.tokenizer.is_fast:
+            tokens = self._tokenize_pieces(text, set())
+            cuts = {border for span in spans if not self._token_range(tokens, text, span) for border in span}
+            if spans and not self._prompt_stands_alone(tokens, text, spans[-1][0]):
+                cuts.add(spans[-1][0])
+        else:
+            tokens, cuts = None, {border for span in spans for border in span}
+        if tokens is None or cuts:
+            tokens = self._tokenize_pieces(text, cuts)
         ranges = []
-        for start, end in spans:
-            first, last = _border(offsets, start), _border(offsets, end)
-            if first is None or last is None or not self._gives_back(ids, first, last, text[start:end]):
-                return None
-            # What stands before the span must be the tokens of that text alone, as the engine will see it. A special
-            # token divides the text, so it is enough to look back to the last one.
-            tail = first
-            while tail > 0 and ids[tail] not in self._added_tokens:
-                tail -= 1
-            if self._tail_ids(text[offsets[tail, 0] if tail else 0 : start]) != ids[tail:first]:
-                return None
-            ranges.append((first, last))
-        return ids, ranges
-
-    def _tokenize_pieces(self, text: str, spans: list[Span], names: list[str]) -> tuple[list[int], list[Span]]:
-        """The spans and what lies between them tokenized apart, as when a model writes its answer after a prompt."""
-        ids: list[int] = []
-        ranges = []
-        done = 0
-        for name, (start, end) in zip(names, spans, strict=True):
-            ids += self._ids(text[done:start])
-            first = len(ids)
-            ids += self._ids(text[start:end])
-            ranges.append((first, len(ids)))
-            done = end
-            if not self._gives_back(ids, first, len(ids), text[start:end]):
+        for name, span in zip(names, spans, strict=True):
+            found = self._token_range(tokens, text, span)
+            if found is None:
                 raise RowError(name, "its tokens do not decode to the text of the turn; the tokenizer loses something")
-        return ids + self._ids(text[done:]), ranges
+            ranges.append(found)
+        return tokens.ids, ranges
+
+    def _tokenize_pieces(self, text: str, cuts: set[int]) -> "_Tokens":
+        tokens = _Tokens([], [], [], {})
+        is_fast = bool(self.tokenizer.is_fast)
+        for start, end in itertools.pairwise([0, *sorted(cuts - {0, len(text)}), len(text)]):
+            piece = self.tokenizer(
+                text[start:end], add_special_tokens=False, return_offsets_mapping=is_fast, verbose=False
+            )
+            tokens.indices[start] = len(tokens.ids)
+            tokens.ids += piece["input_ids"]
+            for token_start, token_end in piece["offset_mapping"] if is_fast else ():
+                tokens.starts.append(start + token_start)
+                tokens.ends.append(start + token_end)
+            tokens.indices[end] = len(tokens.ids)
+        return tokens
+
+    def _token_range(self, tokens: "_Tokens", text: str, span: Span) -> Span | None:
+        """The tokens that are exactly this span; None if there are none."""
+        first, last = tokens.index(span[0]), tokens.index(span[1])
+        if first is None or last is None or not self._gives_back(tokens.ids, first, last, text[slice(*span)]):
+            return None
+        return first, last
+
+    def _prompt_stands_alone(self, tokens: "_Tokens", text: str, end: int) -> bool:
+        """Whether the tokens before `end` are those of that text alone.
+
+        They are not when the next character decides how white space is grouped: GPT-2 keeps two newlines together at
+        the end of a text, but not before a word. Special tokens divide a text, so looking back to the last is enough.
+        """
+        ids, first = tokens.ids, tokens.index(end)
+        if first is None:
+            return False
+        tail = next((i for i in range(first - 1, -1, -1) if ids[i] in self._added_tokens), 0)
+        prompt = text[tokens.starts[tail] if tail else 0 : end]
+        if prompt not in self._known_tails:
+            if len(prompt) > 200:  # no special token in sight: every prompt is new
+                return self._ids(prompt) == ids[tail:first]
+            self._known_tails[prompt] = self._ids(prompt)  # nearly always the one header of the assistant's turns
+        return self._known_tails[prompt] == ids[tail:first]
 
     def _gives_back(self, ids: list[int], first: int, last: int, text: str) -> bool:
         decoded = self._decode(ids[first:last])
@@ -254,13 +293,6 @@ class ChatTemplate:
         # what the tokenizer makes of this text alone.
         return decoded == self._decode(self._ids(text))
 
-    def _tail_ids(self, text: str) -> list[int]:
-        if text not in self._tails:
-            if len(text) > 200 or len(self._tails) > 100:  # a prompt without special tokens: every one is new
-                return self._ids(text)
-            self._tails[text] = self._ids(text)
-        return self._tails[text]
-
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -270,12 +302,21 @@ class ChatTemplate:
         return text
 
 
-def _border(offsets: np.ndarray, position: int) -> int | None:
-    """Index of the first token that starts at or after a position; None where a token lies across it."""
-    starts, ends = offsets[:, 0], offsets[:, 1]
-    if np.any((starts < position) & (ends > position)):
-        return None
-    return int(np.searchsorted(starts, position))
+@dataclass
+class _Tokens:
+    """Tokens of a text, the characters each covers, and the token index of places where the text was cut."""
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+    indices: dict[int, int]
+
+    def index(self, position: int) -> int | None:
+        """The first token at or after a place in the text; None where a token lies across it."""
+        if position in self.indices:  # exact, while the offsets of some tokenizers leave spaces out
+            return self.indices[position]
+        index = bisect.bisect_left(self.starts, position)
+        return None if index and self.ends[index - 1] > position else index
 
 
 def _check_turn(message: Message, path: str, text: str) -> None:
@@ -290,3 +331,14 @@ def _check_turn(message: Message, path: str, text: str) -> None:
         )
     if answer.strip() not in text:
         raise RowError(path, "the chat template leaves out or changes the text of this turn")
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, hf_dir: str | Path) -> tuple[int, ...]:
+    """Tokens that end an answer: the tokenizer's eos, and what generation_config.json and config.json name."""
+    eos: Any = tokenizer.eos_token_id
+    ids = {eos}
+    for name in ("generation_config.json", "config.json"):
+        path = Path(hf_dir) / name
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        ids |= set(named) if isinstance(named, list) else {named}
+    return tuple(sorted(ids - {None}))

@@ -1,7 +1,7 @@
 """Which module stands at which place of the model: megatron-core's local ones, with our attention and norm."""
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from swiftlite.model.attention import CoreAttention
+from swiftlite.model.linear import ColumnParallelLinear
 from swiftlite.model.mtp import MultiTokenPredictionLayer
 from swiftlite.model.norm import RMSNorm
 

@@ -1,0 +1,123 @@
+"""`swiftlite export`: a run or checkpoint to a Hugging Face model, audited before it appears; or the other way."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.errors import UserError
+from swiftlite.families import index
+from swiftlite.families.family import Family
+from swiftlite.log import logger
+from swiftlite.model.build import build_model
+from swiftlite.runtime.device import Device
+from swiftlite.runtime.distributed import session
+from swiftlite.train.checkpoint import load_checkpoint, read_state, resolve_checkpoint, save_checkpoint
+from swiftlite.train.source import TENSORS_FILE, source_dtypes, write_source
+
+
+def run(args: ExportArgs) -> None:
+    """Convert in one direction; the result is complete or not there."""
+    with session(tensor_model_parallel_size=args.tensor_model_parallel_size) as device:
+        if args.to_hf:
+            to_hf(args, device)
+        else:
+            to_mcore(args, device)
+
+
+def to_hf(args: ExportArgs, device: Device) -> None:
+    """Write the checkpoint's weights with the configuration and tokenizer of the model that the run started from.
+
+    Raises:
+        UserError: there is no checkpoint, or the audit of what was written found a problem (nothing is left behind).
+    """
+    checkpoint = resolve_checkpoint(Path(args.model))
+    source, output_dir = checkpoint.parent / "source", Path(args.output_dir)
+    hf_config = read_config(source)
+    family = index.get(hf_config, source)
+    state = read_state(checkpoint)
+    depth = 0 if args.mtp == "strip" else state["mtp_num_layers"]
+    model = build_model(
+        family.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=getattr(torch, state["torch_dtype"]),
+        mtp_num_layers=depth,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+    )
+    load_checkpoint(checkpoint, model)
+
+    writing = output_dir.with_name(f".{output_dir.name}.writing")
+    is_first = dist.get_rank() == 0
+    changes = family.mtp_depth_change(hf_config, depth)
+    if args.torch_dtype:
+        changes |= dtype_change(hf_config, args.torch_dtype)
+    dtypes = source_dtypes(source)
+    if is_first:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+        for path in source.iterdir():
+            if path.name not in ("config.json", TENSORS_FILE):
+                shutil.copy2(path, writing / path.name)
+        for line in write_patched(source, writing, changes):
+            logger.info("config.json: %s", line)
+    dist.barrier()
+    try:
+        save_hf(
+            [model],
+            writing,
+            family,
+            hf_config,
+            dtypes=dict.fromkeys(dtypes, args.torch_dtype) if args.torch_dtype else dtypes,
+            max_shard_bytes=int(args.max_shard_size_gb * 1e9),
+        )
+        if is_first:
+            _audit(writing, family, dtypes)
+            output_dir.parent.mkdir(parents=True, exist_ok=True)
+            if output_dir.exists():
+                output_dir.rmdir()  # only an empty one got past the option check
+            writing.rename(output_dir)
+    finally:
+        if is_first:
+            shutil.rmtree(writing, ignore_errors=True)
+    logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family.name, depth, checkpoint)
+
+
+def _audit(directory: Path, family: Family, source_tensors: Mapping[str, Any]) -> None:
+    problems = audit_hf(directory, family)
+    trunk = {key for key in source_tensors if not family.is_mtp(key) and not family.is_derived(key)}
+    written = {key for key in Checkpoint(directory).entries if not family.is_mtp(key)}
+    problems += [f"{key} of the source model was not written" for key in sorted(trunk - written)]
+    problems += [f"{key} is not in the source model" for key in sorted(written - trunk)]
+    if problems:
+        lines = "\n  ".join(problems)
+        raise UserError(f"the export is not what its config promises, so it was removed:\n  {lines}", "please report this")
+
+
+def to_mcore(args: ExportArgs, device: Device) -> None:
+    """Write `checkpoint-0` and `source/`, as a run has them, from a Hugging Face model."""
+    hf_dir, output_dir = Path(args.model), Path(args.output_dir)
+    hf_config = read_config(hf_dir)
+    family = index.get(hf_config, hf_dir)
+    depth = 0 if args.mtp == "strip" else family.mtp_depth(hf_config)
+    dtype = args.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
+    model = build_model(
+        family.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=getattr(torch, dtype),
+        mtp_num_layers=depth,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+    )
+    logger.info("%s", load_hf([model], hf_dir, family, hf_config))
+    if dist.get_rank() == 0:
+        write_source(hf_dir, output_dir, family, hf_config, depth)
+    save_checkpoint(output_dir, 0, model, None, {"mtp_num_layers": depth, "torch_dtype": dtype})

@@ -1,0 +1,65 @@
+"""How many drafted tokens an engine would accept, computed from one pass over a greedy continuation.
+
+Greedy verification accepts a draft when it equals the trunk's own next token. Given the trunk's greedy continuation,
+every draft the engine would make at a step whose earlier drafts were accepted has been computed already: the tokens it
+was conditioned on are the ones that came. So walking over the row gives the engine's counts without running it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """What speculative decoding counts: steps, tokens drafted, tokens accepted at each draft position."""
+
+    drafts: int
+    drafted: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_per_position)
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        pairs = zip(self.accepted_per_position, other.accepted_per_position, strict=True)
+        return DraftCounts(
+            self.drafts + other.drafts, self.drafted + other.drafted, tuple(mine + its for mine, its in pairs)
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The form of acceptance.json; rates are 0 when nothing was drafted."""
+        steps = max(self.drafts, 1)
+        return {
+            "drafts": self.drafts,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.accepted / max(self.drafted, 1),
+            "acceptance_per_position": [count / steps for count in self.accepted_per_position],
+            "mean_accepted_length": 1 + self.accepted / steps,
+        }
+
+
+def walk(drafts_KS: torch.Tensor, tokens_S: torch.Tensor, first: int) -> DraftCounts:
+    """Follow an engine over one greedy row.
+
+    Args:
+        drafts_KS: drafts_KS[k, s] is the head of depth k+1's prediction at position s, for the token at s + k + 2.
+        tokens_S: prompt and greedy continuation.
+        first: index of the first generated token; it comes from the prompt alone, without a draft.
+    """
+    depth, length = drafts_KS.size(0), tokens_S.numel()
+    accepted, steps = [0] * depth, 0
+    newest = first  # index of the newest token the engine has
+    while newest + 1 < length:
+        steps += 1
+        position = newest - 1  # the head's input: the trunk's state here, and the newest token
+        hits = 0
+        while hits < depth and newest + 1 + hits < length:
+            if drafts_KS[hits, position] != tokens_S[newest + 1 + hits]:
+                break
+            accepted[hits] += 1
+            hits += 1
+        newest += hits + 1
+    return DraftCounts(steps, steps * depth, tuple(accepted))

@@ -1,0 +1,119 @@
+"""Checkpoints of a run: megatron-core's distributed format, each whole or not there.
+
+A checkpoint is written under a hidden temporary name, flushed to disk and renamed, so a directory called
+`checkpoint-N` is complete by construction, whatever happened in between. No random state is stored: data order is a
+function of the step, and nothing draws random numbers while training.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+
+STATE_FILE = "trainer_state.json"
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def find_checkpoints(output_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    found = {
+        int(match[1]): path for path in output_dir.glob("checkpoint-*") if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    }
+    return [found[step] for step in sorted(found)]
+
+
+def resolve_checkpoint(path: Path) -> Path:
+    """The checkpoint a user means: one itself, or the newest of a run.
+
+    Raises:
+        UserError: neither.
+    """
+    if (path / STATE_FILE).is_file():
+        return path
+    if checkpoints := find_checkpoints(path):
+        return checkpoints[-1]
+    raise UserError(f"{path} holds no checkpoint", "give a run's output_dir or one of its checkpoint-N directories")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What trainer_state.json says: step, model depth and precision."""
+    return json.loads((checkpoint / STATE_FILE).read_text())
+
+
+def save_checkpoint(
+    output_dir: Path,
+    step: int,
+    model: MegatronModule,
+    optimizer: MegatronOptimizer | None,
+    state: dict[str, Any],
+    keep: int | None = None,
+) -> Path:
+    """Write `checkpoint-STEP` by all ranks together, then delete all but the `keep` newest.
+
+    Args:
+        model: the bare model, without wrappers.
+        optimizer: None writes weights alone.
+        state: small JSON values stored beside the tensors.
+    """
+    final, temporary = output_dir / f"checkpoint-{step}", output_dir / f".checkpoint-{step}.writing"
+    is_first = dist.get_rank() == 0
+    if is_first:
+        for stale in output_dir.glob(".checkpoint-*.writing"):
+            shutil.rmtree(stale)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    tensors: dict[str, Any] = {"model": model.sharded_state_dict(metadata=METADATA)}
+    if optimizer is not None:
+        tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], metadata=METADATA)
+    dist_checkpointing.save(tensors, str(temporary), content_metadata=METADATA)
+    dist.barrier()
+    if is_first:
+        (temporary / STATE_FILE).write_text(json.dumps({"step": step, **state}, indent=2))
+        flush_to_disk(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        flush_to_disk(output_dir, contents=False)
+        for old in find_checkpoints(output_dir)[:-keep] if keep else []:
+            shutil.rmtree(old)
+        logger.info("saved %s", final)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(checkpoint: Path, model: MegatronModule, optimizer: MegatronOptimizer | None = None) -> None:
+    """Read weights, and optimizer state if asked, into the objects of this rank.
+
+    Raises:
+        UserError: the checkpoint is damaged or belongs to another model.
+    """
+    tensors: dict[str, Any] = {"model": model.sharded_state_dict(metadata=METADATA)}
+    if optimizer is not None:
+        tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], is_loading=True, metadata=METADATA)
+    try:
+        loaded = dist_checkpointing.load(tensors, str(checkpoint))
+    except (OSError, dist_checkpointing.core.CheckpointingException) as error:
+        raise UserError(f"{checkpoint} cannot be read: {error}", "remove it and use the checkpoint before it") from error
+    model.load_state_dict(loaded["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+
+
+def flush_to_disk(directory: Path, contents: bool = True) -> None:
+    """fsync a directory, and all files below it."""
+    for path in (*directory.rglob("*"), directory) if contents else (directory,):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,207 @@
+"""`swiftlite megatron sft`: every object of the run is made here, in order, and nowhere else."""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.config import write_config
+from swiftlite.args.plan import Plan, make_plan, make_schedule
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.transfer import load_hf
+from swiftlite.data.conversation import Conversation
+from swiftlite.data.dataset import Data, load_train_val
+from swiftlite.data.sampler import Sampler
+from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.families import index
+from swiftlite.log import logger
+from swiftlite.model.build import build_model
+from swiftlite.runtime.device import Device
+from swiftlite.runtime.distributed import session
+from swiftlite.train.acceptance import measure_acceptance
+from swiftlite.train.batches import Batches
+from swiftlite.train.checkpoint import load_checkpoint, read_state, resolve_checkpoint, save_checkpoint
+from swiftlite.train.optim import make_optimizer, wrap_model
+from swiftlite.train.report import check_frozen, compare_tensors, hash_tensors, write_json
+from swiftlite.train.sinks import open_sinks
+from swiftlite.train.source import write_source
+from swiftlite.train.trainer import Trainer
+
+ACCEPTANCE_FILE = "acceptance.json"
+REPORT_FILE = "run_report.json"
+
+
+def run(args: SftArgs) -> int:
+    """Fine-tune; returns 0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved)."""
+    with session(tensor_model_parallel_size=args.tensor_model_parallel_size, seed=args.seed) as device:
+        return _run(args, device)
+
+
+def _run(args: SftArgs, device: Device) -> int:
+    hf_dir, output_dir, is_first = Path(args.model), Path(args.output_dir), dist.get_rank() == 0
+    hf_config = read_config(hf_dir)
+    family = index.get(hf_config, hf_dir)
+    plan = make_plan(args, dist.get_world_size(), family.mtp_depth(hf_config))
+    dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
+
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=args.trust_remote_code)
+    data = _load_data(args, tokenizer)
+    schedule = make_schedule(args, len(data.train))
+    sampler = Sampler(len(data.train), plan.global_batch_size, args.seed, args.dataset_shuffle)
+    batches = Batches(plan, parallel_state.get_data_parallel_rank(), tokenizer.pad_token_id or 0)
+
+    model = build_model(
+        family.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=dtype,
+        mtp_num_layers=plan.mtp_num_layers,
+        heads_only=args.mtp_mode == "heads_only" and plan.mtp_num_layers > 0,
+        tensor_model_parallel_size=plan.tensor_model_parallel_size,
+        perform_initialization=args.mtp_init == "random",
+    )
+    load_report = load_hf([model], hf_dir, family, hf_config, mtp_init=args.mtp_init)
+    logger.info("%s", load_report)
+    hashes = hash_tensors(model)
+    wrapped = wrap_model(model, dtype)
+    optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
+
+    first = 0
+    if args.resume:
+        checkpoint = resolve_checkpoint(output_dir)
+        first = read_state(checkpoint)["step"]
+        load_checkpoint(checkpoint, model, optimizer)
+        optimizer.reload_model_params()
+        scheduler.step(increment=first)
+        logger.info("going on from %s", checkpoint)
+    elif is_first:
+        write_source(hf_dir, output_dir, family, hf_config, plan.mtp_num_layers)
+        write_config(args, output_dir / "args.json")
+
+    checkpoint_state = {"mtp_num_layers": plan.mtp_num_layers, "torch_dtype": args.torch_dtype}
+    trainer = Trainer(
+        model=wrapped,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        plan=plan,
+        schedule=schedule,
+        mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
+        train_batches=partial(batches.train, data.train, sampler),
+        eval_batches=batches.evaluation(data.val, args.eval_iters),
+        device=device,
+        sinks=open_sinks(output_dir, first, schedule.steps, args.tensorboard) if is_first else [],
+        logging_steps=args.logging_steps,
+        save=lambda step: save_checkpoint(
+            output_dir, step, model, optimizer, checkpoint_state, args.save_total_limit
+        ),
+    )
+    acceptance = _Acceptance(args, plan, data.val_conversations, tokenizer, hf_dir, trainer)
+    if not args.resume:
+        acceptance.measure("before", trainer.evaluate())
+    start = time.perf_counter()
+    stopped_by = trainer.fit(first)
+    seconds = time.perf_counter() - start
+    if stopped_by:
+        trainer.close()
+        logger.warning("stopped by signal %d after saving; the same command with --resume goes on", stopped_by)
+        return 128 + stopped_by
+
+    evaluation = trainer.evaluate()
+    acceptance.measure("after", evaluation)
+    trainer.close()
+    tensors = compare_tensors(model, hashes)
+    if is_first:
+        report = {
+            "steps": schedule.steps,
+            "seconds": round(seconds, 1),
+            "data": data.report.as_dict(),
+            "data_sha256": data.digest,
+            "weights": {
+                "loaded": len(load_report.loaded),
+                "initialised": dict(load_report.initialised),
+                "dropped": list(load_report.dropped),
+            },
+            "tensors": tensors,
+            "evaluation": evaluation,
+        }
+        write_json(output_dir / REPORT_FILE, report)
+        logger.info("done. Next: swiftlite export --to_hf --model %s --output_dir %s-hf", output_dir, output_dir)
+    check_frozen(tensors)
+    return 0
+
+
+def _load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase) -> Data:
+    return load_train_val(
+        tokenizer,
+        args.dataset,
+        args.val_dataset,
+        split_dataset_ratio=args.split_dataset_ratio,
+        max_length=args.max_length,
+        truncation_strategy=args.truncation_strategy,
+        loss_scale=args.loss_scale,
+        max_bad_rows=args.max_bad_rows,
+        system=args.system,
+        num_proc=args.dataset_num_proc,
+        seed=args.seed,
+    )
+
+
+class _Acceptance:
+    """acceptance.json: what an engine would accept of the heads' drafts, before and after training."""
+
+    def __init__(
+        self,
+        args: SftArgs,
+        plan: Plan,
+        conversations: list[Conversation],
+        tokenizer: PreTrainedTokenizerBase,
+        hf_dir: Path,
+        trainer: Trainer,
+    ):
+        self.path = Path(args.output_dir) / ACCEPTANCE_FILE
+        self.depth = plan.mtp_num_layers
+        self.trainer = trainer
+        template = ChatTemplate(tokenizer)
+        chosen = conversations[: args.acceptance_samples]
+        self.prompts = [template.encode_prompt(chat.prompt().messages, chat.tools) for chat in chosen]
+        self.generate = partial(
+            measure_acceptance,
+            trainer.model,
+            self.prompts,
+            mtp_num_layers=self.depth,
+            eos_token_ids=stop_token_ids(tokenizer, hf_dir),
+            max_new_tokens=args.acceptance_max_new_tokens,
+            max_length=read_config(hf_dir)["max_position_embeddings"],
+            batch_size=max(args.micro_batch_size, 8),
+            device=trainer.device,
+        )
+
+    def measure(self, when: str, evaluation: dict[str, float]) -> None:
+        """Add the figures of `when` (before, after) to the file; nothing without heads or held-out prompts."""
+        if not (self.depth and self.prompts):
+            return
+        counts = self.generate()
+        if dist.get_rank():
+            return
+        content: dict[str, Any] = {"depths": self.depth}
+        if when == "after" and self.path.exists():
+            content = json.loads(self.path.read_text())
+        per_depth = [evaluation[f"eval_mtp_{depth}_acceptance"] for depth in range(1, self.depth + 1)]
+        generated = {"prompts": len(self.prompts), **counts.to_json()}
+        content[when] = {"teacher_forced": {"acceptance_per_depth": per_depth}, "generated": generated}
+        write_json(self.path, content)
+        logger.info(
+            "acceptance %s training: %d of %d drafted tokens on %d held-out prompts (%.1f %%)",
+            when,
+            counts.accepted,
+            counts.drafted,
+            len(self.prompts),
+            100 * counts.accepted / max(counts.drafted, 1),
+        )

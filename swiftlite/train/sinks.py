@@ -1,0 +1,91 @@
+"""Where metrics go: a progress bar, metrics.jsonl, TensorBoard. Rank 0 opens them; other ranks have none."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from tqdm import tqdm
+
+from swiftlite.log import logger
+
+
+class Sink(Protocol):
+    """One place that takes the metrics of a step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ProgressBar:
+    """One line on stderr with what to watch, and the time left."""
+
+    SHORT = {"learning_rate": "lr", "tokens_per_second": "tok/s"}
+
+    def __init__(self, first: int, last: int):
+        # Into a file or a CI log one line every 20 s is enough.
+        interval = 0.1 if sys.stderr.isatty() else 20
+        self.bar = tqdm(initial=first, total=last, unit="step", mininterval=interval, dynamic_ncols=True)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if any(name.startswith("eval_") for name in metrics):
+            self.bar.write(f"step {step}: " + self._render(metrics), file=sys.stderr)
+            return
+        self.bar.set_postfix_str(self._render(metrics), refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def _render(self, metrics: Mapping[str, float]) -> str:
+        return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in metrics.items())
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class MetricsFile:
+    """One JSON object per line, flushed as it comes.
+
+    Args:
+        first: on resume, lines of later steps (written after the checkpoint, before the stop) are cut off.
+    """
+
+    def __init__(self, path: Path, first: int):
+        kept = []
+        if path.exists() and first:
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= first]
+        self.file = path.open("w", buffering=1)
+        self.file.writelines(line + "\n" for line in kept)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard."""
+
+    def __init__(self, directory: Path, first: int):
+        from torch.utils.tensorboard import SummaryWriter  # needs the optional tensorboard package
+
+        self.writer = SummaryWriter(str(directory), purge_step=first + 1 if first else None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def open_sinks(output_dir: Path, first: int, last: int, tensorboard: bool) -> list[Sink]:
+    """All places for the steps after `first`."""
+    sinks: list[Sink] = [ProgressBar(first, last), MetricsFile(output_dir / "metrics.jsonl", first)]
+    if tensorboard:
+        try:
+            sinks.append(TensorBoard(output_dir / "tensorboard", first))
+        except ImportError:
+            logger.info("no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)")
+    return sinks

@@ -1,0 +1,39 @@
+"""`source/` of a run: what the model directory had beside weights, so that a run can be exported on its own."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from swiftlite.bridge.hf_config import write_patched
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.families.family import Family
+
+TENSORS_FILE = "tensors.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def write_source(hf_dir: Path, run_dir: Path, family: Family, hf_config: dict[str, Any], mtp_num_layers: int) -> Path:
+    """Copy every small file of the model directory, and note the name, dtype and shape of every tensor.
+
+    config.json is copied with the run's MTP depth; nothing else in it changes.
+    """
+    source = run_dir / "source"
+    source.mkdir(parents=True, exist_ok=True)
+    for path in sorted(hf_dir.iterdir()):
+        is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if path.is_file() and not is_weight and path.name != "config.json":
+            shutil.copy2(path, source / path.name)
+    write_patched(hf_dir, source, family.mtp_depth_change(hf_config, mtp_num_layers))
+    tensors = {
+        name: {"dtype": str(entry.dtype).removeprefix("torch."), "shape": list(entry.shape)}
+        for name, entry in Checkpoint(hf_dir).entries.items()
+    }
+    (source / TENSORS_FILE).write_text(json.dumps(tensors, indent=1))
+    return source
+
+
+def source_dtypes(source: Path) -> dict[str, str]:
+    """Precision of each tensor of the model that the run started from, by HF name."""
+    tensors = json.loads((source / TENSORS_FILE).read_text())
+    return {name: tensor["dtype"] for name, tensor in tensors.items()}
