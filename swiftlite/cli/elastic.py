@@ -3,6 +3,7 @@
 Not a replacement: the arguments are torchrun's, the agent is torchrun's. The only file of `cli` that imports torch.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -15,12 +16,13 @@ SHUTDOWN_SECONDS = 600
 def main(argv: list[str]) -> int:
     """Run torchrun with `argv`; returns the exit code of the rank that failed first, 128 + N for signal N, or 0."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    os.environ.setdefault("LOGLEVEL", "ERROR")
-    import psutil
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # They would list who got which signal, between the failed rank's own words and our one line about it.
+    for name in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="swiftlite_") as directory:
         os.environ["SWIFTLITE_TOLD_DIR"] = directory
         try:
@@ -33,10 +35,7 @@ def main(argv: list[str]) -> int:
             print(f"swiftlite: rank {rank} ended first, with {how}; the others were stopped", file=sys.stderr)
             return code
         except SignalException as error:
-            # The agent has forwarded the signal and waited. After a second signal it has not: end what is left.
-            for child in psutil.Process().children(recursive=True):
-                child.kill()
-            return 128 + error.sigval
+            return 128 + error.sigval  # the agent has forwarded it and waited for the ranks
 
 
 if __name__ == "__main__":

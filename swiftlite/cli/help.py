@@ -31,9 +31,10 @@ def command_help(command: Command) -> str:
     width = min(shutil.get_terminal_size().columns, 110)
     text = [f"swiftlite {command.words} [FILE.yaml|FILE.json] [--option value ...]", ""]
     text += textwrap.wrap(title(command.args_class), width)
-    text += ["", "Options of the file are overridden by options after it; - and _ in their names are the same."]
+    usage = "Options after the file override the file's; - and _ in names are the same."
     if command.is_parallel:
-        text.append("NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT start it as several processes.")
+        usage += " NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT start several processes."
+    text += ["", *textwrap.wrap(usage, width)]
     for group in groups(command.args_class):
         text += ["", f"{group.title}:"]
         for option in group.options:

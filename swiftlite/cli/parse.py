@@ -4,6 +4,7 @@ Standard library alone: tyro 1.0 and jsonargparse 4.53 add 0.1 s to every comman
 """
 
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from swiftlite.args.config import Problem, convert, near, split_type, values_from_file
@@ -11,7 +12,7 @@ from swiftlite.args.docs import Option, options
 from swiftlite.errors import OptionError, UserError
 
 
-def parse(args_class: type, argv: list[str], command: str = "") -> tuple[Any, list[str]]:
+def parse(args_class: type, argv: Sequence[str], command: str = "") -> tuple[Any, list[str]]:
     """Read flags, over a YAML or JSON file when the first argument is no flag.
 
     `--some_flag value`, `--some-flag value` and `--some_flag=value` are the same; a list takes all values up to the
@@ -54,7 +55,7 @@ def parse(args_class: type, argv: list[str], command: str = "") -> tuple[Any, li
     return args_class(**values), notes
 
 
-def _split(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+def _split(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """(flag, its values) in order, and what stands before the first flag."""
     flags: list[tuple[str, list[str]]] = []
     strays = []

@@ -1,0 +1,42 @@
+"""The words of the options come from the classes' own docstrings."""
+
+import dataclasses
+
+import pytest
+
+from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.docs import groups, options, title
+
+COMMANDS = [SftArgs, ExportArgs, InferArgs, DoctorArgs]
+
+
+@pytest.mark.parametrize("args_class", COMMANDS)
+def test_every_field_is_documented(args_class):
+    found = options(args_class)
+    assert list(found) == [field.name for field in dataclasses.fields(args_class)]
+    assert [name for name, option in found.items() if not option.doc.endswith(".")] == []
+    assert title(args_class).endswith(".")
+
+
+@pytest.mark.parametrize("args_class", COMMANDS)
+def test_every_default_is_what_the_class_gives(args_class):
+    assert {name: option.default for name, option in options(args_class).items()} == dataclasses.asdict(args_class())
+
+
+def test_a_docstring_may_span_lines():
+    doc = options(SftArgs)["acceptance_samples"].doc
+    assert "\n" not in doc
+    assert doc.startswith("Held-out prompts")
+    assert doc.endswith("0 leaves this out.")
+
+
+def test_groups_are_the_declaring_classes_in_order():
+    assert [group.title for group in groups(SftArgs)][:3] == ["Model", "Multi-Token Prediction", "Data"]
+    assert [option.name for option in groups(SftArgs)[0].options] == ["model", "torch_dtype", "trust_remote_code"]
+    assert [group.title for group in groups(ExportArgs)] == ["Options"]
+
+
+def test_the_same_name_has_each_command_s_own_words():
+    assert options(ExportArgs)["model"].doc != options(SftArgs)["model"].doc
+    assert options(SftArgs)["seed"].owner == "OptimArgs"
+    assert options(InferArgs)["seed"].owner == "GenerationArgs"

@@ -1,0 +1,119 @@
+"""What doctor says about this machine, and about models that keep or break their promises."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.cli import doctor
+from tests.tiny import make_tiny_hf
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_tiny_hf(tmp_path / "model", "qwen3", depth=1)
+
+
+def examine(model, capsys) -> tuple[int, str]:
+    """Exit code and the part of the report about the model."""
+    code = doctor.run(DoctorArgs(model=str(model)))
+    return code, capsys.readouterr().out.split(f"\n\n{model}\n")[1]
+
+
+def test_versions_are_those_installed(capsys):
+    doctor.run(DoctorArgs())
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if len(line.split(None, 1)) == 2)
+    for name in ("torch", "megatron-core", "transformers", "numpy", "safetensors"):
+        assert lines[name] == importlib.metadata.version(name)
+
+
+def test_every_part_has_a_line(capsys):
+    code = doctor.run(DoctorArgs())
+    report = capsys.readouterr().out.split("\n\n")[1]
+    assert [line.split("  ")[0] for line in report.splitlines()[:5]] == [
+        "train",
+        "export",
+        "infer, transformers",
+        "infer, vllm",
+        "tensorboard",
+    ]
+    # These tests need every core package, so a doctor that misses one is wrong.
+    assert code == 0
+    assert [line.endswith("  works") for line in report.splitlines()[:3]] == [True] * 3
+
+
+def test_unmet_requirements_name_the_fix():
+    assert doctor.unmet_requirements(["pytest", "no-such-package>=2", "numpy<1", "absent; extra == 'gpu'"]) == [
+        ("no-such-package is missing", "pip install 'no-such-package>=2'"),
+        (f"numpy is {importlib.metadata.version('numpy')}, needed is <1", "pip install 'numpy<1'"),
+    ]
+
+
+def test_the_cuda_version_is_torch_s_own():
+    assert doctor._torch_cuda() == torch.version.cuda
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mimo"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_whole_model(tmp_path, capsys, family, depth):
+    code, report = examine(make_tiny_hf(tmp_path / "model", family, depth=depth), capsys)
+    assert code == 0
+    assert f"family     {family}" in report
+    assert f"MTP depth  {depth} promised by config.json, {depth} in the tensors" in report
+    assert "audit      whole" in report
+
+
+def change_tensors(model: Path, change) -> None:
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_lost_heads(model, capsys):
+    change_tensors(model, lambda tensors: [tensors.pop(key) for key in list(tensors) if key.startswith("mtp.")])
+    code, report = examine(model, capsys)
+    assert code == 1
+    assert "1 promised by config.json, 0 in the tensors" in report
+    assert "config.json promises 1 MTP layers, the files have tensors of 0" in report
+
+
+def test_heads_without_a_promise(model, capsys):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    code, report = examine(model, capsys)
+    assert code == 1
+    assert "0 promised by config.json, 1 in the tensors" in report
+
+
+@pytest.mark.parametrize("key", ["mtp.fc.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_one_missing_tensor_is_named(model, capsys, key):
+    change_tensors(model, lambda tensors: tensors.pop(key))
+    code, report = examine(model, capsys)
+    assert code == 1
+    assert key in report
+
+
+def test_a_number_that_is_not_finite(model, capsys):
+    change_tensors(model, lambda tensors: tensors["mtp.norm.weight"].fill_(float("nan")))
+    code, report = examine(model, capsys)
+    assert code == 1
+    assert "mtp.norm.weight: 64 of 64 numbers are not finite" in report
+
+
+def test_an_unknown_family(model, capsys):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    code, report = examine(model, capsys)
+    assert code == 1
+    assert "model_type 'gpt2' is not a family that swiftlite knows" in report
+
+
+def test_a_directory_without_weights(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    code, report = examine(tmp_path / "empty", capsys)
+    assert code == 1
+    assert "is not a family" in report

@@ -1,0 +1,65 @@
+"""`--help` has every option in its own words, and so have the pages made from it."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from swiftlite.args.docs import options
+from swiftlite.cli.help import command_help, default_text, overview, placeholder
+from swiftlite.cli.table import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return runpy.run_path(str(ROOT / "scripts" / "gen_options_doc.py"))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
+def test_help_is_complete(command):
+    text = " ".join(command_help(command).split())
+    for option in options(command.args_class).values():
+        assert f"--{option.name} {placeholder(option.type)} {option.doc}" in text
+
+
+def test_help_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    assert [line for line in command_help(COMMANDS[0]).splitlines() if len(line) > 70] == []
+
+
+def test_defaults_are_as_they_would_be_typed():
+    known = options(COMMANDS[0].args_class)
+    texts = {name: default_text(known[name]) for name in ("lr", "adam_eps", "clip_grad", "resume", "seed", "mtp_mode")}
+    assert texts == {
+        "lr": "1e-5",
+        "adam_eps": "1e-8",
+        "clip_grad": "1",
+        "resume": "false",
+        "seed": "42",
+        "mtp_mode": "joint",
+    }
+
+
+def test_overview_lists_every_command():
+    for command in COMMANDS:
+        assert f"swiftlite {command.words} " in overview()
+        assert command.line in overview()
+    assert "export" not in overview("megatron ").split("COMMAND")[0].split("\n\n")[1]
+
+
+def test_every_text_is_translated(generator):
+    texts, table = set(generator["english_texts"]()), generator["translations"]()
+    assert texts - set(table) == set(), "add these to docs/zh/options.yaml"
+    assert set(table) - texts == set(), "remove these from docs/zh/options.yaml, no option says so any more"
+    untranslated = [
+        text for text, chinese in table.items() if not any("\u4e00" <= char <= "\u9fff" for char in chinese)
+    ]
+    assert [text for text in untranslated if "AdamW" not in text] == []
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_pages_are_up_to_date(generator, language):
+    page = (ROOT / "docs" / language / "options.md").read_text(encoding="utf-8")
+    assert page == generator["page"](language), "run python scripts/gen_options_doc.py"

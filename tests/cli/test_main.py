@@ -1,0 +1,215 @@
+"""The command as a user meets it: what is printed where, and the exit code. Nothing here may load torch."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.cli import table
+from swiftlite.cli.main import main
+from swiftlite.cli.table import COMMANDS
+from swiftlite.errors import UserError
+
+HEAVY = ("torch", "transformers", "megatron", "numpy", "tokenizers", "vllm")
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1}))
+    (directory / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "train.jsonl").write_text('{"query": "q", "response": "r"}\n' * 20)
+    return directory
+
+
+def test_without_a_command_the_commands_are_listed(swiftlite):
+    bare, asked = swiftlite(), swiftlite("--help")
+    assert bare.stdout == asked.stdout
+    assert (bare.returncode, asked.returncode) == (0, 0)
+    for command in COMMANDS:
+        assert f"swiftlite {command.words} " in bare.stdout
+
+
+def test_the_first_word_of_a_command_lists_what_follows(swiftlite):
+    result = swiftlite("megatron")
+    assert result.returncode == 0
+    assert "swiftlite megatron sft" in result.stdout
+    assert "swiftlite export" not in result.stdout
+    assert swiftlite("megatron", "--help").stdout == result.stdout
+
+
+def test_version(swiftlite):
+    assert swiftlite("--version").stdout == "swiftlite 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (["sft"], "swiftlite megatron sft"),
+        (["megatron", "stf"], "swiftlite megatron sft"),
+        (["exprot", "--to_hf"], "swiftlite export"),
+        (["doctr"], "swiftlite doctor"),
+    ],
+)
+def test_unknown_command(swiftlite, argv, near):
+    result = swiftlite(*argv)
+    assert (result.returncode, result.stdout) == (2, "")
+    given = " ".join(word for word in argv if not word.startswith("-"))
+    assert result.stderr == f"swiftlite: `{given}` is no command\n    did you mean {near}?\n"
+
+
+def test_a_command_like_no_other(swiftlite):
+    result = swiftlite("xyzzy")
+    assert result.returncode == 2
+    assert "commands: megatron sft, export, infer, doctor" in result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_of_a_command(swiftlite, command, flag):
+    result = swiftlite(*command.words.split(), flag)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"swiftlite {command.words} ")
+
+
+def test_a_reader_that_closes_early_is_no_error(tmp_path):
+    line = f"{sys.executable} -m swiftlite megatron sft --help | true; echo ${{PIPESTATUS[0]}}"
+    for _ in range(5):  # which side is first is up to the machine
+        result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=tmp_path, check=True)
+        assert (result.stdout, result.stderr) == ("0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--help"], 0),
+        *[([*command.words.split(), "--help"], 0) for command in COMMANDS],
+        (["megatron", "sft", "--lerning_rate", "1"], 2),
+        (["megatron", "sft", "--model", "nowhere"], 2),
+        (["megatron", "sft", "--model", "model", "--dataset", "train.jsonl", "--output_dir", "out", "--dry_run"], 0),
+        (["export", "--to_hf"], 2),
+        (["infer", "--model", "nowhere"], 2),
+        (["doctor"], 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_answers_come_without_heavy_imports(model, argv, code):
+    """Start-up stays near Python's own (scripts/bench/startup.py measures it) because nothing of these is imported."""
+    script = (
+        "import sys; from swiftlite.cli.main import main; code = main(sys.argv[1:]); "
+        f"print(*sorted({{name.partition('.')[0] for name in sys.modules}} & set({HEAVY!r})), file=sys.stderr); "
+        "sys.exit(code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, *argv], capture_output=True, text=True, cwd=model.parent, check=False
+    )
+    assert result.returncode == code, result.stderr
+    assert result.stderr.splitlines()[-1] == ""
+
+
+def test_every_problem_of_a_command_line_is_told_at_once(swiftlite, tmp_path):
+    result = swiftlite("megatron", "sft", "--modl", "x", "--lr", "fast")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "swiftlite: 2 problems with these options\n"
+        "  --modl is no option of swiftlite megatron sft\n"
+        "      did you mean --model?\n"
+        "  --lr takes a number, not 'fast'\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_broken_rule_is_told_at_once(swiftlite, model):
+    argv = "megatron sft --model model --global_batch_size 16 --mtp_num_layers 2 --output_dir out".split()
+    result = swiftlite(*argv, NPROC_PER_NODE="6")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "swiftlite: 3 problems with these options\n"
+        "  --dataset is required\n"
+        "      give one or more files: --dataset train.jsonl\n"
+        "  --global_batch_size 16 does not divide into micro_batch_size x data parallel = 1 x 6\n"
+        "      use 12, 18 or 24\n"
+        "  --mtp_num_layers 2, but the checkpoint has MTP depth 1\n"
+        "      leave --mtp_num_layers out to train its 1, "
+        "or make all 2 anew with --mtp_init copy_last_layer or random\n"
+    )
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(swiftlite, model, tmp_path):
+    (tmp_path / "run.yaml").write_text("model: model\ndataset: [train.jsonl]\noutput_dir: out\nglobal_batch_size: 8\n")
+    result = swiftlite("megatron", "sft", "run.yaml", "--dry_run", "--num_train_epochs", "2", NPROC_PER_NODE="4")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "4 = tensor parallel 1 x data parallel 4" in result.stdout
+    assert "8 samples = micro batch 1 x data parallel 4 x 2 accumulated" in result.stdout
+    assert "at most 5 = 20 rows x 2 / global batch" in result.stdout
+    assert "1, weights from the checkpoint, which has 1" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_of_a_sample(swiftlite, model):
+    argv = "megatron sft --model model --dataset train.jsonl train.jsonl#12 --output_dir out --dry_run".split()
+    assert "at most 2 = 32 rows x 1 / global batch" in swiftlite(*argv).stdout
+
+
+def test_bad_environment(swiftlite, model):
+    result = swiftlite("megatron", "sft", "--model", "model", NPROC_PER_NODE="two", NNODES="2")
+    assert result.returncode == 2
+    assert "NPROC_PER_NODE=two is not a whole number of at least 1" in result.stderr
+    assert "NNODES=2, but MASTER_ADDR is not set" in result.stderr
+
+
+def test_one_process_commands_say_that_they_are(swiftlite):
+    result = swiftlite("doctor", NPROC_PER_NODE="2")
+    assert "NPROC_PER_NODE and NNODES have no effect: swiftlite doctor is one process" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "stderr"),
+    [
+        (None, 0, ""),
+        (7, 7, ""),
+        (
+            UserError("no rows are left", "raise --max_length"),
+            1,
+            "swiftlite: no rows are left\n    raise --max_length\n",
+        ),
+        (UserError("cannot be", exit_code=3), 3, "swiftlite: cannot be\n"),
+        (KeyboardInterrupt(), 130, "swiftlite: interrupted\n"),
+    ],
+)
+def test_how_a_command_ends_is_how_the_process_ends(monkeypatch, capsys, outcome, code, stderr):
+    end_with(monkeypatch, outcome)
+    assert main(["end"]) == code
+    assert capsys.readouterr() == ("", stderr)
+
+
+def test_other_exceptions_keep_their_traceback(monkeypatch):
+    end_with(monkeypatch, ZeroDivisionError("ours to mend"))
+    with pytest.raises(ZeroDivisionError, match="ours to mend"):
+        main(["end"])
+
+
+def end_with(monkeypatch, outcome):
+    """Add a command `end` to the table that returns or raises `outcome`."""
+
+    def run(args):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setitem(sys.modules, "ending", types.SimpleNamespace(run=run))
+    command = table.Command("end", DoctorArgs, "ending:run", "", False)
+    monkeypatch.setattr(table, "COMMANDS", (*COMMANDS, command))
+
+
+def test_ranks_that_end_alike_speak_once(monkeypatch, capsys, tmp_path):
+    end_with(monkeypatch, UserError("train.jsonl:3: no answer"))
+    monkeypatch.setenv("SWIFTLITE_TOLD_DIR", str(tmp_path))
+    assert [main(["end"]), main(["end"])] == [1, 1]
+    end_with(monkeypatch, UserError("train.jsonl:4: no answer"))
+    assert main(["end"]) == 1
+    assert capsys.readouterr().err == "swiftlite: train.jsonl:3: no answer\nswiftlite: train.jsonl:4: no answer\n"

@@ -1,0 +1,113 @@
+"""argv -> arguments."""
+
+import json
+
+import pytest
+
+from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.cli.parse import parse
+from swiftlite.errors import OptionError, UserError
+
+
+def test_nothing_given_is_all_defaults():
+    assert parse(SftArgs, []) == (SftArgs(), [])
+
+
+def test_every_way_to_write_a_flag():
+    argv = "--train-iters 3 --lr=1e-4 --mtp_mode heads_only --dataset a.jsonl b.jsonl#5 --resume --tensorboard false"
+    args, _ = parse(SftArgs, argv.split())
+    assert args == SftArgs(
+        train_iters=3, lr=1e-4, mtp_mode="heads_only", dataset=["a.jsonl", "b.jsonl#5"], resume=True, tensorboard=False
+    )
+
+
+@pytest.mark.parametrize("text", ["true", "True", "TRUE"])
+def test_bool_with_a_value(text):
+    assert parse(ExportArgs, ["--to_hf", text])[0].to_hf is True
+
+
+def test_values_that_begin_with_a_dash():
+    assert parse(InferArgs, ["--temperature", "-1e-3", "--system=--be brief--"])[0] == InferArgs(
+        temperature=-1e-3, system="--be brief--"
+    )
+
+
+def test_json_option():
+    value = {"max_model_len": None, "compilation_config": {"level": 0}}
+    args, _ = parse(InferArgs, ["--vllm-engine-kwargs", json.dumps(value)])
+    assert args.vllm_engine_kwargs == value
+
+
+def test_none_unsets_what_a_file_set(tmp_path):
+    (tmp_path / "run.yaml").write_text("mtp_num_layers: 1\nval_dataset: [a.jsonl]\nsystem: hello\n")
+    argv = [str(tmp_path / "run.yaml"), *"--mtp_num_layers none --val_dataset none --system null".split()]
+    assert parse(SftArgs, argv)[0] == SftArgs()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("run.yaml", "lr: 1e-3\nseed: 7\n"), ("run.json", '{"lr": 1e-3, "seed": 7}')]
+)
+def test_flags_override_the_file(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert parse(SftArgs, [str(tmp_path / name), "--seed", "8"])[0] == SftArgs(lr=1e-3, seed=8)
+
+
+def test_all_problems_of_file_and_flags_come_together(tmp_path):
+    (tmp_path / "run.yaml").write_text("sed: 7\n")
+    argv = f"{tmp_path}/run.yaml --modl m --lr fast --mtp_mode both --train_iters --no_tensorboard --xyzzy 1 2".split()
+    with pytest.raises(OptionError) as raised:
+        parse(SftArgs, argv, "megatron sft")
+    assert raised.value.problems == [
+        (f"{tmp_path}/run.yaml:1: sed is no option of this command", "did you mean seed?"),
+        ("--modl is no option of swiftlite megatron sft", "did you mean --model?"),
+        ("--lr takes a number, not 'fast'", ""),
+        ("--mtp_mode takes joint or heads_only, not 'both'", ""),
+        ("--train_iters needs a value", ""),
+        ("--no_tensorboard is no option of swiftlite megatron sft", "write --tensorboard false"),
+        ("--xyzzy is no option of swiftlite megatron sft", "swiftlite megatron sft --help lists all"),
+    ]
+    assert str(raised.value).startswith("7 problems with these options\n  ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--model", "my", "model"], "--model takes one value, not 2: my model"),
+        (["--model"], "--model needs a value"),
+        (["--resume", "checkpoint-5"], "--resume takes true or false, not 'checkpoint-5'"),
+        (["--dataset", "--lr", "1"], "--dataset takes one or more values"),
+        (["-m", "x"], "-m is no option"),
+        (["--=x"], "-- is no option"),
+        (["--model", ""], None),
+    ],
+)
+def test_values_that_do_not_fit(argv, problem):
+    if problem is None:
+        assert parse(SftArgs, argv)[0] == SftArgs()
+        return
+    with pytest.raises(OptionError) as raised:
+        parse(SftArgs, argv)
+    assert len(raised.value.problems) == 1
+    assert raised.value.problems[0][0].startswith(problem)
+
+
+def test_the_file_comes_first(tmp_path):
+    with pytest.raises(UserError, match=r"run\.yaml does not exist"):
+        parse(SftArgs, ["run.yaml", "--lr", "1"])
+    with pytest.raises(OptionError, match="--lr takes one value, not 2"):
+        parse(SftArgs, ["--lr", "1", "run.yaml"])
+    (tmp_path / "run.yaml").write_text("lr: 1e-3\n")
+    with pytest.raises(OptionError, match=r"other\.yaml belongs to no option"):
+        parse(SftArgs, [str(tmp_path / "run.yaml"), "other.yaml"])
+
+
+def test_a_flag_given_twice_is_noted_and_the_last_one_counts():
+    args, notes = parse(SftArgs, "--lr 1 --dataset a b --lr 2 --dataset c".split())
+    assert args == SftArgs(lr=2.0, dataset=["c"])
+    assert notes == ["--lr is given twice; the last one counts: 2", "--dataset is given twice; the last one counts: c"]
+
+
+def test_arguments_are_frozen():
+    args, _ = parse(DoctorArgs, ["--model", "m"])
+    with pytest.raises(AttributeError):
+        args.model = "other"
