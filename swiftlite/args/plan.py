@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.rules import resolved_mtp_depth
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,11 @@ class Schedule:
     warmup_steps: int
     epochs: float
     """Passes over the rows that these steps make."""
+
+
+def resolved_mtp_depth(args: SftArgs, checkpoint_depth: int) -> int:
+    """MTP layers of the run: what was asked for, else what the checkpoint has."""
+    return checkpoint_depth if args.mtp_num_layers is None else args.mtp_num_layers
 
 
 def make_plan(args: SftArgs, world_size: int, checkpoint_mtp_depth: int) -> Plan:

@@ -16,6 +16,7 @@ from typing import Any
 from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import near
 from swiftlite.args.docs import options
+from swiftlite.args.plan import resolved_mtp_depth
 from swiftlite.errors import OptionError
 
 Problem = tuple[str, str]
@@ -119,11 +120,6 @@ def mtp_depth(hf_config: dict[str, Any]) -> int:
     """MTP layers that a config.json promises."""
     depth = hf_config.get(MTP_DEPTH_KEY)
     return depth if isinstance(depth, int) else 0
-
-
-def resolved_mtp_depth(args: SftArgs, checkpoint_depth: int) -> int:
-    """MTP layers of the run: what was asked for, else what the checkpoint has."""
-    return checkpoint_depth if args.mtp_num_layers is None else args.mtp_num_layers
 
 
 def run_checkpoints(directory: Path) -> list[Path]:

@@ -6,6 +6,7 @@ A UserError is printed and ends with its code; any other exception keeps its tra
 import hashlib
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def _run(argv: list[str]) -> int:
         launch.start(processes, argv)
     if rank == 0:
         _log(notes, command, processes)
+    if not sys.warnoptions:
+        # megatron-core warns a dozen times, per rank, that Transformer Engine and Apex are absent; doctor says it once.
+        warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     return command.load()(args) or 0
 
 

@@ -1,5 +1,6 @@
 """The environment -> processes -> torchrun's command line. Running it is tested in test_elastic.py."""
 
+import re
 import socket
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from swiftlite.cli.launch import Processes, read_environment, torchrun_command
 from swiftlite.errors import OptionError
+from tests.tiny import make_tiny_hf
 
 
 def test_nothing_set_is_one_process():
@@ -87,6 +89,21 @@ def test_an_environment_that_cannot_be(env, problems):
     assert [problem for problem, _ in raised.value.problems] == problems
     assert all(hint for _, hint in raised.value.problems)
     assert raised.value.exit_code == 2
+
+
+@pytest.mark.gloo
+def test_an_error_of_every_rank_is_told_once_and_first(swiftlite, tmp_path):
+    make_tiny_hf(tmp_path / "model", depth=1, with_tokenizer=True)
+    rows = ['{"query": "q", "response": "r"}'] * 6 + ['{"query": "q"}']
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    argv = "megatron sft --model model --dataset train.jsonl --output_dir out --global_batch_size 2".split()
+    result = swiftlite(*argv, NPROC_PER_NODE="2", OMP_NUM_THREADS="1")
+    assert result.returncode == 1
+    told = [line for line in result.stderr.splitlines() if line.startswith("swiftlite")]
+    assert len(told) == 2
+    assert told[0].startswith("swiftlite: train.jsonl:7: ")
+    assert re.fullmatch(r"swiftlite: rank [01] ended first, with exit code 1; the others were stopped", told[1])
+    assert "Traceback" not in result.stderr
 
 
 def test_a_taken_port_is_named_and_another_proposed(swiftlite, tmp_path):
