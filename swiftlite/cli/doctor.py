@@ -5,6 +5,7 @@ Installed packages are asked for by their metadata; torch loads only to audit a 
 
 import importlib.util
 import platform
+import runpy
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -131,9 +132,7 @@ def _torch_cuda() -> str | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    namespace: dict[str, str | None] = {}
-    exec((Path(spec.origin).parent / "version.py").read_text(encoding="utf-8"), namespace)
-    return namespace.get("cuda")
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda")
 
 
 def _report_model(directory: Path) -> bool:
