@@ -13,8 +13,6 @@ from swiftlite.bridge.rows import Family
 from swiftlite.bridge.tensors import Checkpoint, scan
 from swiftlite.errors import UserError
 
-_CHUNK = 1 << 23  # numbers looked at together: 16 to 32 MB
-
 
 @dataclass(frozen=True)
 class MtpOnDisk:
@@ -52,7 +50,8 @@ def mtp_depth_on_disk(hf_dir: str | Path, family: Family, hf_config: Mapping[str
     Raises:
         UserError: the directory has no readable safetensors.
     """
-    return _mtp_on_disk(Checkpoint(hf_dir).entries, family, hf_config)
+    with Checkpoint(hf_dir) as checkpoint:
+        return _mtp_on_disk(checkpoint.entries, family, hf_config)
 
 
 def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
@@ -79,7 +78,8 @@ def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
     derived = [key for key in entries if family.is_derived(key)]
     problems += compare_shapes(expected, {key: entry.shape for key, entry in entries.items()}, derived)
     if not problems:
-        problems += _not_finite(Checkpoint(hf_dir))
+        with Checkpoint(hf_dir) as checkpoint:
+            problems += _not_finite(checkpoint)
     return problems
 
 
@@ -101,10 +101,8 @@ def _not_finite(checkpoint: Checkpoint) -> list[str]:
     problems = []
     for key, entry in checkpoint.entries.items():
         if entry.dtype.is_floating_point:
-            flat = checkpoint.read(key).view(-1)
-            bad = sum(int((~torch.isfinite(chunk.float())).sum()) for chunk in flat.split(_CHUNK))
+            # float(), because the 8-bit formats know no isfinite
+            bad = sum(int((~torch.isfinite(chunk.float())).sum()) for _, chunk in checkpoint.chunks(key))
             if bad:
                 problems.append(f"{key}: {bad} of {entry.numel} numbers are not finite")
-            del flat
-            checkpoint.release(key)
     return problems

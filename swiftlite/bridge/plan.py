@@ -13,10 +13,8 @@ import torch
 
 from swiftlite.bridge.layout import ZEROS, clip, covers
 from swiftlite.bridge.rows import Row, Shape
-from swiftlite.bridge.tensors import some
+from swiftlite.bridge.tensors import Index, some
 from swiftlite.errors import UserError
-
-Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,20 @@
 """Safetensors files, lazily: any slice of any tensor of a directory, and files that several processes fill in place.
 
 The format is eight bytes of header length, a JSON header, then the numbers (huggingface.co/docs/safetensors). It is
-read and written here directly, and not through the safetensors package, for two reasons: that package cannot fill a
-file slice by slice, and pages it has mapped stay in memory until the file is closed, while here a tensor's pages are
-given back once it is copied (a 1 GB file loads with 1 GB less resident memory; scripts/bench/convert.py).
+read and written here directly, and not through the safetensors package, because that package can neither fill a file
+slice by slice nor give memory back before a file is closed. Plain reads and writes of a few megabytes, and no memory
+mapping: filling 1 GB through one took 3 times as long (a page fault per 4 KB), and a full disk would kill the process.
 """
 
 import json
-import mmap
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 import torch
 
@@ -38,6 +39,9 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+_CHUNK_BYTES = 1 << 21  # what is read or written at once: stays in the processor's cache between file and tensor
+
+Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face directory; nothing but headers is read until `read`.
+    """The tensors of a Hugging Face directory; nothing but headers is read until `chunks`. A context manager.
 
     Attributes:
         entries: dtype, shape and place of every tensor, by key.
@@ -114,28 +118,53 @@ class Checkpoint:
             raise UserError(
                 f"{hf_dir} cannot be read:\n  " + "\n  ".join(some(problems)), "copy or download the model again"
             )
-        self._maps: dict[str, mmap.mmap] = {}
+        self._files = _OpenFiles("rb")
 
-    def read(self, key: str) -> torch.Tensor:
-        """The tensor as a view of the mapped file: slice it first, and only the slice is read from disk."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.close()
+
+    def chunks(self, key: str, index: Index | None = None) -> Iterator[tuple[Index, torch.Tensor]]:
+        """A slice of a tensor, a few megabytes at a time: nothing outside the slice is read.
+
+        Args:
+            index: one slice per axis, step 1; None for the whole tensor.
+
+        Yields:
+            Where the chunk belongs within the slice, and the chunk, which is overwritten by the next one.
+        """
         entry = self.entries[key]
-        if entry.file not in self._maps:
-            with (self.hf_dir / entry.file).open("rb") as file:
-                # A private mapping is writable, which torch wants of a buffer; nobody writes, so no page is copied.
-                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return _view(self._maps[entry.file], entry)
+        descriptor = self._files.descriptor(self.hf_dir / entry.file)
+        buffer = torch.empty(0, dtype=torch.uint8)
+        for place, part in _parts(entry, index):
+            nbytes = part.numel * entry.dtype.itemsize
+            if len(buffer) < nbytes:
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
+            memory, filled = buffer.numpy().data, 0
+            for offset, length in part.stretches(entry):
+                if os.preadv(descriptor, [memory[filled : filled + length]], offset) != length:
+                    raise UserError(f"{self.hf_dir / entry.file}: became shorter while it was read")
+                filled += length
+            yield place, buffer[:nbytes].view(entry.dtype).view(part.shape)
 
-    def release(self, key: str) -> None:
-        """Give the memory of the tensor's pages back to the system; reading it again works."""
-        _drop_pages(self._maps[self.entries[key].file], self.entries[key])
+    def read(self, key: str, index: Index | None = None) -> torch.Tensor:
+        """A slice of a tensor, whole in memory."""
+        entry = self.entries[key]
+        result = torch.empty([len(part) for part in _ranges(entry.shape, index)], dtype=entry.dtype)
+        for place, chunk in self.chunks(key, index):
+            result[place] = chunk
+        return result
 
 
 def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
     """What a directory holds, ready for JSON: `{key: {"dtype": "bfloat16", "shape": [..]}}`."""
-    return {
-        key: {"dtype": str(entry.dtype).removeprefix("torch."), "shape": list(entry.shape)}
-        for key, entry in Checkpoint(hf_dir).entries.items()
-    }
+    with Checkpoint(hf_dir) as checkpoint:
+        return {
+            key: {"dtype": str(entry.dtype).removeprefix("torch."), "shape": list(entry.shape)}
+            for key, entry in checkpoint.entries.items()
+        }
 
 
 class ShardedFiles:
@@ -160,7 +189,7 @@ class ShardedFiles:
         self.out_dir = Path(out_dir)
         self.entries: dict[str, Entry] = {}
         self._headers: dict[str, bytes] = {}
-        self._maps: dict[str, mmap.mmap] = {}
+        self._files = _OpenFiles("r+b")
         shards = _split(tensors, max_shard_bytes)
         for number, keys in enumerate(shards, start=1):
             file = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -190,23 +219,26 @@ class ShardedFiles:
                     f"cannot write {self.out_dir / file} ({size_of[file] / 1e9:.2f} GB): {error.strerror}"
                 ) from error
 
-    def write(self, key: str) -> torch.Tensor:
-        """The tensor's place in its file, as a tensor to copy into (whole, or the slices this process holds)."""
-        entry = self.entries[key]
-        if entry.file not in self._maps:
-            with self._temporary(entry.file).open("r+b") as file:
-                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE)
-        return _view(self._maps[entry.file], entry)
+    def write(self, key: str, index: Index, source: torch.Tensor) -> None:
+        """Write a slice of a tensor in place.
 
-    def release(self, key: str) -> None:
-        """Let the tensor's pages leave this process; what was written stays in the system's page cache."""
-        _drop_pages(self._maps[self.entries[key].file], self.entries[key])
+        Args:
+            index: one slice per axis, step 1.
+            source: the slice's numbers, on any device; cast to the dtype of the file.
+        """
+        entry = self.entries[key]
+        descriptor = self._files.descriptor(self._temporary(entry.file))
+        for place, part in _parts(entry, index):
+            chunk = source[place].to("cpu", entry.dtype).contiguous()
+            memory, written = chunk.view(-1).view(torch.uint8).numpy().data, 0
+            for offset, length in part.stretches(entry):
+                _write_fully(descriptor, memory[written : written + length], offset)
+                written += length
 
     def flush(self) -> None:
         """Make what this process wrote durable."""
-        for mapping in self._maps.values():
-            mapping.flush()
-        self._maps.clear()
+        self._files.sync()
+        self._files.close()
 
     def publish(self) -> None:
         """Give the files their names and write the index."""
@@ -224,7 +256,7 @@ class ShardedFiles:
 
     def discard(self) -> None:
         """Remove the temporary files after a failure."""
-        self._maps.clear()
+        self._files.close()
         for file in self._headers:
             self._temporary(file).unlink(missing_ok=True)
 
@@ -329,23 +361,83 @@ def _split(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes
     return shards
 
 
-def _view(mapping: mmap.mmap, entry: Entry) -> torch.Tensor:
-    if entry.numel == 0:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    flat = torch.frombuffer(mapping, dtype=entry.dtype, count=entry.numel, offset=entry.offset)
-    return flat.view(entry.shape)
+@dataclass(frozen=True)
+class _Part:
+    """A box of a tensor: one range per axis."""
+
+    ranges: tuple[range, ...]
+
+    @property
+    def shape(self) -> list[int]:
+        return [len(one) for one in self.ranges]
+
+    @property
+    def numel(self) -> int:
+        return _product(self.shape)
+
+    def stretches(self, entry: Entry) -> Iterator[tuple[int, int]]:
+        """Where in the file the box lies: (offset, length) in bytes of each stretch without a gap, in order."""
+        strides = [_product(entry.shape[axis + 1 :]) * entry.dtype.itemsize for axis in range(len(entry.shape))]
+        cut = [axis for axis, one in enumerate(self.ranges) if len(one) < entry.shape[axis]]
+        last = cut[-1] if cut else 0  # behind this axis all numbers are wanted
+        if not self.ranges:
+            yield entry.offset, entry.nbytes
+            return
+        start, length = self.ranges[last].start * strides[last], len(self.ranges[last]) * strides[last]
+        for position in product(*self.ranges[:last]):
+            yield entry.offset + start + sum(map(int.__mul__, position, strides)), length
 
 
-def _drop_pages(mapping: mmap.mmap, entry: Entry) -> None:
-    """Unmap the whole pages inside a tensor; the pages it shares with its neighbours stay."""
-    first = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < last:
-        mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+def _ranges(shape: tuple[int, ...], index: Index | None) -> tuple[range, ...]:
+    """The positions that an index means, axis by axis."""
+    index = (slice(None),) * len(shape) if index is None else index
+    return tuple(range(*part.indices(length)) for part, length in zip(index, shape, strict=True))
+
+
+def _parts(entry: Entry, index: Index | None) -> Iterator[tuple[Index, _Part]]:
+    """A slice cut along its first axis into boxes of about _CHUNK_BYTES, each with its place within the slice."""
+    ranges = _ranges(entry.shape, index)
+    if not ranges:
+        yield (), _Part(())
+        return
+    rows, others = ranges[0], ranges[1:]
+    row_bytes = max(1, _product(map(len, others)) * entry.dtype.itemsize)
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        yield (slice(first, first + len(part)), *(slice(None) for _ in others)), _Part((part, *others))
+
+
+class _OpenFiles:
+    """Files that stay open while tensors of them are read or written."""
+
+    def __init__(self, mode: str):
+        self._mode = mode
+        self._files: dict[Path, IO[bytes]] = {}
+        self._stack = ExitStack()
+
+    def descriptor(self, path: Path) -> int:
+        if path not in self._files:
+            self._files[path] = self._stack.enter_context(path.open(self._mode, buffering=0))
+        return self._files[path].fileno()
+
+    def sync(self) -> None:
+        for file in self._files.values():
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self._stack.close()
+        self._files.clear()
+
+
+def _write_fully(descriptor: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        written = os.pwrite(descriptor, memory, offset)
+        memory, offset = memory[written:], offset + written
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Set a file's size with its blocks allocated: writing through a mapping to a full disk would kill the process."""
+    """Set a file's size with its blocks allocated, so that a full disk shows before hours of writing."""
     if sys.platform == "linux":
         os.posix_fallocate(descriptor, 0, size)
     else:

@@ -18,7 +18,7 @@ from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
 from swiftlite.bridge.plan import Binding, bind, report_missing
 from swiftlite.bridge.rows import Family, Row
-from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
+from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles
 from swiftlite.errors import UserError
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
@@ -74,14 +74,25 @@ def load_hf(
         UserError: the checkpoint cannot be read, does not match the model, or has other MTP heads than asked for; or an
             `lm_head.weight` of a tied model differs from the embedding.
     """
-    checkpoint = Checkpoint(hf_dir)
+    with Checkpoint(hf_dir) as checkpoint:
+        return _load(model_chunks, checkpoint, family, hf_config, mtp_init, seed)
+
+
+def _load(
+    model_chunks: Sequence[nn.Module],
+    checkpoint: Checkpoint,
+    family: Family,
+    hf_config: Mapping[str, Any],
+    mtp_init: MtpInit,
+    seed: int,
+) -> LoadReport:
     depth = placement.mtp_num_layers(model_chunks)
     rows: list[Row] = family.rows(hf_config, 0)
     borrowed: list[Row] = []
     made: dict[str, fresh_heads.Fill] = {}
     dropped = [key for key in checkpoint.entries if family.is_derived(key)]
     if depth and mtp_init == "checkpoint":
-        _check_mtp_depth(depth, hf_dir, checkpoint, family, hf_config)
+        _check_mtp_depth(depth, checkpoint, family, hf_config)
         rows = family.rows(hf_config, depth)
     else:
         dropped += mtp_keys(checkpoint.entries, family)
@@ -100,7 +111,7 @@ def load_hf(
         all_names=placement.names_of_all_stages(shards),
         hf_shapes={key: entry.shape for key, entry in checkpoint.entries.items()},
         ignored=dropped,
-        what=str(hf_dir),
+        what=str(checkpoint.hf_dir),
         hint="check that the tensors belong to this config.json, and that both are complete",
     )
     _read(bindings, checkpoint)
@@ -200,12 +211,10 @@ def _read(bindings: Sequence[Binding], checkpoint: Checkpoint) -> None:
             if hf_key is None:
                 target.zero_()
                 continue
-            source = checkpoint.read(hf_key)[hf_index]
-            target.copy_(source)
             for copy_key in present_copies:
-                _check_equal(copy_key, checkpoint.read(copy_key)[hf_index], hf_key, source)
-        for key in (*binding.row.hf, *present_copies):
-            checkpoint.release(key)
+                _check_equal(checkpoint, copy_key, hf_key, hf_index)
+            for where, chunk in checkpoint.chunks(hf_key, hf_index):
+                target[where] = chunk
 
 
 def _write(bindings: Sequence[Binding], files: ShardedFiles) -> None:
@@ -214,18 +223,14 @@ def _write(bindings: Sequence[Binding], files: ShardedFiles) -> None:
             continue
         copy_keys = [key for key in binding.row.hf_copies if key in files.entries]
         for shard, local_index, hf_key, hf_index in binding.copies():
-            if hf_key is None:
-                continue
-            for key in (hf_key, *copy_keys):
-                files.write(key)[hf_index].copy_(shard.tensor[local_index])
-        for key in (*binding.row.hf, *copy_keys):
-            files.release(key)
+            if hf_key is not None:
+                for key in (hf_key, *copy_keys):
+                    files.write(key, hf_index, shard.tensor[local_index])
 
 
-def _check_mtp_depth(
-    depth: int, hf_dir: str | Path, checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]
-) -> None:
+def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]) -> None:
     """The heads asked for, the heads promised by config.json and the heads on disk must be the same."""
+    hf_dir = checkpoint.hf_dir
     promised = family.mtp_depth(hf_config)
     on_disk = mtp_keys(checkpoint.entries, family)
     start_anew = "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random"
@@ -243,9 +248,13 @@ def _check_mtp_depth(
         )
 
 
-def _check_equal(copy_key: str, copy: torch.Tensor, key: str, original: torch.Tensor) -> None:
+def _check_equal(checkpoint: Checkpoint, copy_key: str, key: str, index: Index) -> None:
     """Bits are compared, so that a NaN equals itself."""
-    if copy.dtype != original.dtype or not torch.equal(copy.view(torch.uint8), original.view(torch.uint8)):
+    is_equal = checkpoint.entries[copy_key].dtype == checkpoint.entries[key].dtype and all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for (_, one), (_, other) in zip(checkpoint.chunks(copy_key, index), checkpoint.chunks(key, index), strict=True)
+    )
+    if not is_equal:
         raise UserError(
             f"config.json says that the embeddings are tied, but {copy_key} differs from {key}",
             'if the model has its own head, set "tie_word_embeddings": false in config.json, else remove the tensor',

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from tests.tiny import make_tiny_hf, mtp_names
 
-SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def build(hf_dir: Path, device, depth: int, dtype: torch.dtype = torch.float32, **overrides) -> GPTModel:
@@ -33,15 +34,16 @@ def build(hf_dir: Path, device, depth: int, dtype: torch.dtype = torch.float32, 
     return model
 
 
-def load(model: GPTModel, hf_dir: Path, **options) -> LoadReport:
+def load(model: torch.nn.Module, hf_dir: Path, **options) -> LoadReport:
     hf_config = read_config(hf_dir)
     return load_hf([model], hf_dir, families.get(hf_config), hf_config, **options)
 
 
-def save(model: GPTModel, source: Path, out_dir: Path, **options) -> list[str]:
+def save(model: torch.nn.Module, source: Path, out_dir: Path, **options: Any) -> list[str]:
     hf_config = read_config(source)
     dtypes = {key: tensor["dtype"] for key, tensor in describe(source).items()}
-    return save_hf([model], out_dir, families.get(hf_config), hf_config, **({"dtypes": dtypes} | options))
+    options = {"dtypes": dtypes} | options
+    return save_hf([model], out_dir, families.get(hf_config), hf_config, **options)
 
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
@@ -202,9 +204,7 @@ def test_tied_head_in_the_file(tmp_path, device):
         tensors["lm_head.weight"][7, 7] += 1
 
     change_tensors(source, change_copy)
-    with pytest.raises(
-        UserError, match="embeddings are tied, but lm_head.weight differs from model.embed_tokens.weight"
-    ):
+    with pytest.raises(UserError, match=r"are tied, but lm_head\.weight differs from model\.embed_tokens\.weight"):
         load(model, source)
 
 
