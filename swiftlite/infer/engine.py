@@ -91,6 +91,18 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
+    """Raises:
+    UserError: a prompt that is empty, or so long that no token fits behind it.
+    """
+    for prompt in prompts:
+        if not 0 < len(prompt) < max_length:
+            raise UserError(
+                f"a prompt has {len(prompt)} tokens; with its answer it can have {max_length}",
+                "shorten it, or raise --max_model_len if the model has the positions",
+            )
+
+
 # name -> module and class of the adapter
 ENGINES: dict[str, tuple[str, str]] = {
     "transformers": ("swiftlite.infer.transformers_engine", "TransformersEngine"),
@@ -114,8 +126,8 @@ def start_engine(name: str, config: EngineConfig) -> Engine:
     module_name, class_name = ENGINES[name]
     try:
         start: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module_name), class_name)
+        return start(config)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != name:
             raise  # the engine is there, something inside it is not: its own traceback says more
         raise UserError(f"--infer_backend {name}: {name} is not installed", _INSTALL[name]) from None
-    return start(config)

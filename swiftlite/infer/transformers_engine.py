@@ -22,8 +22,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
-from swiftlite.errors import UserError
-from swiftlite.infer.engine import Completion, EngineConfig, Sampling
+from swiftlite.infer.engine import Completion, EngineConfig, Sampling, check_prompts
 from swiftlite.infer.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.infer.served_model import ServedModel, read_model, require_heads
 from swiftlite.model.acceptance import DraftCounts
@@ -55,12 +54,7 @@ class TransformersEngine:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
     ) -> list[Completion]:
         """See `Engine`."""
-        for prompt in prompts:
-            if not 0 < len(prompt) < self._max_length:
-                raise UserError(
-                    f"a prompt has {len(prompt)} tokens, the longest sequence is {self._max_length}",
-                    "shorten it, or raise --max_model_len if the model allows",
-                )
+        check_prompts(prompts, self._max_length)
         generator = torch.Generator(self._decoder.device).manual_seed(sampling.seed)
         bar = tqdm(prompts, desc="answers", disable=not show_progress)
         return [self._complete(prompt, sampling, generator) for prompt in bar]

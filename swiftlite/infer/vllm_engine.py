@@ -1,0 +1,167 @@
+"""vLLM as an engine: real vLLM with `{"method": "mtp"}`, its options derived from the checkpoint.
+
+vLLM keeps its own worker processes; this process only sends token ids. What vLLM lacks for our checkpoints is in
+`vllm_plugin.py`. Measured with vLLM 0.32.
+"""
+
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from swiftlite.errors import UserError
+from swiftlite.infer.engine import Completion, EngineConfig, Sampling, check_prompts
+from swiftlite.infer.served_model import ServedModel, read_model, require_heads
+from swiftlite.log import logger
+from swiftlite.model.acceptance import DraftCounts
+
+_PLUGIN = "swiftlite.infer.vllm_plugin:register"
+
+
+class VllmEngine:
+    """See `Engine`.
+
+    Raises:
+        UserError: vLLM refuses the options or cannot start, or it would draft with other heads than the checkpoint's.
+    """
+
+    def __init__(self, config: EngineConfig):
+        model = read_model(config.model)
+        _require_plugin()
+        # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            # Unset, vLLM takes half of the machine's memory for its key-value cache.
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        options = {
+            "model": str(model.directory),
+            "dtype": config.torch_dtype,
+            "trust_remote_code": config.trust_remote_code,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_batch_size,
+            "use_tqdm_on_load": False,
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
+            "disable_log_stats": False,  # the counts of drafts are among the statistics
+            "enforce_eager": current_platform.is_cpu(),  # compiling takes minutes and gains little there
+            "speculative_config": speculative_config(model, config),
+        } | config.engine_kwargs
+        try:
+            self._llm = LLM(**{name: value for name, value in options.items() if value is not None})
+        except (TypeError, ValueError) as error:  # pydantic's are ValueErrors
+            raise UserError(f"vLLM refuses its options: {error}", "see --vllm_engine_kwargs") from error
+        except RuntimeError as error:
+            if "initialization failed" not in str(error):
+                raise
+            raise UserError("vLLM could not start", "the cause is in its own log, above") from error
+        vllm_config = self._llm.llm_engine.vllm_config
+        self.num_speculative_tokens: int = vllm_config.num_speculative_tokens
+        self._max_length: int = vllm_config.model_config.max_model_len
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
+    ) -> list[Completion]:
+        """See `Engine`."""
+        from vllm import SamplingParams, TokensPrompt
+
+        check_prompts(prompts, self._max_length)
+        parameters = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=sampling.max_new_tokens,
+                seed=sampling.seed + index,  # one seed for all would answer a repeated prompt alike
+                stop_token_ids=list(sampling.stop_token_ids),
+                detokenize=False,
+            )
+            for index in range(len(prompts))
+        ]
+        outputs = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=show_progress
+        )
+        answers = [output.outputs[0] for output in outputs]
+        return [
+            Completion(list(answer.token_ids), "stop" if answer.finish_reason == "stop" else "length")
+            for answer in answers
+        ]
+
+    def draft_counts(self) -> DraftCounts:
+        """See `Engine`."""
+        from vllm.v1.metrics.reader import Counter, Vector
+
+        counted = {"num_drafts": 0, "num_draft_tokens": 0}
+        per_position = (0,) * self.num_speculative_tokens
+        for metric in self._llm.get_metrics():
+            name = metric.name.removeprefix("vllm:spec_decode_")
+            if isinstance(metric, Counter) and name in counted:
+                counted[name] = int(metric.value)
+            elif isinstance(metric, Vector) and name == "num_accepted_tokens_per_pos":
+                per_position = tuple(int(value) for value in metric.values)
+        return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], per_position)
+
+    def close(self) -> None:
+        """Stop vLLM's processes and wait for them."""
+        # Of itself vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills them all.
+        self._llm.llm_engine.engine_core.shutdown(timeout=30)
+
+
+def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, Any] | None:
+    """What vLLM is told about drafting, after making sure that it drafts with what was trained.
+
+    Returns:
+        vLLM's `speculative_config`; None without speculation.
+
+    Raises:
+        UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
+    """
+    from swiftlite.infer.vllm_plugin import check_draft_steps
+
+    given = config.speculative_config
+    if given is not None and given.get("method") != "mtp":
+        return given  # another drafter, which needs nothing of our heads
+    num_tokens = config.num_speculative_tokens if given is None else given.get("num_speculative_tokens")
+    if num_tokens == 0:
+        return None
+    require_heads(model)
+    runs_all = runs_all_heads(model)
+    if num_tokens is None:
+        num_tokens = model.mtp_depth if runs_all else 1
+        if num_tokens < model.mtp_depth:
+            logger.warning(
+                "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.mtp_depth
+            )
+    try:
+        check_draft_steps(num_tokens, model.mtp_depth, runs_all)
+    except ValueError as error:
+        raise UserError(str(error), "or --infer_backend transformers, which runs every head") from None
+    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens}
+
+
+def runs_all_heads(model: ServedModel) -> bool:
+    """Whether this vLLM runs every MTP head at its own draft step; otherwise it has the first head for all.
+
+    Its MiMo class has only the first. The classes of our plugin run all of them under vLLM's newer model runner.
+    """
+    from swiftlite.infer.vllm_plugin import DRAFTS, has_multi_module_runner
+
+    architecture = (model.hf_config.get("architectures") or [""])[0]
+    return architecture in DRAFTS and has_multi_module_runner()
+
+
+def _require_plugin() -> None:
+    """vLLM's processes find the plugin through the installed package, not through this process."""
+    installed = {point.value: point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    if _PLUGIN not in installed:
+        raise UserError(
+            "vLLM would not find swiftlite's plugin: swiftlite is not installed as a package",
+            "run pip install -e . in its directory",
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and installed[_PLUGIN] not in allowed.split(","):
+        raise UserError(
+            f"VLLM_PLUGINS={allowed} keeps vLLM from loading swiftlite's plugin",
+            f"add {installed[_PLUGIN]} to it, or unset it",
+        )

@@ -1,0 +1,219 @@
+"""vLLM's Llama, Qwen2 and Qwen3, opened from checkpoints with MTP heads, and the drafts that run these heads.
+
+The heads are stored in the layout of Qwen3-Next (`mtp.*`), heads after the first with a projection and norms of their own
+under `mtp.heads.{k}`. Registered by `vllm_plugin.py`; nothing else imports this file.
+
+Shapes: T tokens of all requests of a batch, H hidden size.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models import llama, qwen2, qwen3
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from swiftlite.infer.vllm_plugin import check_draft_steps, mtp_depth
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+# vLLM's joined parameters and the tensors, with their shard ids, that each is filled from
+_JOINED = {
+    "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+    "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+}
+
+
+def _trunk_weights(weights: Weights, depth: int) -> Weights:
+    """Without the heads, which belong to the draft; all of them when config.json promises none, so that vLLM objects."""
+    return ((name, tensor) for name, tensor in weights if not (depth and name.startswith("mtp.")))
+
+
+class LlamaForCausalLM(llama.LlamaForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        return super().load_weights(_trunk_weights(weights, mtp_depth(self.config)))
+
+
+class Qwen2ForCausalLM(qwen2.Qwen2ForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        return super().load_weights(_trunk_weights(weights, mtp_depth(self.config)))
+
+
+class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        return super().load_weights(_trunk_weights(weights, mtp_depth(self.config)))
+
+
+class MtpFrame(nn.Module):
+    """What a head has around its decoder layer, in Qwen3-Next's names."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.pre_fc_norm_embedding = RMSNorm(hidden_size, eps=eps)
+        self.pre_fc_norm_hidden = RMSNorm(hidden_size, eps=eps)
+        self.fc = ReplicatedLinear(2 * hidden_size, hidden_size, bias=False, return_bias=False)
+        self.norm = RMSNorm(hidden_size, eps=eps)
+
+
+class MtpHeads(nn.Module):
+    """All heads of a checkpoint: frames and decoder layers by depth, and the trunk's embedding.
+
+    Args:
+        vllm_config: its model_config is the draft's.
+        layers: one decoder layer per depth.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, layers: list[nn.Module]):
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.heads = nn.ModuleList(MtpFrame(config.hidden_size, config.rms_norm_eps) for _ in layers)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(
+        self, depth: int, embedding_TH: torch.Tensor, positions_T: torch.Tensor, hidden_TH: torch.Tensor
+    ) -> torch.Tensor:
+        """State [T, H] after the head's output norm."""
+        frame = self.heads[depth]
+        parts = (frame.pre_fc_norm_embedding(embedding_TH), frame.pre_fc_norm_hidden(hidden_TH))
+        hidden_TH = frame.fc(torch.cat(parts, dim=-1))
+        hidden_TH, residual_TH = self.layers[depth](positions=positions_T, hidden_states=hidden_TH, residual=None)
+        return frame.norm(hidden_TH, residual_TH)[0]
+
+
+class MtpDraft(nn.Module):
+    """A draft that vLLM runs after each pass of the trunk. vLLM gives it the trunk's embedding and output layer.
+
+    Depth k runs with its own weights at draft step k, as vLLM's multi-module speculator asks for it. vLLM's older
+    model runner, the one it has without Triton (so on every CPU), runs each step through the first head and with the
+    first head's key-value cache; several heads would collapse onto one in silence, so that is refused.
+
+    Raises:
+        ValueError: more steps than the heads can serve, or a checkpoint whose heads are not those of its config.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        # get_model gives the draft's config under the name of the model's
+        config = vllm_config.model_config.hf_config
+        self.config = config
+        depth = mtp_depth(config)
+        speculative = vllm_config.speculative_config
+        num_tokens = speculative.num_speculative_tokens if speculative else 1
+        check_draft_steps(num_tokens, depth, runs_all_heads=vllm_config.use_v2_model_runner)
+        # The layers' names are their key-value caches' names: other than the trunk's model.layers.*
+        layers = [self.make_layer(vllm_config, maybe_prefix(prefix, f"mtp.layers.{k}")) for k in range(depth)]
+        self.model = MtpHeads(vllm_config, layers)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """The trunk's kind of decoder layer."""
+        raise NotImplementedError
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, H]"""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """State [T, H] of one depth, for `compute_logits` and for the next draft step.
+
+        Args:
+            input_ids: [T] each position's following token.
+            positions: [T] the trunk's.
+            hidden_states: [T, H] of the trunk after its final norm, or what this method returned before.
+            inputs_embeds: [T, H] in place of input_ids.
+            spec_step_idx: draft step, from 0. A single head serves them all.
+        """
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed_input_ids(input_ids)
+        return self.model(spec_step_idx % len(self.model.heads), inputs_embeds, positions, hidden_states)
+
+    def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
+        """[T, V]"""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Fill every parameter from the checkpoint's own tensors, or fail.
+
+        Raises:
+            ValueError: naming every tensor of a head that is missing, and every mtp.* tensor that no head has.
+        """
+        parameters = dict(self.named_parameters())
+        sources = {source: place for name in parameters for source, place in _sources(name).items()}
+        seen, unknown = set(), []
+        for source, tensor in weights:
+            if source in sources:
+                name, shard = sources[source]
+                loader = getattr(parameters[name], "weight_loader", default_weight_loader)
+                loader(parameters[name], tensor, *shard)
+                seen.add(source)
+            elif source.startswith("mtp."):
+                unknown.append(source)
+        missing = sorted(source for source in sources.keys() - seen if source.startswith("mtp."))
+        if missing or unknown:
+            raise ValueError(
+                f"the checkpoint's MTP heads are not the {len(self.model.heads)} that its config.json promises:"
+                + "".join(f"\n  missing: {name}" for name in missing)
+                + "".join(f"\n  unexpected: {name}" for name in unknown)
+            )
+        return {sources[source][0] for source in seen}
+
+
+def _sources(name: str) -> dict[str, tuple[str, tuple]]:
+    """The checkpoint's tensors that fill a parameter, each with the parameter and its shard id, if it has any."""
+    hf_name = name if name.startswith(("model.embed_tokens.", "lm_head.")) else name.replace("model.", "mtp.", 1)
+    hf_name = hf_name.replace("mtp.heads.0.", "mtp.", 1)
+    for joined, parts in _JOINED.items():
+        if f".{joined}." in hf_name:
+            return {hf_name.replace(joined, part): (name, (shard,)) for part, shard in parts.items()}
+    return {hf_name: (name, ())}
+
+
+class LlamaMTPModel(MtpDraft):
+    """Draft of a Llama."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        return llama.LlamaDecoderLayer(vllm_config, prefix=prefix, config=vllm_config.model_config.hf_config)
+
+
+class Qwen2MTPModel(MtpDraft):
+    """Draft of a Qwen2."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        return qwen2.Qwen2DecoderLayer(
+            vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.quant_config, prefix
+        )
+
+
+class Qwen3MTPModel(MtpDraft):
+    """Draft of a Qwen3."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        return qwen3.Qwen3DecoderLayer(
+            vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.quant_config, prefix
+        )

@@ -1,0 +1,91 @@
+"""What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, and MTP drafts for Llama, Qwen2 and Qwen3.
+
+vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
+
+    vllm serve DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
+
+works wherever swiftlite is installed. For a model whose config.json promises no MTP heads nothing changes. The model
+classes are in `vllm_models.py` and are imported when a checkpoint asks for them.
+"""
+
+from transformers import AutoConfig, PreTrainedConfig, Qwen2Config
+from vllm import ModelRegistry, envs
+from vllm.config.speculative import SpeculativeConfig
+from vllm.triton_utils import HAS_TRITON
+
+_MODELS = "swiftlite.infer.vllm_models"
+# architecture of the trunk -> architecture of its draft; both are classes of _MODELS
+DRAFTS = {
+    "LlamaForCausalLM": "LlamaMTPModel",
+    "Qwen2ForCausalLM": "Qwen2MTPModel",
+    "Qwen3ForCausalLM": "Qwen3MTPModel",
+}
+_vllm_hf_config_override = SpeculativeConfig.hf_config_override
+
+
+class MiMoConfig(Qwen2Config):
+    """MiMo's config is Qwen2's with `num_nextn_predict_layers`; transformers has no class of that model type."""
+
+    model_type = "mimo"
+
+
+def mtp_depth(hf_config: PreTrainedConfig) -> int:
+    """MTP heads that a config promises."""
+    return getattr(hf_config, "num_nextn_predict_layers", None) or 0
+
+
+def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
+    """The draft's config, from a copy of the target's.
+
+    Stands in for SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the draft's
+    ModelConfig is made), which has a branch for each architecture with a draft class and none for DRAFTS. Without it
+    vLLM says "Unsupported speculative method: 'mtp'" (tests/e2e/test_engines.py). vLLM sends it to its worker processes by
+    name, so it has to be a function of this module.
+    """
+    architecture = (hf_config.architectures or [""])[0]
+    if architecture not in DRAFTS or not mtp_depth(hf_config):
+        return _vllm_hf_config_override(hf_config)
+    hf_config.model_type = "mtp"  # one of vLLM's MTPModelTypes, with no special treatment attached
+    hf_config.update({"architectures": [DRAFTS[architecture]], "n_predict": mtp_depth(hf_config)})
+    return hf_config
+
+
+def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None:
+    """Refuse draft lengths at which vLLM 0.32 would run another head than the one that was trained for the step.
+
+    Args:
+        num_tokens: drafted per step. A single head may draft any number: it goes on from its own state.
+        runs_all_heads: whether vLLM gives each draft step its own head. Its newer model runner does, for classes that can;
+            the older one, which it has without Triton (so on a CPU), calls the draft class without saying which step.
+
+    Raises:
+        ValueError: says which lengths work.
+    """
+    if depth == 1 or num_tokens == 1:
+        return
+    if not runs_all_heads:
+        raise ValueError(
+            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: vLLM would run the first head at every step here, "
+            "which was trained for the first alone; use 1"
+        )
+    if num_tokens > depth:
+        raise ValueError(
+            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: vLLM would begin again with the first head, which "
+            f"was not trained for that step; use at most {depth}"
+        )
+
+
+def has_multi_module_runner() -> bool:
+    """Whether vLLM runs here the model runner that gives each draft step its own head."""
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    return HAS_TRITON if chosen is None else chosen
+
+
+def register() -> None:
+    """Tell vLLM about the classes; may be called again."""
+    AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
+    for trunk, draft in DRAFTS.items():
+        # The stock trunks stop at the first mtp.* tensor: "There is no module or parameter named 'mtp'".
+        ModelRegistry.register_model(trunk, f"{_MODELS}:{trunk}")
+        ModelRegistry.register_model(draft, f"{_MODELS}:{draft}")
+    SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
