@@ -470,7 +470,6 @@ def infer_settings_without_effect(args: InferArgs, ground: Ground) -> Iterator[s
     idle = {
         "max_batch_size": (args.infer_backend != "vllm", f"{args.infer_backend} answers one prompt at a time"),
         "top_p": (args.temperature == 0, "--temperature 0 is greedy"),
-        "seed": (args.temperature == 0, "--temperature 0 is greedy"),
     }
     yield from _without_effect(args, idle)
 
