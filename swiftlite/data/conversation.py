@@ -105,7 +105,7 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
     if not isinstance(row, dict):
         hint = "rename the file to .json if it is one array" if isinstance(row, list) else ""
         raise RowError("row", f"is {_kind(row)}, not an object", hint)
-    row = {key: value for key, value in row.items() if value is not None and value != ""}
+    given, row = row, {key: value for key, value in row.items() if value is not None and value != ""}
     for media in ("images", "videos", "audios"):
         if row.get(media):
             raise RowError(media, "swiftlite trains on text alone")
@@ -116,10 +116,10 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
         turns = _from_sharegpt(row)
     elif "instruction" in row or "output" in row:
         turns = _from_alpaca(row, needs_answer)
-    elif "query" in row or "response" in row:
+    elif "query" in given or "response" in given:
         turns = _from_query(row, needs_answer)
     else:
-        found = ", ".join(row) or "nothing"
+        found = ", ".join(map(str, given)) or "nothing"
         raise RowError("row", f"has none of the known fields, only {found}", f"rows are {FORMATS}")
 
     if "system" in row:
@@ -240,8 +240,8 @@ def _check_order(turns: list[_Turn], needs_answer: bool) -> None:
     for turn in turns:
         role = turn.message["role"]
         if before not in ORDER[role]:
-            place = "come first" if before is None else f"follow a {before} turn"
-            raise RowError(turn.path, f"wrong order: {_article(role)} {role} turn cannot {place}")
+            place = "comes first" if before is None else f"follows {before}"
+            raise RowError(turn.path, f"wrong order: {role} {place}")
         before = role
     if before in (None, "system"):
         raise RowError(turns[-1].path if turns else "row", "there is no user turn")
@@ -348,7 +348,3 @@ def _kind(value: object) -> str:
     names: list[tuple[type, str]] = [(bool, "a boolean"), (int, "a number"), (float, "a number"), (str, "text")]
     names += [(list, "a list"), (dict, "an object"), (type(None), "null")]
     return next((name for kind, name in names if isinstance(value, kind)), type(value).__name__)
-
-
-def _article(word: str) -> str:
-    return "an" if word[0] in "aeiou" else "a"

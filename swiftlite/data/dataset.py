@@ -307,9 +307,8 @@ def _check_lengths(encoded: list[_Encoded], max_length: int) -> None:
     long = [row for row in encoded if row.length > max_length]
     if not long:
         return
-    others = f", as {len(long) - 1} more rows are" if len(long) > 1 else ""
     raise UserError(
-        f"{long[0].source} has {long[0].length} tokens, over --max_length {max_length}{others}",
+        f"{long[0].source} has {long[0].length} tokens, over --max_length {max_length}; rows over it: {len(long)}",
         f"--max_length {max(row.length for row in long)} takes all; or --truncation_strategy delete, left or right",
     )
 

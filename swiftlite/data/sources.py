@@ -110,7 +110,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             if not raw.strip():
                 continue
             try:
-                yield number, json.loads(raw.decode("utf-8"))
+                yield number, json.loads(raw.decode("utf-8").rstrip("\r\n"))
             except json.JSONDecodeError as error:
                 yield number, RowError(f"column {error.colno}", f"not JSON: {error.msg}")
             except UnicodeDecodeError as error:

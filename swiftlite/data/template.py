@@ -9,6 +9,7 @@ import bisect
 import itertools
 import json
 import re
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -194,7 +195,7 @@ class ChatTemplate:
         if turn == len(messages) - 1:
             return len(prompt), len(text)
         so_far = self._render(messages[: turn + 1], tools)
-        if text.startswith(so_far):
+        if len(so_far) > len(prompt) and text.startswith(so_far):
             return len(prompt), len(so_far)
         # Qwen3 and its like write the last turn otherwise than earlier ones. The rest of the conversation is then found
         # by rendering it after a turn whose end is known.
@@ -227,18 +228,22 @@ class ChatTemplate:
         """
         if self.tokenizer.is_fast:
             tokens = self._tokenize_pieces(text, set())
-            cuts = {border for span in spans if not self._token_range(tokens, text, span) for border in span}
+            ranges = [self._token_range(tokens, text, span) for span in spans]
+            cuts = {border for span, found in zip(spans, ranges, strict=True) if not found for border in span}
             if spans and not self._prompt_stands_alone(tokens, text, spans[-1][0]):
                 cuts.add(spans[-1][0])
+            if not cuts:
+                return tokens.ids, [found for found in ranges if found]
         else:
-            tokens, cuts = None, {border for span in spans for border in span}
-        if tokens is None or cuts:
-            tokens = self._tokenize_pieces(text, cuts)
+            cuts = {border for span in spans for border in span}
+        tokens = self._tokenize_pieces(text, cuts)
         ranges = []
         for name, span in zip(names, spans, strict=True):
             found = self._token_range(tokens, text, span)
-            if found is None:
-                raise RowError(name, "its tokens do not decode to the text of the turn; the tokenizer loses something")
+            if not found:
+                given = text[slice(*span)]
+                problem = f"the tokenizer turns {_clip(given)!r} into {_clip(self._decode(self._ids(given)))!r}"
+                raise RowError(name, problem, "it does not know these characters")
             ranges.append(found)
         return tokens.ids, ranges
 
@@ -289,9 +294,9 @@ class ChatTemplate:
         before = max(0, first - 1)
         if self._decode(ids[before:last]) == self._decode(ids[before:first]) + text:
             return True
-        # Some tokenizers change text for good, such as Qwen2's, which composes accents: then the turn must at least be
-        # what the tokenizer makes of this text alone.
-        return decoded == self._decode(self._ids(text))
+        # Some tokenizers change text for good, such as Qwen2's, which composes accents: then the turn must be what the
+        # tokenizer makes of this text alone, and white space and composition all that has changed.
+        return decoded == self._decode(self._ids(text)) and _bare(decoded) == _bare(text)
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -317,6 +322,15 @@ class _Tokens:
             return self.indices[position]
         index = bisect.bisect_left(self.starts, position)
         return None if index and self.ends[index - 1] > position else index
+
+
+def _bare(text: str) -> str:
+    """Text without what tokenizers change: white space, and the ways to write a character."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _check_turn(message: Message, path: str, text: str) -> None:

@@ -1,0 +1,209 @@
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from swiftlite.data.sources import find_file, read_file
+from swiftlite.errors import UserError
+
+ROWS = [{"query": f"q{i}", "response": f"a{i}"} for i in range(4)]
+
+
+def read(spec, **options):
+    return read_file(find_file(str(spec)), **options)
+
+
+def write(path: Path, data: str | bytes) -> Path:
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def queries(rows):
+    return [conversation.messages[0]["content"] for conversation in rows.conversations]
+
+
+def sources(rows):
+    return [conversation.source.rpartition("/")[2] for conversation in rows.conversations]
+
+
+JSON_LINES = "\n".join(map(json.dumps, ROWS)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "lines"),
+    [
+        ("a.jsonl", JSON_LINES, [1, 2, 3, 4]),
+        ("a.jsonl", JSON_LINES.strip(), [1, 2, 3, 4]),
+        ("a.jsonl", "\ufeff" + JSON_LINES.replace("\n", "\r\n") + "\r\n  \r\n", [1, 2, 3, 4]),
+        ("a.jsonl", JSON_LINES.replace("\n", "\n\n"), [1, 3, 5, 7]),
+        ("a.JSONL", JSON_LINES, [1, 2, 3, 4]),
+        ("a.json", JSON_LINES, [1, 2, 3, 4]),
+        ("a.json", json.dumps(ROWS), [1, 1, 1, 1]),
+        ("a.json", "\ufeff\r\n" + json.dumps(ROWS, indent=1).replace("\n", "\r\n") + "\r\n", [3, 7, 11, 15]),
+        ("a.csv", "query,response\n" + "".join(f"q{i},a{i}\n" for i in range(4)), [2, 3, 4, 5]),
+        ("a.csv", "\ufeffresponse,query\r\n" + "".join(f'"a\r\n{i}",q{i}\r\n' for i in range(4)), [2, 4, 6, 8]),
+        ("a.csv", "query,response\n" + "".join(f"q{i},a\u2028b\n\n" for i in range(4)), [2, 4, 6, 8]),
+    ],
+)
+def test_every_row_knows_its_line(tmp_path, name, data, lines):
+    rows = read(write(tmp_path / name, data))
+    assert queries(rows) == ["q0", "q1", "q2", "q3"]
+    assert sources(rows) == [f"{name}:{line}" for line in lines]
+    assert (rows.num_rows, rows.bad_rows, rows.num_not_sampled) == (4, [], 0)
+
+
+def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path):
+    text = "one\u2028two\u0085three"
+    row = json.dumps({"query": "q", "response": text}, ensure_ascii=False)
+    rows = read(write(tmp_path / "a.jsonl", row + "\n" + row))
+    assert [conversation.answer() for conversation in rows.conversations] == [text, text]
+
+
+def test_csv_holds_nested_fields_as_json_and_long_texts(tmp_path):
+    messages = json.dumps([{"role": "user", "content": "q" * 200_000}, {"role": "assistant", "content": "a"}])
+    quoted = messages.replace('"', '""')
+    rows = read(write(tmp_path / "a.csv", f'messages,system\n"{quoted}",\n"{quoted}",s\n'))
+    assert [len(conversation.messages) for conversation in rows.conversations] == [2, 3]
+
+
+def test_parquet_rows_are_counted_from_one_over_all_row_groups(tmp_path):
+    table = pyarrow.Table.from_pylist([{"query": f"q{i}", "response": f"a{i}"} for i in range(3000)])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
+    rows = read(tmp_path / "a.parquet")
+    assert sources(rows) == [f"a.parquet:{i}" for i in range(1, 3001)]
+    assert queries(rows) == [f"q{i}" for i in range(3000)]
+
+
+def test_parquet_nested_messages(tmp_path):
+    call = {"id": None, "function": {"name": "get", "arguments": '{"city": null}'}}
+    messages = [
+        {"role": "user", "content": "q", "tool_calls": None, "loss": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "loss": True},
+    ]
+    tools = [{"name": "get", "parameters": {"city": None}}]
+    table = pyarrow.Table.from_pylist([{"messages": messages, "tools": json.dumps(tools), "channel": None}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (conversation,) = read(tmp_path / "a.parquet").conversations
+    assert conversation.tools == tools
+    assert conversation.messages[1]["tool_calls"][0]["function"] == {"name": "get", "arguments": {"city": None}}
+
+
+def test_parquet_that_padded_tools_with_nulls_is_refused(tmp_path):
+    tools = [[{"name": "get", "parameters": {"city": "text"}}], [{"name": "sum", "parameters": {"of": "list"}}]]
+    table = pyarrow.Table.from_pylist([dict(row, tools=tool) for row, tool in zip(ROWS, tools, strict=False)])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = read(tmp_path / "a.parquet")
+    assert [str(bad) for bad in rows.bad_rows] == [
+        f"{tmp_path}/a.parquet:{i}: tools: has nulls: Parquet has padded it with fields of other rows" for i in (1, 2)
+    ]
+    assert rows.bad_rows[0].hint == "store it as JSON text (json.dumps) in a text column"
+
+
+def test_parquet_that_padded_call_arguments_with_nulls_is_refused(tmp_path):
+    calls = [{"name": "get", "arguments": {"city": "x"}}, {"name": "sum", "arguments": {"of": "x"}}]
+    messages = [
+        {"role": "user", "content": "q", "tool_calls": None},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": call} for call in calls]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    (bad,) = read(tmp_path / "a.parquet").bad_rows
+    assert "a.parquet:1: messages[1].tool_calls: has nulls" in str(bad)
+
+
+def test_sample_is_a_function_of_seed_and_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", "".join(json.dumps({"query": f"q{i}", "response": "a"}) + "\n" for i in range(100)))
+    ten = read("a.jsonl#10", seed=1)
+    assert len(set(queries(ten))) == 10
+    assert ten.num_not_sampled == 90
+    lines = [int(source.partition(":")[2]) for source in sources(ten)]
+    assert lines == sorted(lines)
+    assert queries(read("a.jsonl#10", seed=1)) == queries(ten)
+    assert queries(read("a.jsonl#10", seed=2)) != queries(ten)
+
+
+def test_sample_is_drawn_from_good_rows_and_says_when_there_are_too_few(tmp_path):
+    path = write(tmp_path / "a.jsonl", JSON_LINES + "{}\n")
+    assert len(read(f"{path}#4").conversations) == 4
+    rows = read(f"{path}#9")
+    assert len(rows.conversations) == 4
+    assert rows.note == f"{path}#9: the file has 4 good rows; all are taken"
+
+
+def test_a_number_sign_may_be_part_of_a_name(tmp_path):
+    path = write(tmp_path / "c#1.jsonl", JSON_LINES)
+    assert find_file(str(path)).sample is None
+    assert find_file(f"{path}#2").sample == 2
+
+
+def test_bad_rows_are_named_and_the_others_read(tmp_path):
+    path = write(
+        tmp_path / "a.jsonl", b'{"query": "q0", "response": "a"}\n{"query": \n{"query": "\xff"}\n[1]\n' + b"3\n"
+    )
+    rows = read(path)
+    assert queries(rows) == ["q0"]
+    assert [str(bad).removeprefix(f"{path}:") for bad in rows.bad_rows] == [
+        "2: column 11: not JSON: Expecting value",
+        "3: byte 12: not UTF-8",
+        "4: row: is a list, not an object",
+        "5: row: is a number, not an object",
+    ]
+    assert rows.num_rows == 5
+
+
+def test_csv_row_of_another_width(tmp_path):
+    rows = read(write(tmp_path / "a.csv", "query,response\nq0,a\nq1,a,b\nq2\n"))
+    assert [str(bad).partition("a.csv:")[2] for bad in rows.bad_rows] == [
+        "3: row: has 3 columns, the header has 2",
+        "4: row: has 1 columns, the header has 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.json", '[{"query": 1},\n {"query" 2}]', "a.json:2: column 11: not JSON: Expecting ':' delimiter"),
+        ("a.json", '[{"query": 1}\n {"query": 2}]', "a.json:2: column 2: not JSON: expected , or ]"),
+        ("a.json", '[{"query": 1},\n', "a.json:2: column 1: not JSON: the array is not closed by ]"),
+        ("a.json", "[{}]\n{}", "a.json:2: column 1: not JSON: something follows the array"),
+        ("a.json", "", "a.json holds no rows"),
+        ("a.json", "[]", "a.json holds no rows"),
+        ("a.jsonl", "\n \n", "a.jsonl holds no rows"),
+        ("a.csv", "query,response\n", "a.csv holds no rows"),
+        ("a.csv", 'query,response\nq,"a', "a.csv:2: not CSV: unexpected end of data"),
+        ("a.csv", b"query,response\nq,\xff\n", "a.csv:2: not UTF-8\n    convert it: iconv -f LATIN1 -t UTF-8"),
+        ("a.json", '[{"query": 1}]'.encode("utf-16"), "a.json:1: not UTF-8\n    convert it: iconv -f UTF-16 -t UTF-8"),
+        ("a.parquet", "query,response\n", "a.parquet: not Parquet: Parquet magic bytes not found"),
+        ("a.txt", "query", "a.txt has a suffix that is not known\n    known: .jsonl, .json, .parquet, .csv"),
+        ("a.txt#3", "query", "a.txt#3 has a suffix that is not known"),
+    ],
+)
+def test_unreadable_file(tmp_path, name, data, message):
+    with pytest.raises(UserError) as caught:
+        read(write(tmp_path / name, data))
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("trian.jsonl", "trian.jsonl does not exist\n    did you mean train.jsonl?"),
+        ("trian.jsonl#5", "trian.jsonl does not exist\n    did you mean train.jsonl?"),
+        ("zzz", "zzz does not exist\n    . holds train.jsonl"),
+        ("no/train.jsonl", "no/train.jsonl does not exist\n    there is no directory no"),
+        ("empty/x.csv", "empty/x.csv does not exist\n    empty holds no data file"),
+        (".", ". is a directory; --dataset takes files\n    it holds train.jsonl"),
+        ("empty", "empty is a directory; --dataset takes files\n    it holds no data file"),
+        ("train.jsonl#0", "train.jsonl#0: #0 is not a number of rows\n    write train.jsonl#500 for 500 random rows"),
+        ("train.jsonl#all", "train.jsonl#all: #all is not a number of rows"),
+    ],
+)
+def test_misnamed_file(tmp_path, monkeypatch, spec, message):
+    write(tmp_path / "train.jsonl", JSON_LINES)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        find_file(spec)
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,352 @@
+"""The texts that train are compared with texts written by hand; in `test_labels_by_hand` every single token is."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+
+from swiftlite.data.conversation import RowError, parse_row
+from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.errors import UserError
+from tests.data.templates import ALPACA, CHATML, CHATML_GENERATION, GLM, LLAMA3, MISTRAL, OPEN_THINK, QWEN3, R1
+
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+TWO_ROUNDS = {"query": "And you?", "response": "I am fine", "history": [["2 + 2 =", "4."]]}
+AGENT = {
+    "messages": [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "tool_calls": [{"name": "get_weather", "arguments": {"city": "Paris"}}]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "It is sunny"},
+    ],
+    "tools": [TOOL],
+}
+THINKING = "<think>\nhm\n</think>\n\n"
+CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+
+
+def trained_texts(template: ChatTemplate, row: dict) -> list[str]:
+    """Text of each run of tokens that train."""
+    sample = template.encode(parse_row(row))
+    trained = np.flatnonzero(sample.labels != -100)
+    runs = np.split(trained, np.flatnonzero(np.diff(trained) > 1) + 1)
+    assert all(sample.labels[run].tolist() == sample.input_ids[run].tolist() for run in runs)
+    return [str(template.tokenizer.decode(sample.labels[run], clean_up_tokenization_spaces=False)) for run in runs]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trimmed", "metaspace"])
+@pytest.mark.parametrize(
+    ("chat_template", "row", "expected"),
+    [
+        (CHATML, TWO_ROUNDS, ["4.<|im_end|>", "I am fine<|im_end|>"]),
+        (CHATML, AGENT, [f"<tool_call>{CALL}</tool_call><|im_end|>", "It is sunny<|im_end|>"]),
+        (CHATML_GENERATION, TWO_ROUNDS, ["4.<|im_end|>", "I am fine<|im_end|>"]),
+        (LLAMA3, TWO_ROUNDS, ["4.<|eot|>", "I am fine<|eot|>"]),
+        (LLAMA3, dict(AGENT, tools=None), [f"{CALL}</s>", "It is sunny<|eot|>"]),
+        (QWEN3, TWO_ROUNDS, ["4.<|im_end|>", "<think>\n\n</think>\n\nI am fine<|im_end|>"]),
+        (
+            QWEN3,
+            dict(AGENT, tools=None),
+            [f"\n<tool_call>\n{CALL}\n</tool_call><|im_end|>", "<think>\n\n</think>\n\nIt is sunny<|im_end|>"],
+        ),
+        (QWEN3, {"query": "q", "response": THINKING + "a"}, [THINKING + "a<|im_end|>"]),
+        (GLM, TWO_ROUNDS, ["4.", "I am fine<|endoftext|>"]),
+        (ALPACA, TWO_ROUNDS, ["4.", "I am fine<|endoftext|>"]),
+        (OPEN_THINK, TWO_ROUNDS, ["\n</think>\n\n4.<|im_end|>", "\n</think>\n\nI am fine<|im_end|>"]),
+        (OPEN_THINK, {"query": "q", "response": THINKING + "a"}, ["hm\n</think>\n\na<|im_end|>"]),
+        (CHATML, {"query": "q", "response": "naïve 😀 日本\n"}, ["naïve 😀 日本\n<|im_end|>"]),
+    ],
+)
+def test_only_the_assistant_trains(make_tokenizer, kind, chat_template, row, expected):
+    template = ChatTemplate(make_tokenizer(chat_template, kind))
+    assert trained_texts(template, row) == expected
+
+
+@pytest.mark.parametrize(("kind", "space"), [("bytes", " "), ("metaspace", "")])
+def test_space_before_an_answer_trains_with_it(make_tokenizer, kind, space):
+    """A SentencePiece decoder leaves the first space out; the token holds it all the same."""
+    template = ChatTemplate(make_tokenizer(MISTRAL, kind))
+    assert trained_texts(template, TWO_ROUNDS) == [space + "4.</s>", space + "I am fine</s>"]
+    sample = template.encode(parse_row(TWO_ROUNDS))
+    first = template.tokenizer.convert_ids_to_tokens(int(sample.labels[sample.labels != -100][0]))
+    assert first in ("Ġ", "Ġ4", "▁", "▁4")
+
+
+def hand_made_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
+    """One token per word, special token, or line end."""
+    words = ["<unk>", "<|im_start|>", "<|im_end|>", "\n", "user", "assistant", "hi", "there", "yes", "no", "<|end|>"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\|\w+\|>|\n|\w+"), "isolated")
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=chat_template)
+
+
+BY_HAND = {
+    "messages": [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes", "loss_scale": 0.5},
+        {"role": "user", "content": "there"},
+        {"role": "assistant", "content": "no"},
+    ]
+}
+IDS = [1, 4, 3, 6, 2, 3, 1, 5, 3, 8, 2, 3, 1, 4, 3, 7, 2, 3, 1, 5, 3, 9, 2, 3]
+
+
+@pytest.mark.parametrize("chat_template", [CHATML, CHATML_GENERATION])
+@pytest.mark.parametrize(
+    ("loss_scale", "trained"),
+    [
+        ("default", {9: 0.5, 10: 0.5, 21: 1, 22: 1}),
+        ("last_round", {21: 1, 22: 1}),
+        ("all", {i: 0.5 if i in (9, 10) else 1 for i in range(1, 24)}),
+    ],
+)
+def test_labels_by_hand(chat_template, loss_scale, trained):
+    sample = ChatTemplate(hand_made_tokenizer(chat_template), loss_scale).encode(parse_row(BY_HAND, source="f:1"))
+    assert sample.input_ids.tolist() == IDS
+    assert sample.labels.tolist() == [IDS[i] if i in trained else -100 for i in range(24)]
+    assert sample.loss_scale.tolist() == [trained.get(i, 0) for i in range(24)]
+    assert (sample.input_ids.dtype, sample.labels.dtype, sample.loss_scale.dtype) == (np.int32, np.int32, np.float32)
+    assert (sample.source, sample.num_trained_tokens) == ("f:1", len(trained))
+
+
+def test_turns_with_loss_false_do_not_train(make_tokenizer):
+    messages = [dict(message) for message in BY_HAND["messages"]]
+    messages[1] = {"role": "assistant", "content": "yes", "loss": False}
+    assert trained_texts(ChatTemplate(make_tokenizer(CHATML)), {"messages": messages}) == ["no<|im_end|>"]
+
+
+def test_last_round_is_every_turn_since_the_last_question(make_tokenizer):
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *AGENT["messages"]]}
+    template = ChatTemplate(make_tokenizer(CHATML), "last_round")
+    assert trained_texts(template, row) == [f"<tool_call>{CALL}</tool_call><|im_end|>", "It is sunny<|im_end|>"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trimmed", "metaspace"])
+@pytest.mark.parametrize("chat_template", [CHATML, CHATML_GENERATION, LLAMA3, QWEN3, MISTRAL, GLM, ALPACA, OPEN_THINK])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"query": "2 + 2 =", "response": "4."},
+        {"query": "q", "response": " starts with a space"},
+        {"query": "q", "response": "\n\nstarts with lines"},
+        {"query": "q  ", "response": "éa"},
+        TWO_ROUNDS,
+    ],
+)
+def test_prompt_is_what_stands_before_the_answer(make_tokenizer, chat_template, kind, row):
+    """Token for token; text for text where no special token keeps an earlier answer apart from its header."""
+    template = ChatTemplate(make_tokenizer(chat_template, kind), "last_round")
+    conversation = parse_row(row)
+    sample = template.encode(conversation)
+    prompt = template.encode_prompt(conversation.prompt().messages)
+    first_label = int(np.flatnonzero(sample.labels != -100)[0])
+    before = sample.input_ids[:first_label].tolist()
+    if chat_template == ALPACA and row == TWO_ROUNDS:
+        before, prompt = template.tokenizer.decode(before), template.tokenizer.decode(prompt)
+    assert before == prompt
+
+
+def test_prompt_that_would_share_a_token_with_the_answer(make_tokenizer):
+    """The rendered text has three newlines in a row, two of which are one token of this tokenizer."""
+    tokenizer = make_tokenizer(OPEN_THINK)
+    text = "<think>\n\n</think>"
+    assert tokenizer.tokenize(text) != tokenizer.tokenize("<think>\n") + tokenizer.tokenize("\n</think>")
+    template = ChatTemplate(tokenizer)
+    sample = template.encode(parse_row({"query": "q", "response": "a"}))
+    assert "<think>\n\n</think>\n\na" in tokenizer.decode(sample.input_ids)
+
+
+def test_generation_blocks_win_over_prefix_differences(make_tokenizer):
+    """A template may train less than the whole turn; both ways find the same where it trains all."""
+    row = {"query": "q", "response": "one two"}
+    only_answer = CHATML_GENERATION.replace("{% generation %}", "{{ 'Answer: ' }}{% generation %}")
+    assert trained_texts(ChatTemplate(make_tokenizer(only_answer)), row) == ["one two<|im_end|>"]
+    both = [ChatTemplate(make_tokenizer(text)).encode(parse_row(TWO_ROUNDS)) for text in (CHATML, CHATML_GENERATION)]
+    assert both[0].labels.tolist() == both[1].labels.tolist()
+
+
+def test_end_of_turn_trains_when_a_generation_block_leaves_it_out(make_tokenizer):
+    text = "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}"
+    chat_template = CHATML_GENERATION.replace("{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}", text)
+    assert chat_template != CHATML_GENERATION
+    template = ChatTemplate(make_tokenizer(chat_template))
+    assert trained_texts(template, TWO_ROUNDS) == ["4.<|im_end|>", "I am fine<|im_end|>"]
+
+
+def test_generation_block_that_starts_with_a_space(make_tokenizer):
+    """transformers' own mask of whole tokens stops at such a block where offsets leave spaces out."""
+    template = ChatTemplate(make_tokenizer(CHATML_GENERATION, "trimmed"))
+    row = {"query": "q", "response": " b", "history": [["q", " a"]]}
+    assert trained_texts(template, row) == [" a<|im_end|>", " b<|im_end|>"]
+
+
+def test_accents_that_the_tokenizer_composes(make_tokenizer):
+    row = {"query": "q", "response": "e\u0301te\u0301"}
+    assert trained_texts(ChatTemplate(make_tokenizer(CHATML)), row) == ["\u00e9t\u00e9<|im_end|>"]
+
+
+class Characters(PreTrainedTokenizer):
+    """A tokenizer in Python, without offsets."""
+
+    def __init__(self, **options):
+        self.characters = [chr(i) for i in range(256)]
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self):
+        return len(self.characters)
+
+    def get_vocab(self):
+        return {character: i for i, character in enumerate(self.characters)} | self.added_tokens_encoder
+
+    def _tokenize(self, text, **kwargs):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return ord(token)
+
+    def _convert_id_to_token(self, index):
+        return chr(index)
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+def test_tokenizer_without_offsets():
+    tokenizer = Characters(eos_token="<|im_end|>", chat_template=CHATML)
+    assert not tokenizer.is_fast
+    template = ChatTemplate(tokenizer)
+    conversation = parse_row(TWO_ROUNDS)
+    assert trained_texts(template, TWO_ROUNDS) == ["4.<|im_end|>", "I am fine<|im_end|>"]
+    prompt = template.encode_prompt(conversation.prompt().messages)
+    assert template.encode(conversation).input_ids[: len(prompt)].tolist() == prompt
+
+
+def test_end_token(make_tokenizer):
+    tokenizer = make_tokenizer(CHATML)
+    assert ChatTemplate(tokenizer).end_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ChatTemplate(make_tokenizer(GLM)).end_token_id == tokenizer.eos_token_id
+    several = CHATML.replace("<|im_end|>", "</end of turn>")
+    assert ChatTemplate(make_tokenizer(several)).end_token_id is None
+
+
+def test_stop_tokens_are_gathered_from_the_model_directory(make_tokenizer, tmp_path: Path):
+    tokenizer = make_tokenizer(CHATML)
+    assert stop_token_ids(tokenizer, tmp_path) == (tokenizer.eos_token_id,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert stop_token_ids(tokenizer, tmp_path) == tuple(sorted({tokenizer.eos_token_id, 2, 5, 7}))
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "row", "message"),
+    [
+        (
+            MISTRAL,
+            {"query": "q", "response": "a", "system": "s"},
+            "messages: the chat template refuses them: Only user and assistant roles are supported!",
+        ),
+        (
+            "{% for m in messages %}{{ m.role + 1 if m.content == 'q' else m.content }}{% endfor %}",
+            {"query": "q", "response": "a"},
+            "messages: the chat template refuses them: can only concatenate str",
+        ),
+        (
+            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            {"query": "q", "response": "a", "system": "Be brief"},
+            "messages[0]: the chat template leaves out or changes this system turn",
+        ),
+        (GLM, AGENT, "messages[1].tool_calls: the chat template does not render tool calls"),
+        (LLAMA3, {"query": "q", "response": "a", "tools": [TOOL]}, "tools[0]: the chat template does not render tools"),
+        (
+            QWEN3,
+            {"query": "q2", "response": "a", "history": [["q", THINKING + "a"]]},
+            "messages[1]: the chat template leaves out the thinking of this turn, so the turn cannot train as it was "
+            "written\n    --loss_scale last_round trains the last answer alone; or give that turn",
+        ),
+        (
+            QWEN3,
+            {
+                "messages": [
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "a"},
+                ]
+            },
+            "messages[1]: the chat template leaves out the thinking of this turn",
+        ),
+        (
+            R1,
+            {"query": "q", "response": "a"},
+            "messages[1]: the prompt for this turn is not how the rendered conversation begins: "
+            "'user|>q<|assistant|><think>\\n' against 'user|>q<|assistant|>a</s>'\n"
+            "    mend add_generation_prompt in the chat template",
+        ),
+        (
+            CHATML.replace("m.content }}", "m.content | replace('some', 'any') }}"),
+            {"query": "q", "response": "some text"},
+            "messages[1]: the chat template leaves out or changes the text of this turn",
+        ),
+        (
+            CHATML,
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "loss": False}]},
+            "messages: nothing trains: the assistant's turns all have loss false",
+        ),
+        (CHATML, {"query": "half \ud83d", "response": "a"}, "messages: half of a surrogate pair"),
+    ],
+)
+def test_row_that_the_template_cannot_handle(make_tokenizer, chat_template, row, message):
+    template = ChatTemplate(make_tokenizer(chat_template))
+    with pytest.raises(RowError) as caught:
+        template.encode(parse_row(row))
+    assert str(caught.value).startswith(message)
+
+
+def test_thinking_in_history_trains_with_last_round(make_tokenizer):
+    """What the error of the default way tells to do works."""
+    row = {"query": "q2", "response": THINKING + "b", "history": [["q", THINKING + "a"]]}
+    template = ChatTemplate(make_tokenizer(QWEN3), "last_round")
+    assert trained_texts(template, row) == [THINKING + "b<|im_end|>"]
+
+
+def test_turn_whose_end_cannot_be_located(make_tokenizer):
+    """Later turns are rendered otherwise when an earlier one changes: no place in the text is certain."""
+    chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content }}"
+        "{% if not loop.first %}{{ '!' if loop.last else messages[1].content | length }}{% endif %}{% endfor %}"
+        "{{ '<|im_start|>assistant' if add_generation_prompt }}"
+    )
+    with pytest.raises(RowError) as caught:
+        ChatTemplate(make_tokenizer(chat_template)).encode(parse_row(TWO_ROUNDS))
+    message = "messages[1]: the end of this turn cannot be located in the rendered text\n    --loss_scale last_round"
+    assert str(caught.value).startswith(message)
+
+
+def test_answer_that_the_tokenizer_does_not_know():
+    template = ChatTemplate(hand_made_tokenizer(CHATML))
+    with pytest.raises(RowError) as caught:
+        template.encode(parse_row({"query": "unheard of", "response": "yes maybe"}))
+    message = "messages[1]: the tokenizer turns 'yes maybe<|im_end|>' into 'yes <unk> <unk> <|im_end|>'"
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "message"),
+    [
+        (None, "the tokenizer of this model has no chat template\n    put a chat_template.jinja into the model's"),
+        (
+            "{{ raise_exception('no') }}",
+            "the chat template cannot render a plain exchange: messages: the chat template",
+        ),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "the chat template leaves out what the assistant says"),
+    ],
+)
+def test_tokenizer_without_a_usable_template(make_tokenizer, chat_template, message):
+    with pytest.raises(UserError) as caught:
+        ChatTemplate(make_tokenizer(chat_template))
+    assert str(caught.value).startswith(message)
