@@ -58,7 +58,7 @@ def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
     """Re-open every file of a Hugging Face directory and compare it with its config.json.
 
     Checked: index keys = keys in the files; trunk keys and shapes = what the family has for this config; MTP depth
-    promised = MTP tensors there, either way; tied copies present in a consistent shape; every number finite.
+    promised = MTP tensors there, either way; copies of a tied embedding equal to it; every number finite.
 
     Returns:
         One line per problem, naming the tensor; empty for a directory that keeps its promises.
@@ -79,6 +79,8 @@ def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
     problems += compare_shapes(expected, {key: entry.shape for key, entry in entries.items()}, derived)
     if not problems:
         with Checkpoint(hf_dir) as checkpoint:
+            copies = [(key, copy) for row in rows for key in row.hf for copy in row.hf_copies if copy in entries]
+            problems += [f"{copy} differs from {key}" for key, copy in copies if not checkpoint.is_equal(key, copy)]
             problems += _not_finite(checkpoint)
     return problems
 
@@ -102,7 +104,7 @@ def _not_finite(checkpoint: Checkpoint) -> list[str]:
     for key, entry in checkpoint.entries.items():
         if entry.dtype.is_floating_point:
             # float(), because the 8-bit formats know no isfinite
-            bad = sum(int((~torch.isfinite(chunk.float())).sum()) for _, chunk in checkpoint.chunks(key))
+            bad = sum(int((~torch.isfinite(chunk.float())).sum()) for chunk in checkpoint.chunks(key))
             if bad:
                 problems.append(f"{key}: {bad} of {entry.numel} numbers are not finite")
     return problems

@@ -102,7 +102,7 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face directory; nothing but headers is read until `chunks`. A context manager.
+    """The tensors of a Hugging Face directory; nothing but headers is read until asked. A context manager.
 
     Attributes:
         entries: dtype, shape and place of every tensor, by key.
@@ -126,36 +126,54 @@ class Checkpoint:
     def __exit__(self, *exception: object) -> None:
         self._files.close()
 
-    def chunks(self, key: str, index: Index | None = None) -> Iterator[tuple[Index, torch.Tensor]]:
-        """A slice of a tensor, a few megabytes at a time: nothing outside the slice is read.
+    def read_into(self, target: torch.Tensor, key: str, index: Index) -> None:
+        """Copy a slice of a tensor; nothing outside the slice is read, and no second copy is held.
 
         Args:
-            index: one slice per axis, step 1; None for the whole tensor.
-
-        Yields:
-            Where the chunk belongs within the slice, and the chunk, which is overwritten by the next one.
+            target: of the slice's shape; any dtype and device, the numbers are cast.
+            index: one slice per axis, step 1.
         """
         entry = self.entries[key]
-        descriptor = self._files.descriptor(self.hf_dir / entry.file)
-        buffer = torch.empty(0, dtype=torch.uint8)
+        buffer = _Buffer()
         for place, part in _parts(entry, index):
-            nbytes = part.numel * entry.dtype.itemsize
-            if len(buffer) < nbytes:
-                buffer = torch.empty(nbytes, dtype=torch.uint8)
-            memory, filled = buffer.numpy().data, 0
-            for offset, length in part.stretches(entry):
-                if os.preadv(descriptor, [memory[filled : filled + length]], offset) != length:
-                    raise UserError(f"{self.hf_dir / entry.file}: became shorter while it was read")
-                filled += length
-            yield place, buffer[:nbytes].view(entry.dtype).view(part.shape)
+            there = target[place]
+            if there.dtype == entry.dtype and there.device.type == "cpu" and there.is_contiguous():
+                self._read_part(entry, part, there)
+            else:
+                chunk = buffer.like(entry.dtype, part.shape)
+                self._read_part(entry, part, chunk)
+                there.copy_(chunk)
 
-    def read(self, key: str, index: Index | None = None) -> torch.Tensor:
-        """A slice of a tensor, whole in memory."""
+    def read(self, key: str) -> torch.Tensor:
+        """A whole tensor."""
         entry = self.entries[key]
-        result = torch.empty([len(part) for part in _ranges(entry.shape, index)], dtype=entry.dtype)
-        for place, chunk in self.chunks(key, index):
-            result[place] = chunk
+        result = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_into(result, key, (slice(None),) * len(entry.shape))
         return result
+
+    def chunks(self, key: str, index: Index | None = None) -> Iterator[torch.Tensor]:
+        """A slice of a tensor (None: all of it) a few megabytes at a time; each is overwritten by the next one."""
+        entry = self.entries[key]
+        buffer = _Buffer()
+        for _, part in _parts(entry, (slice(None),) * len(entry.shape) if index is None else index):
+            chunk = buffer.like(entry.dtype, part.shape)
+            self._read_part(entry, part, chunk)
+            yield chunk
+
+    def is_equal(self, key: str, other: str, index: Index | None = None) -> bool:
+        """Whether two tensors of one shape are the same in a slice, bit by bit: a NaN equals itself."""
+        return self.entries[key].dtype == self.entries[other].dtype and all(
+            torch.equal(one.view(torch.uint8), another.view(torch.uint8))
+            for one, another in zip(self.chunks(key, index), self.chunks(other, index), strict=True)
+        )
+
+    def _read_part(self, entry: Entry, part: "_Part", contiguous: torch.Tensor) -> None:
+        descriptor = self._files.descriptor(self.hf_dir / entry.file)
+        memory = _bytes_of(contiguous)
+        for offset, length in part.stretches(entry):
+            if os.preadv(descriptor, [memory[:length]], offset) != length:
+                raise UserError(f"{self.hf_dir / entry.file}: became shorter while it was read")
+            memory = memory[length:]
 
 
 def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
@@ -229,11 +247,10 @@ class ShardedFiles:
         entry = self.entries[key]
         descriptor = self._files.descriptor(self._temporary(entry.file))
         for place, part in _parts(entry, index):
-            chunk = source[place].to("cpu", entry.dtype).contiguous()
-            memory, written = chunk.view(-1).view(torch.uint8).numpy().data, 0
+            memory = _bytes_of(source[place].to("cpu", entry.dtype).contiguous())
             for offset, length in part.stretches(entry):
-                _write_fully(descriptor, memory[written : written + length], offset)
-                written += length
+                _write_fully(descriptor, memory[:length], offset)
+                memory = memory[length:]
 
     def flush(self) -> None:
         """Make what this process wrote durable."""
@@ -371,10 +388,6 @@ class _Part:
     def shape(self) -> list[int]:
         return [len(one) for one in self.ranges]
 
-    @property
-    def numel(self) -> int:
-        return _product(self.shape)
-
     def stretches(self, entry: Entry) -> Iterator[tuple[int, int]]:
         """Where in the file the box lies: (offset, length) in bytes of each stretch without a gap, in order."""
         strides = [_product(entry.shape[axis + 1 :]) * entry.dtype.itemsize for axis in range(len(entry.shape))]
@@ -388,15 +401,9 @@ class _Part:
             yield entry.offset + start + sum(map(int.__mul__, position, strides)), length
 
 
-def _ranges(shape: tuple[int, ...], index: Index | None) -> tuple[range, ...]:
-    """The positions that an index means, axis by axis."""
-    index = (slice(None),) * len(shape) if index is None else index
-    return tuple(range(*part.indices(length)) for part, length in zip(index, shape, strict=True))
-
-
-def _parts(entry: Entry, index: Index | None) -> Iterator[tuple[Index, _Part]]:
+def _parts(entry: Entry, index: Index) -> Iterator[tuple[Index, _Part]]:
     """A slice cut along its first axis into boxes of about _CHUNK_BYTES, each with its place within the slice."""
-    ranges = _ranges(entry.shape, index)
+    ranges = tuple(range(*part.indices(length)) for part, length in zip(index, entry.shape, strict=True))
     if not ranges:
         yield (), _Part(())
         return
@@ -406,6 +413,19 @@ def _parts(entry: Entry, index: Index | None) -> Iterator[tuple[Index, _Part]]:
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
         yield (slice(first, first + len(part)), *(slice(None) for _ in others)), _Part((part, *others))
+
+
+class _Buffer:
+    """Memory that is allocated once and then serves chunk after chunk."""
+
+    def __init__(self):
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+        nbytes = _product(shape) * dtype.itemsize
+        if len(self._bytes) < nbytes:
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bytes[:nbytes].view(dtype).view(shape)
 
 
 class _OpenFiles:
@@ -428,6 +448,10 @@ class _OpenFiles:
     def close(self) -> None:
         self._stack.close()
         self._files.clear()
+
+
+def _bytes_of(contiguous: torch.Tensor) -> memoryview:
+    return contiguous.view(-1).view(torch.uint8).numpy().data
 
 
 def _write_fully(descriptor: int, memory: memoryview, offset: int) -> None:

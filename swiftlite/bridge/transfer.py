@@ -18,7 +18,7 @@ from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
 from swiftlite.bridge.plan import Binding, bind, report_missing
 from swiftlite.bridge.rows import Family, Row
-from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
 from swiftlite.errors import UserError
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
@@ -212,9 +212,12 @@ def _read(bindings: Sequence[Binding], checkpoint: Checkpoint) -> None:
                 target.zero_()
                 continue
             for copy_key in present_copies:
-                _check_equal(checkpoint, copy_key, hf_key, hf_index)
-            for where, chunk in checkpoint.chunks(hf_key, hf_index):
-                target[where] = chunk
+                if not checkpoint.is_equal(hf_key, copy_key, hf_index):
+                    raise UserError(
+                        f"config.json says that the embeddings are tied, but {copy_key} differs from {hf_key}",
+                        'set "tie_word_embeddings": false there if the model has its own head, else remove the tensor',
+                    )
+            checkpoint.read_into(target, hf_key, hf_index)
 
 
 def _write(bindings: Sequence[Binding], files: ShardedFiles) -> None:
@@ -245,19 +248,6 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: Family, hf_conf
     if missing := missing_mtp_keys(checkpoint.entries, family, hf_config, depth):
         raise UserError(
             f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:{report_missing(missing)}", start_anew
-        )
-
-
-def _check_equal(checkpoint: Checkpoint, copy_key: str, key: str, index: Index) -> None:
-    """Bits are compared, so that a NaN equals itself."""
-    is_equal = checkpoint.entries[copy_key].dtype == checkpoint.entries[key].dtype and all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        for (_, one), (_, other) in zip(checkpoint.chunks(copy_key, index), checkpoint.chunks(key, index), strict=True)
-    )
-    if not is_equal:
-        raise UserError(
-            f"config.json says that the embeddings are tied, but {copy_key} differs from {key}",
-            'if the model has its own head, set "tie_word_embeddings": false in config.json, else remove the tensor',
         )
 
 

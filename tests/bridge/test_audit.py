@@ -100,6 +100,14 @@ def test_wrong_tensors(tmp_path, change, expected):
     assert audit(hf_dir) == [expected]
 
 
+def test_tied_copy_that_differs(tmp_path):
+    hf_dir = make_tiny_hf(tmp_path, "qwen2", tied=True)
+    rewrite(hf_dir, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert audit(hf_dir) == []
+    rewrite(hf_dir, lambda t: t["lm_head.weight"][-1].add_(1))
+    assert audit(hf_dir) == ["lm_head.weight differs from model.embed_tokens.weight"]
+
+
 def test_unreadable_directory(tmp_path):
     hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
     family, config = families.FAMILIES["qwen3"], hf_dir / "config.json"

@@ -89,7 +89,11 @@ def test_any_slice_in_chunks_of_any_size(tmp_path, box, chunk_bytes):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tensors, "_CHUNK_BYTES", chunk_bytes)
         with Checkpoint(tmp_path) as checkpoint:
-            assert torch.equal(checkpoint.read("x", index), whole[index])
+            for dtype in (torch.float32, torch.float64):  # straight into the tensor, and through a buffer
+                target = torch.empty_like(whole[index], dtype=dtype)
+                checkpoint.read_into(target, "x", index)
+                assert torch.equal(target, whole[index].to(dtype))
+            assert torch.equal(checkpoint.read("x"), whole)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         (tmp_path / "out").mkdir()
         files = ShardedFiles(tmp_path / "out", {"x": (torch.float32, shape), "y": (torch.float32, (3,))}, 10**9)
