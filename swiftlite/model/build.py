@@ -10,6 +10,12 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime.device import Device
 
+_INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+
+
+def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
 
 def build_config(
     architecture: dict[str, Any],
@@ -18,13 +24,13 @@ def build_config(
     dtype: torch.dtype,
     mtp_num_layers: int,
     tensor_model_parallel_size: int = 1,
-    perform_initialization: bool = False,
+    random_weights: bool = False,
 ) -> TransformerConfig:
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
         architecture: keyword arguments from `Family.transformer_config`.
-        perform_initialization: draw random weights; not needed when every tensor is loaded.
+        random_weights: draw the weights at random; not needed when every tensor is loaded.
     """
     return TransformerConfig(
         **architecture,
@@ -33,7 +39,9 @@ def build_config(
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        perform_initialization=perform_initialization,
+        # Always: only then does megatron-core mark on a parameter which axis it is split along (layers.py:913).
+        perform_initialization=True,
+        **({} if random_weights else dict.fromkeys(_INIT_METHODS, _leave_unset)),
         use_cpu_initialization=not device.is_cuda,
         # The only mode whose loss and gradient do not depend on micro-batches, data parallelism or padding.
         calculate_per_token_loss=True,
@@ -58,9 +66,9 @@ def build_model(
     mtp_num_layers: int,
     heads_only: bool = False,
     tensor_model_parallel_size: int = 1,
-    perform_initialization: bool = False,
+    random_weights: bool = False,
 ) -> GPTModel:
-    """The model on this rank, on the device, in `dtype`; its weights are unset unless initialised.
+    """The model on this rank, on the device, in `dtype`; its weights are unset unless drawn at random.
 
     Raises:
         UserError: the vocabulary does not divide by the tensor-parallel size.
@@ -77,7 +85,7 @@ def build_model(
         dtype=dtype,
         mtp_num_layers=mtp_num_layers,
         tensor_model_parallel_size=tensor_model_parallel_size,
-        perform_initialization=perform_initialization,
+        random_weights=random_weights,
     )
     model = GPTModel(
         config=config,

@@ -65,7 +65,7 @@ def _run(args: SftArgs, device: Device) -> int:
         mtp_num_layers=plan.mtp_num_layers,
         heads_only=args.mtp_mode == "heads_only" and plan.mtp_num_layers > 0,
         tensor_model_parallel_size=plan.tensor_model_parallel_size,
-        perform_initialization=args.mtp_init == "random",
+        random_weights=args.mtp_init == "random",
     )
     load_report = load_hf([model], hf_dir, family, hf_config, mtp_init=args.mtp_init)
     logger.info("%s", load_report)
@@ -78,7 +78,6 @@ def _run(args: SftArgs, device: Device) -> int:
         checkpoint = resolve_checkpoint(output_dir)
         first = read_state(checkpoint)["step"]
         load_checkpoint(checkpoint, model, optimizer)
-        optimizer.reload_model_params()
         scheduler.step(increment=first)
         logger.info("going on from %s", checkpoint)
     elif is_first:

@@ -1,0 +1,135 @@
+"""`megatron sft` as a process: resuming, being stopped, being killed, heads_only, several processes."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.e2e.conftest import read_metrics
+from tests.tiny import make_tiny_hf
+
+pytestmark = pytest.mark.gloo
+
+
+def wait_for(condition, process, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)
+
+
+def steps_written(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kill_9_and_resume_equals_the_unbroken_run(commands, sft, tmp_path, dtype):
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    commands.ok(*sft, "--torch_dtype", dtype, "--output_dir", unbroken)
+    process = commands.start(*sft, "--torch_dtype", dtype, "--output_dir", killed)
+    at = random.randint(5, 10)
+    wait_for(lambda: steps_written(killed) >= at, process)
+    commands.kill(process)
+    commands.ok(*sft, "--torch_dtype", dtype, "--output_dir", killed, "--resume")
+    assert read_metrics(killed) == read_metrics(unbroken)
+    first, second = (json.loads((run / "acceptance.json").read_text()) for run in (unbroken, killed))
+    assert first == second
+
+
+def test_killed_while_saving_leaves_the_checkpoint_before(commands, sft, tmp_path):
+    run = tmp_path / "run"
+    process = commands.start(*sft, "--output_dir", run)
+    wait_for((run / ".checkpoint-8.writing").exists, process)
+    commands.kill(process)
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
+    result = commands.ok(*sft, "--output_dir", run, "--resume")
+    assert "going on from" in result.stderr and "checkpoint-4" in result.stderr
+    assert {path.name for path in run.glob("*checkpoint-*")} == {"checkpoint-4", "checkpoint-8", "checkpoint-12"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_saves_and_ends_cleanly(commands, sft, tmp_path, number):
+    run = tmp_path / "run"
+    process = commands.start(*sft, "--save_steps", "1000", "--train_iters", "500", "--output_dir", run)
+    wait_for(lambda: steps_written(run) >= 3, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "--resume" in errors and "Traceback" not in errors
+    (checkpoint,) = run.glob("checkpoint-*")
+    assert int(checkpoint.name.removeprefix("checkpoint-")) == read_metrics(run)[-1]["step"]
+
+
+def test_only_the_newest_checkpoints_are_kept(commands, sft, tmp_path):
+    commands.ok(*sft, "--save_total_limit", "2", "--output_dir", tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-12"}
+
+
+def test_args_json_runs_again(commands, sft, tmp_path):
+    commands.ok(*sft, "--output_dir", tmp_path / "first")
+    arguments = tmp_path / "first" / "args.json"
+    commands.ok("megatron", "sft", arguments, "--output_dir", tmp_path / "second")
+    assert read_metrics(tmp_path / "first") == read_metrics(tmp_path / "second")
+
+
+def test_heads_only_proves_that_the_trunk_stayed(commands, sft, model, tmp_path):
+    run, hf = tmp_path / "run", tmp_path / "hf"
+    commands.ok(*sft, "--mtp_mode", "heads_only", "--output_dir", run)
+    tensors = json.loads((run / "run_report.json").read_text())["tensors"]
+    assert tensors["trunk_sha256_before"] == tensors["trunk_sha256_after"]
+    assert tensors["frozen_but_changed"] == [] and tensors["trained_but_unchanged"] == []
+    commands.ok("export", "--to_hf", "--model", run, "--output_dir", hf)
+    before, after = (load_file(directory / "model.safetensors") for directory in (model, hf))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("mtp.")}
+
+
+def test_joint_changes_the_trunk(commands, sft, tmp_path):
+    commands.ok(*sft, "--output_dir", tmp_path / "run")
+    tensors = json.loads((tmp_path / "run" / "run_report.json").read_text())["tensors"]
+    assert tensors["trunk_sha256_before"] != tensors["trunk_sha256_after"]
+    assert tensors["frozen_tensors"] == 0
+
+
+@pytest.mark.parametrize("layout", ["", "--tensor_model_parallel_size 2"], ids=["DP2", "TP2"])
+def test_two_processes_compute_what_one_does(commands, sft, tmp_path, layout):
+    # Two groups, so that tensor parallelism can split keys and values.
+    model = make_tiny_hf(tmp_path / "wide", "qwen3", depth=1, with_tokenizer=True, num_key_value_heads=2)
+    sft[sft.index("--model") + 1] = str(model)
+    commands.ok(*sft, "--output_dir", tmp_path / "one")
+    commands.ok(*sft, *layout.split(), "--output_dir", tmp_path / "two", processes=2)
+    for one, two in zip(read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two"), strict=True):
+        # Float32 sums in another order; Adam's first steps amplify them (its step is the sign of tiny gradients).
+        assert one == pytest.approx(two, rel=2e-3, abs=1e-6)
+    commands.ok("export", "--to_hf", "--model", tmp_path / "two", "--output_dir", tmp_path / "hf")
+
+
+def test_the_export_of_a_moved_run_needs_nothing_else(commands, sft, model, tmp_path):
+    commands.ok(*sft, "--output_dir", tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    model.rename(tmp_path / "gone")
+    commands.ok("export", "--to_hf", "--model", tmp_path / "moved", "--output_dir", tmp_path / "hf")
+    assert set(os.listdir(tmp_path / "hf")) >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_hf_to_mcore_to_hf_is_bit_exact(commands, model, tmp_path):
+    commands.ok("export", "--to_mcore", "--model", model, "--output_dir", tmp_path / "mcore")
+    commands.ok("export", "--to_hf", "--model", tmp_path / "mcore", "--output_dir", tmp_path / "hf")
+    before, after = (load_file(directory / "model.safetensors") for directory in (model, tmp_path / "hf"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert (model / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
+
+
+def test_strip_leaves_no_head_and_no_promise(commands, model, tmp_path):
+    commands.ok("export", "--to_mcore", "--model", model, "--output_dir", tmp_path / "mcore")
+    commands.ok("export", "--to_hf", "--mtp", "strip", "--model", tmp_path / "mcore", "--output_dir", tmp_path / "hf")
+    assert not [name for name in load_file(tmp_path / "hf" / "model.safetensors") if name.startswith("mtp.")]
+    assert not json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"]

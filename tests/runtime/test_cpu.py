@@ -1,0 +1,75 @@
+"""Every shim is needed: a training step and a save run with all of them, and fail without any one."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gloo  # a process for each
+SHIMS = ["device_literal", "tensor_type", "patch_current_device", "patch_synchronize", "patch_get_rng_state"]
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from swiftlite.runtime import cpu
+
+if sys.argv[1]:
+    setattr(cpu, sys.argv[1], lambda value=None: value)
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.plan import make_plan, make_schedule
+from swiftlite.families import index
+from swiftlite.model.build import build_model
+from swiftlite.runtime.distributed import session
+from swiftlite.train.checkpoint import save_checkpoint
+from swiftlite.train.optim import make_optimizer, wrap_model
+from swiftlite.train.trainer import Trainer
+from swiftlite.data.batch import collate
+from swiftlite.data.sample import make_sample
+
+hf_config = dict(
+    model_type="llama", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    rms_norm_eps=1e-6, max_position_embeddings=16,
+)
+args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, train_iters=1)
+
+def main():
+    with session() as device:
+        architecture = index.get(hf_config).transformer_config(hf_config)
+        model = build_model(
+            architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1, random_weights=True
+        )
+        wrapped = wrap_model(model, torch.float32)
+        plan, schedule = make_plan(args, 1, 1), make_schedule(args, 1)
+        optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
+        batch = collate([make_sample([1, 2, 3, 4], [0, 1, 1, 1])], 0)
+        trainer = Trainer(
+            model=wrapped, optimizer=optimizer, scheduler=scheduler, plan=plan, schedule=schedule,
+            mtp_loss_scaling_factor=0.1, train_batches=lambda step: [batch], eval_batches=[], device=device, sinks=[],
+            logging_steps=1, save=lambda step: None,
+        )
+        assert trainer.step(1)["grad_norm"] > 0
+        save_checkpoint(Path(sys.argv[2]), 1, model, optimizer, {})
+        assert not torch.cuda.is_available()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run_without(shim: str, tmp_path) -> subprocess.CompletedProcess:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-W", "ignore", str(program), shim, str(tmp_path / "out")]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_step_and_a_save_run_with_all_shims(tmp_path):
+    result = run_without("", tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("shim", SHIMS)
+def test_each_shim_is_needed(tmp_path, shim):
+    result = run_without(shim, tmp_path)
+    assert result.returncode != 0
+    assert "CUDA" in result.stderr or "cuda" in result.stderr or "NVIDIA" in result.stderr, result.stderr
