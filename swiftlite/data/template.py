@@ -195,7 +195,7 @@ class ChatTemplate:
         if turn == len(messages) - 1:
             return len(prompt), len(text)
         so_far = self._render(messages[: turn + 1], tools)
-        if len(so_far) > len(prompt) and text.startswith(so_far):
+        if text.startswith(so_far):
             return len(prompt), len(so_far)
         # Qwen3 and its like write the last turn otherwise than earlier ones. The rest of the conversation is then found
         # by rendering it after a turn whose end is known.
@@ -248,7 +248,7 @@ class ChatTemplate:
         return tokens.ids, ranges
 
     def _tokenize_pieces(self, text: str, cuts: set[int]) -> "_Tokens":
-        tokens = _Tokens([], [], [], {})
+        tokens = _Tokens([], [], {})
         is_fast = bool(self.tokenizer.is_fast)
         for start, end in itertools.pairwise([0, *sorted(cuts - {0, len(text)}), len(text)]):
             piece = self.tokenizer(
@@ -256,18 +256,14 @@ class ChatTemplate:
             )
             tokens.indices[start] = len(tokens.ids)
             tokens.ids += piece["input_ids"]
-            for token_start, token_end in piece["offset_mapping"] if is_fast else ():
-                tokens.starts.append(start + token_start)
-                tokens.ends.append(start + token_end)
+            tokens.starts += [start + token_start for token_start, _ in piece["offset_mapping"]] if is_fast else []
             tokens.indices[end] = len(tokens.ids)
         return tokens
 
     def _token_range(self, tokens: "_Tokens", text: str, span: Span) -> Span | None:
-        """The tokens that are exactly this span; None if there are none."""
+        """The tokens that are exactly this span; None if one lies across its border, for then they decode to other text."""
         first, last = tokens.index(span[0]), tokens.index(span[1])
-        if first is None or last is None or not self._gives_back(tokens.ids, first, last, text[slice(*span)]):
-            return None
-        return first, last
+        return (first, last) if self._gives_back(tokens.ids, first, last, text[slice(*span)]) else None
 
     def _prompt_stands_alone(self, tokens: "_Tokens", text: str, end: int) -> bool:
         """Whether the tokens before `end` are those of that text alone.
@@ -276,8 +272,6 @@ class ChatTemplate:
         the end of a text, but not before a word. Special tokens divide a text, so looking back to the last is enough.
         """
         ids, first = tokens.ids, tokens.index(end)
-        if first is None:
-            return False
         tail = next((i for i in range(first - 1, -1, -1) if ids[i] in self._added_tokens), 0)
         prompt = text[tokens.starts[tail] if tail else 0 : end]
         if prompt not in self._known_tails:
@@ -309,19 +303,17 @@ class ChatTemplate:
 
 @dataclass
 class _Tokens:
-    """Tokens of a text, the characters each covers, and the token index of places where the text was cut."""
+    """Tokens of a text, the character each starts at, and the token index of places where the text was cut."""
 
     ids: list[int]
     starts: list[int]
-    ends: list[int]
     indices: dict[int, int]
 
-    def index(self, position: int) -> int | None:
-        """The first token at or after a place in the text; None where a token lies across it."""
+    def index(self, position: int) -> int:
+        """The first token that starts at or after a place in the text."""
         if position in self.indices:  # exact, while the offsets of some tokenizers leave spaces out
             return self.indices[position]
-        index = bisect.bisect_left(self.starts, position)
-        return None if index and self.ends[index - 1] > position else index
+        return bisect.bisect_left(self.starts, position)
 
 
 def _bare(text: str) -> str:

@@ -125,9 +125,9 @@ def train_bytes(trim_offsets: bool = False) -> Tokenizer:
 
 
 def train_metaspace() -> Tokenizer:
-    """As SentencePiece: spaces are part of words, and a word without one gets one."""
+    """As Llama 2: spaces are part of words, and every piece of text gets one in front."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

@@ -71,6 +71,8 @@ def test_space_before_an_answer_trains_with_it(make_tokenizer, kind, space):
     template = ChatTemplate(make_tokenizer(MISTRAL, kind))
     assert trained_texts(template, TWO_ROUNDS) == [space + "4.</s>", space + "I am fine</s>"]
     sample = template.encode(parse_row(TWO_ROUNDS))
+    text = "<s>[INST] 2 + 2 = [/INST] 4.</s>[INST] And you? [/INST] I am fine</s>"
+    assert sample.input_ids.tolist() == template.tokenizer(text)["input_ids"]
     first = template.tokenizer.convert_ids_to_tokens(int(sample.labels[sample.labels != -100][0]))
     assert first in ("Ġ", "Ġ4", "▁", "▁4")
 
