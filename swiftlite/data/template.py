@@ -261,7 +261,7 @@ class ChatTemplate:
         return tokens
 
     def _token_range(self, tokens: "_Tokens", text: str, span: Span) -> Span | None:
-        """The tokens that are exactly this span; None if one lies across its border, for then they decode to other text."""
+        """The tokens that are this span; None if one lies across its border, for then they decode to other text."""
         first, last = tokens.index(span[0]), tokens.index(span[1])
         return (first, last) if self._gives_back(tokens.ids, first, last, text[slice(*span)]) else None
 
