@@ -17,6 +17,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 # Not libraries: jokes, test suites, vendored installers, programs with windows, build leftovers.
@@ -43,7 +44,8 @@ class Entry:
         return self.name.removeprefix(self.module + ".")
 
 
-def stdlib_entries() -> list[Entry]:
+@cache
+def stdlib_entries() -> tuple[Entry, ...]:
     """Every public documented function, class and method of the standard library, sorted by name, no name twice."""
     entries: dict[str, Entry] = {}
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -57,7 +59,7 @@ def stdlib_entries() -> list[Entry]:
     for module in C_MODULES:
         for entry in compiled_entries(module):
             entries.setdefault(entry.name, entry)
-    return [entries[name] for name in sorted(entries)]
+    return tuple(entries[name] for name in sorted(entries))
 
 
 def parsed_entries(source: str, module: str) -> Iterator[Entry]:
@@ -149,7 +151,7 @@ def rows_of(entry: Entry, rng: random.Random) -> list[dict]:
 def make_rows(max_rows: int, val_rows: int) -> tuple[list[dict], list[dict]]:
     """(training rows, held-out rows) in a fixed shuffled order; no function has rows in both."""
     rng = random.Random(0)
-    entries = stdlib_entries()
+    entries = list(stdlib_entries())
     rng.shuffle(entries)
     held_out: list[dict] = []
     while len(held_out) < val_rows:

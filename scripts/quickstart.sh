@@ -34,14 +34,14 @@ show_and_run swiftlite megatron sft --model "$out/model" --dataset "$out/data/tr
     --val_dataset "$out/data/val.jsonl" --output_dir "$out/run" --torch_dtype float32 \
     --mtp_num_layers 1 --mtp_init random --mtp_loss_scaling_factor 0.3 \
     --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 500 --lr 2e-3 \
-    --logging_steps 10 --acceptance_samples 32
+    --logging_steps 10 --acceptance_samples 32 --acceptance_max_new_tokens 48
 
 step "4/5 export to Hugging Face format"
 show_and_run swiftlite export --to_hf --model "$out/run" --output_dir "$out/hf"
 
 step "5/5 serve with the trained head, on prompts held out from training"
 show_and_run swiftlite infer --model "$out/hf" --infer_backend vllm --speculative mtp --compare \
-    --val_dataset "$out/data/val.jsonl" --max_new_tokens 64 --torch_dtype float32 \
+    --val_dataset "$out/data/val.jsonl" --max_new_tokens 48 --torch_dtype float32 \
     --result_path "$out/answers.jsonl" --acceptance_json "$out/run/acceptance.json"
 
 step "done"

@@ -1,8 +1,8 @@
 """Training speed: swiftlite against a plain transformers loop, then the cost of one MTP layer.
 
 Same model, rows, batch, precision and threads on both sides, and every row exactly `--max_length` tokens, so that both
-do the same arithmetic and nothing is padding. The contestants run as alternating subprocesses; each figure is the
-median over all rounds of the steps after the warm-up.
+do the same arithmetic and nothing is padding. The contestants run as alternating subprocesses. A figure is the median
+over all rounds of the steps after the warm-up, with the fastest step beside it: far apart, the machine was not idle.
 
     python scripts/bench/train.py                      # the quickstart's model, made on the spot
     python scripts/bench/train.py --model DIR --torch_dtype bfloat16
@@ -97,9 +97,9 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
 }
 
 
-def race(args: argparse.Namespace) -> dict[str, float]:
-    """Median tokens/s per contestant, each round in a fresh process and one after another, so that a slow spell of the
-    machine hits all of them."""
+def race(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens/s of every step that counts, per contestant. Each round runs all of them one after another in fresh
+    processes, so that a slow spell of the machine hits all."""
     speed: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     for _ in range(args.rounds):
@@ -108,7 +108,7 @@ def race(args: argparse.Namespace) -> dict[str, float]:
             command += ["--model", str(args.model), "--dataset", str(args.dataset)]
             out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
             speed[name] += json.loads(out.splitlines()[-1])[args.warmup :]
-    return {name: statistics.median(values) for name, values in speed.items()}
+    return speed
 
 
 def main() -> None:
@@ -137,10 +137,14 @@ def main() -> None:
             make_model = [sys.executable, SCRIPTS / "make_tiny_model.py", "--output_dir", args.model]
             subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
         speed = race(args)
-    plain, swiftlite, with_mtp = (speed[name] for name in CONTESTANTS)
-    print(f"plain transformers loop    {plain:8.0f} tokens/s")
-    print(f"swiftlite without MTP      {swiftlite:8.0f} tokens/s   {swiftlite / plain:.2f}x the plain loop")
-    print(f"swiftlite, one MTP layer   {with_mtp:8.0f} tokens/s   {with_mtp / swiftlite:.2f}x swiftlite without MTP")
+    median = {name: statistics.median(values) for name, values in speed.items()}
+    for name, label, rival, than in (
+        ("plain", "plain transformers loop", "plain", ""),
+        ("swiftlite", "swiftlite without MTP", "plain", "the plain loop"),
+        ("swiftlite_mtp", "swiftlite, one MTP layer", "swiftlite", "swiftlite without MTP"),
+    ):
+        ratio = f"   {median[name] / median[rival]:.2f}x {than}" if than else ""
+        print(f"{label:<26}{median[name]:8.0f} tokens/s (fastest step {max(speed[name]):.0f}){ratio}")
 
 
 if __name__ == "__main__":

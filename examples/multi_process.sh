@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The same training as two processes, laid out two ways: each half of every matrix (tensor parallel), or each half of every
+# batch (data parallel). The losses of all three runs agree; only rounding differs.
+#
+# Hardware: 2 CPU cores, 4 GB of memory; no GPU
+# Time:     @TIME@
+# Expect:   @EXPECT@
+# Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+set -euo pipefail
+cd "$(dirname "$0")/.."
+MODEL=${MODEL:-out/quickstart/hf}
+TRAIN=${TRAIN:-out/quickstart/data/train.jsonl}
+OUT=${OUT:-out/multi_process}
+
+train() { # NAME OPTION...
+    local name=$1
+    shift
+    swiftlite megatron sft --model "$MODEL" --dataset "$TRAIN#400" --split_dataset_ratio 0 --acceptance_samples 0 \
+        --torch_dtype float32 --micro_batch_size 8 --global_batch_size 16 --max_length 256 --train_iters 20 --lr 1e-4 \
+        --output_dir "$OUT/$name" "$@"
+}
+train one_process
+NPROC_PER_NODE=2 train tensor_parallel --tensor_model_parallel_size 2
+NPROC_PER_NODE=2 train data_parallel
+for name in one_process tensor_parallel data_parallel; do
+    echo "$name: $(tail -n 1 "$OUT/$name/metrics.jsonl")"
+done

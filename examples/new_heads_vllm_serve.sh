@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Heads for a family that ships none (Llama, Qwen2, Qwen3), served over HTTP by stock vLLM: train the head alone on a
+# finished model, export, `vllm serve`, one request, the server's own count of accepted drafts.
+#
+# Hardware: 2 CPU cores, 6 GB of memory; no GPU
+# Time:     @TIME@
+# Expect:   @EXPECT@
+# Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+set -euo pipefail
+cd "$(dirname "$0")/.."
+MODEL=${MODEL:-out/quickstart/hf}
+TRAIN=${TRAIN:-out/quickstart/data/train.jsonl}
+VAL=${VAL:-out/quickstart/data/val.jsonl}
+OUT=${OUT:-out/new_heads_vllm_serve}
+PORT=${PORT:-8000}
+
+# --mtp_init leaves the head that MODEL may have aside and starts from a copy of its last decoder layer.
+swiftlite megatron sft --model "$MODEL" --dataset "$TRAIN" --val_dataset "$VAL" --output_dir "$OUT/run" \
+    --torch_dtype float32 --mtp_num_layers 1 --mtp_init copy_last_layer --mtp_mode heads_only \
+    --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 300 --lr 1e-3 \
+    --acceptance_max_new_tokens 32
+swiftlite export --to_hf --model "$OUT/run" --output_dir "$OUT/hf"
+
+VLLM_CPU_KVCACHE_SPACE=1 vllm serve "$OUT/hf" --served-model-name tiny --port "$PORT" --dtype float32 --enforce-eager \
+    --max-model-len 512 --max-num-seqs 4 --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' \
+    >"$OUT/server.log" 2>&1 &
+server=$!
+trap 'kill "$server" 2>/dev/null; wait "$server" || true' EXIT
+until curl -sf "localhost:$PORT/health" >/dev/null; do
+    kill -0 "$server" || { tail -20 "$OUT/server.log"; exit 1; }
+    sleep 2
+done
+curl -s "localhost:$PORT/v1/chat/completions" -H 'Content-Type: application/json' -d '{
+    "model": "tiny", "temperature": 0, "max_tokens": 48,
+    "messages": [{"role": "user", "content": "What are the arguments of `textwrap.dedent`?"}]}'
+echo
+curl -s "localhost:$PORT/metrics" | grep -E '^vllm:spec_decode_num_(draft|accepted)_tokens_total'

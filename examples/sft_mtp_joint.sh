@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Trunk and a new MTP head trained together, then exported and asked; the number to look at is the acceptance at the end.
+#
+# Hardware: 2 CPU cores, 3 GB of memory; no GPU
+# Time:     @TIME@
+# Expect:   @EXPECT@
+# Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+set -euo pipefail
+cd "$(dirname "$0")/.."
+MODEL=${MODEL:-out/quickstart/model}
+TRAIN=${TRAIN:-out/quickstart/data/train.jsonl}
+VAL=${VAL:-out/quickstart/data/val.jsonl}
+OUT=${OUT:-out/sft_mtp_joint}
+
+swiftlite megatron sft --model "$MODEL" --dataset "$TRAIN" --val_dataset "$VAL" --output_dir "$OUT/run" \
+    --torch_dtype float32 --mtp_num_layers 1 --mtp_init random --mtp_loss_scaling_factor 0.3 \
+    --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 300 --lr 2e-3 \
+    --acceptance_max_new_tokens 32
+swiftlite export --to_hf --model "$OUT/run" --output_dir "$OUT/hf"
+swiftlite infer --model "$OUT/hf" --infer_backend transformers --torch_dtype float32 --speculative mtp --compare \
+    --val_dataset "$VAL" --max_new_tokens 32 --result_path "$OUT/answers.jsonl"

@@ -1,0 +1,74 @@
+"""The pages a newcomer reads: both languages say the same, links lead somewhere, every command shown exists."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from swiftlite.args.docs import options
+from swiftlite.cli.table import find
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))
+PAIRS = {name: (ROOT / "docs" / "en" / name, ROOT / "docs" / "zh" / name) for name in PAGES}
+PAIRS["README"] = (ROOT / "README.md", ROOT / "README_zh.md")
+TEXTS = [path for pair in PAIRS.values() for path in pair]
+SCRIPTS = [*sorted(ROOT.glob("examples/*.sh")), ROOT / "scripts" / "quickstart.sh"]
+
+
+def outline(text: str) -> list[str]:
+    """Headings by depth, table rows by columns, bullets, code lines: what must not differ by language."""
+    found, in_code = [], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            in_code = not in_code
+        elif in_code or line.startswith("    "):
+            found.append(line)
+        elif heading := re.match(r"#+ ", line):
+            found.append(heading[0])
+        elif line.startswith("|"):
+            found.append(f"row of {line.count('|')}")
+        elif line.startswith("- "):
+            found.append("bullet")
+    return found
+
+
+def commands(text: str) -> list[list[str]]:
+    """Every `swiftlite ...` command line of a page or script, continuation lines joined, as words."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    before = r"^(?:\s*|show_and_run |[A-Z_]+=\S+ )"
+    lines = re.findall(before + r"swiftlite ((?:megatron sft|export|infer|doctor)\b.*)$", text, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_both_languages_have_the_same_pages():
+    assert sorted(path.name for path in (ROOT / "docs" / "zh").glob("*.md")) == PAGES
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_languages_have_the_same_sections_tables_and_code(name):
+    english, chinese = (outline(path.read_text(encoding="utf-8")) for path in PAIRS[name])
+    assert english == chinese
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
+    dead = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert not dead
+
+
+@pytest.mark.parametrize("path", [*TEXTS, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_shown_have_only_options_that_exist(path):
+    for words in commands(path.read_text(encoding="utf-8")):
+        command, rest = find(words)
+        known = options(command.args_class)
+        flags = [word[2:].split("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
+        assert [flag for flag in flags if flag not in known] == []
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "scripts" / "quickstart.sh"], ids=lambda path: path.name)
+def test_readme_and_quickstart_show_the_main_job(path):
+    shown = [find(words)[0].words for words in commands(path.read_text(encoding="utf-8"))]
+    assert shown[:3] == ["megatron sft", "export", "infer"]

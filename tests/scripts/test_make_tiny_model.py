@@ -1,0 +1,72 @@
+import argparse
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.families import FAMILIES, index
+
+
+@pytest.fixture(scope="module")
+def script(load_script):
+    return load_script("make_tiny_model")
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def tiny(request, script, tmp_path_factory):
+    """A model directory of each family that swiftlite knows, as small as the options allow."""
+    directory = tmp_path_factory.mktemp(request.param)
+    args = argparse.Namespace(
+        output_dir=directory,
+        family=request.param,
+        hidden_size=128,
+        num_layers=2,
+        vocab_size=384,
+        mtp_num_layers=2,
+        tie_word_embeddings=False,
+        torch_dtype="float32",
+        seed=1,
+    )
+    script.make_tiny_model(args)
+    return directory
+
+
+def test_it_is_whole_and_of_the_family_it_says(tiny):
+    hf_config = read_config(tiny)
+    family = index.get(hf_config, tiny)
+    assert audit_hf(tiny, family) == []
+    assert family.mtp_depth(hf_config) == (2 if family.name == "mimo" else 0)
+
+
+def test_transformers_opens_it_and_random_weights_are_no_constant(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny, trust_remote_code=True)
+    logits = model(torch.tensor([[5, 6, 7]])).logits
+    assert logits.shape == (1, 3, 384)
+    assert logits.std() > 0.01
+
+
+def test_the_tokenizer_round_trips_and_the_template_marks_the_answer(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny, trust_remote_code=False)
+    assert tokenizer.decode(tokenizer.encode("def f(x): # 你好\n\t`é`")) == "def f(x): # 你好\n\t`é`"
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    answer = [i for i, mine in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mine]
+    assert tokenizer.decode(answer) == "That.<|im_end|>"
+    assert (
+        answer[-1]
+        == tokenizer.eos_token_id
+        == json.loads((tiny / "generation_config.json").read_text())["eos_token_id"]
+    )
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(messages, tokenize=False).startswith(prompt)
+
+
+def test_vllm_s_cpu_kernels_take_its_heads(tiny):
+    hf_config = read_config(tiny)
+    with safe_open(tiny / "model.safetensors", "pt") as weights:
+        rows = weights.get_slice("model.layers.0.self_attn.q_proj.weight").get_shape()[0]
+    assert rows // hf_config["num_attention_heads"] == 64
