@@ -1,7 +1,7 @@
 """Tiny random Hugging Face models with MTP tensors, written to a directory in a tenth of a second.
 
-`make_tiny_hf` writes what a user would bring: config.json, model.safetensors, tokenizer. Every number is random, the norm
-weights too, so that a swapped norm, a lost bias or a permuted head changes the result.
+`make_tiny_hf` writes what a user would bring: config.json, model.safetensors, tokenizer. Every number is random, the
+norm weights too, so that a swapped norm, a lost bias or a permuted head changes the result.
 """
 
 import json
@@ -42,7 +42,10 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-CORPUS = ["The quick brown fox jumps over the lazy dog.", "What does this function do? It returns the sum of its arguments."]
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "What does this function do? It returns the sum of its arguments.",
+]
 
 
 def make_tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
@@ -68,7 +71,7 @@ def make_tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
 
 
 def mtp_names(family: str, depth_index: int) -> tuple[dict[str, str], str]:
-    """Names of one MTP head: {embedding_norm, hidden_norm, projection, output_norm: tensor name}, prefix of its block."""
+    """Of one MTP head: tensor names of its embedding_norm, hidden_norm, projection, output_norm; its block's prefix."""
     k = depth_index
     if family == "mimo":
         head = f"model.mtp_layers.{k}."
@@ -95,23 +98,25 @@ def random_mtp_tensors(model: PreTrainedModel, family: str, depth: int, std: flo
     return {name: tensor.to(model.dtype) for name, tensor in tensors.items()}
 
 
-def make_tiny_model(family: str = "qwen3", tied: bool = False, dtype: torch.dtype = torch.float32, **config) -> PreTrainedModel:
+def make_tiny_model(
+    family: str = "qwen3", tied: bool = False, dtype: torch.dtype = torch.float32, **config
+) -> PreTrainedModel:
     """A random transformers model: 2 layers, hidden 64, 2 heads of 32 in 1 group; `config` overrides any of it."""
     config_class, model_class = CLASSES[family]
-    values = dict(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,  # SGLang reads 1 as "layer 0 is the MTP layer"
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # the smallest that vLLM's CPU attention takes
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    values = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,  # SGLang reads 1 as "layer 0 is the MTP layer"
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,  # the smallest that vLLM's CPU attention takes
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     model = model_class(config_class(**(values | config))).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -126,8 +131,9 @@ def write_hf(directory: Path, model: PreTrainedModel, family: str, mtp_tensors: 
     `mtp_tensors` and `depth` are apart so that a test can write a checkpoint that breaks its promise.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tied = model.config.tie_word_embeddings
-    tensors = {name: t.contiguous() for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
     save_file(tensors | mtp_tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     if family == "mimo":
@@ -161,8 +167,8 @@ def make_tiny_hf(
     torch.manual_seed(seed)
     if with_tokenizer:
         tokenizer = make_tiny_tokenizer()
-        ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        config = ids | config
+        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        config = {"vocab_size": len(tokenizer), **ids, **config}
         tokenizer.save_pretrained(directory)
     model = make_tiny_model(family, tied, dtype, **config)
     return write_hf(directory, model, family, random_mtp_tensors(model, family, depth), depth)

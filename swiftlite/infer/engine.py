@@ -1,7 +1,7 @@
 """What every engine is to its caller: token ids in, token ids out, and counts of what its drafts were worth.
 
-Adapters: `transformers_engine.py`, `vllm_engine.py`. `run.py` is the command that uses them. No adapter, and nothing that
-it needs, is imported before `start_engine` is called with its name.
+Adapters: `transformers_engine.py`, `vllm_engine.py`. `run.py` is the command that uses them. No adapter, and nothing
+that it needs, is imported before `start_engine` is called with its name.
 """
 
 import importlib
@@ -35,7 +35,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """What followed one prompt, the stop token included. `length`: it was cut at max_new_tokens or at the model's limit."""
+    """What followed one prompt, the stop token included; `length`: cut at max_new_tokens or at the longest sequence."""
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length"]

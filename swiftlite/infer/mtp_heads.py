@@ -1,17 +1,17 @@
 """MTP heads in plain torch around a transformers trunk, and the drafting that an engine does with them.
 
-transformers has no MTP for these families (no `use_mtp`) and drops their tensors on load, so the heads are read here from
-the safetensors. Names inside a head are megatron-core's, its block is the trunk's own decoder layer class.
+transformers has no MTP for these families (no `use_mtp`) and drops their tensors on load, so the heads are read here
+from the safetensors. Names inside a head are megatron-core's, its block is the trunk's own decoder layer class.
 Next: `transformers_engine.py`, which verifies what is drafted here.
 
 Shapes: B batch (always 1), S positions, H hidden size.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
@@ -27,10 +27,11 @@ class MtpHead(nn.Module):
         decoder: the trunk without its output layer (`model.get_decoder()`); gives the layer and norm classes.
     """
 
-    def __init__(self, decoder: PreTrainedModel):
+    def __init__(self, decoder: Any):
         super().__init__()
         config = decoder.config
-        norm_class, layer_class = type(decoder.norm), type(decoder.layers[0])
+        norm_class: Any = type(decoder.norm)
+        layer_class: Any = type(next(iter(decoder.layers)))
         self.enorm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
         self.hnorm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -49,19 +50,19 @@ class MtpHead(nn.Module):
         return self.final_layernorm(self.transformer_layer(fused_BSH, **layer_kwargs))
 
 
-def load_heads(model: ServedModel, decoder: PreTrainedModel) -> nn.ModuleList:
+def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
     """The checkpoint's MTP heads, on the decoder's device and in its dtype."""
-    checkpoint = Checkpoint(model.directory)
     heads = nn.ModuleList()
-    for index in range(model.mtp_depth):
-        frame = model.family.mtp.frame_rows(model.hf_config, index)
-        state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
-        block = model.family.mtp.block.format(head=index)
-        for row in model.family.layer_rows(model.hf_config):
-            state |= {f"transformer_layer.{name}": checkpoint.read(block + name) for name in row.hf}
-        head = MtpHead(decoder).to(device=decoder.device, dtype=decoder.dtype)
-        head.load_state_dict(state, strict=True)
-        heads.append(head)
+    with Checkpoint(model.directory) as checkpoint:
+        for index in range(model.mtp_depth):
+            frame = model.family.mtp.frame_rows(model.hf_config, index)
+            state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
+            block = model.family.mtp.block.format(head=index)
+            for row in model.family.layer_rows(model.hf_config):
+                state |= {f"transformer_layer.{name}": checkpoint.read(block + name) for name in row.hf}
+            head = MtpHead(decoder).to(device=decoder.device, dtype=decoder.dtype)
+            head.load_state_dict(state, strict=True)
+            heads.append(head)
     return heads.requires_grad_(False).eval()
 
 
@@ -77,10 +78,10 @@ def _read(row: Row, checkpoint: Checkpoint) -> torch.Tensor:
 class MtpCandidateGenerator(CandidateGenerator):
     """Drafts with MTP heads, behind the protocol that transformers' assisted generation asks its drafters through.
 
-    Depth k (from 0) at position i sees the state of depth k - 1 at i, the token at i + k + 1 and, through its cache, the
-    same of all earlier positions; it predicts the token at i + k + 2. Rotary positions are the trunk's. So the last k
-    positions of depth k rest on drafts: they are dropped from its cache after each round and computed again from the
-    tokens that came.
+    Depth k (from 0) at position i sees the state of depth k - 1 at i, the token at i + k + 1 and, through its cache,
+    the same of all earlier positions; it predicts the token at i + k + 2. Rotary positions are the trunk's. So the last
+    k positions of depth k rest on drafts: they are dropped from its cache after each round and computed again from
+    the tokens that came.
 
     With more tokens than heads, the last head goes on alone: its own state takes the place of the state before it, one
     position further each time. With one head this is what vLLM does.
@@ -93,9 +94,9 @@ class MtpCandidateGenerator(CandidateGenerator):
     """
 
     requires_model_outputs = True
-    model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": True}
+    model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
 
-    def __init__(self, decoder: PreTrainedModel, output_layer: nn.Module, heads: nn.ModuleList, num_tokens: int):
+    def __init__(self, decoder: Any, output_layer: nn.Module, heads: nn.ModuleList, num_tokens: int):
         self._decoder = decoder
         self._output_layer = output_layer
         self._heads = list(heads)[:num_tokens]
@@ -107,15 +108,15 @@ class MtpCandidateGenerator(CandidateGenerator):
         self._waiting: list[torch.Tensor | None] = [None for _ in self._heads]
 
     @torch.no_grad()
-    def get_candidates(
+    def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         model_kwargs: dict[str, Any] | None = None,
         model_outputs: Any = None,
         is_first_iteration: bool = False,
         n_last_matches: int = 0,
         **kwargs: Any,
-    ) -> tuple[torch.LongTensor, None]:
+    ) -> tuple[torch.Tensor, None]:
         """Append the drafts to `input_ids` [1, S]; no logits are given, so a draft counts as certain.
 
         Args:
@@ -148,7 +149,7 @@ class MtpCandidateGenerator(CandidateGenerator):
                 # Positions that the depth before has kept and this one has not: their input state will not come again.
                 first, last = kept - begins[depth], max(end - depth + 1, 0) - begins[depth]
                 self._waiting[depth] = rows[depth][:, first:last]
-        return ids, None  # pyright: ignore[reportReturnType]
+        return ids, None
 
     def _run(self, head: nn.Module, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         embedding = self._decoder.get_input_embeddings()(ids)

@@ -1,4 +1,4 @@
-"""A Hugging Face directory as an engine is about to read it: its family, its MTP depth, and whether the heads are whole.
+"""A Hugging Face directory as an engine is about to read it: family, MTP depth, and whether the heads are whole.
 
 Engines drop or invent MTP tensors in silence, and the text stays right: only the acceptance falls. So the files are
 checked here, before any engine starts.
@@ -41,7 +41,8 @@ def read_model(directory: str | Path) -> ServedModel:
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(f"--model {directory} is not a directory", "give the directory of a Hugging Face model")
-    if (directory / "args.json").is_file() or (directory.parent / "args.json").is_file() and not _has_config(directory):
+    is_checkpoint = (directory.parent / "args.json").is_file() and not (directory / "config.json").is_file()
+    if (directory / "args.json").is_file() or is_checkpoint:
         raise UserError(
             f"--model {directory} is a training run, not a Hugging Face model",
             f"convert it first: swiftlite export --to_hf --model {directory} --output_dir DIR",
@@ -49,10 +50,6 @@ def read_model(directory: str | Path) -> ServedModel:
     hf_config = read_config(directory)
     family = families.get(hf_config, directory)
     return ServedModel(directory, hf_config, family, family.mtp_depth(hf_config))
-
-
-def _has_config(directory: Path) -> bool:
-    return (directory / "config.json").is_file()
 
 
 def require_heads(model: ServedModel) -> None:

@@ -22,6 +22,8 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
+from swiftlite.bridge.tensors import some
+from swiftlite.errors import UserError
 from swiftlite.infer.engine import Completion, EngineConfig, Sampling, check_prompts
 from swiftlite.infer.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.infer.served_model import ServedModel, read_model, require_heads
@@ -41,9 +43,10 @@ class TransformersEngine:
         if num_tokens or config.num_speculative_tokens is None:
             require_heads(model)
         self.num_speculative_tokens = num_tokens
-        trunk = load_trunk(model, config)
+        trunk: Any = load_trunk(model, config)
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
-        self._max_length = min(config.max_model_len or _longest(trunk), _longest(trunk))
+        longest = trunk.config.max_position_embeddings
+        self._max_length = min(config.max_model_len or longest, longest)
         self._drafter = None
         if num_tokens:
             heads = load_heads(model, self._decoder)
@@ -105,26 +108,31 @@ class TransformersEngine:
 
 
 def load_trunk(model: ServedModel, config: EngineConfig) -> PreTrainedModel:
-    """The model without its MTP heads, which transformers would drop with a warning."""
-    options: dict[str, Any] = {"dtype": getattr(torch, config.torch_dtype)}
+    """The model without its MTP heads, on the GPU when there is one.
+
+    Raises:
+        UserError: a tensor of the trunk is missing; transformers would put random numbers in its place.
+    """
+    options: dict[str, Any] = {"dtype": getattr(torch, config.torch_dtype), "output_loading_info": True}
+    model_class: Any = AutoModelForCausalLM
     if model.family.name == "mimo":
         # transformers has no MiMo class; the trunk is a Qwen2 whose config has another name.
         model_class = Qwen2ForCausalLM
         options["config"] = Qwen2Config(**{k: v for k, v in model.hf_config.items() if k != "model_type"})
     else:
-        model_class = AutoModelForCausalLM
         options["trust_remote_code"] = config.trust_remote_code
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it lists every MTP tensor as unexpected
+    logging.set_verbosity_error()  # it would list every MTP tensor as unexpected
     try:
-        trunk = model_class.from_pretrained(model.directory, **options)
+        trunk, loaded = model_class.from_pretrained(model.directory, **options)
     finally:
         logging.set_verbosity(verbosity)
+    if loaded["missing_keys"]:
+        raise UserError(
+            f"{model.directory} lacks tensors of the model:\n  " + "\n  ".join(some(sorted(loaded["missing_keys"]))),
+            "copy, download or export the model again",
+        )
     return trunk.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def _longest(trunk: PreTrainedModel) -> int:
-    return trunk.config.max_position_embeddings
 
 
 def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
@@ -135,7 +143,7 @@ def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    warpers: Any = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
     probabilities = warpers(torch.empty(0, dtype=torch.long), logits.float()).softmax(dim=-1)

@@ -1,12 +1,13 @@
 """vLLM's Llama, Qwen2 and Qwen3, opened from checkpoints with MTP heads, and the drafts that run these heads.
 
-The heads are stored in the layout of Qwen3-Next (`mtp.*`), heads after the first with a projection and norms of their own
-under `mtp.heads.{k}`. Registered by `vllm_plugin.py`; nothing else imports this file.
+The heads are stored in the layout of Qwen3-Next (`mtp.*`), heads after the first with a projection and norms of their
+own under `mtp.heads.{k}`. Registered by `vllm_plugin.py`; nothing else imports this file.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ _JOINED = {
 
 
 def _trunk_weights(weights: Weights, depth: int) -> Weights:
-    """Without the heads, which belong to the draft; all of them when config.json promises none, so that vLLM objects."""
+    """Without the heads, which are the draft's; with them when config.json promises none, so that vLLM objects."""
     return ((name, tensor) for name, tensor in weights if not (depth and name.startswith("mtp.")))
 
 
@@ -78,7 +79,7 @@ class MtpHeads(nn.Module):
 
     def __init__(self, vllm_config: VllmConfig, layers: list[nn.Module]):
         super().__init__()
-        config = vllm_config.model_config.hf_config
+        config: Any = vllm_config.model_config.hf_config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.heads = nn.ModuleList(MtpFrame(config.hidden_size, config.rms_norm_eps) for _ in layers)
         self.layers = nn.ModuleList(layers)
@@ -87,7 +88,7 @@ class MtpHeads(nn.Module):
         self, depth: int, embedding_TH: torch.Tensor, positions_T: torch.Tensor, hidden_TH: torch.Tensor
     ) -> torch.Tensor:
         """State [T, H] after the head's output norm."""
-        frame = self.heads[depth]
+        frame: Any = self.heads[depth]
         parts = (frame.pre_fc_norm_embedding(embedding_TH), frame.pre_fc_norm_hidden(hidden_TH))
         hidden_TH = frame.fc(torch.cat(parts, dim=-1))
         hidden_TH, residual_TH = self.layers[depth](positions=positions_T, hidden_states=hidden_TH, residual=None)
@@ -108,7 +109,7 @@ class MtpDraft(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         # get_model gives the draft's config under the name of the model's
-        config = vllm_config.model_config.hf_config
+        config: Any = vllm_config.model_config.hf_config
         self.config = config
         depth = mtp_depth(config)
         speculative = vllm_config.speculative_config
@@ -198,22 +199,18 @@ class LlamaMTPModel(MtpDraft):
     """Draft of a Llama."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        return llama.LlamaDecoderLayer(vllm_config, prefix=prefix, config=vllm_config.model_config.hf_config)
+        return llama.LlamaDecoderLayer(vllm_config, prefix, self.config)
 
 
 class Qwen2MTPModel(MtpDraft):
     """Draft of a Qwen2."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        return qwen2.Qwen2DecoderLayer(
-            vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.quant_config, prefix
-        )
+        return qwen2.Qwen2DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)
 
 
 class Qwen3MTPModel(MtpDraft):
     """Draft of a Qwen3."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        return qwen3.Qwen3DecoderLayer(
-            vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.quant_config, prefix
-        )
+        return qwen3.Qwen3DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)

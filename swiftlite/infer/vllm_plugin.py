@@ -39,14 +39,15 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
     Stands in for SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the draft's
     ModelConfig is made), which has a branch for each architecture with a draft class and none for DRAFTS. Without it
-    vLLM says "Unsupported speculative method: 'mtp'" (tests/e2e/test_engines.py). vLLM sends it to its worker processes by
-    name, so it has to be a function of this module.
+    vLLM says "Unsupported speculative method: 'mtp'" (tests/e2e/test_engines.py). vLLM sends it to its worker processes
+    by name, so it has to be a function of this module.
     """
     architecture = (hf_config.architectures or [""])[0]
     if architecture not in DRAFTS or not mtp_depth(hf_config):
         return _vllm_hf_config_override(hf_config)
-    hf_config.model_type = "mtp"  # one of vLLM's MTPModelTypes, with no special treatment attached
-    hf_config.update({"architectures": [DRAFTS[architecture]], "n_predict": mtp_depth(hf_config)})
+    # "mtp" is one of vLLM's MTPModelTypes, with no special treatment attached.
+    changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": mtp_depth(hf_config)}
+    hf_config.update(changes)
     return hf_config
 
 
@@ -55,8 +56,8 @@ def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None
 
     Args:
         num_tokens: drafted per step. A single head may draft any number: it goes on from its own state.
-        runs_all_heads: whether vLLM gives each draft step its own head. Its newer model runner does, for classes that can;
-            the older one, which it has without Triton (so on a CPU), calls the draft class without saying which step.
+        runs_all_heads: whether vLLM gives each draft step its own head. Its newer model runner does, for classes that
+            can; the older one, which it has without Triton (so on a CPU), does not say which step it is at.
 
     Raises:
         ValueError: says which lengths work.
@@ -65,13 +66,13 @@ def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None
         return
     if not runs_all_heads:
         raise ValueError(
-            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: vLLM would run the first head at every step here, "
-            "which was trained for the first alone; use 1"
+            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: here vLLM would run the first head at every "
+            "step, which was trained for the first alone; use 1"
         )
     if num_tokens > depth:
         raise ValueError(
-            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: vLLM would begin again with the first head, which "
-            f"was not trained for that step; use at most {depth}"
+            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: vLLM would begin again with the first head, "
+            f"which was not trained for that step; use at most {depth}"
         )
 
 

@@ -1,11 +1,13 @@
-"""Speculative decoding with MTP heads, written to be obviously right: no cache, everything computed anew at every step.
+"""Speculative decoding with MTP heads, written to be obviously right: no cache, all computed anew at every step.
 
-Shares nothing with the product but the tensor names of a checkpoint. Also trains a tiny model in seconds, because drafts
-of random heads are always wrong, and counts of zero prove nothing.
+Shares nothing with the product but the tensor names of a checkpoint. Also trains a tiny model in seconds, because
+drafts of random heads are always wrong, and counts of zero prove nothing.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -34,17 +36,19 @@ class Reference(nn.Module):
         takes_state_before_norm: vLLM's MiMo heads get the trunk's state before its final norm.
     """
 
-    def __init__(self, trunk, family: str, mtp_tensors: dict[str, torch.Tensor], depth: int):
+    def __init__(self, trunk: Any, family: str, mtp_tensors: dict[str, torch.Tensor], depth: int):
         super().__init__()
         self.trunk, self.family, self.depth = trunk, family, depth
         self.zeroes_first_embedding = self.takes_state_before_norm = False
-        layer_class, norm_class = type(trunk.model.layers[0]), type(trunk.model.norm)
+        layer_class: Any = type(trunk.model.layers[0])
+        norm_class: Any = type(trunk.model.norm)
         config = trunk.config
+        self.trunk: Any
         self.heads = nn.ModuleList()
         for k in range(depth):
             names, block = mtp_names(family, k)
             norms = {role: norm_class(config.hidden_size, config.rms_norm_eps) for role in names if "norm" in role}
-            head = nn.ModuleDict(norms)
+            head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
             head["block"] = layer_class(config, layer_idx=0)
             for role, name in names.items():
@@ -57,8 +61,6 @@ class Reference(nn.Module):
     @classmethod
     def load(cls, directory: Path, family: str, depth: int, dtype: torch.dtype = torch.float32) -> "Reference":
         """Read a checkpoint without any MTP code of the product."""
-        import json
-
         tensors = load_file(directory / "model.safetensors")
         config = json.loads((directory / "config.json").read_text())
         overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
@@ -69,7 +71,8 @@ class Reference(nn.Module):
 
     def mtp_tensors(self) -> dict[str, torch.Tensor]:
         tensors = {}
-        for k, head in enumerate(self.heads):
+        for k in range(self.depth):
+            head: Any = self.heads[k]
             names, block = mtp_names(self.family, k)
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
             tensors |= {block + suffix: tensor for suffix, tensor in head["block"].state_dict().items()}
@@ -84,7 +87,7 @@ class Reference(nn.Module):
         return (before[0] if self.takes_state_before_norm else after), after
 
     def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
-        head = self.heads[k]
+        head: Any = self.heads[k]
         embedding = self.trunk.model.embed_tokens(ids_BS)
         if self.zeroes_first_embedding:
             embedding = torch.cat((torch.zeros_like(embedding[:, :1]), embedding[:, 1:]), dim=1)
@@ -98,7 +101,7 @@ class Reference(nn.Module):
 
     @torch.no_grad()
     def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
-        """What the heads propose after `tokens`; with more tokens than heads, the last head goes on from its own state."""
+        """What the heads propose after `tokens`; beyond their number, the last one goes on from its own state."""
         hidden, _ = self.trunk_states(torch.tensor([tokens[:-1]]))
         ids, drafts = list(tokens), []
         for j in range(num_tokens):
@@ -120,11 +123,13 @@ class Reference(nn.Module):
             ids.append(int(self.trunk.lm_head(state[0, -1]).argmax()))
         return ids[len(prompt) :]
 
-    def simulate(self, prompts: list[list[int]], max_new_tokens: int, num_tokens: int) -> tuple[list[list[int]], Counts]:
+    def simulate(
+        self, prompts: list[list[int]], max_new_tokens: int, num_tokens: int
+    ) -> tuple[list[list[int]], Counts]:
         """Greedy completions, and the counts of an engine that drafts `num_tokens` per step.
 
-        The first token comes from the prompt alone. A draft past max_new_tokens counts when it matches, as in vLLM, whose
-        scheduler takes its statistics before it cuts the output (v1/core/sched/scheduler.py).
+        The first token comes from the prompt alone. A draft past max_new_tokens counts when it matches, as in vLLM,
+        whose scheduler takes its statistics before it cuts the output (v1/core/sched/scheduler.py).
         """
         completions, drafts, accepted = [], 0, [0] * num_tokens
         for prompt in prompts:
@@ -148,7 +153,7 @@ def write_trained(directory: Path, family: str, depth: int, steps: int = 150, ti
     Trunk and heads learn 8 random sequences by heart; on prompts that are new to them the heads are mostly wrong.
     """
     torch.manual_seed(1)
-    trunk = make_tiny_model(family, tied=tied)
+    trunk: Any = make_tiny_model(family, tied=tied)
     trunk.model.norm.weight.data.uniform_(0.3, 3.0)  # far from flat, so that the state before it is another one
     model = Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth)
     rows_BS = torch.randint(0, trunk.config.vocab_size, (8, 40))
