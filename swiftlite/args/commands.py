@@ -31,7 +31,7 @@ class ExportArgs:
     to_hf: bool = False
     """Write Hugging Face safetensors, config and tokenizer, MTP heads included."""
     to_mcore: bool = False
-    """Write a megatron-core distributed checkpoint that `sft --model` and `export --to_hf` read."""
+    """Write a megatron-core distributed checkpoint, as a run's checkpoints are; `export --to_hf` turns it back."""
     mtp: Literal["keep", "strip"] = "keep"
     """keep: the export has exactly the heads that were trained. strip: no heads, and a config that promises none."""
     torch_dtype: Literal["bfloat16", "float32"] | None = None

@@ -55,7 +55,7 @@ class DataArgs:
     max_bad_rows: int = 0
     """Rows that may be malformed before the run stops; each is named by file:line and counted in the run report."""
     loss_scale: Literal["default", "last_round", "all"] = "default"
-    """Which tokens train: every assistant turn (default), the last assistant turn, or all tokens."""
+    """Which tokens train: every assistant turn (default), those after the last user turn, or all tokens."""
     system: str | None = None
     """System prompt for rows that bring none."""
     dataset_shuffle: bool = True

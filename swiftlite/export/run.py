@@ -99,7 +99,9 @@ def _audit(directory: Path, family: Family, source_tensors: Mapping[str, Any]) -
     problems += [f"{key} is not in the source model" for key in sorted(written - trunk)]
     if problems:
         lines = "\n  ".join(problems)
-        raise UserError(f"the export is not what its config promises, so it was removed:\n  {lines}", "please report this")
+        raise UserError(
+            f"the export is not what its config promises, so it was removed:\n  {lines}", "please report this"
+        )
 
 
 def to_mcore(args: ExportArgs, device: Device) -> None:

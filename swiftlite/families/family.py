@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swiftlite.args.rules import MTP_DEPTH_KEY
 from swiftlite.bridge.rows import Row, lift
 
 HfConfig = Mapping[str, Any]
-
-MTP_DEPTH_KEY = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class CoreAttention(MegatronModule):
     ):
         super().__init__(config=config)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        assert config.kv_channels is not None
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -56,7 +57,8 @@ class CoreAttention(MegatronModule):
         Returns:
             [S, B, N * D]
         """
-        assert attention_bias is None and packed_seq_params is None
+        assert attention_bias is None
+        assert packed_seq_params is None
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBGD, value_SBGD))
         out_BNSD = F.scaled_dot_product_attention(
             query,

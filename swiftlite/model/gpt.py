@@ -79,15 +79,15 @@ class GPTModel(McoreGPTModel):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings [S, B, H] and rotary angles [S, 1, 1, D]."""
-        return self._preprocess(input_ids=input_ids, position_ids=position_ids)[:2]
+        hidden_SBH, rotary_pos_emb, *_ = self._preprocess(input_ids=input_ids, position_ids=position_ids)
+        assert rotary_pos_emb is not None
+        return hidden_SBH, rotary_pos_emb
 
     def forward_decoder(
         self, hidden_SBH: torch.Tensor, rotary_pos_emb: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The trunk's states [S, B, H], after its final norm."""
-        return self.decoder(
-            hidden_states=hidden_SBH, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb
-        )
+        return self.decoder(hidden_states=hidden_SBH, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
 
     def forward_mtp(
         self,

@@ -40,8 +40,10 @@ class RotaryEmbedding(McoreRotaryEmbedding):
 
     def __init__(self, hf_config: dict[str, Any], config: TransformerConfig):
         self.hf = rope_config(hf_config)
+        assert self.hf.head_dim
+        assert self.hf.rope_parameters
         super().__init__(self.hf.head_dim, rotary_percent=1.0, use_cpu_initialization=True)
-        self.rope_type = self.hf.rope_parameters["rope_type"]
+        self.rope_type = str(self.hf.rope_parameters["rope_type"])
         if self.rope_type != "default" and self.rope_type not in ROPE_INIT_FUNCTIONS:
             known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
             raise UserError(f"config.json: rope_type {self.rope_type!r} is not known", f"transformers knows {known}")

@@ -39,13 +39,14 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
                     k_layernorm=qk_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            # Functions here, as in megatron-core's own specs, though its annotation says class.
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             # Checkpoint names that megatron-core's other specs write too, so checkpoints can be exchanged.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -57,7 +58,8 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The trunk: `num_layers` decoder layers and the final norm."""
-    return TransformerBlockSubmodules(layer_specs=[decoder_layer_spec(config)] * config.num_layers, layer_norm=RMSNorm)
+    layers = [decoder_layer_spec(config)] * config.num_layers
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=RMSNorm))
 
 
 def mtp_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules | None:

@@ -10,4 +10,4 @@ from packaging.version import Version
 MCORE_VERSION = Version(version("megatron-core"))
 
 # The decoder layer inside an MTP layer, renamed after 0.16 (multi_token_prediction.py).
-MTP_INNER_LAYER = "transformer_layer" if MCORE_VERSION < Version("0.17") else "mtp_model_layer"
+MTP_INNER_LAYER = "transformer_layer" if Version("0.17") > MCORE_VERSION else "mtp_model_layer"

@@ -23,17 +23,18 @@ def session(*, tensor_model_parallel_size: int = 1, seed: int = 42, timeout_minu
     """
     device = current_device()
     cpu.install()
-    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    # All three, as torchrun sets them: Kubernetes' PyTorchJob sets RANK for a process that is still to start torchrun.
+    alone = not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+    world_size, rank = (1, 0) if alone else (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     if world_size % tensor_model_parallel_size:
         raise UserError(
             f"--tensor_model_parallel_size {tensor_model_parallel_size} does not divide the {world_size} processes",
             f"start {tensor_model_parallel_size} processes, or a multiple: NPROC_PER_NODE={tensor_model_parallel_size}",
         )
-    alone = "RANK" not in os.environ
     # A process alone needs no port: HashStore lives in its memory.
     dist.init_process_group(
         device.backend,
-        store=dist.HashStore() if alone else None,
+        store=dist.HashStore() if alone else None,  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=timeout_minutes),

@@ -1,9 +1,10 @@
-"""Acceptance of the MTP heads as they are now: greedy continuations of held-out prompts, and an engine's walk over them.
+"""Acceptance of the MTP heads as they are now: greedy continuations of held-out prompts, and an engine's walk over
+them.
 
 Shapes: B batch, S sequence, K MTP depth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -19,7 +20,7 @@ def measure_acceptance(
     prompts: Sequence[Sequence[int]],
     *,
     mtp_num_layers: int,
-    eos_token_ids: Sequence[int],
+    eos_token_ids: Collection[int | None],
     max_new_tokens: int,
     max_length: int,
     batch_size: int,
@@ -52,7 +53,7 @@ def measure_acceptance(
 def greedy(
     model: torch.nn.Module,
     prompts: Sequence[Sequence[int]],
-    eos_token_ids: Sequence[int],
+    eos_token_ids: Collection[int | None],
     max_new_tokens: int,
     max_length: int,
     device: Device,

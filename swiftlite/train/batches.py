@@ -33,9 +33,7 @@ class Batches:
         return [batch for indices in global_batches for batch in self._cut(samples, indices) if batch.num_tokens]
 
     def _cut(self, samples: Sequence[Sample], indices: np.ndarray) -> Iterable[Batch]:
-        rows = micro_batches(
-            indices, self.plan.micro_batch_size, self.data_parallel_rank, self.plan.data_parallel_size
-        )
+        rows = micro_batches(indices, self.plan.micro_batch_size, self.data_parallel_rank, self.plan.data_parallel_size)
         for row in rows:
             chosen = [samples[i] if i != NO_INDEX else NO_SAMPLE for i in row]
             yield collate(chosen, self.pad_token_id)

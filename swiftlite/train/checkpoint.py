@@ -7,7 +7,6 @@ function of the step, and nothing draws random numbers while training.
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
+from swiftlite.args.rules import run_checkpoints
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 
 STATE_FILE = "trainer_state.json"
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
-def find_checkpoints(output_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    found = {
-        int(match[1]): path for path in output_dir.glob("checkpoint-*") if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    }
-    return [found[step] for step in sorted(found)]
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -40,7 +32,7 @@ def resolve_checkpoint(path: Path) -> Path:
     """
     if (path / STATE_FILE).is_file():
         return path
-    if checkpoints := find_checkpoints(path):
+    if checkpoints := run_checkpoints(path):
         return checkpoints[-1]
     raise UserError(f"{path} holds no checkpoint", "give a run's output_dir or one of its checkpoint-N directories")
 
@@ -84,7 +76,7 @@ def save_checkpoint(
             shutil.rmtree(final)
         temporary.rename(final)
         flush_to_disk(output_dir, contents=False)
-        for old in find_checkpoints(output_dir)[:-keep] if keep else []:
+        for old in run_checkpoints(output_dir)[:-keep] if keep else []:
             shutil.rmtree(old)
         logger.info("saved %s", final)
     dist.barrier()
@@ -101,9 +93,11 @@ def load_checkpoint(checkpoint: Path, model: MegatronModule, optimizer: Megatron
     if optimizer is not None:
         tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], is_loading=True, metadata=METADATA)
     try:
-        loaded = dist_checkpointing.load(tensors, str(checkpoint))
+        loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
     except (OSError, dist_checkpointing.core.CheckpointingException) as error:
-        raise UserError(f"{checkpoint} cannot be read: {error}", "remove it and use the checkpoint before it") from error
+        raise UserError(
+            f"{checkpoint} cannot be read: {error}", "remove it and use the checkpoint before it"
+        ) from error
     model.load_state_dict(loaded["model"])
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])

@@ -59,7 +59,9 @@ class Statistics:
                 weight_BS, trunk_BS = shift_left(weight_BS, fill=0), shift_left(trunk_BS, fill=-1)
             valid_BS = head.prediction_BS != -1
             hits_BS = valid_BS & (head.prediction_BS == trunk_BS)
-            rows.append(torch.stack([(head.loss_BS.detach() * weight_BS).sum().double(), valid_BS.sum(), hits_BS.sum()]))
+            rows.append(
+                torch.stack([(head.loss_BS.detach() * weight_BS).sum().double(), valid_BS.sum(), hits_BS.sum()])
+            )
         return Statistics(torch.stack(rows))
 
     @staticmethod
@@ -112,5 +114,3 @@ def make_forward_step(coefficients: Sequence[float]) -> Callable:
         return output, loss_func
 
     return forward_step
-
-

@@ -65,4 +65,3 @@ def make_optimizer(
     model.config.no_sync_func = model.no_sync
     model.config.finalize_model_grads_func = finalize_model_grads
     return optimizer, scheduler
-

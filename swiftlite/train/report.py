@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swiftlite.bridge.tensors import write_durably
 from swiftlite.errors import UserError
 
 
@@ -39,7 +39,9 @@ def compare_tensors(model: torch.nn.Module, before: Mapping[str, str]) -> dict[s
         return hashlib.sha256(trunk.encode()).hexdigest()
 
     def names(is_trainable: bool, has_changed: bool) -> list[str]:
-        return [name for name, (old, new, trains) in pairs.items() if trains == is_trainable and (old != new) == has_changed]
+        return [
+            name for name, (old, new, trains) in pairs.items() if trains == is_trainable and (old != new) == has_changed
+        ]
 
     return {
         "trained_tensors": len(names(True, True)),
@@ -55,14 +57,11 @@ def check_frozen(tensors: Mapping[str, Any]) -> None:
     """Raises UserError when a tensor that had to stay has changed: a defect, which must not pass as success."""
     if tensors["frozen_but_changed"]:
         names = ", ".join(tensors["frozen_but_changed"][:5])
-        raise UserError(f"--mtp_mode heads_only changed frozen tensors: {names}", "please report this; do not use the result")
+        raise UserError(
+            f"--mtp_mode heads_only changed frozen tensors: {names}", "please report this; do not use the result"
+        )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write atomically: a temporary name, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.writing")
-    with temporary.open("w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    """Write a small file whole or not at all."""
+    write_durably(path, (json.dumps(content, indent=2) + "\n").encode())

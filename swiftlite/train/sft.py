@@ -97,9 +97,7 @@ def _run(args: SftArgs, device: Device) -> int:
         device=device,
         sinks=open_sinks(output_dir, first, schedule.steps, args.tensorboard) if is_first else [],
         logging_steps=args.logging_steps,
-        save=lambda step: save_checkpoint(
-            output_dir, step, model, optimizer, checkpoint_state, args.save_total_limit
-        ),
+        save=lambda step: save_checkpoint(output_dir, step, model, optimizer, checkpoint_state, args.save_total_limit),
     )
     acceptance = _Acceptance(args, plan, data.val_conversations, tokenizer, hf_dir, trainer)
     if not args.resume:
@@ -175,7 +173,7 @@ class _Acceptance:
             trainer.model,
             self.prompts,
             mtp_num_layers=self.depth,
-            eos_token_ids=stop_token_ids(tokenizer, hf_dir),
+            eos_token_ids={*stop_token_ids(tokenizer, hf_dir), template.end_token_id},
             max_new_tokens=args.acceptance_max_new_tokens,
             max_length=read_config(hf_dir)["max_position_embeddings"],
             batch_size=max(args.micro_batch_size, 8),

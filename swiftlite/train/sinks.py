@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from tqdm import tqdm
 
@@ -22,7 +22,7 @@ class Sink(Protocol):
 class ProgressBar:
     """One line on stderr with what to watch, and the time left."""
 
-    SHORT = {"learning_rate": "lr", "tokens_per_second": "tok/s"}
+    SHORT: ClassVar = {"learning_rate": "lr", "tokens_per_second": "tok/s"}
 
     def __init__(self, first: int, last: int):
         # Into a file or a CI log one line every 20 s is enough.

@@ -81,7 +81,7 @@ class Trainer:
         self.optimizer.zero_grad()
         statistics = self._forward_backward(batches, forward_only=False)
         self.scheduler.step(increment=1)  # before the update, so that the first one has a learning rate above 0
-        _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None upstream
         tokens = self._sum_over_data_parallel(sum(batch.num_tokens for batch in batches))
         self.device.synchronize()
         seconds = time.perf_counter() - start

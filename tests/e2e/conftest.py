@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.tiny import make_tiny_hf
 
 
@@ -38,7 +39,7 @@ class Commands:
     def run(self, *argv: object, **options) -> subprocess.CompletedProcess:
         process = self.start(*argv, **options)
         out, err = process.communicate(timeout=600)
-        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def ok(self, *argv: object, **options) -> subprocess.CompletedProcess:
         result = self.run(*argv, **options)

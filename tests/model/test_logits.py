@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny import CLASSES, make_tiny_hf, mtp_names
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.families import index
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from tests.tiny import CLASSES, make_tiny_hf, mtp_names
 
 ROPES = {
     "none": None,
@@ -67,8 +67,16 @@ def ids_and_positions(length: int, rows: int = 2, vocab_size: int = 128) -> tupl
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", CLASSES)
 def test_trunk_logits_equal_transformers_bit_for_bit(tmp_path, device, family, tied, rope, dtype):
-    config = {"max_position_embeddings": 32 if rope == "dynamic" else 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    directory = make_tiny_hf(tmp_path, family, tied=tied, dtype=dtype, rope_parameters=ROPES[rope], **config)
+    directory = make_tiny_hf(
+        tmp_path,
+        family,
+        tied=tied,
+        dtype=dtype,
+        rope_parameters=ROPES[rope],
+        max_position_embeddings=32 if rope == "dynamic" else 128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     # 48 is beyond the original 32 positions, where dynamic and longrope change their frequencies.
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
@@ -93,8 +101,8 @@ def test_mtp_logits_equal_a_short_reference(tmp_path, device, family, depth, dty
             # What a depth has no input token for (the end of the row) is never a target.
             ends = 20 - k - 1
             if family == "mimo":
-                # Its projection takes [hidden, embedding]; megatron-core's sums the other way round, so the last bits of
-                # a sum of 128 products differ: 1e-5 in float32; in bfloat16 a flipped rounding is 0.03 for logits of 4 to 8.
+                # Its projection takes [hidden, embedding]; megatron-core sums the other way round, so the last bits of
+                # 128 products differ: 1e-5 in float32; in bfloat16 a flipped rounding is 0.03 for logits of 4 to 8.
                 tolerance = {"rtol": 0, "atol": 1e-4 if dtype is torch.float32 else 0.0625}
                 torch.testing.assert_close(ours[k][:, :ends], theirs[:, :ends], **tolerance)
             else:

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.model.test_logits import load_megatron
-from tests.tiny import make_tiny_hf
 
 from swiftlite.data.batch import NO_SAMPLE, Batch, collate
 from swiftlite.data.sample import Sample, make_sample
+from swiftlite.model.gpt import Losses
 from swiftlite.train.objective import Statistics, count_targets, mtp_coefficients, total_loss
+from tests.model.test_logits import load_megatron
+from tests.tiny import make_tiny_hf
 
 SCALE = 0.3
 
@@ -108,12 +109,17 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, dept
     batch = collate(samples, 0)
     hidden, rotary = model.forward_preprocess(batch.tokens_BS, batch.position_ids_BS)
     hidden = model.forward_decoder(hidden, rotary)
-    heads = [head.detach().requires_grad_() for head in model.forward_mtp(hidden, batch.tokens_BS, batch.position_ids_BS, rotary)]
+    heads = [
+        head.detach().requires_grad_()
+        for head in model.forward_mtp(hidden, batch.tokens_BS, batch.position_ids_BS, rotary)
+    ]
     losses = model.forward_postprocess(hidden.detach(), heads, batch.labels_BS)
+    assert isinstance(losses, Losses)
     coefficients = mtp_coefficients(count_targets([batch], depth), SCALE)
     total_loss(losses, batch.loss_scale_BS, coefficients).backward()
     seen = 0
     for k, head in enumerate(heads, start=1):
+        assert head.grad is not None
         touched = head.grad.abs().sum(-1).transpose(0, 1) != 0
         for row, sample in enumerate(samples):
             for position in range(batch.tokens_BS.size(1)):
@@ -165,7 +171,7 @@ def test_heads_only_trains_mtp_and_nothing_else(tmp_path, device):
     assert losses.main.loss_BS.grad_fn is None  # no graph through the trunk
     for head, reference in zip(losses.mtp, expected.mtp, strict=True):
         assert torch.equal(head.loss_BS, reference.loss_BS)
-    sum(head.loss_BS.sum() for head in losses.mtp).backward()
+    torch.stack([head.loss_BS.sum() for head in losses.mtp]).sum().backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {
         name for name, _ in model.named_parameters() if name.startswith("mtp.")
     }
