@@ -4,12 +4,11 @@ An MTP layer computes `final_layernorm(block(eh_proj([enorm(embedding), hnorm(hi
 trunk's after its final norm. With copy_last_layer the block starts as the last decoder layer and final_layernorm as the
 trunk's final norm, both read from the checkpoint; what the trunk has no counterpart of starts as in `_pass_through`.
 
-Numbers do not depend on the tensor-parallel size: every rank cuts its part out of the same whole.
+Numbers do not depend on the tensor-parallel size.
 """
 
 import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,31 +39,24 @@ def pass_through(depth: int) -> dict[str, Fill]:
     }
 
 
-def random(family: Family, hf_config: Mapping[str, Any], depth: int, seed: int) -> dict[str, Fill]:
-    """Random heads, by Megatron name: norms one, biases zero, matrices normal with the config's initializer_range."""
-    std = hf_config.get("initializer_range") or 0.02
-    names = [row.mcore for head in range(depth) for row in family.head_rows(hf_config, head)]
-    kinds = {name: partial(_normal, std=std, seed=seed) for name in names}
-    kinds |= {name: _zeros for name in names if name.endswith(".bias")}
-    kinds |= {name: _ones for name in names if name.endswith("norm.weight")}
-    return kinds
+def random_tensors(row: Row, std: float, seed: int) -> dict[str, torch.Tensor]:
+    """A row's HF tensors as if they came from a file: norms one, biases zero, matrices normal.
+
+    HF tensors and not Megatron's are drawn, because the order in a Megatron parameter depends on the tensor-parallel
+    size (gate and up); each from a generator of its own, so neither the order nor the rank matters.
+    """
+    if row.mcore.endswith("norm.weight"):
+        return {key: torch.ones(shape) for key, shape in row.hf.items()}
+    if row.mcore.endswith(".bias"):
+        return {key: torch.zeros(shape) for key, shape in row.hf.items()}
+    return {
+        key: torch.randn(shape, generator=torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))) * std
+        for key, shape in row.hf.items()
+    }
 
 
 def _ones(shard: Shard) -> None:
     shard.tensor.fill_(1.0)
-
-
-def _zeros(shard: Shard) -> None:
-    shard.tensor.zero_()
-
-
-def _normal(shard: Shard, std: float, seed: int) -> None:
-    # A generator of its own per parameter, so that numbers depend on neither the order nor the ranks.
-    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(shard.name.encode()))
-    whole = torch.randn(shard.global_shape, generator=generator) * std
-    if shard.partition_dim is not None:
-        whole = whole.narrow(shard.partition_dim, shard.first, shard.tensor.shape[shard.partition_dim])
-    shard.tensor.copy_(whole)
 
 
 def _pass_through(shard: Shard) -> None:

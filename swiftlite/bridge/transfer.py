@@ -89,7 +89,8 @@ def _load(
     depth = placement.mtp_num_layers(model_chunks)
     rows: list[Row] = family.rows(hf_config, 0)
     borrowed: list[Row] = []
-    made: dict[str, fresh_heads.Fill] = {}
+    drawn: list[Row] = []
+    fills: dict[str, fresh_heads.Fill] = {}
     dropped = [key for key in checkpoint.entries if family.is_derived(key)]
     if depth and mtp_init == "checkpoint":
         _check_mtp_depth(depth, checkpoint, family, hf_config)
@@ -98,11 +99,12 @@ def _load(
         dropped += mtp_keys(checkpoint.entries, family)
         if mtp_init == "copy_last_layer":
             borrowed = fresh_heads.copied_rows(family, hf_config, depth)
-            made = fresh_heads.pass_through(depth)
+            fills = fresh_heads.pass_through(depth)
         else:
-            made = fresh_heads.random(family, hf_config, depth, seed)
+            drawn = [row for head in range(depth) for row in family.head_rows(hf_config, head)]
 
     shards = placement.shards_of(model_chunks)
+    made = {*fills, *(row.mcore for row in drawn)}
     bindings = bind(
         shards,
         rows,
@@ -114,10 +116,17 @@ def _load(
         what=str(checkpoint.hf_dir),
         hint="check that the tensors belong to this config.json, and that both are complete",
     )
+    drawn_names = {row.mcore for row in drawn}
+    drawn_bindings = bind([shard for shard in shards if shard.name in drawn_names], drawn, all_names=drawn_names)
     _read(bindings, checkpoint)
+    for binding in drawn_bindings:
+        tensors = fresh_heads.random_tensors(binding.row, hf_config.get("initializer_range") or 0.02, seed)
+        for shard, local_index, hf_key, hf_index in binding.copies():
+            assert hf_key is not None
+            shard.tensor[local_index] = tensors[hf_key][hf_index]
     for shard in shards:
-        if shard.name in made:
-            made[shard.name](shard)
+        if shard.name in fills:
+            fills[shard.name](shard)
 
     from_trunk = {row.mcore for row in borrowed}
     initialised = {binding.shard.name: mtp_init for binding in bindings if binding.shard.name in from_trunk}

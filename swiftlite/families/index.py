@@ -27,12 +27,12 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
         UserError: the model_type is unknown, or a setting would change the mathematics and is not supported.
     """
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
+    family = FAMILIES.get(str(model_type))
+    if family is None:
         where = f"{Path(hf_dir) / 'config.json'}" if hf_dir else "config.json"
         raise UserError(
             f"{where}: model_type {model_type!r} is not a family that swiftlite knows",
             f"known: {', '.join(FAMILIES)}; docs/add-a-family shows how to add one",
         )
-    family = FAMILIES[model_type]
     family.check(hf_config)
     return family

@@ -1,0 +1,200 @@
+"""Families against transformers: the same tensors, the same shapes, and no field of a config that nobody looks at."""
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+
+from swiftlite import families
+from swiftlite.bridge.layout import SwapHalves
+from swiftlite.errors import UserError
+from swiftlite.families import dense
+from tests.tiny import CLASSES, make_tiny_model, mtp_names, random_mtp_tensors
+
+# What does not change what a model computes from tokens to logits: training, generation, bookkeeping.
+HARMLESS = {
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",  # memory, not numbers
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "is_encoder_decoder",
+    "label2id",
+    "max_position_embeddings",  # read by the rotary embedding
+    "max_window_layers",  # only with use_sliding_window
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "rope_parameters",  # read by the rotary embedding
+    "sliding_window",  # only with use_sliding_window
+    "transformers_version",
+    "use_cache",
+}
+READ = {
+    "head_dim",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "layer_types",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_nextn_predict_layers",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "vocab_size",
+}
+# transformers' Qwen2 has no such field; the biases are there whatever it says.
+OWN_NEUTRAL = {"llama": {"attention_bias", "mlp_bias"}, "qwen2": set(), "qwen3": {"attention_bias"}, "mimo": set()}
+
+
+def hf_config(family: str, **changes: Any) -> dict[str, Any]:
+    """A config.json as transformers writes it, with changes."""
+    config: PreTrainedConfig = CLASSES[family][0](
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    return config.to_dict() | {"model_type": family} | changes
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
+    model = make_tiny_model(family, tied)
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
+    config = model.config.to_dict()
+    rows = families.FAMILIES[family].rows(config)
+    assert {key: shape for row in rows for key, shape in row.hf.items()} == shapes
+    assert len([key for row in rows for key in row.hf]) == len(shapes)
+
+    heads = random_mtp_tensors(model, family, 2)
+    mtp_rows = families.FAMILIES[family].rows(config, 2)[len(rows) :]
+    assert {key: shape for row in mtp_rows for key, shape in row.hf.items()} == {
+        name: tuple(tensor.shape) for name, tensor in heads.items()
+    }
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_no_field_of_the_config_is_overlooked(family):
+    """A field that transformers adds must be sorted into one of the three before it can change results unseen."""
+    fields = set(hf_config(family))
+    assert fields - HARMLESS - READ - dense.NEUTRAL.keys() - OWN_NEUTRAL[family] == set()
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_field_left_out_has_the_default_of_transformers(family):
+    """tie_word_embeddings is the one that matters; the others must be stated."""
+    assert CLASSES[family][0]().tie_word_embeddings is dense.is_tied({})
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_transformer_config(family):
+    config = families.FAMILIES[family].transformer_config(hf_config(family, rms_norm_eps=1e-5))
+    assert config == {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 96,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "layernorm_epsilon": 1e-5,
+        "normalization": "RMSNorm",
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": family in ("qwen2", "mimo"),
+        "qk_layernorm": family == "qwen3",
+        "init_method_std": 0.02,
+    }
+
+
+def test_head_dim_and_groups_are_derived_when_not_stated():
+    config = hf_config("llama", head_dim=None, num_key_value_heads=None)
+    architecture = families.get(config).transformer_config(config)
+    assert (architecture["kv_channels"], architecture["num_query_groups"]) == (16, 4)
+    config = hf_config("qwen3", head_dim=128)
+    assert families.get(config).transformer_config(config)["kv_channels"] == 128
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_depth(family):
+    known = families.FAMILIES[family]
+    assert known.mtp_depth({}) == 0
+    assert known.mtp_depth({"num_nextn_predict_layers": 2}) == 2
+    assert known.mtp_depth_change({}, 0) == {}
+    assert known.mtp_depth_change({"num_nextn_predict_layers": 2}, 2) == {}
+    assert known.mtp_depth_change({"num_nextn_predict_layers": 2}, 0) == {"num_nextn_predict_layers": 0}
+    assert known.mtp_depth_change({}, 1) == {"num_nextn_predict_layers": 1}
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_only_heads_have_the_prefix_of_heads(family):
+    known, config = families.FAMILIES[family], hf_config(family)
+    assert not any(known.is_mtp(key) for row in known.trunk_rows(config) for key in row.hf_shapes())
+    assert all(known.is_mtp(key) for head in (0, 1) for row in known.head_rows(config, head) for key in row.hf)
+
+
+def test_only_mimo_swaps_halves():
+    for name, known in families.FAMILIES.items():
+        (projection,) = [row for row in known.head_rows(hf_config(name), 0) if row.mcore.endswith("eh_proj.weight")]
+        assert isinstance(projection.layout, SwapHalves) is (name == "mimo")
+        assert list(projection.hf) == [mtp_names(name, 0)[0]["projection"]]
+
+
+REFUSED = [
+    *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
+    *[(family, "quantization_config", {"quant_method": "fp8"}) for family in families.FAMILIES],
+    *[(family, "attention_dropout", 0.1) for family in families.FAMILIES],
+    *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES],
+    *[(family, "use_sliding_window", True) for family in ("qwen2", "qwen3", "mimo")],
+    *[(family, "layer_types", ["full_attention", "sliding_attention"]) for family in ("qwen2", "qwen3", "mimo")],
+    ("llama", "pretraining_tp", 2),
+    ("llama", "attention_bias", True),
+    ("llama", "mlp_bias", True),
+    ("qwen3", "attention_bias", True),
+    *[(family, "num_nextn_predict_layers", -1) for family in families.FAMILIES],
+    *[(family, "num_nextn_predict_layers", "1") for family in families.FAMILIES],
+    ("llama", "num_key_value_heads", 3),
+    ("llama", "rms_norm_eps", None),
+    ("llama", "hidden_size", "64"),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "value"), REFUSED)
+def test_what_would_change_the_mathematics_is_refused(family, key, value):
+    families.get(hf_config(family))
+    with pytest.raises(UserError) as raised:
+        families.get(hf_config(family, **{key: value}))
+    assert key in str(raised.value)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(UserError) as raised:
+        families.get(hf_config("llama", mlp_bias=True, hidden_act="gelu"))
+    assert "mlp_bias True is not supported" in str(raised.value)
+    assert "hidden_act 'gelu' is not supported; it can only be 'silu'" in str(raised.value)
+
+
+def test_hidden_size_that_is_no_multiple_of_the_heads():
+    with pytest.raises(UserError, match="hidden_size 66 is not a multiple of num_attention_heads 4"):
+        families.get(hf_config("llama", head_dim=None, hidden_size=66))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", None, ["llama"]])
+def test_unknown_family(model_type, tmp_path):
+    with pytest.raises(UserError) as raised:
+        families.get({"model_type": model_type}, tmp_path)
+    assert f"{tmp_path / 'config.json'}: model_type {model_type!r} is not a family" in str(raised.value)
+    assert "known: llama, mimo, qwen2, qwen3" in str(raised.value)
+
+
+def test_rotary_buffers_of_old_files_are_derived():
+    assert dense.is_derived("model.layers.3.self_attn.rotary_emb.inv_freq")
+    assert not dense.is_derived("model.layers.3.self_attn.q_proj.weight")

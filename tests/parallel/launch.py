@@ -1,0 +1,48 @@
+"""Runs a function in several gloo processes on this machine, as torchrun would, and brings back what each returned."""
+
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import spawn
+
+
+def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `function(*args)` once per process; the environment of torchrun is set, no process group is open yet.
+
+    Args:
+        function: of a module's top level, since it is imported anew in each process.
+        args: anything that can be pickled.
+
+    Returns:
+        The results in order of rank; each must survive pickling.
+
+    Raises:
+        ProcessRaisedException: with the traceback of the first process that failed; the others
+            are ended.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as directory:
+        spawn(_run, (num_processes, port, directory, function, args), nprocs=num_processes)
+        return [pickle.loads((Path(directory) / str(rank)).read_bytes()) for rank in range(num_processes)]
+
+
+def _run(rank: int, num_processes: int, port: int, directory: str, function: Callable[..., Any], args: tuple) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)  # the processes share this machine's cores
+    result = function(*args)
+    (Path(directory) / str(rank)).write_bytes(pickle.dumps(result))

@@ -1,0 +1,145 @@
+"""The bridge with two tensor-parallel ranks: files bit for bit, parameters by what the model computes from them."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from swiftlite import families
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.tensors import describe
+from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf
+from swiftlite.model.build import build_model
+from swiftlite.model.gpt import GPTModel
+from swiftlite.runtime.device import Device
+from swiftlite.runtime.distributed import session
+from tests.parallel.launch import launch
+from tests.tiny import CLASSES, make_tiny_hf
+
+pytestmark = pytest.mark.gloo
+
+CASES = list(product(families.FAMILIES, [False, True], [0, 1, 2]))  # family, tied, depth
+SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TOKENS = torch.arange(3, 15)[None]
+
+
+def name(family: str, tied: bool, depth: int) -> str:
+    return f"{family}-{'tied' if tied else 'untied'}-{depth}"
+
+
+def load(source: Path, device: Device, depth: int, tp_size: int, mtp_init: MtpInit = "checkpoint") -> GPTModel:
+    hf_config = read_config(source)
+    family = families.get(hf_config)
+    model = build_model(
+        family.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=torch.float32,
+        mtp_num_layers=depth,
+        tensor_model_parallel_size=tp_size,
+    )
+    load_hf([model], source, family, hf_config, mtp_init=mtp_init)
+    return model.eval()
+
+
+def save(model: GPTModel, source: Path, out_dir: Path, max_shard_bytes: int) -> None:
+    hf_config = read_config(source)
+    dtypes = {key: tensor["dtype"] for key, tensor in describe(source).items()}
+    family = families.get(hf_config)
+    save_hf([model], out_dir, family, hf_config, dtypes=dtypes, max_shard_bytes=max_shard_bytes)
+
+
+@torch.no_grad()
+def compute(model: GPTModel) -> list[torch.Tensor]:
+    """Logits of the trunk and of each head; this rank's part of the vocabulary."""
+    logits = model(TOKENS, torch.arange(TOKENS.shape[1])[None])
+    return [logits.main, *logits.mtp]
+
+
+def convert_all(root: Path, tp_size: int) -> dict[str, list[torch.Tensor]]:
+    """What each process does: every case there and back, sharded and not; returns the logits by case."""
+    logits = {}
+    with session(tensor_model_parallel_size=tp_size) as device:
+        for case in CASES:
+            source = root / name(*case)
+            model = load(source, device, case[2], tp_size)
+            logits[name(*case)] = compute(model)
+            save(model, source, root / f"tp{tp_size}" / name(*case), 10**9)
+            save(model, source, root / f"tp{tp_size}-sharded" / name(*case), 40_000)
+        for mtp_init in ("random", "copy_last_layer"):
+            source = root / name("qwen3", True, 0)
+            model = load(source, device, 1, tp_size, mtp_init)
+            logits[mtp_init] = compute(model)
+            save(model, source, root / f"tp{tp_size}" / mtp_init, 10**9)
+        dist.barrier()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> tuple[Path, dict[int, list[dict[str, list[torch.Tensor]]]]]:
+    """All cases at TP 1 and 2: the directory of all files, and by TP size the logits of each rank."""
+    root = tmp_path_factory.mktemp("converted")
+    for family, tied, depth in CASES:
+        make_tiny_hf(root / name(family, tied, depth), family, depth, tied, **SIZES)
+    return root, {tp_size: launch(tp_size, convert_all, root, tp_size) for tp_size in (1, 2)}
+
+
+def read_all(directory: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for path in directory.glob("*.safetensors") for key, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("out", ["tp1", "tp1-sharded", "tp2", "tp2-sharded"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: name(*case))
+def test_round_trip_is_bit_exact(converted, case, out):
+    root, _ = converted
+    original, written = read_all(root / name(*case)), read_all(root / out / name(*case))
+    assert written.keys() == original.keys()
+    for key, tensor in original.items():
+        assert tensor.dtype == written[key].dtype
+        assert torch.equal(tensor, written[key]), key
+    names = sorted(path.name for path in (root / out / name(*case)).iterdir())
+    if "sharded" in out:
+        index = json.loads((root / out / name(*case) / names[-1]).read_text())
+        assert names == sorted({*index["weight_map"].values(), "model.safetensors.index.json"})
+    else:
+        assert names == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: name(*case))
+def test_two_ranks_compute_what_one_computes(converted, case):
+    """A part on the wrong rank would come back whole from the round trip; it would not compute the same."""
+    root, logits = converted
+    (alone,), (first, second) = logits[1], logits[2]
+    for one, *parts in zip(alone[name(*case)], first[name(*case)], second[name(*case)], strict=True):
+        # Sums over two halves: float32 rounding on logits of about 10; a misplaced part differs by about 1.
+        torch.testing.assert_close(torch.cat(parts, dim=-1), one, rtol=1e-5, atol=1e-4)
+    if case[0] in CLASSES and case[0] != "mimo":
+        model = CLASSES[case[0]][1].from_pretrained(root / name(*case), dtype=torch.float32)
+        torch.testing.assert_close(alone[name(*case)][0], model(TOKENS).logits, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("mtp_init", ["random", "copy_last_layer"])
+def test_new_heads_do_not_depend_on_the_number_of_ranks(converted, mtp_init):
+    root, _ = converted
+    one, two = read_all(root / "tp1" / mtp_init), read_all(root / "tp2" / mtp_init)
+    assert "mtp.fc.weight" in one
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def fail_on_second_rank() -> None:
+    with session(tensor_model_parallel_size=2):
+        if dist.get_rank() == 1:
+            raise RuntimeError("the second rank fails")
+        dist.barrier()
+
+
+def test_launcher_brings_the_traceback_of_the_rank_that_failed():
+    with pytest.raises(ProcessRaisedException, match="the second rank fails"):
+        launch(2, fail_on_second_rank)
