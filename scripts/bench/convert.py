@@ -1,11 +1,11 @@
-"""Conversion: Hugging Face -> Megatron -> Hugging Face of a 1 GB checkpoint, against safetensors load + save of the same file.
+"""Conversion: Hugging Face -> Megatron -> Hugging Face of 1 GB, against safetensors load + save of the same file.
 
     python scripts/bench/convert.py [--gigabytes 1.0] [--rounds 5] [--dir DIR]
 
-One line per figure: what, median seconds, ratio to the reference named in the line, and whether the target holds; then the
-memory that each step takes beyond what it starts with. Every step runs in a process of its own, in turn, with the file
-in the page cache; imports and the building of the model are not counted. All writes count until they are on disk (fsync),
-since the bridge does not return before. Exit code 1 when a target is missed.
+One line per figure: what, median seconds, ratio to the reference named in the line, and whether the target holds; then
+the memory that each step takes beyond what it starts with. Every step runs in a process of its own, in turn, with the
+file in the page cache; imports and the building of the model are not counted. All writes count until they are on disk
+(fsync), since the bridge does not return before. Exit code 1 when a target is missed.
 """
 
 import argparse
