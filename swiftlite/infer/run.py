@@ -64,6 +64,8 @@ def run(args: InferArgs) -> None:
     ends = {*stop_token_ids(tokenizer, model.directory), template.end_token_id} - {None}
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, tuple(sorted(ends)))
     _check_result_path(args)
+    if args.acceptance_json:
+        _read_acceptance(Path(args.acceptance_json))
     if args.val_dataset:
         _answer_files(args, model, template, sampling)
     else:
@@ -148,14 +150,19 @@ def add_engine_acceptance(path: Path, backend: str, num_prompts: int, counts: Dr
     Raises:
         UserError: it is not such a file.
     """
+    content = _read_acceptance(path)
+    content.setdefault("engines", {})[backend] = {"prompts": num_prompts, **counts.to_json()}
+    write_durably(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _read_acceptance(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--acceptance_json {path}: {error}", "give the acceptance.json of an sft run") from None
     if not isinstance(content, dict) or "depths" not in content:
         raise UserError(f"--acceptance_json {path} is no acceptance.json", "give the one in the sft run's --output_dir")
-    content.setdefault("engines", {})[backend] = {"prompts": num_prompts, **counts.to_json()}
-    write_durably(path, json.dumps(content, indent=2).encode() + b"\n")
+    return content
 
 
 def _chat(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:

@@ -143,7 +143,7 @@ def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    warpers: Any = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    warpers: Any = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
     probabilities = warpers(torch.empty(0, dtype=torch.long), logits.float()).softmax(dim=-1)

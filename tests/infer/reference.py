@@ -147,17 +147,19 @@ class Reference(nn.Module):
         return completions, Counts(drafts, drafts * num_tokens, tuple(accepted))
 
 
-def write_trained(directory: Path, family: str, depth: int, steps: int = 150, tied: bool = False) -> list[list[int]]:
+def write_trained(directory: Path, family: str, depth: int, steps: int = 100, tied: bool = False) -> list[list[int]]:
     """A tiny checkpoint whose heads are often right, not always; returns prompts, half from what it has learned.
 
     Trunk and heads learn 8 random sequences by heart; on prompts that are new to them the heads are mostly wrong.
     """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are tiny: a second thread only waits, ten times as long on a busy machine
     torch.manual_seed(1)
     trunk: Any = make_tiny_model(family, tied=tied)
     trunk.model.norm.weight.data.uniform_(0.3, 3.0)  # far from flat, so that the state before it is another one
     model = Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth)
     rows_BS = torch.randint(0, trunk.config.vocab_size, (8, 40))
-    optimizer = torch.optim.AdamW((p for n, p in model.named_parameters() if n != "trunk.model.norm.weight"), lr=5e-3)
+    optimizer = torch.optim.AdamW((p for n, p in model.named_parameters() if n != "trunk.model.norm.weight"), lr=8e-3)
     for _ in range(steps):
         hidden, after = model.trunk_states(rows_BS)
         loss = cross_entropy(trunk.lm_head(after[:, :-1]).flatten(0, 1), rows_BS[:, 1:].flatten())
@@ -168,6 +170,7 @@ def write_trained(directory: Path, family: str, depth: int, steps: int = 150, ti
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    torch.set_num_threads(num_threads)
     model.eval().requires_grad_(False)
     write_hf(directory, trunk, family, model.mtp_tensors(), depth)
     learned = [row[:n].tolist() for row, n in zip(rows_BS, (1, 4, 9, 15), strict=False)]

@@ -1,0 +1,22 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.infer.reference import write_trained
+
+Trained = tuple[Path, list[list[int]]]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Callable[..., Trained]:
+    """trained(family, depth) -> (checkpoint whose heads are often right, prompts); made once per session."""
+    made: dict[tuple[str, int], Trained] = {}
+
+    def make(family: str, depth: int) -> Trained:
+        if (family, depth) not in made:
+            directory = tmp_path_factory.mktemp(f"{family}-{depth}")
+            made[family, depth] = directory, write_trained(directory, family, depth)
+        return made[family, depth]
+
+    return make
