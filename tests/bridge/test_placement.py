@@ -1,0 +1,67 @@
+"""Names and ownership of parameters, on a real model put into the states that later stages and releases have."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerLayer
+
+from swiftlite import families
+from swiftlite.bridge import placement
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.model.build import build_model
+from swiftlite.model.gpt import GPTModel
+from tests.tiny import make_tiny_hf
+
+
+@pytest.fixture
+def model(tmp_path: Path, device) -> GPTModel:
+    hf_config = read_config(make_tiny_hf(tmp_path, "qwen3", depth=1))
+    architecture = families.get(hf_config).transformer_config(hf_config)
+    return build_model(architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1)
+
+
+def shards(model: torch.nn.Module) -> dict[str, Any]:
+    return {shard.name: shard for shard in placement.shards_of([model])}
+
+
+def test_a_model_that_is_not_split(model):
+    held = shards(model)
+    assert list(held) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert held[name].tensor.data_ptr() == parameter.data_ptr()
+        assert held[name].global_shape == tuple(parameter.shape)
+        assert held[name].writes
+
+
+def test_layers_of_a_later_stage_are_counted_from_the_first(model):
+    for layer in model.decoder.layers:
+        cast(TransformerLayer, layer).layer_number += 6
+    numbers = {name.split(".")[2] for name in shards(model) if name.startswith("decoder.layers.")}
+    assert numbers == {"6", "7"}
+    assert "mtp.layers.0.enorm.weight" in shards(model)
+
+
+def test_embedding_copy_of_a_later_stage_is_not_written(model):
+    model.pre_process = False
+    assert [name for name, shard in shards(model).items() if not shard.writes] == ["embedding.word_embeddings.weight"]
+
+
+def test_inner_mtp_layer_of_newer_releases_has_the_same_name(model):
+    before = list(shards(model))
+    layer = model.get_submodule("mtp.layers.0")
+    inner = layer.get_submodule("transformer_layer")
+    del layer.transformer_layer
+    layer.add_module("mtp_model_layer", inner)
+    assert any("mtp_model_layer" in name for name, _ in model.named_parameters())
+    assert sorted(shards(model)) == sorted(before)
+
+
+def test_persistent_buffers_are_parameters_too(model):
+    """A router's expert bias will be one."""
+    layer = model.get_submodule("decoder.layers.1.mlp")
+    layer.register_buffer("expert_bias", torch.ones(4))
+    layer.register_buffer("scratch", torch.ones(4), persistent=False)
+    added = [name for name in shards(model) if not name.endswith(("weight", "bias")) or "expert" in name]
+    assert added == ["decoder.layers.1.mlp.expert_bias"]
