@@ -1,0 +1,191 @@
+"""Real vLLM, started: its tokens and its own counts against an independent reference, in float32, exactly.
+
+Tokens alone prove nothing about a head: they are right whatever it drafts.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swiftlite.errors import UserError
+from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
+from tests.infer.reference import Reference, write_trained
+from tests.tiny import make_tiny_hf
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+HERE = Path(__file__).parent
+NEW_TOKENS = 24
+
+
+def expected_counts(counts):
+    return counts.drafts, counts.drafted, counts.accepted_per_position
+
+
+@pytest.mark.parametrize(
+    ("family", "num_tokens", "tied"), [("qwen3", 1, False), ("llama", 3, True), ("qwen2", 2, False), ("mimo", 1, False)]
+)
+def test_tokens_and_counts_equal_the_reference(family, num_tokens, tied, tmp_path):
+    prompts = write_trained(tmp_path, family, depth=1, tied=tied)
+    reference = Reference.load(tmp_path, family, depth=1)
+    other_counts = None
+    if family == "mimo":
+        other_counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)[1]
+        # vLLM's MiMo (models/mimo.py, models/mimo_mtp.py of 0.32) gives its head the state before the final norm, and
+        # zeros for the embedding at position 0.
+        reference.takes_state_before_norm = reference.zeroes_first_embedding = True
+    expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
+    assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
+    assert counts != other_counts
+
+    config = EngineConfig(tmp_path, "float32", num_speculative_tokens=num_tokens, max_model_len=256)
+    engine = start_engine("vllm", config)
+    try:
+        completions = engine.generate(prompts, Sampling(NEW_TOKENS))
+        assert [completion.token_ids for completion in completions] == expected
+        assert {completion.finish_reason for completion in completions} == {"length"}
+        assert expected_counts(engine.draft_counts()) == expected_counts(counts)
+
+        stop = expected[0][5]
+        (stopped,) = engine.generate(prompts[:1], Sampling(NEW_TOKENS, stop_token_ids=(stop,)))
+        assert stopped.token_ids == expected[0][: expected[0].index(stop) + 1]
+        assert stopped.finish_reason == "stop"
+        with pytest.raises(UserError, match="a prompt has 256 tokens"):
+            engine.generate([[1] * 256], Sampling(1))
+    finally:
+        engine.close()
+
+
+def test_every_head_drafts_its_own_step(tmp_path):
+    """Under the model runner that GPUs have, here with interpreted kernels."""
+    prompts = write_trained(tmp_path, "qwen3", depth=2)[2:]
+    expected, counts = Reference.load(tmp_path, "qwen3", depth=2).simulate(prompts, 12, 2)
+    assert 0 < counts.accepted_per_position[1] < counts.accepted_per_position[0] < counts.drafts
+    code = f"""
+from pathlib import Path
+from swiftlite.infer.engine import *
+if __name__ == "__main__":
+    engine = start_engine("vllm", EngineConfig(
+        Path({str(tmp_path)!r}), "float32", num_speculative_tokens=None, max_model_len=64, max_batch_size=2,
+        engine_kwargs={{"max_num_batched_tokens": 64}},
+    ))
+    completions = engine.generate({prompts!r}, Sampling(12))
+    counts = engine.draft_counts()
+    print([c.token_ids for c in completions], (counts.drafts, counts.drafted, counts.accepted_per_position), sep="\\n")
+    engine.close()
+"""
+    script = tmp_path / "serve.py"  # vLLM starts its processes by running the main file again
+    script.write_text(code)
+    done = run_python(script, PYTHONPATH=str(HERE / "triton_interpreter"))
+    assert done.stdout.splitlines()[-2:] == [str(expected), str(expected_counts(counts))], done.stderr[-2000:]
+
+
+def test_infer_compares_with_and_without_speculation(tmp_path):
+    """The whole command, on random heads: nothing is accepted, and no answer changes."""
+    model = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
+    prompts, acceptance = tmp_path / "prompts.jsonl", tmp_path / "acceptance.json"
+    questions = ("The quick", "What does it do?", "Sum")
+    prompts.write_text("".join(json.dumps({"query": question}) + "\n" for question in questions))
+    acceptance.write_text('{"depths": 1}')
+    options = ["--speculative", "mtp", "--compare", "--max_new_tokens", "40", "--torch_dtype", "float32"]
+    files = ["--model", str(model), "--val_dataset", str(prompts), "--acceptance_json", str(acceptance)]
+    done = run_python("-m", "swiftlite.cli.main", "infer", "--infer_backend", "vllm", *options, *files)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [json.loads(line)["messages"][0]["content"] for line in done.stdout.splitlines()] == list(questions)
+    assert "answers equal: 3 of 3" in done.stderr
+    counted = json.loads(acceptance.read_text())["engines"]["vllm"]
+    assert counted["drafted"] > 60
+    assert counted["acceptance_rate"] < 0.2
+
+
+def test_vllm_serve_drafts_with_the_plugin(tmp_path):
+    """What the README tells people to type."""
+    model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
+    port = 8137
+    command = ["serve", str(model), "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
+    drafting = ["--enforce-eager", "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", *command, *drafting],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+        )
+        try:
+            answer = wait_for(server, f"http://127.0.0.1:{port}", tmp_path / "log")
+            metrics = get(f"http://127.0.0.1:{port}/metrics").splitlines()
+        finally:
+            server.terminate()
+            server.wait(timeout=60)
+    assert answer["usage"]["completion_tokens"] > 1
+    drafted = [line for line in metrics if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
+    assert float(drafted[0].split()[-1]) > 0
+
+
+def test_the_draft_class_is_loaded_from_whole_heads_or_not_at_all(tmp_path):
+    directory = make_tiny_hf(tmp_path, "qwen2", depth=2)
+    num_tensors = sum("mtp." in name for name in load_file(directory / "model.safetensors"))
+    done = run_python(HERE / "load_draft.py", directory)
+    # vLLM joins q, k, v (weights, biases) and gate, up: 2 + 2 + 1 fewer per head. Embedding and lm_head come on top.
+    assert done.stdout.splitlines()[-1] == f"Qwen2MTPModel {num_tensors - 2 * 5 + 2}", done.stderr[-2000:]
+
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["mtp.layers.1.self_attn.k_proj.bias"], tensors["mtp.heads.1.norm.weight"]
+    tensors |= {"mtp.layers.0.self_attn.o_proj.bias": torch.zeros(64), "mtp.heads.2.norm.weight": torch.ones(64)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    done = run_python(HERE / "load_draft.py", directory)
+    assert done.returncode != 0
+    for line in (
+        "missing: mtp.heads.1.norm.weight",
+        "missing: mtp.layers.1.self_attn.k_proj.bias",
+        "unexpected: mtp.heads.2.norm.weight",
+        "unexpected: mtp.layers.0.self_attn.o_proj.bias",
+    ):
+        assert line in done.stderr
+
+
+def test_vllm_has_no_draft_for_these_families_of_its_own(tmp_path):
+    """When this fails, vLLM has learnt what hf_config_override of the plugin teaches it."""
+    done = run_python(HERE / "load_draft.py", make_tiny_hf(tmp_path, "qwen3", depth=1), VLLM_PLUGINS="")
+    assert "Unsupported speculative method: 'mtp'" in done.stderr
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **variables}
+
+
+def run_python(*arguments: object, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**variables), timeout=600)
+
+
+def get(url: str, content: dict | None = None) -> str:
+    body = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return response.read().decode()
+
+
+def wait_for(server: subprocess.Popen, url: str, log: Path) -> dict:
+    """The server's answer to a first question, once it is up."""
+    question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20, "temperature": 0}
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            get(f"{url}/health")
+            return json.loads(get(f"{url}/v1/chat/completions", question))
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-3000:])

@@ -1,0 +1,27 @@
+"""On PYTHONPATH, lets vLLM's newer model runner work on a CPU: its Triton kernels run in Triton's own interpreter.
+
+That runner is what every GPU has, and the only one that gives each MTP head its own draft step. vLLM for CPUs enables
+it where Triton has a "cpu" backend (vllm/triton_utils/importing.py); no published Triton has one, so an empty one is
+put there. A kernel that is interpreted asks nothing of it.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+
+import triton.backends
+
+
+class _Driver:
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+class _Backend:
+    driver = _Driver
+    compiler = None
+
+
+triton.backends.backends["cpu"] = _Backend  # pyright: ignore[reportArgumentType]
