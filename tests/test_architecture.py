@@ -1,0 +1,65 @@
+"""Who imports whom: docs/en/architecture.md, watched by a machine."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import swiftlite
+
+ROOT = Path(swiftlite.__file__).parent
+# Lower levels first; names on one level do not know each other.
+LEVELS = (
+    {"errors", "log"},
+    {"args"},
+    {"runtime", "data", "bridge"},
+    {"model"},
+    {"families"},
+    {"train", "infer"},
+    {"export"},
+    {"cli"},
+)
+MEGATRON = ("runtime", "model", "train", "bridge/placement.py")
+WITHOUT_TORCH = ("errors.py", "log.py", "args", "cli")
+FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+
+
+def level(part: str) -> int:
+    return next(number for number, names in enumerate(LEVELS) if part in names)
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Dotted names of all imports of a file, those inside functions too."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import"
+            # `from swiftlite.cli import launch` names a module in its second half.
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_imports_point_down_only(file):
+    own = file.parts[0].removesuffix(".py")
+    if own.startswith("__"):
+        return
+    for name in imports(file):
+        other = (name.split(".") + [""])[1]
+        if name.startswith("swiftlite.") and other in set().union(*LEVELS) and other != own:
+            assert level(other) < level(own), f"{file} imports {name}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_only_some_import_megatron(file):
+    if not str(file).startswith(MEGATRON):
+        assert not [name for name in imports(file) if name.split(".")[0] == "megatron"]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if str(file).startswith(WITHOUT_TORCH)], ids=str)
+def test_the_command_line_needs_no_heavy_library(file):
+    """`cli/elastic.py` is the launcher's own process."""
+    if str(file) != "cli/elastic.py":
+        heavy = {"torch", "transformers", "megatron", "vllm"}
+        assert not [name for name in imports(file) if name.split(".")[0] in heavy]
