@@ -24,8 +24,9 @@ case $tier in
     all | engine) use_environment core vllm dev ;;
     *) use_environment core dev ;;
 esac
-# Nothing here may go to the network: a test that tries to should fail at once.
-export HF_HUB_OFFLINE=1
+# Nothing here may go to the network: a test that tries to should fail at once. One thread per process: the models are
+# tiny, and many tests start several processes.
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$tier" = all ]; then
     bash scripts/check.sh || status=1
 fi
