@@ -1,5 +1,7 @@
 """Drafts of the product's heads against a reference that keeps no cache, and inside transformers' own loop."""
 
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -70,13 +72,13 @@ def test_the_drafter_works_in_the_loop_of_transformers(trained):
 
     class Drafting(Qwen3ForCausalLM):
         def _get_candidate_generator(self, **kwargs):
-            drafter = MtpCandidateGenerator(self.model, self.lm_head, heads, num_tokens=2)
+            drafter: Any = MtpCandidateGenerator(self.model, self.lm_head, heads, num_tokens=2)
             drafter.update_candidate_strategy = lambda ids, scores, num_matches: accepted.append(int(num_matches))
             return drafter
 
-    model = Drafting.from_pretrained(directory).eval()
+    model: Any = Drafting.from_pretrained(directory).eval()
     heads = load_heads(read_model(directory), model.model)
-    greedy = Qwen3ForCausalLM.from_pretrained(directory).eval()
+    greedy: Any = Qwen3ForCausalLM.from_pretrained(directory).eval()
     for prompt in prompts:
         ids = torch.tensor([prompt])
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}

@@ -1,6 +1,7 @@
 """The verify loop: what comes out, where it stops, and that drafting changes nothing but speed."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
 from tests.tiny import make_tiny_hf
 
 
-def start(directory, num_tokens=0, torch_dtype="float32", **options):
+def start(directory, num_tokens: int | None = 0, torch_dtype: Any = "float32", **options):
     config = EngineConfig(directory, torch_dtype, num_speculative_tokens=num_tokens, **options)
     return start_engine("transformers", config)
 
@@ -23,7 +24,7 @@ def answers(engine, prompts, sampling):
 
 def test_plain_greedy_is_what_transformers_generates(trained):
     directory, prompts = trained("qwen3", 1)
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
     options = {"max_new_tokens": 16, "do_sample": False}
     expected = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
     assert answers(start(directory), prompts, Sampling(16)) == expected
@@ -93,7 +94,7 @@ def test_drafting_leaves_the_sampled_distribution_alone(trained):
     """The second token, the first that a draft may decide, against its exact distribution."""
     directory, prompts = trained("qwen3", 1)
     prompt, temperature, draws = prompts[1], 2.0, 600
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():
         first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
         after = torch.tensor([[*prompt, token] for token in range(128)])
