@@ -63,6 +63,8 @@ def _run(argv: list[str]) -> int:
     if not sys.warnoptions:
         # megatron-core warns a dozen times, per rank, that Transformer Engine and Apex are absent; doctor says it once.
         warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+        # Its checkpoint loader's own; the CPU shim stands in the way of the name of the module.
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     return command.load()(args) or 0
 
 
