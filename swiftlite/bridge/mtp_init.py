@@ -60,9 +60,19 @@ def _ones(shard: Shard) -> None:
 
 
 def _pass_through(shard: Shard) -> None:
-    """[I, I]: the projection's output is the sum of the normed embedding and the normed hidden state."""
+    """eh_proj = [I, 0.2 I]: the block reads the next token's embedding, with a little of the trunk's hidden state.
+
+    Measured, not derived: a trained Qwen3 of 5 M parameters, heads_only, held-out MTP loss after 0, 10 and 100 steps
+    (ln of the vocabulary is 8.3):
+
+        random block and projection  8.34  2.47  1.82        [I, 0]      6.97  2.29  1.80
+        [0, I]                       9.90  3.18  1.82        [I, 0.2 I]  6.24  2.20  1.79
+        [I, I]                       7.90  2.47  1.79        [I, 0.5 I]  6.13  2.20  1.79
+
+    At 0.2 the untrained head already agrees with the trunk's next choice at 18 % of the tokens, at 0.5 at 7 %.
+    """
     rows, columns = shard.tensor.shape
     local, whole = torch.arange(rows), torch.arange(shard.first, shard.first + rows)
     shard.tensor.zero_()
     shard.tensor[local, whole] = 1.0
-    shard.tensor[local, columns // 2 + whole] = 1.0
+    shard.tensor[local, columns // 2 + whole] = 0.2

@@ -18,7 +18,7 @@ from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
 from swiftlite.bridge.plan import Binding, bind, report_missing
 from swiftlite.bridge.rows import Family, Row
-from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some
 from swiftlite.errors import UserError
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
@@ -43,9 +43,9 @@ class LoadReport:
         lines = [f"loaded {len(self.loaded)} parameters"]
         for origin in sorted(set(self.initialised.values())):
             names = [name for name, how in self.initialised.items() if how == origin]
-            lines.append(f"initialised by {origin}: {len(names)} parameters: {', '.join(names)}")
+            lines.append(f"initialised by {origin}: {len(names)} parameters: {', '.join(some(names))}")
         if self.dropped:
-            lines.append(f"dropped {len(self.dropped)} checkpoint tensors: {', '.join(self.dropped)}")
+            lines.append(f"dropped {len(self.dropped)} checkpoint tensors: {', '.join(some(self.dropped))}")
         return "\n".join(lines)
 
 
