@@ -32,7 +32,11 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM
         from vllm.platforms import current_platform
+        from vllm.triton_utils import HAS_TRITON
 
+        # vllm-project/vllm#55005, in 0.32: the stand-in for Triton's expand kernel loses what it wrote, and drafts are
+        # verified with uninitialised memory for temperature and top_p. Greedy requests do not pass through it.
+        self._verifies_greedily_only = current_platform.is_cpu() and not HAS_TRITON
         if current_platform.is_cpu():
             # Unset, vLLM takes half of the machine's memory for its key-value cache.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -64,10 +68,20 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
     ) -> list[Completion]:
-        """See `Engine`."""
+        """See `Engine`.
+
+        Raises:
+            UserError: also for sampling that this vLLM gets wrong when it verifies drafts.
+        """
         from vllm import SamplingParams, TokensPrompt
 
         check_prompts(prompts, self._max_length)
+        if sampling.temperature > 0 and self.num_speculative_tokens and self._verifies_greedily_only:
+            raise UserError(
+                f"--temperature {sampling.temperature} with speculation: vLLM on a CPU would put random memory in its "
+                "place (vllm-project/vllm#55005)",
+                "add --temperature 0, leave --speculative out, or add --infer_backend transformers",
+            )
         parameters = [
             SamplingParams(
                 temperature=sampling.temperature,

@@ -61,9 +61,8 @@ def test_tokens_and_counts_equal_the_reference(family, num_tokens, tied, tmp_pat
         (stopped,) = engine.generate(prompts[:1], Sampling(NEW_TOKENS, stop_token_ids=(stop,)))
         assert stopped.token_ids == expected[0][: expected[0].index(stop) + 1]
         assert stopped.finish_reason == "stop"
-        # Sampled from so small a nucleus that only the likeliest token is in it.
-        sampled = engine.generate(prompts, Sampling(NEW_TOKENS, temperature=1.0, top_p=1e-6))
-        assert [completion.token_ids for completion in sampled] == expected
+        with pytest.raises(UserError, match=r"--temperature 0\.5 with speculation"):
+            engine.generate(prompts, Sampling(NEW_TOKENS, temperature=0.5))
         with pytest.raises(UserError, match="a prompt has 256 tokens"):
             engine.generate([[1] * 256], Sampling(1))
     finally:
