@@ -11,7 +11,7 @@ import torch.distributed as dist
 from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
-from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.errors import UserError
 from swiftlite.families import index
@@ -94,7 +94,7 @@ def to_hf(args: ExportArgs, device: Device) -> None:
 def _audit(directory: Path, family: Family, source_tensors: Mapping[str, Any]) -> None:
     problems = audit_hf(directory, family)
     trunk = {key for key in source_tensors if not family.is_mtp(key) and not family.is_derived(key)}
-    written = {key for key in Checkpoint(directory).entries if not family.is_mtp(key)}
+    written = {key for key in describe(directory) if not family.is_mtp(key)}
     problems += [f"{key} of the source model was not written" for key in sorted(trunk - written)]
     problems += [f"{key} is not in the source model" for key in sorted(written - trunk)]
     if problems:

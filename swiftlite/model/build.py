@@ -10,8 +10,6 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime.device import Device
 
-_INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
-
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
     return weight
@@ -24,13 +22,11 @@ def build_config(
     dtype: torch.dtype,
     mtp_num_layers: int,
     tensor_model_parallel_size: int = 1,
-    random_weights: bool = False,
 ) -> TransformerConfig:
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
         architecture: keyword arguments from `Family.transformer_config`.
-        random_weights: draw the weights at random; not needed when every tensor is loaded.
     """
     return TransformerConfig(
         **architecture,
@@ -41,7 +37,10 @@ def build_config(
         pipeline_dtype=dtype,
         # Always: only then does megatron-core mark on a parameter which axis it is split along (layers.py:913).
         perform_initialization=True,
-        **({} if random_weights else dict.fromkeys(_INIT_METHODS, _leave_unset)),
+        # Numbers come from the bridge; drawing them here first would take longer than loading them.
+        init_method=_leave_unset,
+        output_layer_init_method=_leave_unset,
+        embedding_init_method=_leave_unset,
         use_cpu_initialization=not device.is_cuda,
         # The only mode whose loss and gradient do not depend on micro-batches, data parallelism or padding.
         calculate_per_token_loss=True,
@@ -66,9 +65,8 @@ def build_model(
     mtp_num_layers: int,
     heads_only: bool = False,
     tensor_model_parallel_size: int = 1,
-    random_weights: bool = False,
 ) -> GPTModel:
-    """The model on this rank, on the device, in `dtype`; its weights are unset unless drawn at random.
+    """The model on this rank, on the device, in `dtype`; its weights are unset.
 
     Raises:
         UserError: the vocabulary does not divide by the tensor-parallel size.
@@ -85,7 +83,6 @@ def build_model(
         dtype=dtype,
         mtp_num_layers=mtp_num_layers,
         tensor_model_parallel_size=tensor_model_parallel_size,
-        random_weights=random_weights,
     )
     model = GPTModel(
         config=config,

@@ -65,9 +65,8 @@ def _run(args: SftArgs, device: Device) -> int:
         mtp_num_layers=plan.mtp_num_layers,
         heads_only=args.mtp_mode == "heads_only" and plan.mtp_num_layers > 0,
         tensor_model_parallel_size=plan.tensor_model_parallel_size,
-        random_weights=args.mtp_init == "random",
     )
-    load_report = load_hf([model], hf_dir, family, hf_config, mtp_init=args.mtp_init)
+    load_report = load_hf([model], hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed)
     logger.info("%s", load_report)
     hashes = hash_tensors(model)
     wrapped = wrap_model(model, dtype)

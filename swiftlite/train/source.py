@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.bridge.hf_config import write_patched
-from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.bridge.tensors import describe, write_durably
 from swiftlite.families.family import Family
 
 TENSORS_FILE = "tensors.json"
@@ -25,11 +25,7 @@ def write_source(hf_dir: Path, run_dir: Path, family: Family, hf_config: dict[st
         if path.is_file() and not is_weight and path.name != "config.json":
             shutil.copy2(path, source / path.name)
     write_patched(hf_dir, source, family.mtp_depth_change(hf_config, mtp_num_layers))
-    tensors = {
-        name: {"dtype": str(entry.dtype).removeprefix("torch."), "shape": list(entry.shape)}
-        for name, entry in Checkpoint(hf_dir).entries.items()
-    }
-    (source / TENSORS_FILE).write_text(json.dumps(tensors, indent=1))
+    write_durably(source / TENSORS_FILE, json.dumps(describe(hf_dir), indent=1).encode())
     return source
 
 

@@ -35,9 +35,9 @@ args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, t
 def main():
     with session() as device:
         architecture = index.get(hf_config).transformer_config(hf_config)
-        model = build_model(
-            architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1, random_weights=True
-        )
+        model = build_model(architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
         wrapped = wrap_model(model, torch.float32)
         plan, schedule = make_plan(args, 1, 1), make_schedule(args, 1)
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
