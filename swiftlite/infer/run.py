@@ -66,6 +66,13 @@ def run(args: InferArgs) -> None:
     _check_result_path(args)
     if args.acceptance_json:
         _read_acceptance(Path(args.acceptance_json))
+    if args.speculative == "mtp" and (args.num_speculative_tokens or 0) > model.mtp_depth > 0:
+        logger.info(
+            "drafting %d tokens with %d MTP heads: the last one goes on from its own state, which it was not trained "
+            "for, so fewer are accepted at each further position",
+            args.num_speculative_tokens,
+            model.mtp_depth,
+        )
     if args.val_dataset:
         _answer_files(args, model, template, sampling)
     else:

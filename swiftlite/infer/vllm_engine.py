@@ -30,6 +30,7 @@ class VllmEngine:
         _require_plugin()
         # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
         from vllm import LLM
         from vllm.platforms import current_platform
         from vllm.triton_utils import HAS_TRITON

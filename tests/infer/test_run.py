@@ -152,3 +152,8 @@ def test_a_tokenizer_without_a_chat_template_is_told(tmp_path, dataset):
     (directory / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="chat template"):
         run(args(directory, val_dataset=[str(dataset)]))
+
+
+def test_more_tokens_than_heads_says_what_happens(model, dataset, said):
+    run(args(model, val_dataset=[str(dataset)], speculative="mtp", num_speculative_tokens=3))
+    assert "drafting 3 tokens with 1 MTP heads: the last one goes on from its own state" in said()
