@@ -1,5 +1,6 @@
 """The training loop: fit -> step -> optimizer.step()."""
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "tokens_per_second": tokens / seconds,
         }
-        if not all(map(_is_finite, metrics.values())):
+        if not all(map(math.isfinite, metrics.values())):
             raise UserError(
                 f"step {step}: {_render(metrics)}; no further step was taken",
                 "lower --lr or --mtp_loss_scaling_factor, or look at the rows of this step; --resume starts before it",
@@ -163,10 +164,6 @@ class _StopSignals:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0
 
 
 def _render(metrics: Mapping[str, float]) -> str:
