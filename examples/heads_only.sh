@@ -1,19 +1,27 @@
 #!/usr/bin/env bash
-# A finished model whose head should draft better, and whose every other tensor must not move. The run report proves that
-# by hash; this prints what it says.
+# A finished model that must not move gets a head from nothing. Only the head's tensors train; the run report proves by
+# hash that every other one is bit-identical, and this prints what it says.
 #
-# Hardware: 2 CPU cores, 3 GB of memory; no GPU
-# Time:     @TIME@
-# Expect:   @EXPECT@
+# Hardware: 2 CPU cores, 2 GB of memory; no GPU
+# Time:     1 minute
+# Expect:   mtp_1_loss about 3.3 on held-out rows; teacher-forced acceptance from 0.24 to about 0.75; frozen_but_changed
+#           is empty and the two hashes of the trunk are the same
 # Before:   bash scripts/quickstart.sh && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MODEL=${MODEL:-out/quickstart/hf} # has a head already: depth and weights are read from it
+MODEL=${MODEL:-out/quickstart/hf}
 TRAIN=${TRAIN:-out/quickstart/data/train.jsonl}
 VAL=${VAL:-out/quickstart/data/val.jsonl}
 OUT=${OUT:-out/heads_only}
 
 swiftlite megatron sft --model "$MODEL" --dataset "$TRAIN" --val_dataset "$VAL" --output_dir "$OUT/run" \
-    --torch_dtype float32 --mtp_mode heads_only --micro_batch_size 16 --global_batch_size 16 --max_length 256 \
-    --train_iters 200 --lr 1e-3 --acceptance_max_new_tokens 32
-python -c "import json, sys; print(json.dumps(json.load(open(sys.argv[1]))['tensors'], indent=2))" "$OUT/run/run_report.json"
+    --torch_dtype float32 --mtp_num_layers 1 --mtp_init random --mtp_mode heads_only \
+    --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 300 --lr 2e-3 \
+    --acceptance_max_new_tokens 32
+python - "$OUT/run/run_report.json" <<'PYTHON'
+import json
+import sys
+
+with open(sys.argv[1]) as file:
+    print(json.dumps(json.load(file)["tensors"], indent=2))
+PYTHON

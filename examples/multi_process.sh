@@ -2,9 +2,9 @@
 # The same training as two processes, laid out two ways: each half of every matrix (tensor parallel), or each half of every
 # batch (data parallel). The losses of all three runs agree; only rounding differs.
 #
-# Hardware: 2 CPU cores, 4 GB of memory; no GPU
-# Time:     @TIME@
-# Expect:   @EXPECT@
+# Hardware: 2 CPU cores, 2 GB of memory; no GPU
+# Time:     2 minutes
+# Expect:   the loss goes from 3.63 to 3.58 in all three runs, equal to 6 digits or more
 # Before:   bash scripts/quickstart.sh && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -2,9 +2,10 @@
 # Heads for a family that ships none (Llama, Qwen2, Qwen3), served over HTTP by stock vLLM: train the head alone on a
 # finished model, export, `vllm serve`, one request, the server's own count of accepted drafts.
 #
-# Hardware: 2 CPU cores, 6 GB of memory; no GPU
-# Time:     @TIME@
-# Expect:   @EXPECT@
+# Hardware: 2 CPU cores, 4 GB of memory; no GPU
+# Time:     2 minutes
+# Expect:   mtp_1_loss about 3.3 on held-out rows; teacher-forced acceptance from 0.1 to about 0.8; an answer over HTTP
+#           and accepted drafts in the server's metrics
 # Before:   bash scripts/quickstart.sh && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,9 +22,11 @@ swiftlite megatron sft --model "$MODEL" --dataset "$TRAIN" --val_dataset "$VAL" 
     --acceptance_max_new_tokens 32
 swiftlite export --to_hf --model "$OUT/run" --output_dir "$OUT/hf"
 
-VLLM_CPU_KVCACHE_SPACE=1 vllm serve "$OUT/hf" --served-model-name tiny --port "$PORT" --dtype float32 --enforce-eager \
-    --max-model-len 512 --max-num-seqs 4 --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' \
-    >"$OUT/server.log" 2>&1 &
+# With the GPU package this is `vllm serve DIR ...`; the command of vllm-cpu 0.32.0 stops with "No package metadata was
+# found for vllm", so the server's module is started instead.
+VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model "$OUT/hf" --served-model-name tiny \
+    --port "$PORT" --dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 4 \
+    --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}' >"$OUT/server.log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null; wait "$server" || true' EXIT
 until curl -sf "localhost:$PORT/health" >/dev/null; do

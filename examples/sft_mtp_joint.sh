@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Trunk and a new MTP head trained together, then exported and asked; the number to look at is the acceptance at the end.
 #
-# Hardware: 2 CPU cores, 3 GB of memory; no GPU
-# Time:     @TIME@
-# Expect:   @EXPECT@
+# Hardware: 2 CPU cores, 2 GB of memory; no GPU
+# Time:     3 minutes
+# Expect:   loss about 3.5 and mtp_1_loss about 3.4 on held-out rows, from 8.3; more than 8 of 10 drafts accepted,
+#           from none; the answers equal those without drafts
 # Before:   bash scripts/quickstart.sh && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -33,7 +33,7 @@ step "3/5 fine-tune with an MTP head"
 show_and_run swiftlite megatron sft --model "$out/model" --dataset "$out/data/train.jsonl" \
     --val_dataset "$out/data/val.jsonl" --output_dir "$out/run" --torch_dtype float32 \
     --mtp_num_layers 1 --mtp_init random --mtp_loss_scaling_factor 0.3 \
-    --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 500 --lr 2e-3 \
+    --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 400 --lr 2e-3 \
     --logging_steps 10 --acceptance_samples 32 --acceptance_max_new_tokens 48
 
 step "4/5 export to Hugging Face format"
