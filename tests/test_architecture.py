@@ -46,7 +46,7 @@ def test_imports_point_down_only(file):
     if own.startswith("__"):
         return
     for name in imports(file):
-        other = (name.split(".") + [""])[1]
+        other = f"{name}.".split(".")[1]
         if name.startswith("swiftlite.") and other in set().union(*LEVELS) and other != own:
             assert level(other) < level(own), f"{file} imports {name}"
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def served(request, tmp_path_factory) -> tuple[Commands, str, Path]:
     fresh = [] if family == "mimo" else ["--mtp_num_layers", 1, "--mtp_init", "copy_last_layer"]
     options = (
         "--dataset rows.jsonl --val_dataset rows.jsonl --output_dir run --torch_dtype float32 --micro_batch_size 4 "
-        "--global_batch_size 4 --train_iters 250 --lr 3e-3 --mtp_loss_scaling_factor 1.0 --save_steps 1000 --acceptance_max_new_tokens 96"
+        "--global_batch_size 4 --train_iters 250 --lr 3e-3 --mtp_loss_scaling_factor 1.0 --save_steps 1000 "
+        "--acceptance_max_new_tokens 96"
     ).split()
     commands.ok("megatron", "sft", "--model", "model", *options, *fresh)
     commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
@@ -85,7 +87,9 @@ def test_the_export_opens_in_plain_transformers(served):
     _, family, directory = served
     if family == "mimo":
         pytest.skip("transformers has no MiMo class")
-    model, report = AutoModelForCausalLM.from_pretrained(directory / "hf", output_loading_info=True)
+    # Annotated as the model alone upstream.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory / "hf", output_loading_info=True)
+    model, report = loaded
     assert not report["missing_keys"]
     assert all(key.startswith("mtp.") for key in report["unexpected_keys"])
     assert model.config.num_nextn_predict_layers == 1
