@@ -4,6 +4,7 @@
 without effect is a note, not a problem. Rules look at options and at small files; never at weights.
 """
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -16,6 +17,7 @@ from typing import Any
 from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import near
 from swiftlite.args.docs import options
+from swiftlite.args.fields import RunArgs
 from swiftlite.args.plan import resolved_mtp_depth
 from swiftlite.errors import OptionError
 
@@ -331,6 +333,46 @@ def output_dir_fits_resume(args: SftArgs, ground: Ground) -> Iterator[Problem]:
         )
 
 
+# What a run may change when it goes on: how often it reports and saves, and how its work is cut up.
+_FREE_ON_RESUME = {field.name for field in dataclasses.fields(RunArgs)} | {
+    "dataset_num_proc",
+    "micro_batch_size",
+    "num_train_epochs",
+    "tensor_model_parallel_size",
+    "train_iters",
+    "trust_remote_code",
+}
+
+
+def resume_keeps_the_options(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    """With other data, another objective or other heads it would be another run under the first one's name."""
+    for name, before, now in _changed_on_resume(args, ground):
+        if name not in _FREE_ON_RESUME:
+            yield (
+                f"--resume with --{name} {_as_typed(now)}, but this run began with {_as_typed(before)}",
+                f"leave it as it was (all of it: {Path(args.output_dir) / 'args.json'}), or start another --output_dir",
+            )
+
+
+def _changed_on_resume(args: SftArgs, ground: Ground) -> Iterator[tuple[str, Any, Any]]:
+    """Options with another value than args.json of the run has: (name, before, now)."""
+    path = Path(args.output_dir or ".") / "args.json"
+    if not (args.resume and path.is_file()):
+        return
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    for name, now in vars(args).items():
+        before = saved.get(name, now)
+        if name == "mtp_num_layers":  # unset is the checkpoint's depth: spelling it out changes nothing
+            before, now = (ground.mtp_depth if depth is None else depth for depth in (before, now))
+        is_same_place = name == "model" and Path(before).resolve() == Path(now).resolve()
+        if before != now and not is_same_place:
+            yield name, before, now
+
+
+def _as_typed(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 # Rules of export
 
 
@@ -464,6 +506,9 @@ def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
     yield from _without_effect(args, idle)
+    for name, before, now in _changed_on_resume(args, ground):
+        if name in ("train_iters", "num_train_epochs"):
+            yield f"--{name} was {before} and is {now}: the learning rate follows the new schedule from here on"
 
 
 def infer_settings_without_effect(args: InferArgs, ground: Ground) -> Iterator[str]:
@@ -495,6 +540,7 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
         val_dataset_files_exist,
         output_dir_is_given,
         output_dir_fits_resume,
+        resume_keeps_the_options,
         numbers_are_in_range,
         min_lr_is_below_lr,
         tensor_parallel_divides,

@@ -433,3 +433,23 @@ def test_doctor(here):
 )
 def test_a_setting_without_effect_is_noted(here, args, note):
     assert note in rules.check(args)
+
+
+def test_resume_keeps_what_makes_the_run(here):
+    """Other heads, data or schedule would be another run; how often it saves, or how work is cut up, may change."""
+    began = dataclasses.replace(SFT, model="mtp2", output_dir="run", train_iters=10)
+    Path("run/args.json").write_text(json.dumps(dataclasses.asdict(began)))
+    again = dataclasses.replace(began, resume=True)
+    assert rules.check(again) == []
+    same = dataclasses.replace(
+        again, model=str(Path("mtp2").resolve()), mtp_num_layers=2, save_steps=7, micro_batch_size=2
+    )
+    assert rules.check(same) == []
+    other = dataclasses.replace(again, mtp_num_layers=0, lr=1e-3, dataset=["train.jsonl", "val.jsonl"])
+    assert [problem for problem, _ in problems_of(other)] == [
+        "--resume with --mtp_num_layers 0, but this run began with 2",
+        "--resume with --dataset train.jsonl val.jsonl, but this run began with train.jsonl",
+        "--resume with --lr 0.001, but this run began with 1e-05",
+    ]
+    (note,) = rules.check(dataclasses.replace(again, train_iters=20))
+    assert note.startswith("--train_iters was 10 and is 20")
