@@ -74,9 +74,12 @@ PYTHON
 cat <<TEXT
 what to try next
     source $venv/bin/activate
-    swiftlite infer --model $out/hf --speculative mtp                  # chat with it, on transformers
-    swiftlite doctor --model $out/hf                                   # is the checkpoint what its config promises?
-    swiftlite megatron sft --model $out/hf --dataset $out/data/train.jsonl \\
-        --mtp_mode heads_only --output_dir $out/heads                  # train the head alone, the rest bit-identical
-    ls $root/examples                                                  # one runnable file per goal
+  chat with it, on transformers
+    swiftlite infer --model $out/hf --speculative mtp
+  is the checkpoint what its config promises?
+    swiftlite doctor --model $out/hf
+  train the head alone, the rest bit-identical
+    swiftlite megatron sft --model $out/hf --dataset $out/data/train.jsonl --mtp_mode heads_only --output_dir $out/heads
+  one runnable file per goal
+    ls $root/examples
 TEXT
