@@ -19,6 +19,7 @@ _REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
     "rms_norm_eps",
+    "max_position_embeddings",
 )
 
 # Keys of config.json that would change the mathematics, with the values under which they do not.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint.api import CheckpointException
 
 from swiftlite.args.rules import run_checkpoints
 from swiftlite.errors import UserError
@@ -94,9 +95,11 @@ def load_checkpoint(checkpoint: Path, model: MegatronModule, optimizer: Megatron
         tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], is_loading=True, metadata=METADATA)
     try:
         loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
-    except (OSError, dist_checkpointing.core.CheckpointingException) as error:
+    except (OSError, dist_checkpointing.core.CheckpointingException, CheckpointException) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
-            f"{checkpoint} cannot be read: {error}", "remove it and use the checkpoint before it"
+            f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",
+            "use the checkpoint before it, or the model that the run began with",
         ) from error
     model.load_state_dict(loaded["model"])
     if optimizer is not None:

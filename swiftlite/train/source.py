@@ -7,6 +7,7 @@ from typing import Any
 
 from swiftlite.bridge.hf_config import write_patched
 from swiftlite.bridge.tensors import describe, write_durably
+from swiftlite.errors import UserError
 from swiftlite.families.family import Family
 
 TENSORS_FILE = "tensors.json"
@@ -17,9 +18,17 @@ def write_source(hf_dir: Path, run_dir: Path, family: Family, hf_config: dict[st
     """Copy every small file of the model directory, and note the name, dtype and shape of every tensor.
 
     config.json is copied with the run's MTP depth; nothing else in it changes.
+
+    Raises:
+        UserError: the directory cannot be made.
     """
     source = run_dir / "source"
-    source.mkdir(parents=True, exist_ok=True)
+    try:
+        source.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {run_dir} cannot be made: {error.strerror}", "name a place you may write"
+        ) from None
     for path in sorted(hf_dir.iterdir()):
         is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weight and path.name != "config.json":

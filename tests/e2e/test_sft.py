@@ -138,3 +138,28 @@ def test_strip_leaves_no_head_and_no_promise(commands, model, tmp_path):
     commands.ok("export", "--to_hf", "--mtp", "strip", "--model", tmp_path / "mcore", "--output_dir", tmp_path / "hf")
     assert not [name for name in load_file(tmp_path / "hf" / "model.safetensors") if name.startswith("mtp.")]
     assert not json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_named(commands, sft, model, tmp_path):
+    commands.ok(*sft, "--train_iters", "4", "--acceptance_samples", "0", "--output_dir", tmp_path / "run")
+    state = tmp_path / "run" / "checkpoint-4" / "trainer_state.json"
+    state.write_text(state.read_text().replace('"mtp_num_layers": 1', '"mtp_num_layers": 2'))
+    result = commands.run("export", "--to_hf", "--model", tmp_path / "run", "--output_dir", tmp_path / "hf")
+    assert result.returncode == 1
+    assert "checkpoint-4 is damaged, or belongs to another model" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "hf").exists()
+    damaged = next((tmp_path / "run" / "checkpoint-4").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    again = commands.run(
+        *sft, "--train_iters", "8", "--acceptance_samples", "0", "--output_dir", tmp_path / "run", "--resume"
+    )
+    assert again.returncode == 1
+    assert "checkpoint-4 is damaged" in again.stderr
+
+
+def test_a_place_that_cannot_be_written_is_named(commands, sft):
+    result = commands.run(*sft, "--output_dir", "/proc/nowhere")
+    assert result.returncode == 1
+    assert "--output_dir /proc/nowhere cannot be made" in result.stderr
+    assert "Traceback" not in result.stderr
