@@ -364,7 +364,7 @@ def _changed_on_resume(args: SftArgs, ground: Ground) -> Iterator[tuple[str, Any
         before = saved.get(name, now)
         if name == "mtp_num_layers":  # unset is the checkpoint's depth: spelling it out changes nothing
             before, now = (ground.mtp_depth if depth is None else depth for depth in (before, now))
-        is_same_place = name == "model" and Path(before).resolve() == Path(now).resolve()
+        is_same_place = name == "model" and Path(str(before)).resolve() == Path(str(now)).resolve()
         if before != now and not is_same_place:
             yield name, before, now
 

@@ -24,15 +24,19 @@ class ProgressBar:
 
     SHORT: ClassVar = {"learning_rate": "lr", "tokens_per_second": "tok/s"}
 
-    def __init__(self, first: int, last: int):
-        # Into a file or a CI log one line every 20 s is enough.
-        interval = 0.1 if sys.stderr.isatty() else 20
-        self.bar = tqdm(initial=first, total=last, unit="step", mininterval=interval, dynamic_ncols=True)
+    def __init__(self, last: int):
+        self.last = last
+        self.bar: tqdm | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if any(name.startswith("eval_") for name in metrics):
-            self.bar.write(f"step {step}: " + self._render(metrics), file=sys.stderr)
+            tqdm.write(f"step {step}: " + self._render(metrics), file=sys.stderr)
             return
+        if self.bar is None:
+            # From the first step on, or what came before it (evaluating, measuring acceptance) spoils rate and ETA.
+            # Into a file or a CI log one line every 20 s is enough.
+            interval = 0.1 if sys.stderr.isatty() else 20
+            self.bar = tqdm(initial=step, total=self.last, unit="step", mininterval=interval, dynamic_ncols=True)
         self.bar.set_postfix_str(self._render(metrics), refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -40,7 +44,8 @@ class ProgressBar:
         return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in metrics.items())
 
     def close(self) -> None:
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
 
 
 class MetricsFile:
@@ -82,7 +87,7 @@ class TensorBoard:
 
 def open_sinks(output_dir: Path, first: int, last: int, tensorboard: bool) -> list[Sink]:
     """All places for the steps after `first`."""
-    sinks: list[Sink] = [ProgressBar(first, last), MetricsFile(output_dir / "metrics.jsonl", first)]
+    sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / "metrics.jsonl", first)]
     if tensorboard:
         try:
             sinks.append(TensorBoard(output_dir / "tensorboard", first))
