@@ -171,7 +171,7 @@ def load_prompts(
         UserError: as `load_train_val`.
     """
     rows = _read(files, DataReport(), system, seed, needs_answer=False)
-    _check_bad_rows(rows.bad_rows, max_bad_rows)
+    _check_bad_rows(rows.bad_rows, max_bad_rows, can_be_left_out=False)
     return rows.conversations
 
 
@@ -288,12 +288,12 @@ def _encode_all(
         yield from pool.map(_encode_in_worker, conversations, chunksize=64)
 
 
-def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int) -> None:
+def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int, can_be_left_out: bool = True) -> None:
     if len(bad_rows) <= max_bad_rows:
         return
     first = bad_rows[0]
     skip = f"--max_bad_rows {len(bad_rows)} leaves {'it' if len(bad_rows) == 1 else 'them'} out"
-    hint = f"{first.hint}\n    {skip}" if first.hint else skip
+    hint = "\n    ".join(line for line in (first.hint, skip if can_be_left_out else "") if line)
     if len(bad_rows) == 1:
         raise UserError(str(first), hint)
     lines = [f"{len(bad_rows)} bad rows, --max_bad_rows {max_bad_rows}"]

@@ -278,6 +278,10 @@ def _check_result_path(args: InferArgs) -> None:
         raise UserError(f"--result_path {path} is a directory", f"name a file: --result_path {path / 'answers.jsonl'}")
     if not path.parent.is_dir():
         raise UserError(f"--result_path {path}: the directory {path.parent} does not exist", "make it, or name another")
+    if path.resolve() in {Path(name.partition("#")[0]).resolve() for name in args.val_dataset}:
+        raise UserError(
+            f"--result_path {path} is a file of --val_dataset; the answers would replace it", "name another"
+        )
 
 
 def _write_results(result_path: str | None, records: Sequence[dict[str, Any]]) -> None:

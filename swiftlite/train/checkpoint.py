@@ -95,7 +95,7 @@ def load_checkpoint(checkpoint: Path, model: MegatronModule, optimizer: Megatron
         tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], is_loading=True, metadata=METADATA)
     try:
         loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
-    except (OSError, dist_checkpointing.core.CheckpointingException, CheckpointException) as error:
+    except (OSError, EOFError, dist_checkpointing.core.CheckpointingException, CheckpointException) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
             f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",

@@ -83,11 +83,6 @@ class Statistics:
                 names[f"{prefix}{head}acceptance"] = hits / count if count else 0.0
         return names
 
-    @property
-    def num_targets(self) -> int:
-        """Valid targets of the trunk."""
-        return int(self.rows[0, 1])
-
 
 def total_loss(losses: Losses, loss_scale_BS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
     """`sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` of one micro-batch, a scalar."""

@@ -48,6 +48,10 @@ def make_optimizer(
     optimizer = get_megatron_optimizer(
         config, [model], get_standard_config_overrides(config), use_gloo_process_groups=device.is_cuda
     )
+    for group in optimizer.param_groups:
+        # One kernel per tensor instead of ten; megatron-core takes torch's AdamW (where Apex is absent) as it comes.
+        if isinstance(optimizer.optimizer, torch.optim.AdamW):
+            group["fused"] = True
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

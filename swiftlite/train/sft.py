@@ -20,6 +20,7 @@ from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.sampler import Sampler
 from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.errors import UserError
 from swiftlite.families import index
 from swiftlite.log import logger
 from swiftlite.model.build import build_model
@@ -68,6 +69,11 @@ def _run(args: SftArgs, device: Device) -> int:
     )
     load_report = load_hf([model], hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed)
     logger.info("%s", load_report)
+    if args.mtp_num_layers is None and any(map(family.is_mtp, load_report.dropped)):
+        raise UserError(
+            f"{hf_dir} has MTP tensors, but its config.json promises no MTP layer",
+            "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",
+        )
     hashes = hash_tensors(model)
     wrapped = wrap_model(model, dtype)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
@@ -76,6 +82,11 @@ def _run(args: SftArgs, device: Device) -> int:
     if args.resume:
         checkpoint = resolve_checkpoint(output_dir)
         first = read_state(checkpoint)["step"]
+        if first > schedule.steps:
+            raise UserError(
+                f"{checkpoint} is past the {schedule.steps} steps that were asked for",
+                "give more with --train_iters or --num_train_epochs",
+            )
         load_checkpoint(checkpoint, model, optimizer)
         scheduler.step(increment=first)
         logger.info("going on from %s", checkpoint)

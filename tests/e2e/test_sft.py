@@ -163,3 +163,12 @@ def test_a_place_that_cannot_be_written_is_named(commands, sft):
     assert result.returncode == 1
     assert "--output_dir /proc/nowhere cannot be made" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_heads_that_the_config_does_not_promise_are_not_dropped_in_silence(commands, sft, model, tmp_path):
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 0'))
+    result = commands.run(*sft, "--output_dir", tmp_path / "run")
+    assert result.returncode == 1
+    assert "has MTP tensors, but its config.json promises no MTP layer" in result.stderr
+    assert not (tmp_path / "run").exists()
