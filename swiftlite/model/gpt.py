@@ -57,7 +57,7 @@ class GPTModel(McoreGPTModel):
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-    ) -> Logits | Losses | torch.Tensor:
+    ) -> Logits | Losses:
         """All four stages.
 
         Args:
@@ -67,7 +67,7 @@ class GPTModel(McoreGPTModel):
             labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where nothing is to be learned.
 
         Returns:
-            Losses with labels, Logits without; on a pipeline stage that is not the last, the hidden states.
+            Losses with labels, Logits without.
         """
         with torch.no_grad() if self.heads_only else nullcontext():
             hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids)

@@ -139,8 +139,8 @@ def _run(args: SftArgs, device: Device) -> int:
             "evaluation": evaluation,
         }
         write_json(output_dir / REPORT_FILE, report)
-        logger.info("done. Next: swiftlite export --to_hf --model %s --output_dir %s-hf", output_dir, output_dir)
     check_frozen(tensors)
+    logger.info("done. Next: swiftlite export --to_hf --model %s --output_dir %s-hf", output_dir, output_dir)
     return 0
 
 
