@@ -5,23 +5,28 @@ from typing import Literal
 
 from swiftlite.args.fields import (
     DataArgs,
+    DistributedArgs,
     EngineArgs,
     GenerationArgs,
     ModelArgs,
+    MoeArgs,
     MtpArgs,
     OptimArgs,
-    ParallelArgs,
+    ParallelLayout,
+    RecomputeArgs,
     RunArgs,
 )
 
 
 @dataclass(frozen=True)
-class SftArgs(RunArgs, OptimArgs, ParallelArgs, DataArgs, MtpArgs, ModelArgs):
+class SftArgs(
+    RunArgs, OptimArgs, RecomputeArgs, DistributedArgs, ParallelLayout, MoeArgs, DataArgs, MtpArgs, ModelArgs
+):
     """Fine-tune a language model on megatron-core, with Multi-Token Prediction heads."""
 
 
 @dataclass(frozen=True)
-class ExportArgs:
+class ExportArgs(ParallelLayout):
     """Turn a run or checkpoint into a Hugging Face model (--to_hf), or a Hugging Face model into one (--to_mcore)."""
 
     model: str = ""
@@ -38,8 +43,6 @@ class ExportArgs:
     """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
     max_shard_size_gb: float = 5.0
     """Largest safetensors file, in GB (1e9 bytes)."""
-    tensor_model_parallel_size: int = 1
-    """Ranks that share each matrix while converting."""
 
 
 @dataclass(frozen=True)

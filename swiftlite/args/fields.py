@@ -65,11 +65,73 @@ class DataArgs:
 
 
 @dataclass(frozen=True)
-class ParallelArgs:
+class ParallelLayout:
     """Parallel layout"""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each matrix."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks also share the activations between matrices, by position in the row."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are cut into, one rank after the other."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Stages on each pipeline rank, interleaved, for a shorter pipeline bubble. Unset: one."""
+    pipeline_model_parallel_layout: str | None = None
+    """What each stage holds, stages apart by |: E embedding, t decoder layer, m MTP layer, L loss; *N repeats, as in
+    'Et*3|t*4|t*3mL'. Unset: layers are shared evenly, the MTP layers stand on the last stage."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Decoder layers of the first stage. Unset: an even share."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Decoder layers of the last stage. Unset: an even share."""
+    context_parallel_size: int = 1
+    """Ranks that share each row by position, for long rows."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a mixture-of-experts layer."""
+    expert_tensor_parallel_size: int = 1
+    """Ranks that share each expert's matrices."""
+
+
+@dataclass(frozen=True)
+class DistributedArgs:
+    """Distributed optimizer and communication"""
+
+    use_distributed_optimizer: bool = False
+    """Data-parallel ranks share the optimizer state instead of each holding all of it."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the forward pass already runs; needs --use_distributed_optimizer."""
+    distributed_timeout_minutes: int = 10
+    """Longest wait of one rank for another before the run ends with an error."""
+
+
+@dataclass(frozen=True)
+class RecomputeArgs:
+    """Activation recomputation"""
+
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping: nothing, some modules of each layer, or whole layers
+    (MTP layers too)."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """With full: uniform keeps the input of every N layers, block recomputes only the first N layers of a stage."""
+    recompute_num_layers: int = 1
+    """N of --recompute_method."""
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """With selective: core_attn, mlp, moe, mla_up_proj."""
+    distribute_saved_activations: bool = False
+    """With full: tensor-parallel ranks share what is kept; not with --sequence_parallel."""
+
+
+@dataclass(frozen=True)
+class MoeArgs:
+    """Mixture of experts"""
+
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss of routers that have one."""
+    moe_router_bias_update_rate: float = 0.0
+    """Step by which a router's expert bias moves after each optimizer step to level the load; 0 keeps it."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to the ranks of their experts."""
 
 
 @dataclass(frozen=True)
