@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.args.layout import data_parallel_size, layout_of
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class Plan:
     """Layout and batches of a training run."""
 
     world_size: int
-    tensor_model_parallel_size: int
+    layout: ParallelLayout
     data_parallel_size: int
     micro_batch_size: int
     global_batch_size: int
@@ -51,14 +53,15 @@ def make_plan(args: SftArgs, world_size: int, checkpoint_mtp_depth: int) -> Plan
     Args:
         checkpoint_mtp_depth: MTP layers that the model directory has.
     """
-    data_parallel_size = world_size // args.tensor_model_parallel_size
+    layout = layout_of(args)
+    replicas = data_parallel_size(layout, world_size)
     return Plan(
         world_size=world_size,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        data_parallel_size=data_parallel_size,
+        layout=layout,
+        data_parallel_size=replicas,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
-        num_micro_batches=args.global_batch_size // (args.micro_batch_size * data_parallel_size),
+        num_micro_batches=args.global_batch_size // (args.micro_batch_size * replicas),
         mtp_num_layers=resolved_mtp_depth(args, checkpoint_mtp_depth),
         lr=args.lr,
         min_lr=_min_lr(args),
@@ -133,9 +136,28 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint_depth: int) -> list[tuple
 
 
 def _layout_lines(plan: Plan) -> list[tuple[str, str]]:
-    tp, dp = plan.tensor_model_parallel_size, plan.data_parallel_size
+    layout, dp = plan.layout, plan.data_parallel_size
+    sizes = {
+        "tensor parallel": layout.tensor_model_parallel_size,
+        "pipeline parallel": layout.pipeline_model_parallel_size,
+        "context parallel": layout.context_parallel_size,
+        "data parallel": dp,
+    }
+    lines = [("processes", f"{plan.world_size} = " + " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1))]
+    if plan.world_size == 1:
+        lines = [("processes", "1")]
+    if layout.sequence_parallel:
+        lines.append(("sequence parallel", "tensor-parallel ranks share rows by position"))
+    if layout.pipeline_model_parallel_layout:
+        lines.append(("stages", layout.pipeline_model_parallel_layout))
+    elif layout.num_virtual_stages_per_pipeline_rank:
+        lines.append(("virtual stages", f"{layout.num_virtual_stages_per_pipeline_rank} per pipeline rank"))
+    if layout.expert_model_parallel_size > 1:
+        lines.append(
+            ("experts", f"over {layout.expert_model_parallel_size} ranks x {layout.expert_tensor_parallel_size} each")
+        )
     return [
-        ("processes", f"{plan.world_size} = tensor parallel {tp} x data parallel {dp}"),
+        *lines,
         (
             "global batch",
             f"{plan.global_batch_size} samples = micro batch {plan.micro_batch_size} x data parallel {dp} "

@@ -17,7 +17,8 @@ from typing import Any
 from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import near
 from swiftlite.args.docs import options
-from swiftlite.args.fields import RunArgs
+from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
+from swiftlite.args.layout import choices, data_parallel_size, layout_of, layout_problems
 from swiftlite.args.plan import resolved_mtp_depth
 from swiftlite.errors import OptionError
 
@@ -38,9 +39,15 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "adam_beta2": (0, 1, "[)"),
     "adam_eps": (0, math.inf, "()"),
     "clip_grad": (0, math.inf, "[)"),
+    "context_parallel_size": (1, math.inf, "[)"),
     "dataset_num_proc": (1, math.inf, "[)"),
+    "decoder_first_pipeline_num_layers": (1, math.inf, "[)"),
+    "decoder_last_pipeline_num_layers": (1, math.inf, "[)"),
+    "distributed_timeout_minutes": (1, math.inf, "[)"),
     "eval_iters": (1, math.inf, "[)"),
     "eval_steps": (1, math.inf, "[)"),
+    "expert_model_parallel_size": (1, math.inf, "[)"),
+    "expert_tensor_parallel_size": (1, math.inf, "[)"),
     "global_batch_size": (1, math.inf, "[)"),
     "logging_steps": (1, math.inf, "[)"),
     "lr": (0, math.inf, "()"),
@@ -53,10 +60,15 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "max_shard_size_gb": (0, math.inf, "()"),
     "micro_batch_size": (1, math.inf, "[)"),
     "min_lr": (0, math.inf, "[)"),
+    "moe_aux_loss_coeff": (0, math.inf, "[)"),
+    "moe_router_bias_update_rate": (0, math.inf, "[)"),
     "mtp_loss_scaling_factor": (0, math.inf, "()"),
     "mtp_num_layers": (0, math.inf, "[)"),
     "num_speculative_tokens": (1, math.inf, "[)"),
     "num_train_epochs": (0, math.inf, "()"),
+    "num_virtual_stages_per_pipeline_rank": (1, math.inf, "[)"),
+    "pipeline_model_parallel_size": (1, math.inf, "[)"),
+    "recompute_num_layers": (1, math.inf, "[)"),
     "save_steps": (1, math.inf, "[)"),
     "save_total_limit": (1, math.inf, "[)"),
     "seed": (0, 2**32, "[)"),
@@ -134,6 +146,10 @@ def run_checkpoints(directory: Path) -> list[Path]:
 
 
 def numbers_are_in_range(args: Any, ground: Ground) -> Iterator[Problem]:
+    yield from _numbers_out_of_range(args)
+
+
+def _numbers_out_of_range(args: Any) -> Iterator[Problem]:
     for name, value in vars(args).items():
         if name in _RANGES and value is not None and not _in_range(value, *_RANGES[name]):
             low, high, ends = _RANGES[name]
@@ -220,27 +236,16 @@ def output_dir_is_given(args: Any, ground: Ground) -> Iterator[Problem]:
         yield f"--output_dir {args.output_dir} is a file", "name a directory"
 
 
-def tensor_parallel_divides(args: Any, ground: Ground) -> Iterator[Problem]:
-    size = args.tensor_model_parallel_size
-    if size < 2:
-        return
-    if ground.world_size % size:
-        yield (
-            f"--tensor_model_parallel_size {size} does not divide the number of processes, {ground.world_size}",
-            f"start {size} processes, or a multiple: NPROC_PER_NODE={size} swiftlite ...",
-        )
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        count = ground.hf_config.get(key)
-        if isinstance(count, int) and count % size:
-            possible = [str(n) for n in range(1, size) if count % n == 0]
-            yield (
-                f"--tensor_model_parallel_size {size} does not divide the model's {key}, {count}",
-                f"use {_choices(possible)}",
-            )
-
-
-def _choices(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+def layout_fits(args: Any, ground: Ground) -> Iterator[Problem]:
+    layout = layout_of(args)
+    if any(problem for problem in _numbers_out_of_range(layout)):
+        return  # another rule says so
+    depth = resolved_mtp_depth(args, ground.mtp_depth) if isinstance(args, SftArgs) else ground.mtp_depth
+    yield from layout_problems(layout, ground.hf_config, depth)
+    try:
+        data_parallel_size(layout, ground.world_size)
+    except ValueError as error:
+        yield str(error), "start another number of processes, NPROC_PER_NODE=N, or change the layout"
 
 
 # Rules of sft
@@ -259,10 +264,13 @@ def val_dataset_files_exist(args: SftArgs | InferArgs, ground: Ground) -> Iterat
 
 
 def global_batch_divides(args: SftArgs, ground: Ground) -> Iterator[Problem]:
-    tp, micro = args.tensor_model_parallel_size, args.micro_batch_size
-    if tp < 1 or micro < 1 or args.global_batch_size < 1 or ground.world_size % tp:
-        return  # other rules say so
-    data_parallel = ground.world_size // tp
+    micro = args.micro_batch_size
+    try:
+        data_parallel = data_parallel_size(layout_of(args), ground.world_size)
+    except (ValueError, ZeroDivisionError):
+        return  # another rule says so
+    if micro < 1 or args.global_batch_size < 1 or data_parallel < 1:
+        return
     unit = micro * data_parallel
     if args.global_batch_size % unit:
         below = args.global_batch_size // unit * unit
@@ -270,7 +278,7 @@ def global_batch_divides(args: SftArgs, ground: Ground) -> Iterator[Problem]:
         yield (
             f"--global_batch_size {args.global_batch_size} does not divide into "
             f"micro_batch_size x data parallel = {micro} x {data_parallel}",
-            f"use {_choices(near_sizes)}",
+            f"use {choices(near_sizes)}",
         )
 
 
@@ -334,11 +342,15 @@ def output_dir_fits_resume(args: SftArgs, ground: Ground) -> Iterator[Problem]:
 
 
 # What a run may change when it goes on: how often it reports and saves, and how its work is cut up.
-_FREE_ON_RESUME = {field.name for field in dataclasses.fields(RunArgs)} | {
+_FREE_ON_RESUME = {
+    field.name
+    for group in (RunArgs, ParallelLayout, DistributedArgs, RecomputeArgs)
+    for field in dataclasses.fields(group)
+} | {
     "dataset_num_proc",
     "micro_batch_size",
+    "moe_token_dispatcher_type",
     "num_train_epochs",
-    "tensor_model_parallel_size",
     "train_iters",
     "trust_remote_code",
 }
@@ -407,15 +419,6 @@ def export_output_is_empty(args: ExportArgs, ground: Ground) -> Iterator[Problem
     directory = Path(args.output_dir)
     if args.output_dir and directory.is_dir() and any(directory.iterdir()):
         yield f"--output_dir {directory} is not empty", "name a new directory, or delete this one"
-
-
-def export_uses_every_process(args: ExportArgs, ground: Ground) -> Iterator[Problem]:
-    size = args.tensor_model_parallel_size
-    if size >= 1 and ground.world_size % size == 0 and ground.world_size != size:
-        yield (
-            f"{ground.world_size} processes, but --tensor_model_parallel_size {size} uses {size}",
-            f"add --tensor_model_parallel_size {ground.world_size}, or start {size}",
-        )
 
 
 # Rules of infer
@@ -543,7 +546,7 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
         resume_keeps_the_options,
         numbers_are_in_range,
         min_lr_is_below_lr,
-        tensor_parallel_divides,
+        layout_fits,
         global_batch_divides,
         mtp_weights_have_a_source,
         mtp_options_have_heads,
@@ -554,8 +557,7 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
         output_dir_is_given,
         export_output_is_empty,
         numbers_are_in_range,
-        tensor_parallel_divides,
-        export_uses_every_process,
+        layout_fits,
     ),
     InferArgs: (
         hf_model_is_a_directory,

@@ -1,9 +1,12 @@
 """`Batch`: samples side by side as tensors, padded on the right, with labels shifted to where they are predicted.
 
-Shape suffixes: B samples of the micro-batch, S longest sample, rounded up.
+A batch carries what each MTP depth sees and predicts as well, shifted here, on whole rows: what comes later may cut the
+rows over context-parallel ranks.
+
+Shape suffixes: K the trunk and each MTP depth, B samples of the micro-batch, S longest sample, rounded up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,42 +18,54 @@ NO_SAMPLE = Sample(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.
 """Fills a batch up where rows run out: nothing but padding, no label."""
 
 
+def shift_left(tensor_BS: torch.Tensor, fill: float) -> torch.Tensor:
+    """What stands one token later: result[b, s] = tensor[b, s + 1], and `fill` at the end of the row."""
+    shifted = tensor_BS.roll(-1, dims=1)
+    shifted[:, -1] = fill
+    return shifted
+
+
+def ahead(tensor_BS: torch.Tensor, mtp_num_layers: int, fill: float) -> torch.Tensor:
+    """[K, B, S]: the tensor itself for the trunk, and for MTP depth k what stands k tokens later."""
+    views = [tensor_BS]
+    for _ in range(mtp_num_layers):
+        views.append(shift_left(views[-1], fill))
+    return torch.stack(views)
+
+
 @dataclass
 class Batch:
     """One micro-batch.
 
     Attributes:
-        tokens_BS: int64; the pad token after the end of a sample.
-        labels_BS: int64; `labels[b, s]` is the token at s + 1, -100 where that does not train.
-        loss_scale_BS: float32; weight of `labels[b, s]`, 0 where that is -100.
+        tokens_KBS: int64; the pad token after the end of a sample.
+        labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1, -100 where that does not train.
+        loss_scale_KBS: float32; weight of `labels[k, b, s]`, 0 where that is -100.
         position_ids_BS: int64; 0, 1, 2, ... in every row.
         num_tokens: tokens without padding.
     """
 
-    tokens_BS: torch.Tensor
-    labels_BS: torch.Tensor
-    loss_scale_BS: torch.Tensor
+    tokens_KBS: torch.Tensor
+    labels_KBS: torch.Tensor
+    loss_scale_KBS: torch.Tensor
     position_ids_BS: torch.Tensor
     num_tokens: int
 
-    def to(self, device: torch.device) -> "Batch":
-        """The same batch on another device."""
-        return Batch(
-            self.tokens_BS.to(device, non_blocking=True),
-            self.labels_BS.to(device, non_blocking=True),
-            self.loss_scale_BS.to(device, non_blocking=True),
-            self.position_ids_BS.to(device, non_blocking=True),
-            self.num_tokens,
-        )
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """The batch with each of its tensors replaced: moved to a device, cut along the last axis."""
+        tensors = (self.tokens_KBS, self.labels_KBS, self.loss_scale_KBS, self.position_ids_BS)
+        return Batch(*map(function, tensors), self.num_tokens)
 
 
-def collate(samples: Sequence[Sample], pad_token_id: int, pad_to_multiple_of: int = 1) -> Batch:
+def collate(
+    samples: Sequence[Sample], pad_token_id: int, *, mtp_num_layers: int = 0, pad_to_multiple_of: int = 1
+) -> Batch:
     """Pad to the longest sample, rounded up to a multiple, and shift labels and weights by one.
 
     Args:
         samples: at least one.
         pad_token_id: any token of the vocabulary; causal attention keeps samples from seeing what follows them.
-        pad_to_multiple_of: tensor parallel size under sequence parallelism, else 1.
+        pad_to_multiple_of: so that ranks can share rows by position (`args.layout.length_multiple`).
     """
     longest = max(1, max(map(len, samples)))
     length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
@@ -65,9 +80,9 @@ def collate(samples: Sequence[Sample], pad_token_id: int, pad_to_multiple_of: in
             labels[row, : num_tokens - 1] = sample.labels[1:]
             loss_scale[row, : num_tokens - 1] = np.where(sample.labels[1:] == IGNORED, 0, sample.loss_scale[1:])
     return Batch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(labels),
-        torch.from_numpy(loss_scale),
+        ahead(torch.from_numpy(tokens), mtp_num_layers, fill=0),
+        ahead(torch.from_numpy(labels), mtp_num_layers, fill=IGNORED),
+        ahead(torch.from_numpy(loss_scale), mtp_num_layers, fill=0),
         torch.arange(length).repeat(len(samples), 1),
         sum(map(len, samples)),
     )

@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from swiftlite.errors import UserError
+from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.args.layout import decoder_layers_per_stage, layout_problems, mtp_pipeline_rank, num_virtual_stages
+from swiftlite.errors import OptionError
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime.device import Device
@@ -21,17 +24,43 @@ def build_config(
     device: Device,
     dtype: torch.dtype,
     mtp_num_layers: int,
-    tensor_model_parallel_size: int = 1,
+    layout: ParallelLayout | None = None,
+    recompute: RecomputeArgs | None = None,
 ) -> TransformerConfig:
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
         architecture: keyword arguments from `Family.transformer_config`.
     """
-    return TransformerConfig(
+    layout, recompute = layout or ParallelLayout(), recompute or RecomputeArgs()
+    config_class = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    is_interleaved = num_virtual_stages(layout) is not None
+    is_full = recompute.recompute_granularity == "full"
+    return config_class(
         **architecture,
         mtp_num_layers=mtp_num_layers or None,
-        tensor_model_parallel_size=tensor_model_parallel_size,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=num_virtual_stages(layout),
+        pipeline_model_parallel_layout=layout.pipeline_model_parallel_layout,  # type: ignore[arg-type]
+        num_layers_in_first_pipeline_stage=layout.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=layout.decoder_last_pipeline_num_layers,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        # Rows are padded to the longest of their own micro-batch, so each tells the next stage its shape.
+        variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
+        # gloo matches messages to one rank in order and sends from the buffer it is given: with two stages batched
+        # messages would swap activations and gradients, and a freed buffer would be sent as garbage.
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
+        deallocate_pipeline_outputs=device.is_cuda,
+        recompute_granularity=None if recompute.recompute_granularity == "none" else recompute.recompute_granularity,
+        recompute_method=recompute.recompute_method if is_full else None,
+        recompute_num_layers=recompute.recompute_num_layers if is_full else None,
+        recompute_modules=recompute.recompute_modules,
+        distribute_saved_activations=recompute.distribute_saved_activations,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -64,35 +93,51 @@ def build_model(
     dtype: torch.dtype,
     mtp_num_layers: int,
     heads_only: bool = False,
-    tensor_model_parallel_size: int = 1,
-) -> GPTModel:
-    """The model on this rank, on the device, in `dtype`; its weights are unset.
+    layout: ParallelLayout | None = None,
+    recompute: RecomputeArgs | None = None,
+) -> list[GPTModel]:
+    """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
 
     Raises:
-        UserError: the vocabulary does not divide by the tensor-parallel size.
+        OptionError: the model cannot be laid out so.
     """
-    vocab_size = hf_config["vocab_size"]
-    if vocab_size % tensor_model_parallel_size:
-        raise UserError(
-            f"--tensor_model_parallel_size {tensor_model_parallel_size} does not divide the vocabulary of {vocab_size}",
-            "use a divisor of the vocabulary size",
+    layout = layout or ParallelLayout()
+    if problems := layout_problems(layout, hf_config, mtp_num_layers):
+        raise OptionError(problems)
+    chunks = []
+    for vp_stage in range(num_virtual_stages(layout) or 1):
+        # Of its own for each: megatron-core's schedules and our rotary embedding leave notes in it.
+        config = build_config(
+            architecture,
+            device=device,
+            dtype=dtype,
+            mtp_num_layers=mtp_num_layers,
+            layout=layout,
+            recompute=recompute,
         )
-    config = build_config(
-        architecture,
-        device=device,
-        dtype=dtype,
-        mtp_num_layers=mtp_num_layers,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-    )
-    model = GPTModel(
+        chunks.append(_build_stage(config, hf_config, layout, vp_stage, heads_only).to(device.torch_device))
+    return chunks
+
+
+def _build_stage(
+    config: TransformerConfig, hf_config: dict[str, Any], layout: ParallelLayout, vp_stage: int, heads_only: bool
+) -> GPTModel:
+    pp_rank, pp_size = parallel_state.get_pipeline_model_parallel_rank(), layout.pipeline_model_parallel_size
+    per_stage = decoder_layers_per_stage(layout, config.num_layers)
+    stage = vp_stage * pp_size + pp_rank
+    is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
+    has_mtp = is_last_virtual and pp_rank == mtp_pipeline_rank(layout)
+    return GPTModel(
         config=config,
         hf_config=hf_config,
         heads_only=heads_only,
-        transformer_layer_spec=decoder_spec(config),
-        mtp_block_spec=mtp_spec(config),
-        vocab_size=vocab_size,
+        transformer_layer_spec=decoder_spec(config, sum(per_stage[:stage]), per_stage[stage]),
+        mtp_block_spec=mtp_spec(config) if has_mtp else None,
+        vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
+        pre_process=stage == 0,
+        post_process=stage == len(per_stage) - 1,
+        vp_stage=vp_stage if num_virtual_stages(layout) else None,
     )
-    return model.to(device.torch_device)

@@ -1,17 +1,23 @@
 """GPTModel in four stages, each a method that can be called alone: preprocess, decoder, MTP, postprocess.
 
-Shapes: S sequence, B batch, H hidden size, V vocabulary on this tensor-parallel rank.
+On a pipeline, each rank runs the stages it holds, and what crosses from one rank to the next is one tensor [S, B, H];
+behind the MTP layers, when the loss is on a later rank, the states of trunk and heads stand one after the other in it.
+
+Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, V vocabulary on this
+tensor-parallel rank, D MTP depth.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel as McoreGPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from swiftlite.data.batch import ahead
 from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, token_loss
-from swiftlite.model.mtp import shift_left
 from swiftlite.model.rope import RotaryEmbedding
 
 
@@ -50,6 +56,14 @@ class GPTModel(McoreGPTModel):
         if heads_only:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(name.startswith("mtp."))
+        if self.post_process:
+            # Made for the whole sequence and not only this rank's part: `_loss` gathers it before it picks positions.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = self.config.tensor_model_parallel_size > 1
+            if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
+                # The MTP layers' embedding on this stage is the tied head as well; megatron-core allocates a second
+                # one that nothing uses, and then refuses to save it (language_module.py:341 of 0.16.1).
+                self.output_layer.weight = None
 
     def forward(
         self,
@@ -57,50 +71,77 @@ class GPTModel(McoreGPTModel):
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-    ) -> Logits | Losses:
-        """All four stages.
+        mtp_input_ids: Sequence[torch.Tensor] | None = None,
+        mtp_labels: Sequence[torch.Tensor] | None = None,
+    ) -> Logits | Losses | torch.Tensor:
+        """The stages that this rank holds; on a model that is not split, all four.
 
         Args:
             input_ids: [B, S].
             position_ids: [B, S].
             attention_mask: None is causal; rows are padded at the end, so nothing else is needed.
             labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where nothing is to be learned.
+            mtp_input_ids: [B, S] for each depth k, the token at s + k. Unset: `input_ids` shifted, which is right
+                unless context-parallel ranks share the row.
+            mtp_labels: [B, S] for each depth k, the token at s + k + 1; unset as above.
 
         Returns:
-            Losses with labels, Logits without.
+            On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
         """
+        depth = self.config.mtp_num_layers or 0
+        if mtp_input_ids is None:
+            mtp_input_ids = ahead(input_ids, depth, fill=0)[1:]
+        if mtp_labels is None and labels is not None:
+            mtp_labels = ahead(labels, depth, fill=IGNORE_INDEX)[1:]
         with torch.no_grad() if self.heads_only else nullcontext():
             hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids)
             hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, attention_mask)
-        mtp_SBH = self.forward_mtp(hidden_SBH, input_ids, position_ids, rotary_pos_emb, attention_mask)
-        return self.forward_postprocess(hidden_SBH, mtp_SBH, labels)
+        if self.heads_only and not self.pre_process:
+            hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
+        states_SBH = [hidden_SBH]
+        if self.mtp_process:
+            states_SBH += self.forward_mtp(hidden_SBH, mtp_input_ids, position_ids, rotary_pos_emb, attention_mask)
+        elif self.post_process:
+            states_SBH = list(hidden_SBH.chunk(1 + depth))
+        if not self.post_process:
+            return torch.cat(states_SBH)
+        return self.forward_postprocess(states_SBH, None if labels is None else [labels, *(mtp_labels or ())])
 
     def forward_preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings [S, B, H] and rotary angles [S, 1, 1, D]."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Embeddings [S, B, H], on the first pipeline stage, and rotary angles [S, 1, 1, D].
+
+        With latent attention there are no angles here: its layers make their own.
+        """
         hidden_SBH, rotary_pos_emb, *_ = self._preprocess(input_ids=input_ids, position_ids=position_ids)
-        assert rotary_pos_emb is not None
         return hidden_SBH, rotary_pos_emb
 
     def forward_decoder(
-        self, hidden_SBH: torch.Tensor, rotary_pos_emb: torch.Tensor, attention_mask: torch.Tensor | None = None
+        self,
+        hidden_SBH: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The trunk's states [S, B, H], after its final norm."""
+        """The trunk's states [S, B, H] after this stage's layers; after the last layer, also after the final norm.
+
+        Args:
+            hidden_SBH: embeddings; on later pipeline stages None, they take what `set_input_tensor` was given.
+        """
         return self.decoder(hidden_states=hidden_SBH, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
 
     def forward_mtp(
         self,
         hidden_SBH: torch.Tensor,
-        input_ids: torch.Tensor,
+        mtp_input_ids: Sequence[torch.Tensor],
         position_ids: torch.Tensor,
-        rotary_pos_emb: torch.Tensor,
+        rotary_pos_emb: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1. Empty at depth 0."""
+        """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1."""
         states = []
-        for layer in self.mtp.layers if self.mtp_process else ():
-            hidden_SBH, input_ids, position_ids = layer(
+        for layer, input_ids in zip(self.mtp.layers, mtp_input_ids, strict=True):
+            hidden_SBH, *_ = layer(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 hidden_states=hidden_SBH,
@@ -112,18 +153,22 @@ class GPTModel(McoreGPTModel):
         return states
 
     def forward_postprocess(
-        self, hidden_SBH: torch.Tensor, mtp_SBH: list[torch.Tensor], labels: torch.Tensor | None = None
+        self, states_SBH: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None
     ) -> Logits | Losses:
-        """The output layer over the trunk's and the heads' states: losses with labels, else logits."""
+        """The output layer over the trunk's and the heads' states: losses with labels, else logits.
+
+        Args:
+            states_SBH: the trunk's, then each depth's.
+            labels: [B, S] for the trunk, then for each depth.
+        """
         if labels is None:
-            return Logits(*self._split(self.logits(hidden).transpose(0, 1) for hidden in (hidden_SBH, *mtp_SBH)))
+            main, *mtp = (self.logits(self._whole(hidden)).transpose(0, 1) for hidden in states_SBH)
+            return Logits(main, mtp)
         losses = []
-        for depth, hidden in enumerate((hidden_SBH, *mtp_SBH)):
-            if depth > 0:
-                labels = shift_left(labels, fill=IGNORE_INDEX)
+        for depth, (hidden, head_labels) in enumerate(zip(states_SBH, labels, strict=True)):
             with torch.no_grad() if self.heads_only and depth == 0 else nullcontext():
-                losses.append(self._loss(hidden, labels))
-        return Losses(*self._split(losses))
+                losses.append(self._loss(hidden, head_labels))
+        return Losses(losses[0], losses[1:])
 
     def logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """[S, B, V] for this rank's part of the vocabulary."""
@@ -133,10 +178,29 @@ class GPTModel(McoreGPTModel):
     def _loss(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> TokenLoss:
         # Only positions that have a target meet the vocabulary: prompts and padding are often half of a batch.
         picked_BS = labels_BS != IGNORE_INDEX
-        hidden_NH = hidden_SBH.transpose(0, 1)[picked_BS]
+        hidden_NH = self._whole(hidden_SBH).transpose(0, 1)[picked_BS]
         return token_loss(self.logits(hidden_NH[:, None])[:, 0], labels_BS[picked_BS], picked_BS)
 
+    def _whole(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """All positions of the row, gathered over sequence-parallel ranks."""
+        if not self.config.sequence_parallel:
+            return hidden_SBH
+        # Each rank's gradient is whole already: the output layer sums it over the ranks, so backward only cuts it.
+        return gather_from_sequence_parallel_region(hidden_SBH, tensor_parallel_output_grad=False)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes a frozen stage's output on; its input gets a gradient of zeros.
+
+    megatron-core's pipeline waits for a gradient from every later stage, and a frozen one would send none.
+    """
+
     @staticmethod
-    def _split(heads):
-        main, *mtp = heads
-        return main, mtp
+    def forward(ctx, output: torch.Tensor, stage_input: torch.Tensor) -> torch.Tensor:
+        ctx.stage_input = stage_input.shape, stage_input.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        shape, dtype = ctx.stage_input
+        return None, gradients[0].new_zeros(shape, dtype=dtype)

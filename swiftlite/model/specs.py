@@ -56,9 +56,9 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The trunk: `num_layers` decoder layers and the final norm."""
-    layers = [decoder_layer_spec(config)] * config.num_layers
+def decoder_spec(config: TransformerConfig, first: int, count: int) -> TransformerBlockSubmodules:
+    """The trunk, or the pipeline stage of it that holds `count` decoder layers from number `first` (from 0) on."""
+    layers = [decoder_layer_spec(config) for _ in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=RMSNorm))
 
 

@@ -18,6 +18,17 @@ def device_literal(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": CPU} if "cuda" in str(kwargs.get("device", "")) else kwargs
 
 
+def pinned_memory(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`pin_memory=True` is dropped: models/common/embeddings/rope_utils.py:62, under context parallelism."""
+    return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+
+
+def tensor_cuda(tensor: torch.Tensor) -> torch.Tensor:
+    """`Tensor.cuda()` gives the tensor itself: models/common/language_module/language_module.py:244 with pipeline
+    stages, rope_utils.py:64 with context parallelism, optimizer/distrib_optimizer.py:1089."""
+    return tensor
+
+
 def tensor_type(name: str) -> str:
     """`Tensor.type()` says "torch.cuda.FloatTensor", which optimizer/clip_grads.py:167 and optimizer/optimizer.py:671
     compare with."""
@@ -30,7 +41,9 @@ class _CudaLiterals(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return tensor_type(func(*args))
-        return func(*args, **device_literal(kwargs)) if kwargs else func(*args)
+        if func is torch.Tensor.cuda:
+            return tensor_cuda(args[0])
+        return func(*args, **pinned_memory(device_literal(kwargs))) if kwargs else func(*args)
 
 
 def patch_current_device() -> None:
