@@ -107,7 +107,7 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, dict[str, float]]:
     family = families.get(hf_config)
     with session() as device:
         architecture = family.transformer_config(hf_config)
-        model = build_model(architecture, hf_config, device=device, dtype=torch.bfloat16, mtp_num_layers=1)
+        (model,) = build_model(architecture, hf_config, device=device, dtype=torch.bfloat16, mtp_num_layers=1)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()  # the pages exist before the clock starts

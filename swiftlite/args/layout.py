@@ -3,14 +3,21 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from swiftlite.args.fields import ParallelLayout
+
+Group = TypeVar("Group")
 
 
 def layout_of(args: Any) -> ParallelLayout:
     """The layout among a command's options, alone."""
-    return ParallelLayout(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ParallelLayout)})
+    return group_of(args, ParallelLayout)
+
+
+def group_of(args: Any, group: type[Group]) -> Group:
+    """One group of a command's options, alone."""
+    return group(**{field.name: getattr(args, field.name) for field in dataclasses.fields(group)})  # type: ignore[arg-type]
 
 
 def parse_stages(pipeline_model_parallel_layout: str) -> list[str]:

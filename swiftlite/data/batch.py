@@ -53,8 +53,13 @@ class Batch:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with each of its tensors replaced: moved to a device, cut along the last axis."""
-        tensors = (self.tokens_KBS, self.labels_KBS, self.loss_scale_KBS, self.position_ids_BS)
-        return Batch(*map(function, tensors), self.num_tokens)
+        return Batch(
+            function(self.tokens_KBS),
+            function(self.labels_KBS),
+            function(self.loss_scale_KBS),
+            function(self.position_ids_BS),
+            self.num_tokens,
+        )
 
 
 def collate(

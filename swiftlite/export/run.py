@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.args.layout import layout_of
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
@@ -26,7 +27,7 @@ from swiftlite.train.source import TENSORS_FILE, source_dtypes, write_source
 
 def run(args: ExportArgs) -> None:
     """Convert in one direction; the result is complete or not there."""
-    with session(tensor_model_parallel_size=args.tensor_model_parallel_size) as device:
+    with session(layout_of(args)) as device:
         if args.to_hf:
             to_hf(args, device)
         else:
@@ -51,7 +52,7 @@ def to_hf(args: ExportArgs, device: Device) -> None:
         device=device,
         dtype=getattr(torch, state["torch_dtype"]),
         mtp_num_layers=depth,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        layout=layout_of(args),
     )
     load_checkpoint(checkpoint, model)
 
@@ -72,7 +73,7 @@ def to_hf(args: ExportArgs, device: Device) -> None:
     dist.barrier()
     try:
         save_hf(
-            [model],
+            model,
             writing,
             family,
             hf_config,
@@ -117,9 +118,9 @@ def to_mcore(args: ExportArgs, device: Device) -> None:
         device=device,
         dtype=getattr(torch, dtype),
         mtp_num_layers=depth,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        layout=layout_of(args),
     )
-    logger.info("%s", load_hf([model], hf_dir, family, hf_config))
+    logger.info("%s", load_hf(model, hf_dir, family, hf_config))
     if dist.get_rank() == 0:
         write_source(hf_dir, output_dir, family, hf_config, depth)
     save_checkpoint(output_dir, 0, model, None, {"mtp_num_layers": depth, "torch_dtype": dtype})

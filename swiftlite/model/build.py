@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.args.fields import MoeArgs, ParallelLayout, RecomputeArgs
 from swiftlite.args.layout import decoder_layers_per_stage, layout_problems, mtp_pipeline_rank, num_virtual_stages
 from swiftlite.errors import OptionError
 from swiftlite.model.gpt import GPTModel
@@ -26,13 +26,14 @@ def build_config(
     mtp_num_layers: int,
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
+    moe: MoeArgs | None = None,
 ) -> TransformerConfig:
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
         architecture: keyword arguments from `Family.transformer_config`.
     """
-    layout, recompute = layout or ParallelLayout(), recompute or RecomputeArgs()
+    layout, recompute, moe = layout or ParallelLayout(), recompute or RecomputeArgs(), moe or MoeArgs()
     config_class = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
     is_interleaved = num_virtual_stages(layout) is not None
     is_full = recompute.recompute_granularity == "full"
@@ -61,6 +62,9 @@ def build_config(
         recompute_num_layers=recompute.recompute_num_layers if is_full else None,
         recompute_modules=recompute.recompute_modules,
         distribute_saved_activations=recompute.distribute_saved_activations,
+        moe_token_dispatcher_type=moe.moe_token_dispatcher_type,
+        moe_aux_loss_coeff=moe.moe_aux_loss_coeff,
+        moe_router_bias_update_rate=moe.moe_router_bias_update_rate,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -95,6 +99,7 @@ def build_model(
     heads_only: bool = False,
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
+    moe: MoeArgs | None = None,
 ) -> list[GPTModel]:
     """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
 
@@ -114,6 +119,7 @@ def build_model(
             mtp_num_layers=mtp_num_layers,
             layout=layout,
             recompute=recompute,
+            moe=moe,
         )
         chunks.append(_build_stage(config, hf_config, layout, vp_stage, heads_only).to(device.torch_device))
     return chunks

@@ -71,8 +71,8 @@ class GPTModel(McoreGPTModel):
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        mtp_input_ids: Sequence[torch.Tensor] | None = None,
-        mtp_labels: Sequence[torch.Tensor] | None = None,
+        mtp_input_ids: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        mtp_labels: Sequence[torch.Tensor] | torch.Tensor | None = None,
     ) -> Logits | Losses | torch.Tensor:
         """The stages that this rank holds; on a model that is not split, all four.
 
@@ -89,23 +89,26 @@ class GPTModel(McoreGPTModel):
             On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
         """
         depth = self.config.mtp_num_layers or 0
-        if mtp_input_ids is None:
-            mtp_input_ids = ahead(input_ids, depth, fill=0)[1:]
-        if mtp_labels is None and labels is not None:
-            mtp_labels = ahead(labels, depth, fill=IGNORE_INDEX)[1:]
-        with torch.no_grad() if self.heads_only else nullcontext():
+        mtp_input_ids = list(ahead(input_ids, depth, fill=0)[1:] if mtp_input_ids is None else mtp_input_ids)
+        head_labels = None
+        if labels is not None:
+            head_labels = [labels, *(ahead(labels, depth, IGNORE_INDEX)[1:] if mtp_labels is None else mtp_labels)]
+        # Behind the MTP stage there is no trunk left, only states that pass through to the loss.
+        is_behind_mtp = bool(depth) and self.post_process and not self.mtp_process
+        is_frozen = self.heads_only and not is_behind_mtp
+        with torch.no_grad() if is_frozen else nullcontext():
             hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids)
             hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, attention_mask)
-        if self.heads_only and not self.pre_process:
+        if is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
         states_SBH = [hidden_SBH]
         if self.mtp_process:
             states_SBH += self.forward_mtp(hidden_SBH, mtp_input_ids, position_ids, rotary_pos_emb, attention_mask)
-        elif self.post_process:
+        elif is_behind_mtp:
             states_SBH = list(hidden_SBH.chunk(1 + depth))
         if not self.post_process:
             return torch.cat(states_SBH)
-        return self.forward_postprocess(states_SBH, None if labels is None else [labels, *(mtp_labels or ())])
+        return self.forward_postprocess(states_SBH, head_labels)
 
     def forward_preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor

@@ -7,6 +7,7 @@ to megatron/core of the 0.16.1 wheel. tests/runtime/test_cpu.py fails for each s
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -56,9 +57,13 @@ def patch_synchronize() -> None:
     torch.cuda.synchronize = lambda device=None: None
 
 
-def patch_get_rng_state() -> None:
-    """tensor_parallel/random.py:235 keeps the state of the CUDA generator when seeds are set."""
-    torch.cuda.get_rng_state = lambda device="cuda": torch.random.get_rng_state()
+def patch_rng_state() -> None:
+    """The CPU's generator stands for the CUDA one, whose state tensor_parallel/random.py:55-60, 235 and 422 keeps when
+    seeds are set, under sequence parallelism and around what is recomputed."""
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment, misc]
 
 
 _mode: _CudaLiterals | None = None
@@ -71,6 +76,6 @@ def install() -> None:
         return
     patch_current_device()
     patch_synchronize()
-    patch_get_rng_state()
+    patch_rng_state()
     _mode = _CudaLiterals()
     _mode.__enter__()  # for the life of the process: megatron-core asks for CUDA at every step

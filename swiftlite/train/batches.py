@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swiftlite.args.layout import length_multiple
 from swiftlite.args.plan import Plan
 from swiftlite.data.batch import NO_SAMPLE, Batch, collate
 from swiftlite.data.sample import Sample
@@ -28,12 +29,20 @@ class Batches:
         return list(self._cut(samples, sampler.global_batch(step)))
 
     def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None) -> list[Batch]:
-        """This rank's share of the held-out samples, each once, in order; micro-batches of nothing are left out."""
+        """This rank's share of the held-out samples, each once, in order.
+
+        Every rank gets as many micro-batches, if need be of padding alone: ranks that share experts compute together.
+        """
         global_batches = evaluation_batches(len(samples), self.plan.global_batch_size)[:max_global_batches]
-        return [batch for indices in global_batches for batch in self._cut(samples, indices) if batch.num_tokens]
+        return [batch for indices in global_batches for batch in self._cut(samples, indices)]
 
     def _cut(self, samples: Sequence[Sample], indices: np.ndarray) -> Iterable[Batch]:
         rows = micro_batches(indices, self.plan.micro_batch_size, self.data_parallel_rank, self.plan.data_parallel_size)
         for row in rows:
             chosen = [samples[i] if i != NO_INDEX else NO_SAMPLE for i in row]
-            yield collate(chosen, self.pad_token_id)
+            yield collate(
+                chosen,
+                self.pad_token_id,
+                mtp_num_layers=self.plan.mtp_num_layers,
+                pad_to_multiple_of=length_multiple(self.plan.layout),
+            )

@@ -8,11 +8,12 @@ function of the step, and nothing draws random numbers while training.
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,7 +23,13 @@ from swiftlite.errors import UserError
 from swiftlite.log import logger
 
 STATE_FILE = "trainer_state.json"
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+METADATA = {
+    # The distributed optimizer's state goes with the tensors it belongs to, whatever the data-parallel size.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # megatron-core keeps experts' parameters in an optimizer of their own, as soon as ranks share them; tensors of both
+    # go by the names of their parameters alone.
+    "chained_optim_avoid_prefix": True,
+}
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -46,7 +53,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def save_checkpoint(
     output_dir: Path,
     step: int,
-    model: MegatronModule,
+    chunks: Sequence[MegatronModule],
     optimizer: MegatronOptimizer | None,
     state: dict[str, Any],
     keep: int | None = None,
@@ -54,7 +61,7 @@ def save_checkpoint(
     """Write `checkpoint-STEP` by all ranks together, then delete all but the `keep` newest.
 
     Args:
-        model: the bare model, without wrappers.
+        chunks: the bare model, without wrappers, one per virtual pipeline stage.
         optimizer: None writes weights alone.
         state: small JSON values stored beside the tensors.
     """
@@ -65,9 +72,7 @@ def save_checkpoint(
             shutil.rmtree(stale)
         temporary.mkdir(parents=True)
     dist.barrier()
-    tensors: dict[str, Any] = {"model": model.sharded_state_dict(metadata=METADATA)}
-    if optimizer is not None:
-        tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], metadata=METADATA)
+    tensors = _sharded_state(chunks, optimizer, is_loading=False)
     dist_checkpointing.save(tensors, str(temporary), content_metadata=METADATA)
     dist.barrier()
     if is_first:
@@ -84,15 +89,15 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(checkpoint: Path, model: MegatronModule, optimizer: MegatronOptimizer | None = None) -> None:
+def load_checkpoint(
+    checkpoint: Path, chunks: Sequence[MegatronModule], optimizer: MegatronOptimizer | None = None
+) -> None:
     """Read weights, and optimizer state if asked, into the objects of this rank.
 
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
     """
-    tensors: dict[str, Any] = {"model": model.sharded_state_dict(metadata=METADATA)}
-    if optimizer is not None:
-        tensors["optimizer"] = optimizer.sharded_state_dict(tensors["model"], is_loading=True, metadata=METADATA)
+    tensors = _sharded_state(chunks, optimizer, is_loading=True)
     try:
         loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
     except (OSError, EOFError, dist_checkpointing.core.CheckpointingException, CheckpointException) as error:
@@ -101,9 +106,29 @@ def load_checkpoint(checkpoint: Path, model: MegatronModule, optimizer: Megatron
             f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",
             "use the checkpoint before it, or the model that the run began with",
         ) from error
-    model.load_state_dict(loaded["model"])
+    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+        chunk.load_state_dict(loaded[name])
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _sharded_state(
+    chunks: Sequence[MegatronModule], optimizer: MegatronOptimizer | None, *, is_loading: bool
+) -> dict[str, Any]:
+    """What a checkpoint holds, each tensor with its place in the whole model; the layout does not show in it."""
+    metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    tensors: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=metadata)
+        for name, chunk in zip(_chunk_names(chunks), chunks, strict=True)
+    }
+    if optimizer is not None:
+        tensors["optimizer"] = optimizer.sharded_state_dict(dict(tensors), is_loading=is_loading, metadata=metadata)
+    return tensors
+
+
+def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:
+    """megatron-core's names: `model`, or `model0`, `model1` for virtual stages."""
+    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
 
 
 def flush_to_disk(directory: Path, contents: bool = True) -> None:

@@ -9,27 +9,25 @@ micro-batches, nor on data parallelism, nor on padding; a depth with no target c
 megatron-core divides all gradients by N_0 at the end of the step (`calculate_per_token_loss`), so what is summed here
 is `sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` with `c_k = mtp_loss_scaling_factor / D * N_0 / N_k`.
 
-Shapes: B batch, S sequence.
+Shapes: K the trunk and each MTP depth, B batch, S sequence (this context-parallel rank's part in the pipeline).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from megatron.core import parallel_state
 
-from swiftlite.data.batch import Batch
+from swiftlite.data.batch import Batch, shift_left
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss import IGNORE_INDEX
-from swiftlite.model.mtp import shift_left
+from swiftlite.train.ranks import from_last_stage, whole_rows
 
 
 def count_targets(batches: Sequence[Batch], mtp_num_layers: int) -> torch.Tensor:
     """Valid targets of the trunk and of each MTP depth in these batches: int64 [1 + mtp_num_layers]."""
     counts = torch.zeros(1 + mtp_num_layers, dtype=torch.int64)
     for batch in batches:
-        labels_BS = batch.labels_BS
-        for depth in range(1 + mtp_num_layers):
-            counts[depth] += (labels_BS != IGNORE_INDEX).sum().cpu()
-            labels_BS = shift_left(labels_BS, fill=IGNORE_INDEX)
+        counts += (batch.labels_KBS != IGNORE_INDEX).sum(dim=(1, 2)).cpu()
     return counts
 
 
@@ -50,28 +48,36 @@ class Statistics:
         self.rows = rows
 
     @staticmethod
-    def of(losses: Losses, loss_scale_BS: torch.Tensor) -> "Statistics":
-        """The sums of one micro-batch, float64 [1 + mtp_num_layers, 3]."""
+    def of(losses: Losses, loss_scale_KBS: torch.Tensor) -> "Statistics":
+        """The sums of one micro-batch, float64 [1 + mtp_num_layers, 3].
+
+        Only losses are local: predictions are compared on whole rows, and counted by the first context-parallel rank.
+        """
+        counts_here = parallel_state.get_context_parallel_rank() == 0
         rows = []
-        weight_BS, trunk_BS = loss_scale_BS, losses.main.prediction_BS
-        for depth, head in enumerate((losses.main, *losses.mtp)):
+        trunk_BS = whole_rows(losses.main.prediction_BS)
+        for depth, (head, weight_BS) in enumerate(zip((losses.main, *losses.mtp), loss_scale_KBS, strict=True)):
             if depth > 0:
-                weight_BS, trunk_BS = shift_left(weight_BS, fill=0), shift_left(trunk_BS, fill=-1)
-            valid_BS = head.prediction_BS != -1
-            hits_BS = valid_BS & (head.prediction_BS == trunk_BS)
-            rows.append(
-                torch.stack([(head.loss_BS.detach() * weight_BS).sum().double(), valid_BS.sum(), hits_BS.sum()])
-            )
+                trunk_BS = shift_left(trunk_BS, fill=-1)
+            prediction_BS = whole_rows(head.prediction_BS)
+            valid_BS = prediction_BS != -1
+            hits_BS = valid_BS & (prediction_BS == trunk_BS)
+            loss = (head.loss_BS.detach() * weight_BS).sum().double()
+            rows.append(torch.stack([loss, valid_BS.sum() * counts_here, hits_BS.sum() * counts_here]))
         return Statistics(torch.stack(rows))
 
     @staticmethod
-    def total(parts: Sequence["Statistics"], heads: int, device: torch.device, group) -> "Statistics":
-        """The sum over these micro-batches and over the ranks of a data-parallel group."""
+    def total(parts: Sequence["Statistics"], heads: int, device: torch.device) -> "Statistics":
+        """The sum over these micro-batches and over all ranks, the same on every rank.
+
+        Args:
+            parts: of this rank; pipeline stages without the loss have none.
+        """
         rows = torch.zeros(heads, 3, dtype=torch.float64, device=device)
         for part in parts:
             rows += part.rows
-        torch.distributed.all_reduce(rows, group=group)
-        return Statistics(rows.cpu())
+        torch.distributed.all_reduce(rows, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return Statistics(from_last_stage(rows).cpu())
 
     def means(self, prefix: str = "") -> dict[str, float]:
         """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""
@@ -84,12 +90,10 @@ class Statistics:
         return names
 
 
-def total_loss(losses: Losses, loss_scale_BS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
+def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
     """`sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` of one micro-batch, a scalar."""
-    total = (losses.main.loss_BS * loss_scale_BS).sum()
-    weight_BS = loss_scale_BS
-    for coefficient, head in zip(coefficients, losses.mtp, strict=True):
-        weight_BS = shift_left(weight_BS, fill=0)
+    total = (losses.main.loss_BS * loss_scale_KBS[0]).sum()
+    for coefficient, head, weight_BS in zip(coefficients, losses.mtp, loss_scale_KBS[1:], strict=True):
         total = total + coefficient * (head.loss_BS * weight_BS).sum()
     return total
 
@@ -99,12 +103,18 @@ def make_forward_step(coefficients: Sequence[float]) -> Callable:
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
         batch = next(batches)
-        output = model(batch.tokens_BS, batch.position_ids_BS, labels=batch.labels_BS)
+        output = model(
+            batch.tokens_KBS[0],
+            batch.position_ids_BS,
+            labels=batch.labels_KBS[0],
+            mtp_input_ids=batch.tokens_KBS[1:],
+            mtp_labels=batch.labels_KBS[1:],
+        )
 
         def loss_func(losses: Losses):
-            num_tokens = (batch.labels_BS != IGNORE_INDEX).sum().int()
-            total = total_loss(losses, batch.loss_scale_BS, coefficients)
-            return total, num_tokens, Statistics.of(losses, batch.loss_scale_BS)
+            num_tokens = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()
+            total = total_loss(losses, batch.loss_scale_KBS, coefficients)
+            return total, num_tokens, Statistics.of(losses, batch.loss_scale_KBS)
 
         return output, loss_func
 

@@ -1,5 +1,7 @@
 """DDP, AdamW and the learning-rate schedule, all megatron-core's."""
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import (
@@ -12,25 +14,35 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import DistributedArgs
 from swiftlite.args.plan import Plan, Schedule
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.device import Device
 
 
-def wrap_model(model: GPTModel, dtype: torch.dtype) -> DistributedDataParallel:
-    """The model under megatron-core's precision and data-parallel wrappers; gradients accumulate in float32."""
-    module = Float16Module(model.config, model) if dtype is torch.bfloat16 else model
-    wrapped = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
-        module,
-    )
-    wrapped.broadcast_params()
+def wrap_model(
+    chunks: Sequence[GPTModel], dtype: torch.dtype, distributed: DistributedArgs | None = None
+) -> list[DistributedDataParallel]:
+    """The chunks under megatron-core's precision and data-parallel wrappers; gradients accumulate in float32."""
+    distributed = distributed or DistributedArgs()
+    wrapped = []
+    for number, chunk in enumerate(chunks):
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=distributed.overlap_grad_reduce,
+            use_distributed_optimizer=distributed.use_distributed_optimizer,
+            overlap_param_gather=distributed.overlap_param_gather,
+        )
+        module = Float16Module(chunk.config, chunk) if dtype is torch.bfloat16 else chunk
+        # As megatron-core's own trainer: only the first virtual stage splits its gradients into buckets.
+        wrapped.append(DistributedDataParallel(chunk.config, ddp_config, module, disable_bucketing=number > 0))
+    for chunk in wrapped:
+        chunk.broadcast_params()
     return wrapped
 
 
 def make_optimizer(
-    args: SftArgs, plan: Plan, schedule: Schedule, model: DistributedDataParallel, device: Device
+    args: SftArgs, plan: Plan, schedule: Schedule, model: Sequence[DistributedDataParallel], device: Device
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW (no decay on biases and norms) and its schedule; connects both to the model's config."""
     config = OptimizerConfig(
@@ -44,14 +56,17 @@ def make_optimizer(
         clip_grad=args.clip_grad,
         bf16=args.torch_dtype == "bfloat16",
         params_dtype=torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
-        config, [model], get_standard_config_overrides(config), use_gloo_process_groups=device.is_cuda
+        config, list(model), get_standard_config_overrides(config), use_gloo_process_groups=device.is_cuda
     )
-    for group in optimizer.param_groups:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         # One kernel per tensor instead of ten; megatron-core takes torch's AdamW (where Apex is absent) as it comes.
-        if isinstance(optimizer.optimizer, torch.optim.AdamW):
-            group["fused"] = True
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -65,7 +80,10 @@ def make_optimizer(
         wd_incr_steps=schedule.steps,
         wd_incr_style="constant",
     )
-    model.config.grad_scale_func = optimizer.scale_loss
-    model.config.no_sync_func = model.no_sync
-    model.config.finalize_model_grads_func = finalize_model_grads
+    no_sync = [chunk.no_sync for chunk in model]
+    for chunk in model:
+        chunk.config.grad_scale_func = optimizer.scale_loss
+        # With virtual stages a list, whatever the annotation says (schedules.py:858 of 0.16.1).
+        chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
+        chunk.config.finalize_model_grads_func = finalize_model_grads
     return optimizer, scheduler

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,22 @@ from swiftlite.bridge.tensors import write_durably
 from swiftlite.errors import UserError
 
 
-def hash_tensors(model: torch.nn.Module) -> dict[str, str]:
+def hash_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
     """sha256 of the bytes of each parameter as this rank holds it, by name."""
     return {
         name: hashlib.sha256(parameter.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, parameter in model.named_parameters()
+        for name, parameter in _parameters(chunks).items()
     }
 
 
-def compare_tensors(model: torch.nn.Module, before: Mapping[str, str]) -> dict[str, Any]:
+def compare_tensors(chunks: Sequence[torch.nn.Module], before: Mapping[str, str]) -> dict[str, Any]:
     """Which tensors changed since `before`, over all ranks; trainable and frozen apart.
 
     Returns:
         `trunk_sha256` is one hash over all tensors that are not MTP's, before and after.
     """
-    after = hash_tensors(model)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    after = hash_tensors(chunks)
+    trainable = {name for name, parameter in _parameters(chunks).items() if parameter.requires_grad}
     mine = {name: (before[name], after[name], name in trainable) for name in after}
     ranks: list[dict[str, tuple[str, str, bool]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, mine)
@@ -50,6 +50,15 @@ def compare_tensors(model: torch.nn.Module, before: Mapping[str, str]) -> dict[s
         "frozen_but_changed": names(False, True),
         "trunk_sha256_before": digest(0),
         "trunk_sha256_after": digest(1),
+    }
+
+
+def _parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Parameters of this rank by name; of virtual pipeline stages, with the number of the stage."""
+    return {
+        f"stage{number}.{name}" if len(chunks) > 1 else name: parameter
+        for number, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
     }
 
 

@@ -13,6 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import write_config
+from swiftlite.args.fields import MoeArgs, RecomputeArgs
+from swiftlite.args.layout import group_of, layout_of
 from swiftlite.args.plan import Plan, make_plan, make_schedule
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
@@ -33,7 +35,7 @@ from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.report import check_frozen, compare_tensors, hash_tensors, write_json
 from swiftlite.train.sinks import open_sinks
 from swiftlite.train.source import write_source
-from swiftlite.train.trainer import Trainer
+from swiftlite.train.trainer import Trainer, whole_parameters
 
 ACCEPTANCE_FILE = "acceptance.json"
 REPORT_FILE = "run_report.json"
@@ -41,7 +43,13 @@ REPORT_FILE = "run_report.json"
 
 def run(args: SftArgs) -> int:
     """Fine-tune; returns 0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved)."""
-    with session(tensor_model_parallel_size=args.tensor_model_parallel_size, seed=args.seed) as device:
+    hf_config = read_config(Path(args.model))
+    with session(
+        layout_of(args),
+        tied_embeddings=bool(hf_config.get("tie_word_embeddings")),
+        seed=args.seed,
+        timeout_minutes=args.distributed_timeout_minutes,
+    ) as device:
         return _run(args, device)
 
 
@@ -65,9 +73,11 @@ def _run(args: SftArgs, device: Device) -> int:
         dtype=dtype,
         mtp_num_layers=plan.mtp_num_layers,
         heads_only=args.mtp_mode == "heads_only" and plan.mtp_num_layers > 0,
-        tensor_model_parallel_size=plan.tensor_model_parallel_size,
+        layout=plan.layout,
+        recompute=group_of(args, RecomputeArgs),
+        moe=group_of(args, MoeArgs),
     )
-    load_report = load_hf([model], hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed)
+    load_report = load_hf(model, hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed)
     logger.info("%s", load_report)
     if args.mtp_num_layers is None and any(map(family.is_mtp, load_report.dropped)):
         raise UserError(
@@ -75,7 +85,7 @@ def _run(args: SftArgs, device: Device) -> int:
             "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",
         )
     hashes = hash_tensors(model)
-    wrapped = wrap_model(model, dtype)
+    wrapped = wrap_model(model, dtype, args)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
 
     first = 0
@@ -123,7 +133,8 @@ def _run(args: SftArgs, device: Device) -> int:
     evaluation = trainer.evaluate()
     acceptance.measure("after", evaluation)
     trainer.close()
-    tensors = compare_tensors(model, hashes)
+    with whole_parameters(wrapped):
+        tensors = compare_tensors(model, hashes)
     if is_first:
         report = {
             "steps": schedule.steps,
@@ -182,6 +193,7 @@ class _Acceptance:
             measure_acceptance,
             trainer.model,
             self.prompts,
+            layout=plan.layout,
             mtp_num_layers=self.depth,
             eos_token_ids={*stop_token_ids(tokenizer, hf_dir), template.end_token_id},
             max_new_tokens=args.acceptance_max_new_tokens,
@@ -194,7 +206,8 @@ class _Acceptance:
         """Add the figures of `when` (before, after) to the file; nothing without heads or held-out prompts."""
         if not (self.depth and self.prompts):
             return
-        counts = self.generate()
+        with self.trainer.evaluating():
+            counts = self.generate()
         if dist.get_rank():
             return
         content: dict[str, Any] = {"depths": self.depth}

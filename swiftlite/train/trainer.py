@@ -4,7 +4,9 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 import torch
@@ -17,8 +19,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from swiftlite.args.plan import Plan, Schedule
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
+from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.runtime.device import Device
 from swiftlite.train.objective import Statistics, count_targets, make_forward_step, mtp_coefficients
+from swiftlite.train.ranks import largest
 from swiftlite.train.sinks import Sink
 
 GetBatches = Callable[[int], Sequence[Batch]]
@@ -29,13 +33,14 @@ class Trainer:
     """Everything one optimizer step needs.
 
     Attributes:
+        model: the chunks of this rank, one per virtual pipeline stage.
         train_batches: step (from 0) -> this rank's micro-batches of it; a pure function, which is what makes a
             resumed run continue with the very same data.
         eval_batches: this rank's share of the held-out rows.
         save: step -> None; writes a checkpoint of all ranks.
     """
 
-    model: DistributedDataParallel
+    model: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     plan: Plan
@@ -59,9 +64,10 @@ class Trainer:
                 metrics = self.step(step)
                 if step % self.logging_steps == 0 or step == self.schedule.steps:
                     self._log(step, metrics)
-                stopping = self._agree(stop.received)
+                stopping = largest(stop.received, self.device.torch_device)  # all stop at the same step
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
-                    self.save(step)
+                    with whole_parameters(self.model):
+                        self.save(step)
                 if stopping:
                     return stopping
                 if step % self.plan.eval_steps == 0 or step == self.schedule.steps:
@@ -76,9 +82,10 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step (counted from 1) over one global batch; returns its metrics."""
         start = time.perf_counter()
-        self.model.train()
         batches = self.train_batches(step - 1)
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         statistics = self._forward_backward(batches, forward_only=False)
         self.scheduler.step(increment=1)  # before the update, so that the first one has a learning rate above 0
@@ -103,46 +110,71 @@ class Trainer:
         """Token-weighted means over the held-out rows; empty when there are none."""
         if not self._sum_over_data_parallel(len(self.eval_batches)):
             return {}
-        self.model.eval()
-        with torch.no_grad():
+        with self.evaluating():
             return self._forward_backward(self.eval_batches, forward_only=True).means(prefix="eval_")
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Parameters are as the last step left them, no gradients, evaluation mode."""
+        with whole_parameters(self.model), torch.no_grad():
+            for chunk in self.model:
+                chunk.eval()
+            yield
+            for chunk in self.model:
+                chunk.train()
+
     def _forward_backward(self, batches: Sequence[Batch], *, forward_only: bool) -> Statistics:
-        depth, group = self.plan.mtp_num_layers, parallel_state.get_data_parallel_group(with_context_parallel=True)
+        depth = self.plan.mtp_num_layers
         counts = count_targets(batches, depth).to(self.device.torch_device)
-        torch.distributed.all_reduce(counts, group=group)
+        torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         coefficients = mtp_coefficients(counts, self.mtp_loss_scaling_factor)
         parts: list[Statistics] = []
         if batches:
+            # Each virtual stage walks over the micro-batches on its own.
+            iterators = [self._on_this_rank(batches) for _ in self.model]
             parts = get_forward_backward_func()(
                 forward_step_func=make_forward_step(coefficients),
-                data_iterator=self._on_device(batches),
-                model=[self.model],
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=list(self.model),
                 num_microbatches=len(batches),
-                seq_length=batches[0].tokens_BS.size(1),
-                micro_batch_size=batches[0].tokens_BS.size(0),
+                seq_length=batches[0].position_ids_BS.size(1),
+                micro_batch_size=batches[0].position_ids_BS.size(0),
                 forward_only=forward_only,
             )
-        return Statistics.total(parts, 1 + depth, self.device.torch_device, group)
+        return Statistics.total(parts, 1 + depth, self.device.torch_device)
 
-    def _on_device(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        return (batch.to(self.device.torch_device) for batch in batches)
+    def _on_this_rank(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """On the device, and of each row the part that this context-parallel rank computes."""
+        size, rank = self.plan.layout.context_parallel_size, parallel_state.get_context_parallel_rank()
+        shard = partial(shard_sequence, dim=-1, rank=rank, size=size)
+        move = partial(torch.Tensor.to, device=self.device.torch_device, non_blocking=True)
+        return (batch.map(shard).map(move) for batch in batches)
 
     def _sum_over_data_parallel(self, value: int) -> int:
         total = torch.tensor(value, device=self.device.torch_device)
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return int(total)
 
-    def _agree(self, received: int) -> int:
-        """The largest signal number that any rank received: all stop at the same step."""
-        number = torch.tensor(received, device=self.device.torch_device)
-        torch.distributed.all_reduce(number, op=torch.distributed.ReduceOp.MAX)
-        return int(number)
-
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
             for sink in self.sinks:
                 sink.log(step, metrics)
+
+
+@contextmanager
+def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Outside of a training step, parameters are gathered and stay so.
+
+    With `--overlap_param_gather` they are gathered by hooks during the next forward pass, one layer at a time.
+    """
+    overlapping = [chunk for chunk in model if chunk.ddp_config.overlap_param_gather]
+    for chunk in overlapping:
+        chunk.disable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        for chunk in overlapping:
+            chunk.enable_forward_pre_hook()
 
 
 class _StopSignals:

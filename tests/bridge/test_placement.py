@@ -19,7 +19,7 @@ from tests.tiny import make_tiny_hf
 def model(tmp_path: Path, device) -> GPTModel:
     hf_config = read_config(make_tiny_hf(tmp_path, "qwen3", depth=1))
     architecture = families.get(hf_config).transformer_config(hf_config)
-    return build_model(architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1)
+    return build_model(architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1)[0]
 
 
 def shards(model: torch.nn.Module) -> dict[str, Any]:

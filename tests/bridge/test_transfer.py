@@ -27,7 +27,7 @@ def build(hf_dir: Path, device, depth: int, dtype: torch.dtype = torch.float32, 
     """A Megatron model for the directory whose every number is NaN, so that nothing unfilled goes unnoticed."""
     hf_config = read_config(hf_dir) | overrides
     architecture = families.get(hf_config).transformer_config(hf_config)
-    model = build_model(architecture, hf_config, device=device, dtype=dtype, mtp_num_layers=depth)
+    (model,) = build_model(architecture, hf_config, device=device, dtype=dtype, mtp_num_layers=depth)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))

@@ -11,22 +11,22 @@ SHORT = make_sample([9, 10], np.array([0, 1]))
 
 def test_collate_pads_right_and_shifts_labels():
     batch = collate([LONG, SHORT], pad_token_id=3)
-    assert batch.tokens_BS.tolist() == [[5, 6, 7, 8], [9, 10, 3, 3]]
-    assert batch.labels_BS.tolist() == [[-100, 7, 8, -100], [10, -100, -100, -100]]
-    assert batch.loss_scale_BS.tolist() == [[0, 0.5, 2, 0], [1, 0, 0, 0]]
+    assert batch.tokens_KBS[0].tolist() == [[5, 6, 7, 8], [9, 10, 3, 3]]
+    assert batch.labels_KBS[0].tolist() == [[-100, 7, 8, -100], [10, -100, -100, -100]]
+    assert batch.loss_scale_KBS[0].tolist() == [[0, 0.5, 2, 0], [1, 0, 0, 0]]
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3]] * 2
     assert batch.num_tokens == 6
-    assert batch.tokens_BS.dtype == batch.labels_BS.dtype == batch.position_ids_BS.dtype == torch.int64
-    assert batch.loss_scale_BS.dtype == torch.float32
+    assert batch.tokens_KBS[0].dtype == batch.labels_KBS[0].dtype == batch.position_ids_BS.dtype == torch.int64
+    assert batch.loss_scale_KBS[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize(("multiple", "length"), [(1, 4), (2, 4), (3, 6), (8, 8)])
 def test_collate_rounds_up(multiple, length):
     batch = collate([SHORT, LONG], 3, multiple)
-    tensors = (batch.tokens_BS, batch.labels_BS, batch.loss_scale_BS, batch.position_ids_BS)
+    tensors = (batch.tokens_KBS[0], batch.labels_KBS[0], batch.loss_scale_KBS[0], batch.position_ids_BS)
     assert {tuple(tensor.shape) for tensor in tensors} == {(2, length)}
-    assert batch.labels_BS[:, 4:].eq(-100).all()
-    assert batch.loss_scale_BS[:, 4:].eq(0).all()
+    assert batch.labels_KBS[0][:, 4:].eq(-100).all()
+    assert batch.loss_scale_KBS[0][:, 4:].eq(0).all()
 
 
 def test_labels_point_at_the_tokens_they_predict():
@@ -37,29 +37,29 @@ def test_labels_point_at_the_tokens_they_predict():
         samples.append(make_sample(random.randint(0, 99, length), weights))
     batch = collate(samples, 0)
     for row, sample in enumerate(samples):
-        at = [s for s in range(batch.labels_BS.shape[1]) if batch.labels_BS[row, s] != -100]
+        at = [s for s in range(batch.labels_KBS[0].shape[1]) if batch.labels_KBS[0][row, s] != -100]
         assert [s + 1 for s in at] == np.flatnonzero(sample.labels != -100).tolist()
-        assert batch.labels_BS[row, at].tolist() == [int(batch.tokens_BS[row, s + 1]) for s in at]
-        assert batch.loss_scale_BS[row, at].tolist() == [sample.loss_scale[s + 1] for s in at]
+        assert batch.labels_KBS[0][row, at].tolist() == [int(batch.tokens_KBS[0][row, s + 1]) for s in at]
+        assert batch.loss_scale_KBS[0][row, at].tolist() == [sample.loss_scale[s + 1] for s in at]
 
 
 def test_weight_of_an_ignored_label_is_zero():
     odd = Sample(np.array([1, 2]), np.array([-100, -100]), np.array([1, 1], np.float32))
-    assert collate([odd], 0).loss_scale_BS.tolist() == [[0, 0]]
+    assert collate([odd], 0).loss_scale_KBS[0].tolist() == [[0, 0]]
 
 
 def test_no_sample_is_padding_alone():
     batch = collate([NO_SAMPLE, SHORT], 3)
-    assert batch.tokens_BS[0].tolist() == [3, 3]
-    assert batch.labels_BS[0].tolist() == [-100, -100]
+    assert batch.tokens_KBS[0][0].tolist() == [3, 3]
+    assert batch.labels_KBS[0][0].tolist() == [-100, -100]
     assert batch.num_tokens == 2
     alone = collate([NO_SAMPLE, NO_SAMPLE], 3)
-    assert (tuple(alone.tokens_BS.shape), alone.num_tokens) == ((2, 1), 0)
+    assert (tuple(alone.tokens_KBS[0].shape), alone.num_tokens) == ((2, 1), 0)
 
 
 def test_to_keeps_everything():
     batch = collate([LONG, SHORT], 3)
     moved = batch.to(torch.device("cpu"))
     assert moved.num_tokens == 6
-    for name in ("tokens_BS", "labels_BS", "loss_scale_BS", "position_ids_BS"):
+    for name in ("tokens_KBS", "labels_KBS", "loss_scale_KBS", "position_ids_BS"):
         assert torch.equal(vars(moved)[name], vars(batch)[name])

@@ -41,7 +41,7 @@ def load_megatron(directory: Path, device, dtype: torch.dtype, **options) -> GPT
     hf_config = json.loads((directory / "config.json").read_text())
     family = index.get(hf_config)
     depth = family.mtp_depth(hf_config)
-    model = build_model(
+    (model,) = build_model(
         family.transformer_config(hf_config), hf_config, device=device, dtype=dtype, mtp_num_layers=depth, **options
     )
     load_hf([model], directory, family, hf_config)

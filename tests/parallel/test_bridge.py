@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite import families
+from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf
@@ -42,10 +43,10 @@ def load(source: Path, device: Device, depth: int, tp_size: int, mtp_init: MtpIn
         device=device,
         dtype=torch.float32,
         mtp_num_layers=depth,
-        tensor_model_parallel_size=tp_size,
+        layout=ParallelLayout(tensor_model_parallel_size=tp_size),
     )
-    load_hf([model], source, family, hf_config, mtp_init=mtp_init)
-    return model.eval()
+    load_hf(model, source, family, hf_config, mtp_init=mtp_init)
+    return model[0].eval()
 
 
 def save(model: GPTModel, source: Path, out_dir: Path, max_shard_bytes: int) -> None:
@@ -65,7 +66,7 @@ def compute(model: GPTModel) -> list[torch.Tensor]:
 def convert_all(root: Path, tp_size: int) -> dict[str, list[torch.Tensor]]:
     """What each process does: every case there and back, sharded and not; returns the logits by case."""
     logits = {}
-    with session(tensor_model_parallel_size=tp_size) as device:
+    with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as device:
         for case in CASES:
             source = root / name(*case)
             model = load(source, device, case[2], tp_size)
@@ -134,7 +135,7 @@ def test_new_heads_do_not_depend_on_the_number_of_ranks(converted, mtp_init):
 
 
 def fail_on_second_rank() -> None:
-    with session(tensor_model_parallel_size=2):
+    with session(ParallelLayout(tensor_model_parallel_size=2)):
         if dist.get_rank() == 1:
             raise RuntimeError("the second rank fails")
         dist.barrier()

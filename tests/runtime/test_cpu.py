@@ -6,7 +6,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.gloo  # a process for each
-SHIMS = ["device_literal", "tensor_type", "patch_current_device", "patch_synchronize", "patch_get_rng_state"]
+SHIMS = ["device_literal", "tensor_type", "patch_current_device", "patch_synchronize", "patch_rng_state"]
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -35,10 +35,10 @@ args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, t
 def main():
     with session() as device:
         architecture = index.get(hf_config).transformer_config(hf_config)
-        model = build_model(architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1)
+        (model,) = build_model(architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        wrapped = wrap_model(model, torch.float32)
+        wrapped = wrap_model([model], torch.float32)
         plan, schedule = make_plan(args, 1, 1), make_schedule(args, 1)
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
         batch = collate([make_sample([1, 2, 3, 4], [0, 1, 1, 1])], 0)
@@ -48,7 +48,7 @@ def main():
             logging_steps=1, save=lambda step: None,
         )
         assert trainer.step(1)["grad_norm"] > 0
-        save_checkpoint(Path(sys.argv[2]), 1, model, optimizer, {})
+        save_checkpoint(Path(sys.argv[2]), 1, [model], optimizer, {})
         assert not torch.cuda.is_available()
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ def batch_loss_and_gradients(model, batches: list[Batch], depth: int):
     model.zero_grad()
     parts, total = [], 0.0
     for batch in batches:
-        losses = model(batch.tokens_BS, batch.position_ids_BS, labels=batch.labels_BS)
-        loss = total_loss(losses, batch.loss_scale_BS, coefficients)
+        losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
+        loss = total_loss(losses, batch.loss_scale_KBS[0], coefficients)
         loss.backward()
         total += float(loss.detach())
-        parts.append(Statistics.of(losses, batch.loss_scale_BS))
+        parts.append(Statistics.of(losses, batch.loss_scale_KBS[0]))
     main = max(int(counts[0]), 1)
     return total / main, {name: p.grad / main for name, p in model.named_parameters() if p.grad is not None}, parts
 
@@ -107,22 +107,22 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, dept
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=depth), device, torch.float32)
     samples = make_samples(3)
     batch = collate(samples, 0)
-    hidden, rotary = model.forward_preprocess(batch.tokens_BS, batch.position_ids_BS)
+    hidden, rotary = model.forward_preprocess(batch.tokens_KBS[0], batch.position_ids_BS)
     hidden = model.forward_decoder(hidden, rotary)
     heads = [
         head.detach().requires_grad_()
-        for head in model.forward_mtp(hidden, batch.tokens_BS, batch.position_ids_BS, rotary)
+        for head in model.forward_mtp(hidden, batch.tokens_KBS[0], batch.position_ids_BS, rotary)
     ]
-    losses = model.forward_postprocess(hidden.detach(), heads, batch.labels_BS)
+    losses = model.forward_postprocess(hidden.detach(), heads, batch.labels_KBS[0])
     assert isinstance(losses, Losses)
     coefficients = mtp_coefficients(count_targets([batch], depth), SCALE)
-    total_loss(losses, batch.loss_scale_BS, coefficients).backward()
+    total_loss(losses, batch.loss_scale_KBS[0], coefficients).backward()
     seen = 0
     for k, head in enumerate(heads, start=1):
         assert head.grad is not None
         touched = head.grad.abs().sum(-1).transpose(0, 1) != 0
         for row, sample in enumerate(samples):
-            for position in range(batch.tokens_BS.size(1)):
+            for position in range(batch.tokens_KBS[0].size(1)):
                 target = position + k + 1
                 is_label = target < len(sample) and sample.labels[target] != -100
                 assert bool(touched[row, position]) == bool(is_label), (k, row, position)
@@ -155,7 +155,7 @@ def test_the_second_depth_teaches_the_first(tmp_path, device):
     """Depth 2 reads depth 1's state, so its loss reaches depth 1's block; nothing is detached between depths."""
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=2), device, torch.float32)
     batch = collate(make_samples(3), 0)
-    losses = model(batch.tokens_BS, batch.position_ids_BS, labels=batch.labels_BS)
+    losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     losses.mtp[1].loss_BS.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if name.startswith("mtp.layers.0.")}
     assert all(gradient is not None and float(gradient.abs().max()) > 0 for gradient in gradients.values())
@@ -166,8 +166,8 @@ def test_heads_only_trains_mtp_and_nothing_else(tmp_path, device):
     model = load_megatron(directory, device, torch.float32, heads_only=True)
     joint = load_megatron(directory, device, torch.float32)
     batch = collate(make_samples(3), 0)
-    losses = model(batch.tokens_BS, batch.position_ids_BS, labels=batch.labels_BS)
-    expected = joint(batch.tokens_BS, batch.position_ids_BS, labels=batch.labels_BS)
+    losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
+    expected = joint(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     assert losses.main.loss_BS.grad_fn is None  # no graph through the trunk
     for head, reference in zip(losses.mtp, expected.mtp, strict=True):
         assert torch.equal(head.loss_BS, reference.loss_BS)
@@ -185,8 +185,8 @@ def test_acceptance_counts_agreement_with_the_trunk(tmp_path, device):
     samples = make_samples(5)
     batch = collate(samples, 0)
     with torch.no_grad():
-        logits = model(batch.tokens_BS, batch.position_ids_BS)
-        losses = model(batch.tokens_BS, batch.position_ids_BS, labels=batch.labels_BS)
+        logits = model(batch.tokens_KBS[0], batch.position_ids_BS)
+        losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     trunk, head = logits.main.argmax(-1), logits.mtp[0].argmax(-1)
     hits = targets = 0
     for row, sample in enumerate(samples):
@@ -194,4 +194,4 @@ def test_acceptance_counts_agreement_with_the_trunk(tmp_path, device):
             if sample.labels[position + 2] != -100:
                 targets += 1
                 hits += int(head[row, position] == trunk[row, position + 1])
-    assert Statistics.of(losses, batch.loss_scale_BS).rows[1, 1:].tolist() == [targets, hits]
+    assert Statistics.of(losses, batch.loss_scale_KBS[0]).rows[1, 1:].tolist() == [targets, hits]
