@@ -26,8 +26,8 @@ class SftArgs(
 
 
 @dataclass(frozen=True)
-class ExportArgs(ParallelLayout):
-    """Turn a run or checkpoint into a Hugging Face model (--to_hf), or a Hugging Face model into one (--to_mcore)."""
+class ConversionArgs:
+    """Conversion"""
 
     model: str = ""
     """--to_hf: a run's output_dir (newest checkpoint) or a checkpoint-N. --to_mcore: a Hugging Face model directory."""
@@ -43,6 +43,11 @@ class ExportArgs(ParallelLayout):
     """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
     max_shard_size_gb: float = 5.0
     """Largest safetensors file, in GB (1e9 bytes)."""
+
+
+@dataclass(frozen=True)
+class ExportArgs(ParallelLayout, ConversionArgs):
+    """Turn a run or checkpoint into a Hugging Face model (--to_hf), or a Hugging Face model into one (--to_mcore)."""
 
 
 @dataclass(frozen=True)

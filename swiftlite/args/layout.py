@@ -1,8 +1,9 @@
 """Arithmetic on a parallel layout: which rank holds what, and whether it fits a model. Pure; no torch."""
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from swiftlite.args.fields import ParallelLayout
@@ -53,20 +54,33 @@ def mtp_pipeline_rank(layout: ParallelLayout) -> int:
 
 
 def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
-    """Replicas of the model.
+    """Replicas of the model, when `process_problems` has found nothing."""
+    return world_size // _product(_MODEL_SIZES, layout)
 
-    Raises:
-        ValueError: the processes do not divide into replicas, or not into groups of experts; in the user's words.
-    """
-    tp, pp, cp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size
-    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
-    for size, words in (
-        (tp * pp * cp, f"tensor parallel {tp} x pipeline parallel {pp} x context parallel {cp}"),
-        (etp * ep * pp, f"expert tensor parallel {etp} x expert parallel {ep} x pipeline parallel {pp}"),
-    ):
+
+def process_problems(layout: ParallelLayout, world_size: int) -> list[tuple[str, str]]:
+    """Why the processes do not divide into replicas, or into groups that share experts: (problem, hint) each."""
+    problems = []
+    for names in (_MODEL_SIZES, _EXPERT_SIZES):
+        size = _product(names, layout)
         if world_size % size:
-            raise ValueError(f"{world_size} processes do not divide into {words} = {size}")
-    return world_size // (tp * pp * cp)
+            flags = [f"--{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
+            total = f" = {size}" if len(flags) > 1 else ""
+            problems.append(
+                (
+                    f"{' x '.join(flags)}{total} does not divide the number of processes, {world_size}",
+                    f"start {size} processes, or a multiple: NPROC_PER_NODE={size} swiftlite ...",
+                )
+            )
+    return problems
+
+
+_MODEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_EXPERT_SIZES = ("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def _product(names: Sequence[str], layout: ParallelLayout) -> int:
+    return math.prod(getattr(layout, name) for name in names)
 
 
 def length_multiple(layout: ParallelLayout) -> int:

@@ -18,7 +18,7 @@ from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import near
 from swiftlite.args.docs import options
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
-from swiftlite.args.layout import choices, data_parallel_size, layout_of, layout_problems
+from swiftlite.args.layout import choices, data_parallel_size, layout_of, layout_problems, process_problems
 from swiftlite.args.plan import resolved_mtp_depth
 from swiftlite.errors import OptionError
 
@@ -238,14 +238,11 @@ def output_dir_is_given(args: Any, ground: Ground) -> Iterator[Problem]:
 
 def layout_fits(args: Any, ground: Ground) -> Iterator[Problem]:
     layout = layout_of(args)
-    if any(problem for problem in _numbers_out_of_range(layout)):
+    if any(_numbers_out_of_range(layout)):
         return  # another rule says so
     depth = resolved_mtp_depth(args, ground.mtp_depth) if isinstance(args, SftArgs) else ground.mtp_depth
     yield from layout_problems(layout, ground.hf_config, depth)
-    try:
-        data_parallel_size(layout, ground.world_size)
-    except ValueError as error:
-        yield str(error), "start another number of processes, NPROC_PER_NODE=N, or change the layout"
+    yield from process_problems(layout, ground.world_size)
 
 
 # Rules of sft
@@ -264,13 +261,12 @@ def val_dataset_files_exist(args: SftArgs | InferArgs, ground: Ground) -> Iterat
 
 
 def global_batch_divides(args: SftArgs, ground: Ground) -> Iterator[Problem]:
-    micro = args.micro_batch_size
-    try:
-        data_parallel = data_parallel_size(layout_of(args), ground.world_size)
-    except (ValueError, ZeroDivisionError):
+    micro, layout = args.micro_batch_size, layout_of(args)
+    if micro < 1 or args.global_batch_size < 1 or any(_numbers_out_of_range(layout)):
         return  # another rule says so
-    if micro < 1 or args.global_batch_size < 1 or data_parallel < 1:
+    if process_problems(layout, ground.world_size):
         return
+    data_parallel = data_parallel_size(layout, ground.world_size)
     unit = micro * data_parallel
     if args.global_batch_size % unit:
         below = args.global_batch_size // unit * unit

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.args.layout import data_parallel_size, mtp_pipeline_rank, num_virtual_stages
+from swiftlite.args.layout import mtp_pipeline_rank, num_virtual_stages, process_problems
 from swiftlite.errors import OptionError
 from swiftlite.runtime import cpu
 from swiftlite.runtime.device import Device, current_device
@@ -37,10 +37,8 @@ def session(
     # All three, as torchrun sets them: Kubernetes' PyTorchJob sets RANK for a process that is still to start torchrun.
     alone = not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     world_size, rank = (1, 0) if alone else (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
-    try:
-        data_parallel_size(layout, world_size)
-    except ValueError as error:
-        raise OptionError([(str(error), "start another number of processes: NPROC_PER_NODE=N")]) from None
+    if problems := process_problems(layout, world_size):
+        raise OptionError(problems)
     # A process alone needs no port: HashStore lives in its memory.
     dist.init_process_group(
         device.backend,

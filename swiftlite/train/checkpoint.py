@@ -21,15 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from swiftlite.args.rules import run_checkpoints
 from swiftlite.errors import UserError
 from swiftlite.log import logger
+from swiftlite.train.optimizer_state import set_state, slots_of, state_to_load, state_to_save
 
 STATE_FILE = "trainer_state.json"
-METADATA = {
-    # The distributed optimizer's state goes with the tensors it belongs to, whatever the data-parallel size.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    # megatron-core keeps experts' parameters in an optimizer of their own, as soon as ranks share them; tensors of both
-    # go by the names of their parameters alone.
-    "chained_optim_avoid_prefix": True,
-}
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -72,8 +66,10 @@ def save_checkpoint(
             shutil.rmtree(stale)
         temporary.mkdir(parents=True)
     dist.barrier()
-    tensors = _sharded_state(chunks, optimizer, is_loading=False)
-    dist_checkpointing.save(tensors, str(temporary), content_metadata=METADATA)
+    tensors = _model_state(chunks)
+    if optimizer is not None:
+        tensors["optimizer"] = state_to_save(slots_of(optimizer), dict(tensors))
+    dist_checkpointing.save(tensors, str(temporary))
     dist.barrier()
     if is_first:
         (temporary / STATE_FILE).write_text(json.dumps({"step": step, **state}, indent=2))
@@ -97,7 +93,10 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
     """
-    tensors = _sharded_state(chunks, optimizer, is_loading=True)
+    tensors = _model_state(chunks)
+    slots = slots_of(optimizer) if optimizer is not None else []
+    if slots:
+        tensors["optimizer"] = state_to_load(slots, dict(tensors))
     try:
         loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
     except (OSError, EOFError, dist_checkpointing.core.CheckpointingException, CheckpointException) as error:
@@ -108,22 +107,17 @@ def load_checkpoint(
         ) from error
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded[name])
-    if optimizer is not None:
-        optimizer.load_state_dict(loaded["optimizer"])
+    if slots:
+        set_state(slots, loaded["optimizer"], read_state(checkpoint)["step"])
 
 
-def _sharded_state(
-    chunks: Sequence[MegatronModule], optimizer: MegatronOptimizer | None, *, is_loading: bool
-) -> dict[str, Any]:
-    """What a checkpoint holds, each tensor with its place in the whole model; the layout does not show in it."""
-    metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    tensors: dict[str, Any] = {
+def _model_state(chunks: Sequence[MegatronModule]) -> dict[str, Any]:
+    """The weights, each tensor with its place in the whole model; the layout does not show in it."""
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {
         name: chunk.sharded_state_dict(metadata=metadata)
         for name, chunk in zip(_chunk_names(chunks), chunks, strict=True)
     }
-    if optimizer is not None:
-        tensors["optimizer"] = optimizer.sharded_state_dict(dict(tensors), is_loading=is_loading, metadata=metadata)
-    return tensors
 
 
 def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:

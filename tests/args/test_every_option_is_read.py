@@ -11,23 +11,24 @@ from swiftlite.cli.table import COMMANDS
 
 PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
-    "megatron sft": ["train", "args/plan.py", "cli/main.py"],
-    "export": ["export"],
+    "megatron sft": ["train", "model", "args/plan.py", "args/layout.py", "cli/main.py"],
+    "export": ["export", "model", "args/layout.py"],
     "infer": ["infer"],
     "doctor": ["cli/doctor.py"],
 }
+NAMES = {"args", "layout", "recompute", "distributed", "moe"}
 # By a rule, exactly one of --to_hf and --to_mcore is given; the code reads the first.
 COMPLEMENTS = {"to_mcore"}
 
 
 def attributes_of_args(path: Path) -> set[str]:
-    """Every NAME of `args.NAME` in a file, or in the files of a folder."""
+    """Every NAME of `args.NAME`, or of one of its groups, in a file, or in the files of a folder."""
     files = path.rglob("*.py") if path.is_dir() else [path]
     return {
         node.attr
         for file in files
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in NAMES
     }
 
 

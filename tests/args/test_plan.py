@@ -53,7 +53,7 @@ def test_render_tells_layout_depth_and_files():
     args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_num_layers=1, mtp_init="copy_last_layer")
     plan = make_plan(args, 4, 0)
     text = render(args, plan, 0, make_schedule(args, 100))
-    assert "4 = tensor parallel 1 x data parallel 4" in text
+    assert "4 = data parallel 4" in text
     assert "16 samples = micro batch 1 x data parallel 4 x 4 accumulated" in text
     assert "1, weights from a copy of the last decoder layer" in text
     assert "at most 7 = 100 rows x 1 / global batch" in text

@@ -317,12 +317,6 @@ def test_export_to_mcore_wants_a_hugging_face_model(here):
     assert problem == "--model run holds megatron-core checkpoints, not a Hugging Face model"
 
 
-def test_export_uses_every_process(here):
-    ((problem, hint),) = problems_of(EXPORT, world_size=4)
-    assert problem == "4 processes, but --tensor_model_parallel_size 1 uses 1"
-    assert hint == "add --tensor_model_parallel_size 4, or start 1"
-
-
 def test_export_reads_the_run_s_model_for_tensor_parallel(here):
     ((problem, _),) = problems_of(dataclasses.replace(EXPORT, tensor_model_parallel_size=3), world_size=3)
     assert problem == "--tensor_model_parallel_size 3 does not divide the model's num_key_value_heads, 2"

@@ -22,7 +22,7 @@ def test_collate_pads_right_and_shifts_labels():
 
 @pytest.mark.parametrize(("multiple", "length"), [(1, 4), (2, 4), (3, 6), (8, 8)])
 def test_collate_rounds_up(multiple, length):
-    batch = collate([SHORT, LONG], 3, multiple)
+    batch = collate([SHORT, LONG], 3, pad_to_multiple_of=multiple)
     tensors = (batch.tokens_KBS[0], batch.labels_KBS[0], batch.loss_scale_KBS[0], batch.position_ids_BS)
     assert {tuple(tensor.shape) for tensor in tensors} == {(2, length)}
     assert batch.labels_KBS[0][:, 4:].eq(-100).all()
@@ -57,9 +57,16 @@ def test_no_sample_is_padding_alone():
     assert (tuple(alone.tokens_KBS[0].shape), alone.num_tokens) == ((2, 1), 0)
 
 
-def test_to_keeps_everything():
-    batch = collate([LONG, SHORT], 3)
-    moved = batch.to(torch.device("cpu"))
-    assert moved.num_tokens == 6
+def test_map_reaches_every_tensor():
+    batch = collate([LONG, SHORT], 3, mtp_num_layers=1)
+    cut = batch.map(lambda tensor: tensor[..., :2])
+    assert cut.num_tokens == 6
     for name in ("tokens_KBS", "labels_KBS", "loss_scale_KBS", "position_ids_BS"):
-        assert torch.equal(vars(moved)[name], vars(batch)[name])
+        assert torch.equal(vars(cut)[name], vars(batch)[name][..., :2])
+
+
+def test_each_mtp_depth_sees_and_predicts_one_token_later():
+    batch = collate([make_sample([5, 6, 7, 8], [0, 1, 0, 2])], 3, mtp_num_layers=2)
+    assert batch.tokens_KBS[:, 0].tolist() == [[5, 6, 7, 8], [6, 7, 8, 0], [7, 8, 0, 0]]
+    assert batch.labels_KBS[:, 0].tolist() == [[6, -100, 8, -100], [-100, 8, -100, -100], [8, -100, -100, -100]]
+    assert batch.loss_scale_KBS[:, 0].tolist() == [[1, 0, 2, 0], [0, 2, 0, 0], [2, 0, 0, 0]]

@@ -26,6 +26,7 @@ from swiftlite.data.sampler import Sampler
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
+from swiftlite.train.checkpoint import load_checkpoint, save_checkpoint
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
 from tests.parallel.launch import launch
@@ -111,8 +112,20 @@ def make_samples(vocab_size: int) -> list[Sample]:
     return samples
 
 
-def compute(hf_dir: Path, out_dir: Path, options: dict[str, Any]) -> list[dict[str, float]]:
-    """What each process does: all steps; gradients of the first and weights after the last are written as HF files.
+def compute(
+    hf_dir: Path,
+    out_dir: Path,
+    options: dict[str, Any],
+    steps: tuple[int, int] = (1, STEPS),
+    resume: Path | None = None,
+    save: bool = False,
+) -> list[dict[str, float]]:
+    """What each process does: some steps; gradients of the first and weights after the last are written as HF files.
+
+    Args:
+        steps: the first and the last one.
+        resume: a checkpoint to go on from, of whatever layout.
+        save: write `checkpoint-N` into out_dir after the last step.
 
     Returns:
         Metrics of each step.
@@ -156,11 +169,17 @@ def compute(hf_dir: Path, out_dir: Path, options: dict[str, Any]) -> list[dict[s
             logging_steps=1,
             save=lambda step: None,
         )
-        metrics = [trainer.step(1)]
+        first, last = steps
+        if resume:
+            load_checkpoint(resume, model, optimizer)
+            scheduler.step(increment=first - 1)
+        metrics = [trainer.step(first)]
         if not args.use_distributed_optimizer:  # there each rank has the sum of a part of the gradients only
             _save_gradients(model, out_dir / "gradients", family, hf_config)
-        metrics += [trainer.step(step) for step in range(2, STEPS + 1)]
+        metrics += [trainer.step(step) for step in range(first + 1, last + 1)]
         with whole_parameters(wrapped):
+            if save:
+                save_checkpoint(out_dir, last, model, optimizer, {})
             save_hf(model, out_dir / "weights", family, hf_config, dtypes="float32")
     return metrics
 
@@ -177,9 +196,10 @@ def _save_gradients(model, out_dir: Path, family, hf_config) -> None:
         parameter.data = data
 
 
-def run(hf_dir: Path, out_dir: Path, num_processes: int, options: dict[str, Any]) -> Result:
-    """Run a case in processes of its own."""
-    metrics = launch(num_processes, compute, hf_dir, out_dir, options)
+def run(hf_dir: Path, out_dir: Path, num_processes: int, options: dict[str, Any], *more: Any) -> Result:
+    """Run a case in processes of its own; `more` goes to `compute`."""
+    out_dir.mkdir(parents=True)
+    metrics = launch(num_processes, compute, hf_dir, out_dir, options, *more)
     read = {
         part: load_file(out_dir / part / "model.safetensors") if (out_dir / part).exists() else {}
         for part in ("gradients", "weights")

@@ -37,10 +37,10 @@ def batch_loss_and_gradients(model, batches: list[Batch], depth: int):
     parts, total = [], 0.0
     for batch in batches:
         losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
-        loss = total_loss(losses, batch.loss_scale_KBS[0], coefficients)
+        loss = total_loss(losses, batch.loss_scale_KBS, coefficients)
         loss.backward()
         total += float(loss.detach())
-        parts.append(Statistics.of(losses, batch.loss_scale_KBS[0]))
+        parts.append(Statistics.of(losses, batch.loss_scale_KBS))
     main = max(int(counts[0]), 1)
     return total / main, {name: p.grad / main for name, p in model.named_parameters() if p.grad is not None}, parts
 
@@ -78,7 +78,7 @@ def assert_same_gradients(ours, theirs):
 def test_loss_and_gradients_equal_the_naive_definition(model_and_depth):
     model, depth = model_and_depth
     samples = make_samples(6)
-    loss, gradients, _ = batch_loss_and_gradients(model, [collate(samples, 0)], depth)
+    loss, gradients, _ = batch_loss_and_gradients(model, [collate(samples, 0, mtp_num_layers=depth)], depth)
     model.zero_grad()
     expected = naive_loss(model, samples, depth)
     expected.backward()
@@ -90,10 +90,10 @@ def test_loss_and_gradients_equal_the_naive_definition(model_and_depth):
 def test_nothing_depends_on_micro_batches_or_padding(model_and_depth, cut):
     model, depth = model_and_depth
     samples = make_samples(6)
-    whole = batch_loss_and_gradients(model, [collate(samples, 0)], depth)
+    whole = batch_loss_and_gradients(model, [collate(samples, 0, mtp_num_layers=depth)], depth)
     batches, start = [], 0
     for size in cut:
-        batches.append(collate(samples[start : start + size], pad_token_id=7, pad_to_multiple_of=8))
+        batches.append(collate(samples[start : start + size], 7, mtp_num_layers=depth, pad_to_multiple_of=8))
         start += size
     parts = batch_loss_and_gradients(model, batches, depth)
     assert parts[0] == pytest.approx(whole[0], rel=1e-5)
@@ -106,17 +106,17 @@ def test_nothing_depends_on_micro_batches_or_padding(model_and_depth, cut):
 def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, depth):
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=depth), device, torch.float32)
     samples = make_samples(3)
-    batch = collate(samples, 0)
+    batch = collate(samples, 0, mtp_num_layers=depth)
     hidden, rotary = model.forward_preprocess(batch.tokens_KBS[0], batch.position_ids_BS)
     hidden = model.forward_decoder(hidden, rotary)
     heads = [
         head.detach().requires_grad_()
-        for head in model.forward_mtp(hidden, batch.tokens_KBS[0], batch.position_ids_BS, rotary)
+        for head in model.forward_mtp(hidden, list(batch.tokens_KBS[1:]), batch.position_ids_BS, rotary)
     ]
-    losses = model.forward_postprocess(hidden.detach(), heads, batch.labels_KBS[0])
+    losses = model.forward_postprocess([hidden.detach(), *heads], list(batch.labels_KBS))
     assert isinstance(losses, Losses)
     coefficients = mtp_coefficients(count_targets([batch], depth), SCALE)
-    total_loss(losses, batch.loss_scale_KBS[0], coefficients).backward()
+    total_loss(losses, batch.loss_scale_KBS, coefficients).backward()
     seen = 0
     for k, head in enumerate(heads, start=1):
         assert head.grad is not None
@@ -133,7 +133,9 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, dept
 def test_a_batch_without_labels_is_zero_not_nan(model_and_depth):
     model, depth = model_and_depth
     prompt_only = make_sample(np.arange(9), np.zeros(9, np.float32))
-    loss, gradients, parts = batch_loss_and_gradients(model, [collate([prompt_only, NO_SAMPLE], 0)], depth)
+    loss, gradients, parts = batch_loss_and_gradients(
+        model, [collate([prompt_only, NO_SAMPLE], 0, mtp_num_layers=depth)], depth
+    )
     assert loss == 0
     assert all(float(gradient.abs().max()) == 0 for gradient in gradients.values())
     assert all(value == 0 for value in parts[0].means().values())
@@ -145,8 +147,8 @@ def test_prompt_tokens_do_not_change_the_mtp_targets(model_and_depth):
     sample = make_samples(1)[0]
     weights = sample.loss_scale.copy()
     other = Sample(sample.input_ids, sample.labels, np.where(weights == 0, 5.0, weights).astype(np.float32))
-    first = batch_loss_and_gradients(model, [collate([sample], 0)], depth)
-    second = batch_loss_and_gradients(model, [collate([other], 0)], depth)
+    first = batch_loss_and_gradients(model, [collate([sample], 0, mtp_num_layers=depth)], depth)
+    second = batch_loss_and_gradients(model, [collate([other], 0, mtp_num_layers=depth)], depth)
     assert first[0] == second[0]
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
@@ -154,7 +156,7 @@ def test_prompt_tokens_do_not_change_the_mtp_targets(model_and_depth):
 def test_the_second_depth_teaches_the_first(tmp_path, device):
     """Depth 2 reads depth 1's state, so its loss reaches depth 1's block; nothing is detached between depths."""
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=2), device, torch.float32)
-    batch = collate(make_samples(3), 0)
+    batch = collate(make_samples(3), 0, mtp_num_layers=2)
     losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     losses.mtp[1].loss_BS.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if name.startswith("mtp.layers.0.")}
@@ -165,7 +167,7 @@ def test_heads_only_trains_mtp_and_nothing_else(tmp_path, device):
     directory = make_tiny_hf(tmp_path, "qwen3", depth=2)
     model = load_megatron(directory, device, torch.float32, heads_only=True)
     joint = load_megatron(directory, device, torch.float32)
-    batch = collate(make_samples(3), 0)
+    batch = collate(make_samples(3), 0, mtp_num_layers=2)
     losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     expected = joint(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     assert losses.main.loss_BS.grad_fn is None  # no graph through the trunk
@@ -183,7 +185,7 @@ def test_acceptance_counts_agreement_with_the_trunk(tmp_path, device):
     assert json.loads((directory / "config.json").read_text())["num_nextn_predict_layers"] == 1
     model = load_megatron(directory, device, torch.float32)
     samples = make_samples(5)
-    batch = collate(samples, 0)
+    batch = collate(samples, 0, mtp_num_layers=1)
     with torch.no_grad():
         logits = model(batch.tokens_KBS[0], batch.position_ids_BS)
         losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
@@ -194,4 +196,4 @@ def test_acceptance_counts_agreement_with_the_trunk(tmp_path, device):
             if sample.labels[position + 2] != -100:
                 targets += 1
                 hits += int(head[row, position] == trunk[row, position + 1])
-    assert Statistics.of(losses, batch.loss_scale_KBS[0]).rows[1, 1:].tolist() == [targets, hits]
+    assert Statistics.of(losses, batch.loss_scale_KBS).rows[1, 1:].tolist() == [targets, hits]
