@@ -88,6 +88,8 @@ def shard_sequence(
     Raises:
         ValueError: a sequence is no multiple of 2 * size, or the sequences are not the row.
     """
+    if size == 1:
+        return tensor
     lengths = sequence_lengths(tensor.size(dim), cu_seqlens)
     if sum(lengths) != tensor.size(dim):
         raise ValueError(f"cu_seqlens ends at {sum(lengths)}, but the row has {tensor.size(dim)} tokens")

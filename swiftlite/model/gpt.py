@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel as McoreGPTModel
 
 from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, token_loss
 from swiftlite.model.mtp import shift_left
+from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
 
 
@@ -45,6 +46,7 @@ class GPTModel(McoreGPTModel):
 
     def __init__(self, *, hf_config: dict[str, Any], heads_only: bool = False, **kwargs: Any):
         super().__init__(**kwargs)
+        self.decoder.__class__ = TransformerBlock  # ours only adds a method, and the stock constructor names its own
         self.rotary_pos_emb = RotaryEmbedding(hf_config, self.config)
         self.heads_only = heads_only
         if heads_only:

@@ -36,8 +36,8 @@ def layouts(size: int) -> dict[str, list[int] | None]:
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 CASES = list(itertools.product(SHAPES, layouts(2), DTYPES))
-# Another kernel (with a mask) and sums over ranks: rounding on numbers of up to 7, 8e-7 a step in float32. Another key or
-# a missing rank changes the first digit.
+# Another kernel (with a mask) and sums over ranks: rounding on numbers of up to 7, 8e-7 a step in float32. A wrong key
+# or a missing rank changes the first digit.
 ATOL = {"float32": 4e-6, "float64": 1e-14}
 
 
