@@ -46,13 +46,16 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         input_ids = shift_left(input_ids, fill=0)
         return input_ids, position_ids, embedding(input_ids=input_ids, position_ids=position_ids), hidden_states
 
-    def _proj_and_transformer_layer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _proj_and_transformer_layer(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What is computed again: the projection, the decoder layer and the output norm, in their precision.
 
         The stock method enters the FP8 context itself and leaves out FP4; both are entered anew each time.
         """
+        # A node of its own: what this layer sends back is summed before it meets the gradient of the output layer, as
+        # when it is recomputed. Otherwise the last bit would tell (a + b) + c from a + (b + c).
+        hidden_states = hidden_states.view_as(hidden_states)
         with get_fp4_context(self.config):
-            return super()._proj_and_transformer_layer(*args, **kwargs)
+            return super()._proj_and_transformer_layer(hidden_states, *args, **kwargs)
 
     def _checkpointed_forward(
         self,

@@ -41,8 +41,9 @@ def checkpoint(
 ) -> torch.Tensor:
     """`function(hidden_states, *others)`, keeping nothing but its arguments.
 
-    Arguments are what carries gradients; masks, rotary angles and packing descriptors belong in the closure, where they
-    need not be tensors. With `distribute_saved_activations` tensor-parallel ranks share what is kept of `hidden_states`.
+    Arguments are what carries gradients; masks, rotary angles and packing descriptors belong in the closure, where
+    they need not be tensors. With `distribute_saved_activations` tensor-parallel ranks share what is kept of
+    `hidden_states`.
     """
     if torch.is_grad_enabled() and not hidden_states.requires_grad:
         # The result has a gradient only if an argument has one: under a frozen trunk the layer would not learn.
