@@ -2,19 +2,22 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.model import attention as module
 from swiftlite.model.attention import CoreAttention
+from swiftlite.model.context_parallel import causal_segments
 
 LENGTHS = [5, 1, 16, 40, 7]
 # query heads, key-value heads, head size of queries and keys, of values
 SHAPES = {"mha": (4, 4, 16, 16), "gqa": (4, 2, 16, 16), "mla": (4, 4, 24, 16)}
 
 
-def make_attention(attention: type = CoreAttention, k_channels: int = 16, **options) -> torch.nn.Module:
+def make_attention(attention: type = CoreAttention, k_channels: int = 16, **options):
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0, masked_softmax_fusion=False
     )
@@ -76,6 +79,37 @@ def test_attention_is_what_the_paper_says(device, shape):
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-13)  # float64: sums of 40 terms of about 1
     dense = attention(*(t[:, None] for t in inputs), None)[:, 0]
     torch.testing.assert_close(dense, written_out(*inputs), rtol=0, atol=1e-13)
+
+
+def varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale):
+    """What CUDA's kernels promise: sequence by sequence, causal from the lower right, one head size for all three."""
+    assert query.size(-1) == key.size(-1) == value.size(-1)
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
+    outs = []
+    for q, k, v in zip(
+        *(t.split(cu.diff().tolist()) for t, cu in ((query, cu_q), (key, cu_k), (value, cu_k))), strict=True
+    ):
+        allowed = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (3, 4)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_call_over_all_segments_is_a_call_for_each(device, monkeypatch, shape, rank, size, rows):
+    """The way to CUDA's kernels, without them: tests/gpu/test_attention.py has the kernels."""
+    monkeypatch.setattr(module, "_varlen_kernel", lambda: varlen)
+    attention = make_attention(k_channels=SHAPES[shape][2])
+    _, key, value = make_inputs(48, shape, torch.float64, rows)
+    query, *_ = make_inputs(48 // size, shape, torch.float64, rows)
+    segments = causal_segments((16, 0, 8, 24), rank, size)
+    together = attention._attend_varlen(query, key, value, segments)
+    apart = attention._attend_segments(query, key, value, segments)
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-14)
 
 
 def test_padded_lengths_count(device):

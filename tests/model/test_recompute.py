@@ -1,5 +1,6 @@
 """Recomputation: the same losses and gradients bit for bit, less memory, and what the stock classes get wrong."""
 
+import importlib
 from contextlib import contextmanager
 from itertools import chain
 
@@ -15,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlock as StockBlock
 
 from swiftlite import families
-from swiftlite.args.fields import RecomputeArgs
+from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.model import mtp, recompute
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
@@ -37,7 +38,9 @@ TOKENS = torch.arange(3, 27).view(2, 12)
 POSITIONS = torch.arange(12).expand(2, 12)
 
 
-def make_model(device, depth: int = 1, heads_only: bool = False, **options) -> GPTModel:
+def make_model(
+    device, depth: int = 1, heads_only: bool = False, layout: ParallelLayout | None = None, **options
+) -> GPTModel:
     """A small model in training mode, always with the same random numbers."""
     [model] = build_model(
         families.get(HF_CONFIG).transformer_config(HF_CONFIG),
@@ -46,6 +49,7 @@ def make_model(device, depth: int = 1, heads_only: bool = False, **options) -> G
         dtype=torch.float32,
         mtp_num_layers=depth,
         heads_only=heads_only,
+        layout=layout,
         recompute=RecomputeArgs(**options),
     )
     generator = torch.Generator().manual_seed(0)
@@ -59,9 +63,15 @@ def full(method: str, num_layers: int) -> dict:
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers}
 
 
+def mtp_layer(model: GPTModel) -> MultiTokenPredictionLayer:
+    layer = model.mtp.layers[0]
+    assert isinstance(layer, MultiTokenPredictionLayer)
+    return layer
+
+
 def forward(model: GPTModel) -> torch.Tensor:
     losses = model(TOKENS, POSITIONS, labels=TOKENS.roll(-1, 1))
-    return sum((head.loss_BS.sum() for head in losses.mtp), losses.main.loss_BS.sum())
+    return torch.stack([head.loss_BS.sum() for head in (losses.main, *losses.mtp)]).sum()
 
 
 def train(model: GPTModel) -> dict[str, torch.Tensor]:
@@ -156,7 +166,7 @@ def packed_mtp(model: GPTModel) -> list[torch.Tensor]:
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=18, max_seqlen_kv=18
     )
     hidden = torch.randn(24, 1, 32, requires_grad=True)
-    layer = model.mtp.layers[0]
+    layer = mtp_layer(model)
     out, *_ = layer(
         input_ids=TOKENS.view(1, -1),
         position_ids=torch.arange(24)[None],
@@ -167,7 +177,7 @@ def packed_mtp(model: GPTModel) -> list[torch.Tensor]:
         embedding=model.embedding,
     )
     out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
-    return [out.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters())]
+    return [out.detach(), *(tensor.grad for tensor in (hidden, *layer.parameters()) if tensor.grad is not None)]
 
 
 @pytest.mark.parametrize("method", ["uniform", "block"])
@@ -186,9 +196,7 @@ def test_stock_mtp_layer_hands_packing_to_autograd(device, monkeypatch):
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
-    from bench import recompute
-
-    return recompute
+    return importlib.import_module("bench.recompute")
 
 
 def mtp_bytes(bench, model: GPTModel) -> int:
@@ -284,8 +292,8 @@ PRECISIONS = {
 def test_precision_around_a_recomputed_mtp_layer(device, recorder, precision, method):
     """The inner context is entered for the body, and again when it is recomputed; the outer one is around the call."""
     fields, inner, around = PRECISIONS[precision]
-    layer = make_model(device, **full(method, 2)).mtp.layers[0]
-    layer.transformer_layer.forward = lambda hidden_states, **_: (hidden_states, None)
+    layer = mtp_layer(make_model(device, **full(method, 2)))
+    layer.transformer_layer.forward = lambda hidden_states, **_: (hidden_states, None)  # type: ignore[method-assign]
     for name, value in fields.items():
         setattr(layer.config, name, value)
     recorder.take()  # of the construction
@@ -317,6 +325,7 @@ def test_precision_around_recomputed_decoder_layers(device, recorder, monkeypatc
         layer.forward = lambda hidden_states, **_: (hidden_states * 1, None)
     hidden = torch.randn(3, 1, 32, requires_grad=True)
     recorder.take()  # of the construction
+    assert isinstance(block, recompute.TransformerBlock)
     out = block._checkpointed_forward(hidden, use_inner_quantization_context=quantised)
     layers = [[f"+fp8 {n}", f"-fp8 {n}"] if quantised else [] for n in range(4)]
     te = ["+te_checkpoint"], ["-te_checkpoint"]
@@ -338,6 +347,7 @@ class Boom(Exception):
 @pytest.mark.parametrize("method", ["uniform", "block"])
 def test_an_exception_leaves_nothing_changed(device, method, when):
     model, calls, tracker = make_model(device, **full(method, 2)), [], tensor_parallel.get_cuda_rng_tracker()
+    assert tracker is not None
 
     def fail(*_):
         calls.append(1)
@@ -347,7 +357,7 @@ def test_an_exception_leaves_nothing_changed(device, method, when):
                 tracker.set_states({})
             raise Boom
 
-    model.mtp.layers[0].eh_proj.register_forward_pre_hook(fail)
+    mtp_layer(model).eh_proj.register_forward_pre_hook(fail)
     config, rng, states = dict(vars(model.config)), torch.get_rng_state(), tracker.get_states()
     with pytest.raises(Boom):
         train(model)
