@@ -1,26 +1,63 @@
 """Core attention without Transformer Engine, behind megatron-core's own interface.
 
-It calls torch's scaled_dot_product_attention exactly as transformers does, which is why logits agree bit for bit; the
-stock megatron-core class differs by 2e-6 in float32 and 0.05 in bfloat16, and allocates scores of S x S.
+Dense rows call torch's scaled_dot_product_attention exactly as transformers does, which is why logits agree bit for
+bit; the stock megatron-core class differs by 2e-6 in float32 and 0.05 in bfloat16, allocates scores of S x S, and
+refuses packed rows, context parallelism and MLA.
 
-Shapes: S sequence, B batch, N query heads, G key-value heads, D head size; N and G are per tensor-parallel rank.
+Shapes: S sequence, T tokens of a packed row, B batch, N query heads, G key-value heads, D head size (values may have
+their own); N and G are per tensor-parallel rank, S and T per context-parallel rank.
 """
 
+import inspect
 import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.model.context_parallel import Segment, causal_segments, gather_sequence, sequence_lengths
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Any] | None:
+    """`kernel(q_TND, k_TGD, v_TGD, cu_q, cu_k, max_q, max_k, scale)` for CUDA: flash-attn's, else torch's, else None.
+
+    Causal from the lower right: the last query of a sequence sees its last key.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        pass
+    else:
+        return lambda *args, scale: flash_attn_varlen_func(*args, softmax_scale=scale, causal=True)
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    # Its first releases take neither a scale nor groups of heads.
+    if not {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
+        return None
+    return lambda *args, scale: varlen_attn(*args, scale=scale, window_size=(-1, 0), enable_gqa=True)
+
 
 class CoreAttention(MegatronModule):
-    """Causal attention for rows of one sequence each, padded at the end.
+    """Causal attention for dense rows (one sequence each, padded at the end) and packed rows, at any CP size.
 
-    The constructor takes what megatron-core's SelfAttention passes (transformer/attention.py of 0.16.1).
+    Under context parallelism each rank holds the zigzag of context_parallel.py, gathers all keys and values (the
+    gradients are reduce-scattered), and computes its two chunks of each sequence against the keys before them.
+
+    The constructor takes what megatron-core's SelfAttention and MLASelfAttention pass (transformer/attention.py of
+    0.16.1).
     """
 
     def __init__(
@@ -41,6 +78,8 @@ class CoreAttention(MegatronModule):
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels)
+        group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+        self.cp_group = cast(dist.ProcessGroup, group)  # upstream's annotation leaves room for what it never is
 
     def forward(
         self,
@@ -55,22 +94,128 @@ class CoreAttention(MegatronModule):
         """Attend; a missing mask means causal, which is all that rows padded at the end need.
 
         Args:
-            attention_mask: megatron-core's convention, [B or 1, 1, S, S], True where attention is forbidden.
+            query_SBND: or [T, N, D] of a packed row, as megatron-core passes it; keys and values likewise.
+            attention_mask: megatron-core's convention, [B or 1, 1, S, S], True where attention is forbidden. Dense
+                rows without context parallelism only.
+            packed_seq_params: of a packed row (`qkv_format` thd): where its padded sequences start, in the whole row;
+                none sees another.
 
         Returns:
-            [S, B, N * D]
+            [S, B, N * D], [T, 1, N * D] of a packed row.
+
+        Raises:
+            ValueError: a mask where there can be none, or sequences that are not the row.
         """
         assert attention_bias is None
-        assert packed_seq_params is None
+        group, cu_seqlens = self.cp_group, None
+        if packed_seq_params is not None:
+            assert packed_seq_params.qkv_format == "thd"
+            padded = packed_seq_params.cu_seqlens_q_padded
+            cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
+            group = packed_seq_params.cp_group or group
+            query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
+        elif group.size() == 1:
+            return self._attend(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
+
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask with a packed row or context parallelism: only causal attention is cut over ranks; "
+                "pass None and pad rows at the end"
+            )
+        num_tokens = query_SBND.size(0) * group.size()
+        lengths = sequence_lengths(num_tokens, cu_seqlens)
+        if sum(lengths) != num_tokens:
+            raise ValueError(
+                f"cu_seqlens ends at {sum(lengths)}, but {group.size()} context-parallel ranks hold {num_tokens} "
+                f"tokens; it counts the padded tokens of the whole row"
+            )
+        if group.size() > 1:
+            # One collective for both: their head sizes differ in MLA only along the last axis.
+            sizes = [key_SBGD.size(-1), value_SBGD.size(-1)]
+            key_value = gather_sequence(torch.cat([key_SBGD, value_SBGD], dim=-1), lengths, group)
+            key_SBGD, value_SBGD = key_value.split(sizes, dim=-1)
+        segments = causal_segments(lengths, group.rank(), group.size())
+        attend = self._attend_varlen if self._varlen_fits(query_SBND) else self._attend_segments
+        return attend(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
+
+    def _attend(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[S, B, N, D]; without a mask causal, the last query seeing the last key."""
+        num_queries, num_keys = query_SBND.size(0), key_SBGD.size(0)
+        is_allowed = None
+        if attention_mask is not None:
+            is_allowed = ~attention_mask
+        elif num_queries != num_keys:
+            # torch's is_causal aligns the first query with the first key.
+            is_allowed = query_SBND.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBGD, value_SBGD))
         out_BNSD = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=None if attention_mask is None else ~attention_mask,
+            attn_mask=is_allowed,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=attention_mask is None,
+            is_causal=is_allowed is None,
             scale=self.softmax_scale,
             enable_gqa=query.size(1) != key.size(1),
         )
-        return out_BNSD.permute(2, 0, 1, 3).flatten(2)
+        return out_BNSD.permute(2, 0, 1, 3)
+
+    def _attend_segments(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        segments: Sequence[Segment],
+    ) -> torch.Tensor:
+        """[S, B, N, D], one call after the other.
+
+        Of what torch 2.13 has on a CPU nothing else computes gradients of packed rows: its varlen_attn is CUDA's,
+        flex_attention has no backward, nested tensors no causal attention, and a mask over the row takes 458 ms where
+        this takes 42 (16 sequences, 1,700 tokens, 8 heads of 64, forward and backward).
+        """
+        parts = []
+        for query, segment in zip(query_SBND.split([s.num_queries for s in segments]), segments, strict=True):
+            keys = slice(segment.key_start, segment.key_end)
+            parts.append(self._attend(query, key_SBGD[keys], value_SBGD[keys]))
+        return torch.cat(parts)
+
+    def _varlen_fits(self, query_SBND: torch.Tensor) -> bool:
+        return (
+            query_SBND.is_cuda
+            and query_SBND.dtype in (torch.float16, torch.bfloat16)
+            and query_SBND.size(-1) <= 256
+            and not (self.training and self.dropout)
+            and _varlen_kernel() is not None
+        )
+
+    def _attend_varlen(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        segments: Sequence[Segment],
+    ) -> torch.Tensor:
+        """[S, B, N, D] from one kernel over all segments of all rows."""
+        kernel = _varlen_kernel()
+        assert kernel is not None
+        num_rows, device, value_size = query_SBND.size(1), query_SBND.device, value_SBGD.size(-1)
+        keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments]).to(device)
+        if len(keys) != key_SBGD.size(0):  # without context parallelism the prefixes are the row itself
+            key_SBGD, value_SBGD = key_SBGD[keys], value_SBGD[keys]
+        # flash attention wants one head size; zeros at the end of the values add nothing.
+        value_SBGD = F.pad(value_SBGD, (0, query_SBND.size(-1) - value_size))
+        query, key, value = (t.transpose(0, 1).flatten(0, 1) for t in (query_SBND, key_SBGD, value_SBGD))
+        num_queries = [segment.num_queries for segment in segments] * num_rows
+        num_keys = [segment.key_end - segment.key_start for segment in segments] * num_rows
+        cu_q, cu_k = (
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+            for counts in (num_queries, num_keys)
+        )
+        out = kernel(query, key, value, cu_q, cu_k, max(num_queries), max(num_keys), scale=self.softmax_scale)
+        return out[..., :value_size].unflatten(0, (num_rows, -1)).transpose(0, 1)

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from swiftlite.data.batch import ahead
 from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, token_loss
+from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
 
 
@@ -51,6 +52,7 @@ class GPTModel(McoreGPTModel):
 
     def __init__(self, *, hf_config: dict[str, Any], heads_only: bool = False, **kwargs: Any):
         super().__init__(**kwargs)
+        self.decoder.__class__ = TransformerBlock  # ours only adds a method, and the stock constructor names its own
         self.rotary_pos_emb = RotaryEmbedding(hf_config, self.config)
         self.heads_only = heads_only
         if heads_only:

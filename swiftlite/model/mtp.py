@@ -6,9 +6,18 @@ Rotary positions are the trunk's (s, not s+k), as the engines use them when they
 Shapes: S sequence, B batch, H hidden size.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp4_utils import get_fp4_context
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as McoreMultiTokenPredictionLayer
+
+from swiftlite.model.recompute import checkpoint
 
 
 class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
@@ -28,3 +37,38 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The ids [B, S] as they came, and their embeddings [S, B, H]."""
         return input_ids, position_ids, embedding(input_ids=input_ids, position_ids=position_ids), hidden_states
+
+    def _proj_and_transformer_layer(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What is computed again: the projection, the decoder layer and the output norm, in their precision.
+
+        The stock method enters the FP8 context itself and leaves out FP4; both are entered anew each time.
+        """
+        # A node of its own: what this layer sends back is summed before it meets the gradient of the output layer, as
+        # when it is recomputed. Otherwise the last bit would tell (a + b) + c from a + (b + c).
+        hidden_states = hidden_states.view_as(hidden_states)
+        with get_fp4_context(self.config):
+            return super()._proj_and_transformer_layer(hidden_states, *args, **kwargs)
+
+    def _checkpointed_forward(
+        self,
+        forward_func: Callable[..., torch.Tensor],
+        *,
+        hidden_states: torch.Tensor,
+        decoder_input: torch.Tensor,
+        **closure: Any,
+    ) -> torch.Tensor:
+        """`forward_func` of all the arguments, keeping the two that carry gradients.
+
+        With `recompute_granularity` full an MTP layer is recomputed whatever the method and `recompute_num_layers`:
+        those say how decoder layers share checkpoints, and this one layer has its inputs from two sides. The stock
+        method refuses `uniform` with more than 1, does nothing with `block`, and hands descriptors of packed rows to
+        autograd, which takes only tensors.
+        """
+
+        def forward(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
+            return forward_func(hidden_states=hidden_states, decoder_input=decoder_input, **closure)
+
+        # Delayed scaling updates its factors on leaving the outermost context, which must be once per call.
+        is_delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
+        with get_fp8_context(self.config) if is_delayed else nullcontext():
+            return checkpoint(self.config, forward, hidden_states, decoder_input)

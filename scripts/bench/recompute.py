@@ -1,0 +1,154 @@
+"""Memory of activations with and without recomputation: what autograd keeps of one forward pass, and the most it holds
+until the end of the backward pass, when the layer that is being computed again counts as well.
+
+    python scripts/bench/recompute.py
+    python scripts/bench/recompute.py --hidden_size 1024 --num_layers 16 --length 2048 --torch_dtype bfloat16
+
+One line per figure: the setting, MiB kept, MiB at the peak, both as a ratio to no recomputation; then the same for what
+the MTP layer keeps. Counted are the bytes of storages that backward functions hold, weights left out; it is arithmetic,
+not a measurement, and the same on every device that takes the same kernels.
+"""
+
+import argparse
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+MIB = 2**20
+SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "selective core_attn mlp": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "full uniform 1": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full uniform 2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "full block 2": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+}
+
+
+@dataclass
+class _Kept:
+    tensor: torch.Tensor
+
+    __hash__ = object.__hash__  # weakref.finalize looks it up by identity
+
+
+class SavedActivations(saved_tensors_hooks):
+    """Bytes that autograd keeps of what runs inside this context, each storage once, the model's weights not.
+
+    Attributes:
+        now: bytes held at this moment.
+        peak: the most so far.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__(self._pack, lambda kept: kept.tensor)
+        self.now = self.peak = 0
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._uses: Counter[int] = Counter()
+
+    def _pack(self, tensor: torch.Tensor) -> _Kept:
+        kept, storage = _Kept(tensor), tensor.untyped_storage()
+        if storage.data_ptr() not in self._weights:
+            self._use(storage.data_ptr(), storage.nbytes(), 1)
+            weakref.finalize(kept, self._use, storage.data_ptr(), storage.nbytes(), -1)
+        return kept
+
+    def _use(self, address: int, num_bytes: int, change: int) -> None:
+        was_held = self._uses[address] > 0
+        self._uses[address] += change
+        self.now += num_bytes * ((self._uses[address] > 0) - was_held)
+        self.peak = max(self.peak, self.now)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes: kept of the forward pass, the peak of forward and backward, and what one module keeps."""
+
+    kept: int
+    peak: int
+    module: int
+
+
+def measure(model: torch.nn.Module, module: torch.nn.Module, forward) -> Figures:
+    """Run `forward()`, a scalar, and its backward pass.
+
+    Args:
+        module: a part of `model`, called once, whose share is wanted.
+    """
+    saved, marks = SavedActivations(model), []
+    hooks = [
+        module.register_forward_pre_hook(lambda *_: marks.append(saved.now)),
+        module.register_forward_hook(lambda *_: marks.append(saved.now)),
+    ]
+    with saved:
+        loss = forward()
+        kept = saved.now
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    before, after = marks
+    return Figures(kept, saved.peak, after - before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num_layers", type=int, default=8)
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--num_heads", type=int, default=4)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--micro_batch_size", type=int, default=2)
+    parser.add_argument("--torch_dtype", choices=["float32", "bfloat16"], default="float32")
+    args = parser.parse_args()
+
+    from swiftlite import families
+    from swiftlite.args.fields import RecomputeArgs
+    from swiftlite.model.build import build_model
+    from swiftlite.runtime.distributed import session
+
+    hf_config = {
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": args.hidden_size,
+        "intermediate_size": 3 * args.hidden_size,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": args.num_heads,
+        "num_key_value_heads": max(1, args.num_heads // 2),
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": args.length,
+    }
+    with session() as device:
+        tokens = torch.arange(args.length, device=device.torch_device).expand(args.micro_batch_size, -1) % 1024
+        positions = torch.arange(args.length, device=device.torch_device).expand_as(tokens)
+        figures = {}
+        for name, values in SETTINGS.items():
+            [model] = build_model(
+                families.get(hf_config).transformer_config(hf_config),
+                hf_config,
+                device=device,
+                dtype=getattr(torch, args.torch_dtype),
+                mtp_num_layers=1,
+                recompute=RecomputeArgs(**values),
+            )
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.02)
+
+            def forward(model=model) -> torch.Tensor:
+                losses = model(tokens, positions, labels=tokens)
+                return losses.main.loss_BS.sum() + losses.mtp[0].loss_BS.sum()
+
+            figures[name] = measure(model, model.mtp.layers[0], forward)
+    none = figures["none"]
+    for name, figure in figures.items():
+        print(
+            f"{name:24} kept {figure.kept / MIB:8.1f} MiB ({figure.kept / none.kept:.2f})"
+            f"  peak {figure.peak / MIB:8.1f} MiB ({figure.peak / none.peak:.2f})"
+            f"  MTP layer {figure.module / MIB:7.2f} MiB ({figure.module / none.module:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

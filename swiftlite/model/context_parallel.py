@@ -1,0 +1,131 @@
+"""Context parallelism: how a row of tokens is cut over ranks, and how keys and values come back together.
+
+Megatron's zigzag: each sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r, so that every
+rank has the same share of the causal triangle. A dense row is one sequence; a packed row is cut sequence by sequence,
+and a rank's part keeps their order. Everything above the autograd function is arithmetic on lengths, without ranks of
+a machine; attention.py is the user.
+
+Shapes: S the tokens of a whole row.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Segment(NamedTuple):
+    """Consecutive queries of a rank, and the keys that the last of them sees: the prefix of its own sequence."""
+
+    num_queries: int
+    key_start: int
+    key_end: int
+
+
+def sequence_lengths(num_tokens: int, cu_seqlens: torch.Tensor | None = None) -> tuple[int, ...]:
+    """Lengths of the sequences of a whole row; one of all its tokens without `cu_seqlens`."""
+    return (num_tokens,) if cu_seqlens is None else tuple(cu_seqlens.diff().tolist())
+
+
+def _chunk_length(length: int, size: int) -> int:
+    if length % (2 * size):
+        raise ValueError(f"a sequence of {length} tokens does not divide by 2 * context_parallel_size = {2 * size}")
+    return length // (2 * size)
+
+
+@lru_cache(maxsize=64)  # every layer asks again for the row of its micro-batch
+def zigzag_positions(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) -> torch.Tensor:
+    """Which tokens of the whole row rank `rank` of `size` holds, in its order: int64 [S / size].
+
+    Raises:
+        ValueError: a length is no multiple of 2 * size.
+    """
+    positions, start = [], 0
+    for length in lengths:
+        if size == 1:
+            positions.append(torch.arange(start, start + length))
+        else:
+            chunk = _chunk_length(length, size)
+            for index in (rank, 2 * size - 1 - rank):
+                positions.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+        start += length
+    return torch.cat(positions).to(device)
+
+
+@lru_cache(maxsize=16)
+def _gathered_order(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each token of all ranks' parts, one after the other, stands in the row; and the inverse."""
+    order = torch.cat([zigzag_positions(lengths, rank, size, device) for rank in range(size)])
+    return order, order.argsort()
+
+
+@lru_cache(maxsize=16)
+def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Segment, ...]:
+    """The queries of rank `rank`, in its order, each run with its keys in the whole row; empty ones are left out."""
+    segments, start = [], 0
+    for length in lengths:
+        if size == 1:
+            segments.append(Segment(length, start, start + length))
+        else:
+            chunk = _chunk_length(length, size)
+            for index in (rank, 2 * size - 1 - rank):
+                segments.append(Segment(chunk, start, start + (index + 1) * chunk))
+        start += length
+    return tuple(segment for segment in segments if segment.num_queries)
+
+
+def shard_sequence(
+    tensor: torch.Tensor, dim: int, rank: int, size: int, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The part of a whole row that rank `rank` of `size` holds.
+
+    Args:
+        tensor: whole rows, S tokens along `dim`.
+        cu_seqlens: of a packed row, int [num_sequences + 1]: where each padded sequence starts, and S.
+
+    Raises:
+        ValueError: a sequence is no multiple of 2 * size, or the sequences are not the row.
+    """
+    if size == 1:
+        return tensor
+    lengths = sequence_lengths(tensor.size(dim), cu_seqlens)
+    if sum(lengths) != tensor.size(dim):
+        raise ValueError(f"cu_seqlens ends at {sum(lengths)}, but the row has {tensor.size(dim)} tokens")
+    return tensor.index_select(dim, zigzag_positions(lengths, rank, size, tensor.device))
+
+
+def unshard_sequence(shards: Sequence[torch.Tensor], dim: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """The whole row from the parts of all ranks, in order of rank: the inverse of `shard_sequence`."""
+    gathered = torch.cat(list(shards), dim)
+    lengths = sequence_lengths(gathered.size(dim), cu_seqlens)
+    return gathered.index_select(dim, _gathered_order(lengths, len(shards), gathered.device)[1])
+
+
+class _GatherSequence(torch.autograd.Function):
+    """All ranks' parts along axis 0 as one row in its own order; the gradient is summed and cut the same way."""
+
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+        order, inverse = _gathered_order(lengths, group.size(), local.device)
+        ctx.group, ctx.order = group, order
+        gathered = local.new_empty(local.size(0) * group.size(), *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return gathered[inverse]
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: torch.Tensor):
+        (grad,) = grad_outputs
+        local = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(local, grad[ctx.order], group=ctx.group)
+        return local, None, None
+
+
+def gather_sequence(local: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole row [S, ...] on every rank from each one's part [S / size, ...], differentiable.
+
+    Args:
+        lengths: of the sequences of the whole row.
+    """
+    return _GatherSequence.apply(local, lengths, group)  # type: ignore[return-value]

@@ -1,0 +1,110 @@
+"""Activation recomputation: layers that keep their inputs and compute all else again in the backward pass.
+
+This is `recompute_granularity` full, of decoder layers here and of MTP layers in mtp.py. The selective kind (core_attn,
+mlp, moe, mla_up_proj) is megatron-core's own, inside its layers.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fp4_utils import get_fp4_context
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.tensor_parallel.random import CheckpointFunction, _unset_checkpointing
+from megatron.core.transformer.transformer_block import TransformerBlock as McoreTransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class _Checkpoint(CheckpointFunction):
+    """megatron-core's, which after an exception goes on telling its CUDA graphs that a checkpoint is being made
+    (tensor_parallel/random.py:508 of 0.16.1)."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        try:
+            return CheckpointFunction.forward(ctx, *args)
+        finally:
+            _unset_checkpointing()
+
+    @staticmethod
+    def backward(ctx, *args):
+        try:
+            return CheckpointFunction.backward(ctx, *args)
+        finally:
+            _unset_checkpointing()
+
+
+def checkpoint(
+    config: TransformerConfig, function: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *others: torch.Tensor
+) -> torch.Tensor:
+    """`function(hidden_states, *others)`, keeping nothing but its arguments.
+
+    Arguments are what carries gradients; masks, rotary angles and packing descriptors belong in the closure, where
+    they need not be tensors. With `distribute_saved_activations` tensor-parallel ranks share what is kept of
+    `hidden_states`.
+    """
+    if torch.is_grad_enabled() and not hidden_states.requires_grad:
+        # The result has a gradient only if an argument has one: under a frozen trunk the layer would not learn.
+        hidden_states = hidden_states.detach().requires_grad_()
+    if config.distribute_saved_activations:
+        # megatron-core puts the part in the place of the tensor's data (random.py:529), and the input of an MTP layer
+        # is also the output layer's, that of a stage also the pipeline schedule's.
+        hidden_states = hidden_states.clone()
+    if config.fp8 or config.fp4:
+        # Transformer Engine's own, which restores the state of its quantisers too; both precisions are its autocast.
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        return te_checkpoint(
+            function,
+            config.distribute_saved_activations,
+            tensor_parallel.get_cuda_rng_tracker,
+            parallel_state.get_tensor_model_parallel_group(),
+            hidden_states,
+            *others,
+        )
+    output = _Checkpoint.apply(function, config.distribute_saved_activations, hidden_states, *others)
+    assert output is not None
+    return output
+
+
+class TransformerBlock(McoreTransformerBlock):
+    """megatron-core's, whose recomputation fails where `recompute_num_layers` does not divide the layers of a stage
+    (uniform, an IndexError) and loses the padding mask (block), transformer_block.py:532 of 0.16.1."""
+
+    def _checkpointed_forward(
+        self, hidden_states: torch.Tensor, *, use_inner_quantization_context: bool, **inputs: Any
+    ) -> torch.Tensor:
+        """The layers of this stage: `uniform` keeps the input of every `recompute_num_layers` of them, the last run
+        being shorter if need be; `block` recomputes the first `recompute_num_layers`, each for itself.
+
+        Args:
+            inputs: what all layers get alike; no cross attention.
+        """
+        num_layers, is_uniform = self.config.recompute_num_layers, self.config.recompute_method == "uniform"
+        assert num_layers is not None
+
+        def precision(layer: torch.nn.Module) -> AbstractContextManager:
+            if not use_inner_quantization_context:
+                return nullcontext()
+            get_context = get_fp8_context if self.config.fp8 else get_fp4_context
+            return get_context(self.config, cast(int, layer.layer_number) - 1)
+
+        def run(layers: torch.nn.ModuleList) -> Callable[[torch.Tensor], torch.Tensor]:
+            def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+                for layer in layers:
+                    with precision(layer):
+                        hidden_states, _ = layer(hidden_states=hidden_states, **inputs)
+                return hidden_states
+
+            return forward
+
+        step = num_layers if is_uniform else 1
+        for start in range(0, len(self.layers), step):
+            forward = run(self.layers[start : start + step])
+            if is_uniform or start < num_layers:
+                hidden_states = checkpoint(self.config, forward, hidden_states)
+            else:
+                hidden_states = forward(hidden_states)
+        return hidden_states
