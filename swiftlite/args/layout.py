@@ -1,0 +1,243 @@
+"""Arithmetic on a parallel layout: which rank holds what, and whether it fits a model. Pure; no torch."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from swiftlite.args.fields import ParallelLayout
+
+Group = TypeVar("Group")
+
+
+def layout_of(args: Any) -> ParallelLayout:
+    """The layout among a command's options, alone."""
+    return group_of(args, ParallelLayout)
+
+
+def group_of(args: Any, group: type[Group]) -> Group:
+    """One group of a command's options, alone."""
+    return group(**{field.name: getattr(args, field.name) for field in dataclasses.fields(group)})  # type: ignore[arg-type]
+
+
+def parse_stages(pipeline_model_parallel_layout: str) -> list[str]:
+    """Stages of a layout string with repetitions written out: "Et*2|(t|)*2mL" is ["Ett", "t", "t", "mL"].
+
+    Raises:
+        ValueError: a character that stands for nothing.
+    """
+    text = re.sub(r"[\s,]", "", pipeline_model_parallel_layout)
+    for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
+    if unknown := sorted(set(text) - set("EtmL|")):
+        raise ValueError(f"{unknown[0]!r} stands for nothing; known are E, t, m, L, | and *N")
+    return text.split("|")
+
+
+def num_virtual_stages(layout: ParallelLayout) -> int | None:
+    """Virtual stages per pipeline rank as megatron-core counts them: None without interleaving."""
+    number = layout.num_virtual_stages_per_pipeline_rank or 1
+    if layout.pipeline_model_parallel_layout:
+        number = len(parse_stages(layout.pipeline_model_parallel_layout)) // layout.pipeline_model_parallel_size
+    return number if number > 1 else None
+
+
+def mtp_pipeline_rank(layout: ParallelLayout) -> int:
+    """The pipeline rank that computes the MTP layers: the last one, unless the layout string says otherwise."""
+    size = layout.pipeline_model_parallel_size
+    if layout.pipeline_model_parallel_layout:
+        for number, stage in enumerate(parse_stages(layout.pipeline_model_parallel_layout)):
+            if "m" in stage:
+                return number % size
+    return size - 1
+
+
+def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
+    """Replicas of the model.
+
+    Raises:
+        ValueError: the processes do not divide into replicas, or not into groups of experts; in the user's words.
+    """
+    tp, pp, cp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size
+    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
+    for size, words in (
+        (tp * pp * cp, f"tensor parallel {tp} x pipeline parallel {pp} x context parallel {cp}"),
+        (etp * ep * pp, f"expert tensor parallel {etp} x expert parallel {ep} x pipeline parallel {pp}"),
+    ):
+        if world_size % size:
+            raise ValueError(f"{world_size} processes do not divide into {words} = {size}")
+    return world_size // (tp * pp * cp)
+
+
+def length_multiple(layout: ParallelLayout) -> int:
+    """What the length of a row must be a multiple of, so that every rank gets an equal part."""
+    halves = 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
+    return halves * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+
+
+def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[int]:
+    """Decoder layers of each stage, virtual stages counted, in the order in which a row passes them.
+
+    Raises:
+        ValueError: they cannot be shared so; in the user's words.
+    """
+    pp, vpp = layout.pipeline_model_parallel_size, num_virtual_stages(layout) or 1
+    if layout.pipeline_model_parallel_layout:
+        return [stage.count("t") for stage in parse_stages(layout.pipeline_model_parallel_layout)]
+    first, last = layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers
+    # Layers of each pipeline rank; ranks with a number of their own are taken out of the even share.
+    own = ({} if first is None else {0: first}) | ({} if last is None else {pp - 1: last})
+    rest, ranks = num_layers - sum(own.values()), pp - len(own)
+    if rest < 0 or (rest % ranks if ranks else rest):
+        stated = f" beside {' and '.join(map(str, own.values()))}" if own else ""
+        raise ValueError(f"{rest} decoder layers{stated} do not divide over {ranks} pipeline ranks")
+    per_rank = [own.get(rank, rest // max(ranks, 1)) for rank in range(pp)]
+    if odd := [count for count in per_rank if count % vpp]:
+        raise ValueError(f"{odd[0]} decoder layers of a pipeline rank do not divide into {vpp} virtual stages")
+    return [per_rank[rank] // vpp for _ in range(vpp) for rank in range(pp)]
+
+
+def layout_problems(layout: ParallelLayout, hf_config: Mapping[str, Any], mtp_num_layers: int) -> list[tuple[str, str]]:
+    """Why this model cannot be laid out so: (problem, hint) each.
+
+    Args:
+        hf_config: config.json; keys that it lacks are not looked at.
+    """
+    return [
+        *_tensor_problems(layout, hf_config),
+        *_pipeline_problems(layout, hf_config, mtp_num_layers),
+        *_expert_problems(layout, hf_config),
+    ]
+
+
+def _tensor_problems(layout: ParallelLayout, hf_config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    problems = []
+    size = layout.tensor_model_parallel_size
+    # A latent attention has one key and value for all its heads before they are made.
+    groups = "num_attention_heads" if hf_config.get("kv_lora_rank") else "num_key_value_heads"
+    for key in dict.fromkeys(("num_attention_heads", groups, "intermediate_size", "vocab_size")):
+        count = hf_config.get(key)
+        if isinstance(count, int) and count % size:
+            possible = [str(number) for number in range(1, size) if count % number == 0]
+            problems.append(
+                (
+                    f"--tensor_model_parallel_size {size} does not divide the model's {key}, {count}",
+                    f"use {choices(possible)}",
+                )
+            )
+    if layout.sequence_parallel and size == 1:
+        problems.append(
+            (
+                "--sequence_parallel true with --tensor_model_parallel_size 1 has no ranks to share a row",
+                "leave it out, or raise --tensor_model_parallel_size",
+            )
+        )
+    needs = [
+        name
+        for name, key in (("experts", num_experts(hf_config)), ("latent attention", "kv_lora_rank"))
+        if (key if isinstance(key, int) else hf_config.get(key))
+    ]
+    if size > 1 and needs and not layout.sequence_parallel:
+        problems.append(
+            (
+                f"--tensor_model_parallel_size {size} of a model with {needs[0]} needs sequence parallelism",
+                "add --sequence_parallel true",
+            )
+        )
+    return problems
+
+
+def num_experts(hf_config: Mapping[str, Any]) -> int:
+    """Routed experts of a layer; 0 in a dense model."""
+    return next((n for key in ("num_experts", "n_routed_experts") if isinstance(n := hf_config.get(key), int)), 0)
+
+
+def _pipeline_problems(
+    layout: ParallelLayout, hf_config: Mapping[str, Any], mtp_num_layers: int
+) -> list[tuple[str, str]]:
+    pp, text = layout.pipeline_model_parallel_size, layout.pipeline_model_parallel_layout
+    num_layers = hf_config.get("num_hidden_layers")
+    own = [name for name in ("first", "last") if getattr(layout, f"decoder_{name}_pipeline_num_layers") is not None]
+    if text is None:
+        if pp == 1 and (own or (layout.num_virtual_stages_per_pipeline_rank or 1) > 1):
+            flag = f"--decoder_{own[0]}_pipeline_num_layers" if own else "--num_virtual_stages_per_pipeline_rank"
+            return [(f"{flag} has no pipeline to cut", "add --pipeline_model_parallel_size 2 or more, or leave it out")]
+        if isinstance(num_layers, int):
+            try:
+                decoder_layers_per_stage(layout, num_layers)
+            except ValueError as error:
+                hint = "change --pipeline_model_parallel_size, or say who holds what: --pipeline_model_parallel_layout"
+                return [(str(error), hint)]
+        return []
+
+    flag = f"--pipeline_model_parallel_layout {text}"
+    if own or layout.num_virtual_stages_per_pipeline_rank:
+        other = f"decoder_{own[0]}_pipeline_num_layers" if own else "num_virtual_stages_per_pipeline_rank"
+        return [(f"{flag} says all about the stages, --{other} too", f"leave --{other} out")]
+    try:
+        stages = parse_stages(text)
+    except ValueError as error:
+        return [(f"{flag}: {error}", "for example Et*2|t*2mL for 4 layers on 2 ranks")]
+    problems = []
+    if len(stages) % pp:
+        problems.append(
+            (
+                f"{flag} has {len(stages)} stages, no multiple of --pipeline_model_parallel_size {pp}",
+                "write one stage per pipeline rank, or two, or three",
+            )
+        )
+        return problems
+    whole = "".join(stages)
+    counts = {letter: whole.count(letter) for letter in "EtmL"}
+    wanted = {"E": 1, "t": num_layers if isinstance(num_layers, int) else counts["t"], "m": mtp_num_layers, "L": 1}
+    names = {"E": "embeddings", "t": "decoder layers", "m": "MTP layers", "L": "losses"}
+    for letter, count in counts.items():
+        if count != wanted[letter]:
+            problems.append((f"{flag} has {count} {names[letter]} ({letter}), the run has {wanted[letter]}", ""))
+    if not problems and not re.fullmatch("Et*m*L", whole):
+        problems.append((f"{flag}: the order is E, then every t, then every m, then L", ""))
+    with_mtp = [number for number, stage in enumerate(stages) if "m" in stage]
+    if len(with_mtp) > 1:
+        problems.append((f"{flag} spreads the MTP layers over {len(with_mtp)} stages", "put all m on one stage"))
+    elif with_mtp and with_mtp[0] < len(stages) - pp:
+        problems.append(
+            (
+                f"{flag}: megatron-core computes MTP layers only on the last virtual stage of a rank",
+                "put m on one of the last stages",
+            )
+        )
+    elif with_mtp and pp > 1 and with_mtp[0] % pp == 0:
+        problems.append(
+            (
+                f"{flag}: the MTP layers stand on the first pipeline rank, whose embedding would be held twice",
+                "put m on another rank's stage",
+            )
+        )
+    return problems
+
+
+def _expert_problems(layout: ParallelLayout, hf_config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    ep, etp, experts = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size, num_experts(hf_config)
+    if ep * etp == 1 or not hf_config:
+        return []
+    if not experts:
+        flag = "expert_model_parallel_size" if ep > 1 else "expert_tensor_parallel_size"
+        return [(f"--{flag} {max(ep, etp)}, but the model has no experts", "leave it out")]
+    problems = []
+    if experts % ep:
+        possible = [str(number) for number in range(1, ep) if experts % number == 0]
+        problems.append(
+            (
+                f"--expert_model_parallel_size {ep} does not divide the model's {experts} experts",
+                f"use {choices(possible)}",
+            )
+        )
+    size = hf_config.get("moe_intermediate_size")
+    if isinstance(size, int) and size % etp:
+        problems.append((f"--expert_tensor_parallel_size {etp} does not divide moe_intermediate_size, {size}", ""))
+    return problems
+
+
+def choices(words: list[str]) -> str:
+    """`a, b or c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
