@@ -1,8 +1,8 @@
 """Memory of one rank as `swiftlite doctor --plan` estimates it against what live objects hold.
 
 Parameters, gradients and optimizer state: the bytes of the tensors. Activations: what autograd keeps after one forward
-pass (`saved_tensors_hooks`, each storage once). Logits: of these, the largest that belong to the loss, with the copy
-that passes beside them. Every token is learned, as the estimate takes it.
+pass (`saved_tensors_hooks`, each storage once). Logits: of these, those over the vocabulary; the bfloat16 copy
+that passes beside them is arithmetic on both sides. Every token is learned, as the estimate takes it.
 
     python scripts/bench/memory.py                                                     # on this machine, one process
     python scripts/bench/memory.py --model DIR --micro_batch_size 1 --max_length 512

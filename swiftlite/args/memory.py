@@ -179,7 +179,9 @@ class _Model:
         self.qkv_bias = bool(hf_config.get("attention_bias")) if bias is None else bias
         self.qk_norm = bool(hf_config.get("use_qk_norm")) if norm is None else norm
         self.is_latent = bool(hf_config.get("kv_lora_rank"))
-        self.rotary = int(self.head_dim * hf_config.get("partial_rotary_factor", 1))
+        self.rotary: int = hf_config.get("qk_rope_head_dim") or int(
+            self.head_dim * hf_config.get("partial_rotary_factor", 1)
+        )
 
         self.experts = num_experts(hf_config) or hf_config.get("num_local_experts") or 0
         self.local_experts = self.experts // layout.expert_model_parallel_size
@@ -258,14 +260,25 @@ class _Model:
         norms = 2 * self.kept_norm(self.sequence_tokens, self.hidden)
         return norms + 2 * self.kept_hidden() + self._kept_attention(modules) + mlp
 
-    def kept_mtp_layer(self) -> int:
-        """The frame of a head and its block: token ids, three norms, the projection's input."""
+    def kept_mtp_layer(self, depth: int) -> int:
+        """Head number `depth` (from 0): token ids, three norms, the projection's input, and its block."""
         norms = 3 * self.kept_norm(self.sequence_tokens, self.hidden)
-        return 8 * self.tokens + norms + 2 * self.kept_hidden() + self.kept_layer(self.is_moe(self.num_layers - 1))
+        ids = 8 * self.tokens
+        if self.heads_only:
+            # A frozen embedding and a frozen trunk want no gradient: of the norms over them only the weights learn.
+            frozen_norms = 2 if depth == 0 else 1
+            norms -= frozen_norms * self.sequence_tokens * FLOAT32 * (self.hidden + 1)
+            ids = 0
+        return ids + norms + 2 * self.kept_hidden() + self.kept_layer(self.is_moe(self.num_layers - 1))
 
     def kept_head(self) -> int:
-        """The loss of one head without its logits: picked states, picked and masked targets, weights."""
-        return self.tokens * (self.hidden * self.itemsize + 14)
+        """The loss of one head without its logits: states for the output layer's gradient, targets, weights."""
+        states = 0 if self.heads_only else self.hidden * self.itemsize
+        return self.tokens * (states + 14)
+
+    def kept_angles(self) -> int:
+        """Rotary angles of all positions, which every span that is recomputed takes."""
+        return self.length * self.rotary * FLOAT32
 
     def kept_logits(self) -> int:
         """The softmax of one head, in float32."""
@@ -279,6 +292,7 @@ class _Model:
         """All after the first projection's input; the result is kept once, by the attention and the last projection."""
         tokens, itemsize = self.tokens, self.itemsize
         cp = self.setup.layout.context_parallel_size
+        angles = 4 * self.length * self.rotary  # cosines and sines, of queries and of keys
         statistics = 0 if "core_attn" in modules else tokens * self.heads * FLOAT32
         if self.is_latent:
             config = self.config
@@ -288,13 +302,11 @@ class _Model:
                 for rank in (q_rank, kv_rank)
                 if rank
             )
-            # Values are a view of what the up-projection made, so all of that stays.
-            up = self.heads * (2 * self._key_size + config["qk_nope_head_dim"] + value)
-            if cp > 1:
-                up = self.heads * (self._key_size + cp * (self._key_size + value))
+            # Queries, and keys and values of all context-parallel ranks, each a copy of its own: what a fused kernel
+            # keeps. On a CPU that takes equal sizes of keys and values; others keep the matrix of scores there.
+            up = self.heads * (self._key_size + cp * (self._key_size + value))
             if "mla_up_proj" in modules:
                 up = 0
-            angles = 4 * self.length * config["qk_rope_head_dim"]
             return down + statistics + itemsize * (angles + tokens * (up + self.heads * value))
         q, kv = self.heads * self.head_dim, self.groups * self.head_dim
         norms = 0
@@ -307,7 +319,6 @@ class _Model:
         # Queries, keys, the result; and the values, a view of what the projection made, so all of that stays.
         # With context parallelism keys and values come from all its ranks, in tensors of their own.
         core = 2 * q + (2 * kv * cp if cp > 1 else q + 3 * kv)
-        angles = 4 * self.length * self.rotary  # cosines and sines, of queries and of keys
         return norms + statistics + itemsize * (angles + tokens * core)
 
     def _kept_mlp(self, ffn: int) -> int:
@@ -369,8 +380,11 @@ class _Chunk:
             ):
                 kept += model.kept_norm(model.sequence_tokens, model.hidden)
         if self.depth:
-            heads, at_work = self._recomputed([model.kept_mtp_layer()] * self.depth, 2 * model.kept_hidden())
+            blocks = [model.kept_mtp_layer(depth) for depth in range(self.depth)]
+            heads, at_work = self._recomputed(blocks, 2 * model.kept_hidden())
             kept, working = kept + heads, max(working, at_work)
+        if working:
+            kept += model.kept_angles()
         if self.is_last:
             kept += (model.depth + (not model.heads_only)) * model.kept_head()
         return kept, working

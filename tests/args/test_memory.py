@@ -191,7 +191,8 @@ def test_full_recompute_keeps_the_input_of_every_span(method, number, boundaries
     recompute = RecomputeArgs("full", method, number)
     (full,) = estimate(config, Setup(recompute=recompute))
     (none,) = estimate(config | {"num_hidden_layers": 0}, Setup())
-    assert full.activations - none.activations == boundaries * 2048 * 128 * 2
+    angles = 2048 * 32 * 4
+    assert full.activations - none.activations == boundaries * 2048 * 128 * 2 + angles
 
 
 def test_block_recompute_leaves_the_other_layers():
@@ -200,18 +201,18 @@ def test_block_recompute_leaves_the_other_layers():
         estimate(config, Setup(recompute=recompute))
         for recompute in (RecomputeArgs(), RecomputeArgs("full", "block", 3))
     )
-    assert block.recomputed * 3 - 3 * 2048 * 128 * 2 == whole.activations - block.activations
+    assert block.recomputed * 3 - 3 * 2048 * 128 * 2 - 2048 * 32 * 4 == whole.activations - block.activations
 
 
 def test_sequence_and_context_parallel_share_activations():
     config, length = CONFIGS["llama"], 4096
     setups = [
-        Setup(layout=ParallelLayout(**layout), num_gpus=2, max_length=length)
+        Setup(layout=layout, num_gpus=2, max_length=length)
         for layout in (
-            {},
-            {"tensor_model_parallel_size": 2},
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-            {"context_parallel_size": 2},
+            ParallelLayout(),
+            ParallelLayout(tensor_model_parallel_size=2),
+            ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=True),
+            ParallelLayout(context_parallel_size=2),
         )
     ]
     alone, tensor, sequence, context = (estimate(config, setup)[0].activations for setup in setups)

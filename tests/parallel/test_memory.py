@@ -66,7 +66,7 @@ def test_heads_only():
     "recompute",
     [
         RecomputeArgs("full", "uniform", 1),
-        RecomputeArgs("full", "uniform", 3),
+        RecomputeArgs("full", "uniform", 2),
         RecomputeArgs("full", "block", 2),
         RecomputeArgs("selective"),
         RecomputeArgs("selective", recompute_modules=["mlp"]),
