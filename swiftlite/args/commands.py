@@ -11,6 +11,7 @@ from swiftlite.args.fields import (
     ModelArgs,
     MoeArgs,
     MtpArgs,
+    MtpMode,
     OptimArgs,
     ParallelLayout,
     RecomputeArgs,
@@ -56,8 +57,27 @@ class InferArgs(GenerationArgs, EngineArgs, ModelArgs):
 
 
 @dataclass(frozen=True)
-class DoctorArgs:
-    """Tell what is installed, what each part needs, and whether a model directory keeps its promises."""
+class DoctorArgs(RecomputeArgs, ParallelLayout):
+    """Tell what is installed and needed, whether a model directory keeps its promises, and what fits (--plan)."""
 
     model: str | None = None
-    """Directory of a Hugging Face model to audit: shards, index, MTP depth, config."""
+    """Directory of a Hugging Face model to audit: shards, index, MTP depth, config. With --plan config.json is
+    enough."""
+    plan: bool = False
+    """Print what training --model would need on each rank, and whether it fits, instead; the options below say how."""
+    num_gpus: int | None = None
+    """GPUs of the run. Unset: as few as the layout allows."""
+    gpu_memory_gb: float = 80.0
+    """Memory of one GPU, in GB (1e9 bytes)."""
+    use_distributed_optimizer: bool = False
+    """As for megatron sft."""
+    micro_batch_size: int = 1
+    """As for megatron sft."""
+    max_length: int = 2048
+    """As for megatron sft; every row is taken to be as long, and every token to be learned."""
+    torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """As for megatron sft."""
+    mtp_num_layers: int | None = None
+    """As for megatron sft. Unset: what the checkpoint has."""
+    mtp_mode: MtpMode = "joint"
+    """As for megatron sft."""

@@ -19,6 +19,7 @@ from swiftlite.args.config import near
 from swiftlite.args.docs import options
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
 from swiftlite.args.layout import choices, data_parallel_size, layout_of, layout_problems, process_problems
+from swiftlite.args.memory import planned_setup
 from swiftlite.args.plan import resolved_mtp_depth
 from swiftlite.errors import OptionError
 
@@ -49,6 +50,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "expert_model_parallel_size": (1, math.inf, "[)"),
     "expert_tensor_parallel_size": (1, math.inf, "[)"),
     "global_batch_size": (1, math.inf, "[)"),
+    "gpu_memory_gb": (0, math.inf, "()"),
     "logging_steps": (1, math.inf, "[)"),
     "lr": (0, math.inf, "()"),
     "lr_warmup_fraction": (0, 1, "[]"),
@@ -64,6 +66,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "moe_router_bias_update_rate": (0, math.inf, "[)"),
     "mtp_loss_scaling_factor": (0, math.inf, "()"),
     "mtp_num_layers": (0, math.inf, "[)"),
+    "num_gpus": (1, math.inf, "[)"),
     "num_speculative_tokens": (1, math.inf, "[)"),
     "num_train_epochs": (0, math.inf, "()"),
     "num_virtual_stages_per_pipeline_rank": (1, math.inf, "[)"),
@@ -483,6 +486,30 @@ def model_to_audit_is_a_directory(args: DoctorArgs, ground: Ground) -> Iterator[
         yield f"--model {path} is no directory", _near_path(path) if not path.exists() else ""
 
 
+def plan_options_have_plan(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
+    if args.plan:
+        return
+    for name, option in options(DoctorArgs).items():
+        if name not in ("model", "plan") and getattr(args, name) != option.default:
+            yield f"--{name} {_as_typed(getattr(args, name))} without a plan", "add --plan"
+
+
+def plan_fits_the_model(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
+    if not args.plan:
+        return
+    if args.model is None:
+        yield "--plan needs a model", "add --model DIRECTORY, a Hugging Face model's; its config.json is enough"
+    elif Path(args.model).is_dir() and not ground.hf_config:
+        yield f"--model {args.model} has no config.json that holds a JSON object", "give a Hugging Face model's"
+    if any(True for _ in numbers_are_in_range(args, ground)) or not ground.hf_config:
+        return  # the plan has nothing to stand on; this or another rule says so
+    layout = layout_of(args)
+    setup = planned_setup(args, ground.hf_config)
+    yield from layout_problems(layout, ground.hf_config, setup.mtp_num_layers)
+    for problem, _ in process_problems(layout, setup.num_gpus):
+        yield f"--num_gpus {args.num_gpus}: {problem}", "leave --num_gpus out for the fewest that this layout takes"
+
+
 # Notes: settings without effect
 
 
@@ -566,7 +593,7 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
         acceptance_json_fits,
         comparison_has_prompts,
     ),
-    DoctorArgs: (model_to_audit_is_a_directory,),
+    DoctorArgs: (model_to_audit_is_a_directory, numbers_are_in_range, plan_options_have_plan, plan_fits_the_model),
 }
 
 _NOTES: dict[type, tuple[Callable[[Any, Ground], Iterator[str]], ...]] = {

@@ -1,4 +1,5 @@
-"""`swiftlite doctor`: versions, what each part needs and whether it is here, and whether a model keeps its promises.
+"""`swiftlite doctor`: versions, what each part needs and whether it is here, whether a model keeps its promises, and
+what memory a training run needs (--plan).
 
 Installed packages are asked for by their metadata; torch loads only to audit a model.
 """
@@ -9,10 +10,13 @@ import runpy
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
+from swiftlite.args import memory
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.layout import data_parallel_size
 from swiftlite.args.rules import INSTALL_VLLM, read_hf_config
 
 # Shown with their versions; the first of several names that is installed.
@@ -53,7 +57,9 @@ PARTS = (
 
 
 def run(args: DoctorArgs) -> int:
-    """Print the report; 1 when the main job cannot run here or the model breaks a promise."""
+    """Print the report; 1 when the main job cannot run here, the model breaks a promise or the plan does not fit."""
+    if args.plan:
+        return 0 if _report_plan(args) else 1
     is_well = _report_machine()
     if args.model is not None:
         is_well = _report_model(Path(args.model)) and is_well
@@ -161,6 +167,77 @@ def _report_model(directory: Path) -> bool:
     for problem in problems:
         print(f"    {problem}")
     return not problems
+
+
+GB = 1e9
+
+
+def _report_plan(args: DoctorArgs) -> bool:
+    """What a rank of each pipeline stage needs, whether that fits, and what to change if not."""
+    assert args.model is not None  # a rule says so
+    hf_config = read_hf_config(Path(args.model))
+    setup = memory.planned_setup(args, hf_config)
+    stages = memory.estimate(hf_config, setup)
+    print(f"{args.model}\n{_describe(setup)}\n\nGB (1e9 bytes) on one rank of each pipeline stage")
+    columns = ["stage", "parameters", "weights", "gradients", "optimizer", "activations", "logits", "total", "holds"]
+    rows = [columns]
+    for number, stage in enumerate(stages):
+        activations = stage.activations + stage.recomputed
+        amounts = (stage.weights, stage.gradients, stage.optimizer, activations, stage.logits, stage.total)
+        flying = f" (x{stage.in_flight})" if stage.in_flight > 1 else ""
+        cells = [f"{amount / GB:.2f}" for amount in amounts]
+        cells[3] += flying
+        rows.append([str(number), f"{stage.parameters:,}", *cells, stage.holds])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        numbers = "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False))
+        print(f"  {numbers}  {row[-1]}")
+    if any(stage.in_flight > 1 for stage in stages):
+        print("  (xN): of N forward passes that wait for their backward pass")
+
+    most, usable = memory.largest(stages), memory.usable_bytes(args.gpu_memory_gb)
+    fits = most.total <= usable
+    print(
+        f"\n{'fits' if fits else 'does not fit'}: {most.total / GB:.1f} GB on stage {stages.index(most)}, of "
+        f"{usable / GB:.1f} GB; {memory.RESERVE:.0%} of {args.gpu_memory_gb:g} GB is left for CUDA, NCCL and fragments"
+    )
+    if not fits:
+        print(_suggestion(hf_config, setup, args.gpu_memory_gb))
+    return fits
+
+
+def _describe(setup: memory.Setup) -> str:
+    layout = setup.layout
+    sizes = {
+        "tensor": layout.tensor_model_parallel_size,
+        "pipeline": layout.pipeline_model_parallel_size,
+        "context": layout.context_parallel_size,
+        "data": data_parallel_size(layout, setup.num_gpus),
+    }
+    parts = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1 or name == "data"]
+    if layout.expert_model_parallel_size > 1:
+        parts.append(f"experts over {layout.expert_model_parallel_size}")
+    heads = f", MTP depth {setup.mtp_num_layers} ({setup.mtp_mode})" if setup.mtp_num_layers else ""
+    rows = f"micro-batches of {setup.micro_batch_size} x {setup.max_length} tokens"
+    gpus = f"{setup.num_gpus} GPU{'s' if setup.num_gpus > 1 else ''}"
+    return f"{gpus} = {' x '.join(parts)}; {rows}, recompute {setup.recompute.recompute_granularity}{heads}"
+
+
+def _suggestion(hf_config: dict[str, Any], setup: memory.Setup, gpu_memory_gb: float) -> str:
+    """One command line that fits."""
+    better = memory.suggest(hf_config, setup, gpu_memory_gb)
+    if better is None:
+        return "    no layout was found that does; lower --max_length or --micro_batch_size"
+    flags = []
+    for part in (better.layout, better.recompute):
+        default = type(part)()
+        flags += [f"--{name} {value}" for name, value in vars(part).items() if value != getattr(default, name)]
+    if better.use_distributed_optimizer:
+        flags.append("--use_distributed_optimizer true")
+    total = memory.largest(memory.estimate(hf_config, better)).total
+    gpus = f"{better.num_gpus} GPUs" if better.num_gpus != setup.num_gpus else "the same GPUs"
+    words = " ".join(flags).replace("True", "true")
+    return f"    fits with {total / GB:.1f} GB, on {gpus}: {words}"
 
 
 def _print_table(lines: list[tuple[str, str]]) -> None:

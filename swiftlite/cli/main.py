@@ -14,7 +14,7 @@ import swiftlite
 from swiftlite import log
 from swiftlite.args import plan, rules
 from swiftlite.args.commands import SftArgs
-from swiftlite.cli import launch
+from swiftlite.cli import failure, launch
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import COMMANDS, Command, find
@@ -26,11 +26,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
+        failure.tell_launcher(error, error.exit_code)
         _tell(f"swiftlite: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         _tell("swiftlite: interrupted")
         return 130
+    except Exception as error:
+        if failure.tell_launcher(error, 1):
+            return 1
+        raise
 
 
 def _run(argv: list[str]) -> int:
@@ -106,7 +111,7 @@ def _show(text: str) -> int:
 
 def _tell(text: str) -> None:
     """Print to stderr, once for all ranks of this machine that end with the same message."""
-    told: Any = os.environ.get("SWIFTLITE_TOLD_DIR")
+    told: Any = os.environ.get(failure.FOLDER)
     if told:
         try:
             (Path(told) / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)

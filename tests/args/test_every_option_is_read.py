@@ -1,11 +1,14 @@
-"""No option may do nothing: the command's code reads each one, as `args.NAME`."""
+"""No option may do nothing: the command's code reads each one, as `args.NAME`, or its whole group."""
 
 import ast
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 import swiftlite
+from swiftlite.args import fields
 from swiftlite.args.docs import options
 from swiftlite.cli.table import COMMANDS
 
@@ -14,7 +17,7 @@ READERS = {
     "megatron sft": ["train", "model", "args/plan.py", "args/layout.py", "cli/main.py"],
     "export": ["export", "model", "args/layout.py"],
     "infer": ["infer"],
-    "doctor": ["cli/doctor.py"],
+    "doctor": ["cli/doctor.py", "args/memory.py"],
 }
 NAMES = {"args", "layout", "recompute", "distributed", "moe"}
 # By a rule, exactly one of --to_hf and --to_mcore is given; the code reads the first.
@@ -32,7 +35,22 @@ def attributes_of_args(path: Path) -> set[str]:
     }
 
 
+def groups_of_args(path: Path) -> set[str]:
+    """The fields of every GROUP of `group_of(args, GROUP)`, and of `layout_of(args)`."""
+    files = path.rglob("*.py") if path.is_dir() else [path]
+    calls = [
+        ast.unparse(node)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    ]
+    groups = [name for call in calls for name in re.findall(r"^group_of\(args, (\w+)\)$", call)]
+    groups += ["ParallelLayout" for call in calls if call == "layout_of(args)"]
+    return {field.name for group in groups for field in dataclasses.fields(getattr(fields, group))}
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
 def test_every_option_has_a_reader(command):
-    read = set().union(*(attributes_of_args(PACKAGE / reader) for reader in READERS[command.words]))
+    readers = [PACKAGE / reader for reader in READERS[command.words]]
+    read = set().union(*map(attributes_of_args, readers), *map(groups_of_args, readers))
     assert sorted(set(options(command.args_class)) - read - COMPLEMENTS) == []

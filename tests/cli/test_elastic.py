@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,11 +15,32 @@ pytestmark = pytest.mark.gloo
 PRELUDE = "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
 
 
-def start(tmp_path, body: str) -> subprocess.Popen:
+# What `swiftlite` does with a command, for one that is only `body`: ranks in one collective after another.
+COMMAND = """
+import torch, torch.distributed as dist
+from swiftlite.cli import main as cli
+
+def run(argv):
+    dist.init_process_group("gloo")
+    try:
+        for step in range(10**9):
+            dist.all_reduce(torch.ones(4))
+            if step == 10 and rank == int(sys.argv[1]):
+                {body}
+    finally:
+        dist.destroy_process_group()
+
+cli._run = run
+sys.exit(cli.main([]))
+"""
+
+
+def start(tmp_path, body: str, *options: str, argv: tuple[str, ...] = ()) -> subprocess.Popen:
     """Two ranks that run `body`."""
     (tmp_path / "ranks.py").write_text(PRELUDE + body)
+    options = options or ("--standalone",)
     return subprocess.Popen(
-        [sys.executable, "-m", "swiftlite.cli.elastic", "--nproc-per-node=2", "--standalone", "ranks.py"],
+        [sys.executable, "-m", "swiftlite.cli.elastic", "--nproc-per-node=2", *options, "ranks.py", *argv],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -104,3 +126,104 @@ while True:
     assert process.returncode == 128 + signal.SIGTERM
     assert (tmp_path / "received-2-0").exists()
     assert (tmp_path / "received-2-1").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def start_nodes(tmp_path, body: str, *argv: str) -> list[subprocess.Popen]:
+    """Two launchers as on two nodes, two ranks each."""
+    port = free_port()
+    return [
+        start(
+            tmp_path,
+            body,
+            "--nnodes=2",
+            f"--node-rank={node}",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            argv=argv,
+        )
+        for node in range(2)
+    ]
+
+
+def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(tmp_path):
+    process = start(tmp_path, COMMAND.format(body="raise ValueError('what went wrong')"), argv=("1",))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.count("Traceback") == 1
+    assert "ValueError: what went wrong" in stderr
+    assert stderr.splitlines()[-1] == "swiftlite: rank 1 ended first, with exit code 1; the others were stopped"
+
+
+def test_a_rank_that_is_killed_in_a_collective(tmp_path):
+    process = start(tmp_path, COMMAND.format(body="os.kill(os.getpid(), signal.SIGKILL)"), argv=("1",))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert stderr == "swiftlite: rank 1 ended first, with signal SIGKILL; the others were stopped\n"
+
+
+def test_a_lost_connection_that_nobody_explains_is_shown(tmp_path):
+    body = "from swiftlite.cli import main as cli\ndef run(argv):\n    raise RuntimeError('Connection reset by peer')\n"
+    process = start(tmp_path, body + "cli._run = run\ntime.sleep(5 * rank)\nsys.exit(cli.main([]))\n")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.count("RuntimeError: Connection reset by peer") == 1
+    assert stderr.splitlines()[-1] == "swiftlite: rank 0 ended first, with exit code 1; the others were stopped"
+
+
+def test_a_rank_that_hears_no_signal_does_not_hold_up_the_end(tmp_path):
+    """As one does that waits in a collective: Python's handlers run only when it comes back."""
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsys.exit(7) if rank else time.sleep(600)\n"
+    began = time.monotonic()
+    process = start(tmp_path, body)
+    process.communicate(timeout=120)
+    assert process.returncode == 7
+    assert time.monotonic() - began < 60
+
+
+def test_what_a_killed_rank_started_ends_too(tmp_path):
+    body = """
+import subprocess
+if rank == 0:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path("child").write_text(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    process = start(tmp_path, body)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert not Path(f"/proc/{(tmp_path / 'child').read_text()}").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_is_killed_ends_both_nodes(tmp_path, rank):
+    nodes = start_nodes(tmp_path, COMMAND.format(body="os.kill(os.getpid(), signal.SIGKILL)"), str(rank))
+    errors = [node.communicate(timeout=60)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [128 + signal.SIGKILL] * 2
+    here, there = rank // 2, 1 - rank // 2
+    assert errors[here] == f"swiftlite: rank {rank} ended first, with signal SIGKILL; the others were stopped\n"
+    assert errors[there] == (
+        f"swiftlite: rank {rank} on {socket.gethostname()} ended first, with signal SIGKILL; "
+        "the ranks here were stopped\n"
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_node_that_notices_nothing_ends_with_the_other(tmp_path, rank):
+    """Ranks in an NCCL collective do not see that another node is gone."""
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    body += (
+        "sys.exit(7) if rank == int(sys.argv[1]) else time.sleep(600 if (rank < 2) != (sys.argv[1] == '0') else 0)\n"
+    )
+    began = time.monotonic()
+    nodes = start_nodes(tmp_path, body, str(rank))
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert time.monotonic() - began < 60
+    assert [node.returncode for node in nodes] == [7, 7]
+    assert f"rank {rank} on {socket.gethostname()} ended first, with exit code 7" in errors[1 - rank // 2]

@@ -1,0 +1,191 @@
+"""Memory of one rank as `swiftlite doctor --plan` estimates it against what live objects hold.
+
+Parameters, gradients and optimizer state: the bytes of the tensors. Activations: what autograd keeps after one forward
+pass (`saved_tensors_hooks`, each storage once). Logits: of these, those over the vocabulary; the bfloat16 copy
+that passes beside them is arithmetic on both sides. Every token is learned, as the estimate takes it.
+
+    python scripts/bench/memory.py                                                     # on this machine, one process
+    python scripts/bench/memory.py --model DIR --micro_batch_size 1 --max_length 512
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from swiftlite.args import memory, plan
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import DistributedArgs, RecomputeArgs
+from swiftlite.families import index
+from swiftlite.model.build import build_model
+from swiftlite.model.gpt import Losses
+from swiftlite.runtime.distributed import session
+from swiftlite.train.optim import make_optimizer, wrap_model
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "wide": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 2048},
+    "deep": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "vocab_size": 2048},
+    "large vocabulary": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 32768},
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes on this rank, named as in `memory.StageMemory`; activations None where a stage cannot run alone."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int | None
+    logits: int | None
+
+
+def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
+    """What this rank holds of a model with random weights, after one optimizer step's worth of state was made.
+
+    Activations are measured where one rank runs the whole depth of the model (no pipeline).
+    """
+    dtype = torch.bfloat16 if setup.parameter_bytes == 2 else torch.float32
+    tied = bool(hf_config.get("tie_word_embeddings"))
+    with session(setup.layout, tied_embeddings=tied) as device:
+        family = index.get(hf_config)
+        chunks = build_model(
+            family.transformer_config(hf_config),
+            hf_config,
+            device=device,
+            dtype=dtype,
+            mtp_num_layers=setup.mtp_num_layers,
+            heads_only=setup.mtp_mode == "heads_only",
+            layout=setup.layout,
+            recompute=setup.recompute,
+        )
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.normal_(std=0.02)
+        activations = logits = None
+        if setup.layout.pipeline_model_parallel_size == 1:
+            activations, logits = _kept_by_autograd(chunks[0], hf_config, setup, device.torch_device)
+        wrapped = wrap_model(chunks, dtype, DistributedArgs(use_distributed_optimizer=setup.use_distributed_optimizer))
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return Measured(
+            parameters=sum(parameter.numel() for parameter in parameters),
+            weights=_bytes(parameters),
+            gradients=_bytes(buffer.grad_data for buffer in buffers),
+            optimizer=_optimizer_bytes(setup, wrapped, device) if buffers else 0,
+            activations=activations,
+            logits=logits,
+        )
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the storages, each once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _optimizer_bytes(setup: memory.Setup, wrapped, device) -> int:
+    """AdamW's two moments after a step, and its float32 weights where the model's are not."""
+    args = SftArgs(
+        torch_dtype="bfloat16" if setup.parameter_bytes == 2 else "float32",
+        use_distributed_optimizer=setup.use_distributed_optimizer,
+        train_iters=2,
+        global_batch_size=setup.num_gpus,
+    )
+    schedule = plan.Schedule(num_samples=2, steps=2, warmup_steps=1, epochs=1.0)
+    optimizer, _ = make_optimizer(args, plan.make_plan(args, setup.num_gpus, 0), schedule, wrapped, device)
+    optimizer.step()
+    held: list[torch.Tensor] = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is None:  # nothing of this kind on this rank
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                held += [state["exp_avg"], state["exp_avg_sq"]]
+                if setup.parameter_bytes == 2:
+                    held.append(parameter)
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, device) -> tuple[int, int]:
+    """(activations, logits) of one forward pass."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}  # holds them, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in own:
+            kept.setdefault(address, tensor)
+        return tensor
+
+    shape = (setup.micro_batch_size, setup.max_length // setup.layout.context_parallel_size)
+    tokens_BS = torch.randint(hf_config["vocab_size"], shape, device=device)
+    position_ids_BS = torch.arange(shape[1], device=device).expand(shape)
+    ahead = [tokens_BS] * setup.mtp_num_layers
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=ahead)
+    assert isinstance(losses, Losses)
+    vocab = hf_config["vocab_size"] // setup.layout.tensor_model_parallel_size
+    of_loss = {
+        address for address, tensor in kept.items() if tensor.dtype is torch.float32 and tensor.size(-1) == vocab
+    }
+    logits = _bytes(kept[address] for address in of_loss)
+    passing = tokens_BS.numel() * vocab * setup.parameter_bytes if setup.parameter_bytes < 4 else 0
+    return _bytes(tensor for address, tensor in kept.items() if address not in of_loss), logits + passing
+
+
+def example(**sizes: int) -> dict[str, Any]:
+    """A qwen3 config.json of these sizes."""
+    return {
+        "model_type": "qwen3",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    } | sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="directory with a config.json (default: three small shapes)")
+    parser.add_argument("--micro_batch_size", type=int, default=2)
+    parser.add_argument("--max_length", type=int, default=512)
+    parser.add_argument("--mtp_num_layers", type=int, default=1)
+    args = parser.parse_args()
+    shapes = {name: example(**sizes) for name, sizes in SHAPES.items()}
+    if args.model:
+        shapes = {str(args.model): json.loads((args.model / "config.json").read_text(encoding="utf-8"))}
+    print(f"{'MB (1e6 bytes)':40} {'measured':>10} {'estimated':>10} {'ratio':>7}")
+    for name, hf_config in shapes.items():
+        for parameter_bytes, recompute in ((2, "none"), (2, "full"), (4, "none")):
+            # MTP layers in the rows without recomputing only: the trunk shows what that is about.
+            depth = args.mtp_num_layers if recompute == "none" else 0
+            setup = memory.Setup(
+                recompute=RecomputeArgs(recompute_granularity=recompute),
+                micro_batch_size=args.micro_batch_size,
+                max_length=args.max_length,
+                parameter_bytes=parameter_bytes,
+                mtp_num_layers=depth,
+            )
+            (estimated,) = memory.estimate(hf_config, setup)
+            measured = measure(hf_config, setup)
+            dtype = {2: "bfloat16", 4: "float32"}[parameter_bytes]
+            print(f"{name}, {dtype}, recompute {recompute}, MTP depth {depth}")
+            for what in ("weights", "gradients", "optimizer", "activations", "logits"):
+                found, expected = getattr(measured, what), getattr(estimated, what)
+                print(f"  {what:38} {found / 1e6:10.2f} {expected / 1e6:10.2f} {expected / found:7.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""All ranks of a run must have the same options, data, weights and versions: checked before the first step.
+
+Nodes that differ train on, with gradients of another model or other rows; nothing else would say so.
+"""
+
+import hashlib
+import json
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from swiftlite.errors import UserError
+
+
+def digest(value: Any) -> str:
+    """A short digest of anything that JSON can write, the same in every process.
+
+    Raises:
+        TypeError: JSON cannot write it.
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_agreement(facts: Mapping[str, str]) -> None:
+    """Compare `facts` of all ranks; returns at once when there is only one.
+
+    Every rank must call it, with whatever facts: one that another rank lacks is a difference too.
+
+    Args:
+        facts: what it is -> a digest, or the value itself where it is short and says more, as a version does.
+
+    Raises:
+        UserError: on every rank, with what differs and on which ranks.
+    """
+    size = dist.get_world_size()
+    if size == 1:
+        return
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (socket.gethostname(), dict(facts)))
+    problems = differences(everyone)
+    if problems:
+        raise UserError("the ranks do not agree:\n  " + "\n  ".join(problems), _HINT)
+
+
+_HINT = "start all nodes with the same command, the same files and the same environment"
+
+
+def differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """What differs between ranks: one line per fact that is not the same everywhere.
+
+    The value that most ranks have is taken for the right one; with a tie, that of the lowest rank.
+
+    Args:
+        everyone: by rank, (host, facts).
+    """
+    problems = []
+    for name in dict.fromkeys(name for _, facts in everyone for name in facts):
+        values = [facts.get(name, "absent") for _, facts in everyone]
+        (usual, count), *others = Counter(values).most_common()
+        if others:
+            strangers = [rank for rank, value in enumerate(values) if value != usual]
+            listed = "; ".join(f"{values[rank]} on rank {rank} ({everyone[rank][0]})" for rank in strangers[:_SHOWN])
+            more = f"; and {len(strangers) - _SHOWN} more ranks" if len(strangers) > _SHOWN else ""
+            problems.append(f"{name}: {usual} on {count} of {len(values)} ranks, but {listed}{more}")
+    return problems
+
+
+_SHOWN = 8  # a node's worth

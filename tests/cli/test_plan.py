@@ -1,0 +1,111 @@
+"""`swiftlite doctor --plan` as a user reads it."""
+
+import json
+
+import pytest
+
+from swiftlite.args import rules
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.cli import doctor
+from swiftlite.errors import OptionError, UserError
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return str(tmp_path)
+
+
+def plan(capsys, **options) -> tuple[int, list[str]]:
+    args = DoctorArgs(plan=True, **options)
+    rules.check(args)
+    return doctor.run(args), capsys.readouterr().out.splitlines()
+
+
+def test_one_gpu_is_too_small_and_says_what_fits(model, capsys):
+    code, lines = plan(capsys, model=model)
+    assert code == 1
+    assert lines[1] == "1 GPU = data parallel 1; micro-batches of 1 x 2048 tokens, recompute none"
+    assert lines[5].split()[:5] == ["0", "8,190,735,360", "16.38", "32.76", "98.29"]
+    assert lines[-2].startswith("does not fit: ")
+    assert lines[-1].strip() == (
+        "fits with 59.4 GB, on 4 GPUs: "
+        "--tensor_model_parallel_size 2 --sequence_parallel true --use_distributed_optimizer true"
+    )
+
+
+def test_the_suggestion_fits_when_it_is_typed(model, capsys):
+    _, lines = plan(capsys, model=model)
+    code, lines = plan(
+        capsys,
+        model=model,
+        num_gpus=4,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        use_distributed_optimizer=True,
+    )
+    assert code == 0
+    assert lines[-1].startswith("fits: 59.4 GB on stage 0, of 73.6 GB; 8% of 80 GB is left")
+
+
+def test_a_line_for_every_stage(model, capsys):
+    code, lines = plan(
+        capsys,
+        model=model,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=3,
+        pipeline_model_parallel_layout="Et*12|t*12|t*12mL",
+        mtp_num_layers=1,
+    )
+    assert code == 0
+    assert lines[1].startswith("12 GPUs = tensor parallel 4 x pipeline parallel 3 x data parallel 1; ")
+    assert lines[1].endswith("MTP depth 1 (joint)")
+    stages = [line.split() for line in lines[5:8]]
+    assert [stage[0] for stage in stages] == ["0", "1", "2"]
+    assert [" ".join(stage[9 if "(x" in line else 8 :]) for stage, line in zip(stages, lines[5:8], strict=True)] == [
+        "E t*12",
+        "t*12",
+        "t*12 m L",
+    ]
+    assert "(x3)" in lines[5]
+    assert "(x2)" in lines[6]
+
+
+def problems(**options) -> str:
+    with pytest.raises(OptionError) as error:
+        rules.check(DoctorArgs(**options))
+    return str(error.value)
+
+
+def test_what_cannot_be_planned(model, tmp_path):
+    assert "--plan needs a model" in problems(plan=True)
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in problems(plan=True, model=str(tmp_path / "empty"))
+    assert "does not divide the model's num_attention_heads, 32" in problems(
+        plan=True, model=model, tensor_model_parallel_size=3
+    )
+    assert "--num_gpus 3: 3 processes do not divide into tensor parallel 2" in problems(
+        plan=True, model=model, num_gpus=3, tensor_model_parallel_size=2
+    )
+    assert "--num_gpus 0 must be at least 1" in problems(plan=True, model=model, num_gpus=0)
+
+
+def test_options_of_a_plan_without_one():
+    assert "--num_gpus 8 without a plan\n      add --plan" in problems(num_gpus=8)
+
+
+def test_an_unknown_model_type(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | {"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="gpt2"):
+        doctor.run(DoctorArgs(plan=True, model=str(tmp_path)))

@@ -1,0 +1,116 @@
+"""What `doctor --plan` estimates against what live objects hold, measured by scripts/bench/memory.py."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.args.memory import Setup, estimate
+from tests.parallel.launch import launch
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory.py"
+
+
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_memory", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 512, "head_dim": 32}
+
+
+def config(family: str, **changes) -> dict:
+    return bench().example(**SHAPE) | {"model_type": family} | changes
+
+
+def measure(hf_config: dict, setup: Setup):
+    return bench().measure(hf_config, setup)
+
+
+def check(measured, estimated) -> None:
+    """Parameters, gradients and optimizer state are exact; of activations, small tensors that do
+    not grow with the model's width (indices, masks, the loss's weights) are left out: 1 %."""
+    exact = ("parameters", "weights", "gradients", "optimizer")
+    assert {name: getattr(measured, name) for name in exact} == {name: getattr(estimated, name) for name in exact}
+    if measured.activations is not None:
+        assert estimated.activations == pytest.approx(measured.activations, rel=0.01)
+        assert estimated.logits == measured.logits
+
+
+@pytest.mark.parametrize("parameter_bytes", [2, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_one_process(family, depth, parameter_bytes):
+    setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, mtp_num_layers=depth)
+    hf_config = config(family, tie_word_embeddings=depth == 2)
+    (estimated,) = estimate(hf_config, setup)
+    check(measure(hf_config, setup), estimated)
+
+
+def test_heads_only():
+    setup = Setup(micro_batch_size=2, max_length=64, mtp_num_layers=1, mtp_mode="heads_only")
+    hf_config = config("qwen3")
+    (estimated,) = estimate(hf_config, setup)
+    check(measure(hf_config, setup), estimated)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeArgs("full", "uniform", 1),
+        RecomputeArgs("full", "uniform", 2),
+        RecomputeArgs("full", "block", 2),
+        RecomputeArgs("selective"),
+        RecomputeArgs("selective", recompute_modules=["mlp"]),
+    ],
+    ids=lambda recompute: f"{recompute.recompute_granularity}-{recompute.recompute_method}",
+)
+def test_recomputation(recompute):
+    setup = Setup(micro_batch_size=2, max_length=64, recompute=recompute)
+    (estimated,) = estimate(config("qwen3"), setup)
+    check(measure(config("qwen3"), setup), estimated)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tensor_model_parallel_size=2),
+        ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=True),
+        ParallelLayout(pipeline_model_parallel_size=2),
+        ParallelLayout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*4|mL"),
+        ParallelLayout(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+    ],
+    ids=["TP2", "TP2+SP", "PP2", "PP2 with MTP alone", "PP2xVPP2"],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rank_of_a_layout(layout, tied):
+    setup = Setup(layout=layout, num_gpus=2, micro_batch_size=2, max_length=64, mtp_num_layers=1)
+    hf_config = config("qwen3", tie_word_embeddings=tied)
+    estimated = estimate(hf_config, setup)
+    for rank, measured in enumerate(launch(2, measure, hf_config, setup)):
+        check(measured, estimated[rank if len(estimated) > 1 else 0])
+
+
+@pytest.mark.gloo
+def test_a_distributed_optimizer_shares_its_state():
+    setup = Setup(num_gpus=2, micro_batch_size=2, max_length=64, use_distributed_optimizer=True)
+    hf_config = config("qwen3")
+    (estimated,) = estimate(hf_config, setup)
+    ranks = launch(2, measure, hf_config, setup)
+    for measured in ranks:
+        # Buffers are padded, so that ranks share them in equal parts (param_and_grad_buffer.py of 0.16.1), and a
+        # parameter may lie on both.
+        assert estimated.gradients <= measured.gradients <= estimated.gradients * 1.01
+        assert measured.optimizer == pytest.approx(estimated.optimizer, rel=0.01)
+    assert sum(measured.optimizer for measured in ranks) == 2 * estimated.optimizer
+    alone = estimate(hf_config, replace(setup, use_distributed_optimizer=False))[0]
+    assert 2 * estimated.optimizer == alone.optimizer

@@ -1,0 +1,109 @@
+"""The files for clusters say what `cli/launch.py` reads, and their commands are ones that swiftlite takes."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from swiftlite.args import rules
+from swiftlite.args.layout import data_parallel_size, layout_of
+from swiftlite.cli import launch
+from swiftlite.cli.parse import parse
+from swiftlite.cli.table import find
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SLURM, KUBERNETES = EXAMPLES / "slurm.sbatch", EXAMPLES / "kubernetes.yaml"
+
+
+def check_sft(argv: list[str], processes: launch.Processes) -> None:
+    """Options that exist, in their ranges, for as many processes as there are."""
+    command, rest = find(argv)
+    args, notes = parse(command.args_class, rest)
+    assert command.words == "megatron sft"
+    assert notes == []
+    ground = rules.Ground(processes.world_size, {})
+    assert list(rules.numbers_are_in_range(args, ground)) == []
+    replicas = data_parallel_size(layout_of(args), processes.world_size)
+    assert args.global_batch_size % (args.micro_batch_size * replicas) == 0
+
+
+@pytest.fixture
+def node(tmp_path):
+    """node(JOB_ID, NODE): the environment and the words with which slurm.sbatch starts swiftlite on a node."""
+
+    def fake(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    fake("scontrol", 'printf "gpu17\\ngpu18\\n"')
+    fake("srun", 'shift; exec "$@"')  # the option; then the command of one node
+    fake("swiftlite", 'env -0 > environment; printf "%s\\0" "$@" > words')
+
+    def run(job_id: int, number: int) -> tuple[dict[str, str], list[str]]:
+        env = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "MODEL": "model dir",
+            "TRAIN": "train.jsonl",
+            "OUT": "out",
+            "SLURM_GPUS_ON_NODE": "8",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "gpu[17-18]",
+            "SLURM_JOB_ID": str(job_id),
+            "SLURM_NODEID": str(number),
+        }
+        subprocess.run(["bash", SLURM, "--resume", "true"], cwd=tmp_path, env=env, check=True)
+        environment = (tmp_path / "environment").read_text().rstrip("\0").split("\0")
+        words = (tmp_path / "words").read_text().rstrip("\0").split("\0")
+        return dict(line.split("=", 1) for line in environment), words
+
+    return run
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_slurm_starts_every_node(node, number):
+    env, words = node(4711, number)
+    processes = launch.read_environment(env)
+    assert processes == launch.Processes(8, 2, number, "gpu17", 24711)
+    assert words[words.index("--model") + 1] == "model dir"
+    assert words[-2:] == ["--resume", "true"]
+    check_sft(words, processes)
+
+
+def test_slurm_says_what_is_missing():
+    done = subprocess.run(
+        ["bash", SLURM], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "MODEL: a Hugging Face model directory" in done.stderr
+
+
+def test_kubernetes_starts_every_node():
+    service, job = yaml.safe_load_all(KUBERNETES.read_text(encoding="utf-8"))
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == int(env["NNODES"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(env["NPROC_PER_NODE"])
+    # Pod 0 of an indexed Job is JOB-0, found under the headless Service that is its subdomain.
+    assert service["spec"]["clusterIP"] == "None"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    assert env["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert container["ports"][0]["containerPort"] == int(env["MASTER_PORT"])
+    assert env["NODE_RANK"] == ""  # Kubernetes fills it in
+    for number in range(spec["completions"]):
+        processes = launch.read_environment(env | {"NODE_RANK": str(number)})
+        assert processes == launch.Processes(8, 2, number, env["MASTER_ADDR"], 29500)
+    assert container["command"][0] == "swiftlite"
+    check_sft(container["command"][1:], processes)
+
+
+@pytest.mark.parametrize("path", [SLURM, KUBERNETES], ids=lambda path: path.name)
+def test_the_header_says_what_it_takes(path):
+    header = path.read_text(encoding="utf-8").split("\n\n")[0]
+    assert re.findall(r"^# (\w+): ", header, re.MULTILINE) == ["Hardware", "Time", "Expect", "Before", "Run"]
