@@ -178,6 +178,8 @@ class RunArgs:
     """Go on from the newest complete checkpoint in --output_dir, bit for bit."""
     save_steps: int = 500
     """Steps between checkpoints; one more is written at the end."""
+    async_save: bool = False
+    """Write checkpoints in a process of its own while training goes on."""
     save_total_limit: int | None = None
     """Newest checkpoints to keep. Unset: all."""
     eval_steps: int | None = None

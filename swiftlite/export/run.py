@@ -21,7 +21,7 @@ from swiftlite.log import logger
 from swiftlite.model.build import build_model
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
-from swiftlite.train.checkpoint import load_checkpoint, read_state, resolve_checkpoint, save_checkpoint
+from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from swiftlite.train.source import TENSORS_FILE, source_dtypes, write_source
 
 
@@ -123,4 +123,4 @@ def to_mcore(args: ExportArgs, device: Device) -> None:
     logger.info("%s", load_hf(model, hf_dir, family, hf_config))
     if dist.get_rank() == 0:
         write_source(hf_dir, output_dir, family, hf_config, depth)
-    save_checkpoint(output_dir, 0, model, None, {"mtp_num_layers": depth, "torch_dtype": dtype})
+    Checkpointer(output_dir, model, None, {"mtp_num_layers": depth, "torch_dtype": dtype}).save(0)

@@ -62,9 +62,18 @@ def session(
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield device
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    except BaseException:
+        # Not under torchrun: connections would close before this rank's traceback is out, and the launcher could take
+        # the ranks that lost theirs for the culprits.
+        if alone:
+            _close()
+        raise
+    _close()
+
+
+def _close() -> None:
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def _embedding_ranks(pp_ranks: Sequence[int], pp_size: int | None = None, *, layout: ParallelLayout, tied: bool):

@@ -8,12 +8,15 @@ function of the step, and nothing draws random numbers while training.
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,45 +47,70 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / STATE_FILE).read_text())
 
 
-def save_checkpoint(
-    output_dir: Path,
-    step: int,
-    chunks: Sequence[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    state: dict[str, Any],
-    keep: int | None = None,
-) -> Path:
-    """Write `checkpoint-STEP` by all ranks together, then delete all but the `keep` newest.
+@dataclass
+class Checkpointer:
+    """Writes the checkpoints of a run, by all ranks together.
 
-    Args:
+    Attributes:
+        output_dir: of the run.
         chunks: the bare model, without wrappers, one per virtual pipeline stage.
         optimizer: None writes weights alone.
         state: small JSON values stored beside the tensors.
+        keep: how many of the newest stay; None keeps all.
+        is_async: write in a process of its own while training goes on; the checkpoint gets its name once it is whole.
     """
-    final, temporary = output_dir / f"checkpoint-{step}", output_dir / f".checkpoint-{step}.writing"
-    is_first = dist.get_rank() == 0
-    if is_first:
-        for stale in output_dir.glob(".checkpoint-*.writing"):
-            shutil.rmtree(stale)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    tensors = _model_state(chunks)
-    if optimizer is not None:
-        tensors["optimizer"] = state_to_save(slots_of(optimizer), dict(tensors))
-    dist_checkpointing.save(tensors, str(temporary))
-    dist.barrier()
-    if is_first:
-        (temporary / STATE_FILE).write_text(json.dumps({"step": step, **state}, indent=2))
-        flush_to_disk(temporary)
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-        flush_to_disk(output_dir, contents=False)
-        for old in run_checkpoints(output_dir)[:-keep] if keep else []:
-            shutil.rmtree(old)
-        logger.info("saved %s", final)
-    dist.barrier()
-    return final
+
+    output_dir: Path
+    chunks: Sequence[MegatronModule]
+    optimizer: MegatronOptimizer | None
+    state: Mapping[str, Any]
+    keep: int | None = None
+    is_async: bool = False
+    _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue, repr=False)
+
+    def save(self, step: int) -> None:
+        """Write `checkpoint-STEP`, then delete all but the newest; returns early with `is_async`."""
+        self.finish()
+        temporary = self.output_dir / f".checkpoint-{step}.writing"
+        if dist.get_rank() == 0:
+            for stale in self.output_dir.glob(".checkpoint-*.writing"):
+                shutil.rmtree(stale)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+        tensors = _model_state(self.chunks)
+        if self.optimizer is not None:
+            tensors["optimizer"] = state_to_save(slots_of(self.optimizer), dict(tensors))
+        request = dist_checkpointing.save(tensors, str(temporary), async_sharded_save=self.is_async)
+        if request is None:
+            self._publish(step)
+        else:
+            request.add_finalize_fn(partial(self._publish, step))
+            self._queue.schedule_async_request(request)
+
+    def poll(self) -> None:
+        """Give its name to a checkpoint that has been written meanwhile; all ranks must call this together."""
+        if self.is_async:
+            self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for what is still being written."""
+        if self.is_async:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def _publish(self, step: int) -> None:
+        final, temporary = self.output_dir / f"checkpoint-{step}", self.output_dir / f".checkpoint-{step}.writing"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (temporary / STATE_FILE).write_text(json.dumps({"step": step, **self.state}, indent=2))
+            flush_to_disk(temporary)
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            flush_to_disk(self.output_dir, contents=False)
+            for old in run_checkpoints(self.output_dir)[: -self.keep] if self.keep else []:
+                shutil.rmtree(old)
+            logger.info("saved %s", final)
+        dist.barrier()
 
 
 def load_checkpoint(

@@ -3,6 +3,7 @@
 import json
 import time
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from megatron.core import parallel_state
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.config import write_config
+from swiftlite.args.config import to_config, write_config
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.args.layout import group_of, layout_of
 from swiftlite.args.plan import Plan, make_plan, make_schedule
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import Data, load_train_val
@@ -26,11 +28,12 @@ from swiftlite.errors import UserError
 from swiftlite.families import index
 from swiftlite.log import logger
 from swiftlite.model.build import build_model
+from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
 from swiftlite.train.acceptance import measure_acceptance
 from swiftlite.train.batches import Batches
-from swiftlite.train.checkpoint import load_checkpoint, read_state, resolve_checkpoint, save_checkpoint
+from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.report import check_frozen, compare_tensors, hash_tensors, write_json
 from swiftlite.train.sinks import open_sinks
@@ -77,6 +80,8 @@ def _run(args: SftArgs, device: Device) -> int:
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
     )
+    checkpoint = resolve_checkpoint(output_dir) if args.resume else None
+    _check_agreement(args, data, checkpoint)
     load_report = load_hf(model, hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed)
     logger.info("%s", load_report)
     if args.mtp_num_layers is None and any(map(family.is_mtp, load_report.dropped)):
@@ -89,8 +94,7 @@ def _run(args: SftArgs, device: Device) -> int:
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
 
     first = 0
-    if args.resume:
-        checkpoint = resolve_checkpoint(output_dir)
+    if checkpoint:
         first = read_state(checkpoint)["step"]
         if first > schedule.steps:
             raise UserError(
@@ -117,7 +121,9 @@ def _run(args: SftArgs, device: Device) -> int:
         device=device,
         sinks=open_sinks(output_dir, first, schedule.steps, args.tensorboard) if is_first else [],
         logging_steps=args.logging_steps,
-        save=lambda step: save_checkpoint(output_dir, step, model, optimizer, checkpoint_state, args.save_total_limit),
+        checkpointer=Checkpointer(
+            output_dir, model, optimizer, checkpoint_state, args.save_total_limit, args.async_save
+        ),
     )
     acceptance = _Acceptance(args, plan, data.val_conversations, tokenizer, hf_dir, trainer)
     if not args.resume:
@@ -153,6 +159,21 @@ def _run(args: SftArgs, device: Device) -> int:
     check_frozen(tensors)
     logger.info("done. Next: swiftlite export --to_hf --model %s --output_dir %s-hf", output_dir, output_dir)
     return 0
+
+
+def _check_agreement(args: SftArgs, data: Data, checkpoint: Path | None) -> None:
+    """Every rank must be about to do the same; nodes have files of their own."""
+    # What may differ from node to node: where things lie.
+    options = {name: value for name, value in to_config(args).items() if name not in ("model", "output_dir")}
+    check_agreement(
+        {
+            "options": digest(options),
+            "rows of the dataset": data.digest,
+            "tensors of --model": digest(describe(Path(args.model))),
+            "checkpoint": checkpoint.name if checkpoint else "none",
+            **{name: version(name) for name in ("torch", "megatron-core", "transformers")},
+        }
+    )
 
 
 def _load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase) -> Data:

@@ -21,6 +21,7 @@ from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
 from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.runtime.device import Device
+from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.objective import Statistics, count_targets, make_forward_step, mtp_coefficients
 from swiftlite.train.ranks import largest
 from swiftlite.train.sinks import Sink
@@ -37,7 +38,7 @@ class Trainer:
         train_batches: step (from 0) -> this rank's micro-batches of it; a pure function, which is what makes a
             resumed run continue with the very same data.
         eval_batches: this rank's share of the held-out rows.
-        save: step -> None; writes a checkpoint of all ranks.
+        checkpointer: writes the checkpoints; None writes none.
     """
 
     model: Sequence[DistributedDataParallel]
@@ -51,7 +52,7 @@ class Trainer:
     device: Device
     sinks: Sequence[Sink]
     logging_steps: int
-    save: Callable[[int], object]
+    checkpointer: Checkpointer | None
 
     def fit(self, first: int) -> int:
         """Steps `first` .. the last one of the schedule, saving and evaluating on the way.
@@ -66,16 +67,24 @@ class Trainer:
                     self._log(step, metrics)
                 stopping = largest(stop.received, self.device.torch_device)  # all stop at the same step
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
-                    with whole_parameters(self.model):
-                        self.save(step)
+                    self._save(step)
                 if stopping:
                     return stopping
                 if step % self.plan.eval_steps == 0 or step == self.schedule.steps:
                     self._log(step, self.evaluate())
+                if self.checkpointer:
+                    self.checkpointer.poll()
         return 0
 
+    def _save(self, step: int) -> None:
+        if self.checkpointer:
+            with whole_parameters(self.model):
+                self.checkpointer.save(step)
+
     def close(self) -> None:
-        """Close all sinks."""
+        """Wait for the last checkpoint and close all sinks."""
+        if self.checkpointer:
+            self.checkpointer.finish()
         for sink in self.sinks:
             sink.close()
 

@@ -26,7 +26,7 @@ from swiftlite.data.sampler import Sampler
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
-from swiftlite.train.checkpoint import load_checkpoint, save_checkpoint
+from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
 from tests.parallel.launch import launch
@@ -79,8 +79,8 @@ CASES: dict[str, Case] = {
         needs="experts",
     ),
     "PP2xTP2": Case(4, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "PP2 MTP apart": Case(2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*4|mL"}),
-    "PP3 MTP middle": Case(3, {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*4|m|L"}),
+    "PP2 MTP apart": Case(2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*4|MTP L"}),
+    "PP3 MTP middle": Case(3, {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*4|MTP|L"}),
     "full uniform 1": Case(1, {"recompute_granularity": "full", "recompute_num_layers": 1}),
     "full uniform 2": Case(1, {"recompute_granularity": "full", "recompute_num_layers": 2}),
     "full block 1": Case(1, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}),
@@ -130,10 +130,13 @@ def compute(
     Returns:
         Metrics of each step.
     """
-    args = SftArgs(model=str(hf_dir), **(OPTIONS | options))
     hf_config = read_config(hf_dir)
     family = families.get(hf_config)
     depth = family.mtp_depth(hf_config)
+    stages = options.get("pipeline_model_parallel_layout")
+    if stages:
+        options = options | {"pipeline_model_parallel_layout": stages.replace("MTP", "m" * depth)}
+    args = SftArgs(model=str(hf_dir), **(OPTIONS | options))
     with session(layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings"))) as device:
         dtype = getattr(torch, args.torch_dtype)
         plan = make_plan(args, torch.distributed.get_world_size(), depth)
@@ -167,7 +170,7 @@ def compute(
             device=device,
             sinks=[],
             logging_steps=1,
-            save=lambda step: None,
+            checkpointer=None,
         )
         first, last = steps
         if resume:
@@ -179,7 +182,7 @@ def compute(
         metrics += [trainer.step(step) for step in range(first + 1, last + 1)]
         with whole_parameters(wrapped):
             if save:
-                save_checkpoint(out_dir, last, model, optimizer, {})
+                Checkpointer(out_dir, model, optimizer, {}).save(last)
             save_hf(model, out_dir / "weights", family, hf_config, dtypes="float32")
     return metrics
 

@@ -20,7 +20,7 @@ from swiftlite.args.plan import make_plan, make_schedule
 from swiftlite.families import index
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
-from swiftlite.train.checkpoint import save_checkpoint
+from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer
 from swiftlite.data.batch import collate
@@ -45,10 +45,10 @@ def main():
         trainer = Trainer(
             model=wrapped, optimizer=optimizer, scheduler=scheduler, plan=plan, schedule=schedule,
             mtp_loss_scaling_factor=0.1, train_batches=lambda step: [batch], eval_batches=[], device=device, sinks=[],
-            logging_steps=1, save=lambda step: None,
+            logging_steps=1, checkpointer=None,
         )
         assert trainer.step(1)["grad_norm"] > 0
-        save_checkpoint(Path(sys.argv[2]), 1, [model], optimizer, {})
+        Checkpointer(Path(sys.argv[2]), [model], optimizer, {}).save(1)
         assert not torch.cuda.is_available()
 
 if __name__ == "__main__":
