@@ -47,7 +47,7 @@ def random_tensors(row: Row, std: float, seed: int) -> dict[str, torch.Tensor]:
     """
     if row.mcore.endswith("norm.weight"):
         return {key: torch.ones(shape) for key, shape in row.hf.items()}
-    if row.mcore.endswith(".bias"):
+    if row.mcore.endswith("bias"):  # a router's expert_bias too
         return {key: torch.zeros(shape) for key, shape in row.hf.items()}
     return {
         key: torch.randn(shape, generator=torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))) * std

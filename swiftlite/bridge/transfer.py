@@ -16,6 +16,8 @@ from torch import nn
 from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
+from swiftlite.bridge.fp8 import block_size
+from swiftlite.bridge.packing import fold, packed_name
 from swiftlite.bridge.plan import Binding, bind, report_missing
 from swiftlite.bridge.rows import Family, Row
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some
@@ -74,7 +76,7 @@ def load_hf(
         UserError: the checkpoint cannot be read, does not match the model, or has other MTP heads than asked for; or an
             `lm_head.weight` of a tied model differs from the embedding.
     """
-    with Checkpoint(hf_dir) as checkpoint:
+    with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
         return _load(model_chunks, checkpoint, family, hf_config, mtp_init, seed)
 
 
@@ -110,14 +112,15 @@ def _load(
         rows,
         borrowed=borrowed,
         made=made,
-        all_names=placement.names_of_all_stages(shards),
+        others_hold=placement.others_hold(model_chunks, shards),
         hf_shapes={key: entry.shape for key, entry in checkpoint.entries.items()},
         ignored=dropped,
         what=str(checkpoint.hf_dir),
         hint="check that the tensors belong to this config.json, and that both are complete",
     )
     drawn_names = {row.mcore for row in drawn}
-    drawn_bindings = bind([shard for shard in shards if shard.name in drawn_names], drawn, all_names=drawn_names)
+    drawn_here = [shard for shard in shards if shard.name in drawn_names]
+    drawn_bindings = bind(drawn_here, drawn, others_hold=lambda name: True)
     _read(bindings, checkpoint, family, hf_config)
     for binding in drawn_bindings:
         tensors = fresh_heads.random_tensors(binding.row, hf_config.get("initializer_range") or 0.02, seed)
@@ -156,7 +159,7 @@ def save_hf(
         dtypes: dtype by HF key, as the source had it ("bfloat16" or torch.bfloat16); a key that the source lacked
             gets the source's most frequent dtype. One dtype: for all tensors. None: the dtype of the parameters. A copy
             such as the `lm_head.weight` of a tied model is written if it is a key of this mapping; those of MTP heads
-            always are.
+            always are. Experts are stacked in one tensor where the source had them so.
         max_shard_bytes: size limit of one file.
 
     Returns:
@@ -171,7 +174,7 @@ def save_hf(
     bindings = bind(
         shards,
         rows,
-        all_names=placement.names_of_all_stages(shards),
+        others_hold=placement.others_hold(model_chunks, shards),
         what="config.json",
         hint="check that this config.json belongs to the model",
     )
@@ -180,14 +183,14 @@ def save_hf(
     else:
         source_dtypes, other = {}, dtypes or shards[0].tensor.dtype
     tensors = {
-        key: (_dtype(source_dtypes.get(key, other)), shape)
+        key: (_dtype(source_dtypes.get(packed_name(key)) or source_dtypes.get(key, other)), shape)
         for row in rows
         for key, shape in row.hf_shapes().items()
         if key in row.hf or key in source_dtypes or family.is_mtp(hf_config, key)
     }
 
     out_dir = Path(out_dir)
-    files = ShardedFiles(out_dir, tensors, max_shard_bytes)
+    files = ShardedFiles(out_dir, fold(tensors, source_dtypes.keys()), max_shard_bytes)
     if placement.is_first_rank():
         out_dir.mkdir(parents=True, exist_ok=True)
         if present := sorted(path.name for path in out_dir.glob("*.safetensors*")):
@@ -207,9 +210,7 @@ def save_hf(
     return files.files
 
 
-def _read(
-    bindings: Sequence[Binding], checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]
-) -> None:
+def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]) -> None:
     """Copy every slice this rank holds, in the order of the files, so that disks read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:

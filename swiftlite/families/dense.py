@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from swiftlite.bridge.fp8 import quantization_problem
 from swiftlite.bridge.layout import GATE_UP, Interleave, PadEnd
 from swiftlite.bridge.rows import Row
 from swiftlite.errors import UserError
@@ -30,7 +31,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "pretraining_tp": (1, None),
     "partial_rotary_factor": (1, None),
-    "quantization_config": (None,),
     "use_sliding_window": (False, None),
 }
 
@@ -61,6 +61,8 @@ def problems_of(hf_config: HfConfig, *, reads: Collection[str] = (), **neutral: 
         for key, values in {**NEUTRAL, **neutral}.items()
         if key in hf_config and hf_config[key] not in values and key not in reads
     ]
+    if problem := quantization_problem(hf_config):
+        problems.append(problem)
     factor = partial_rotary_factor(hf_config)
     if "partial_rotary_factor" not in (*reads, *hf_config) and factor not in (1, None):
         problems.append(f"rope_parameters: partial_rotary_factor {factor} is not supported; it can only be 1")

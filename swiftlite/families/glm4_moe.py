@@ -1,5 +1,5 @@
-"""GLM-4.5 and 4.6: grouped-query attention with rotary angles on half of each head, a sigmoid router whose choice a bias
-levels, shared experts, dense layers first, and MTP heads of its own.
+"""GLM-4.5 and 4.6: grouped-query attention with rotary angles on half of each head, a sigmoid router whose choice is
+levelled by a bias, shared experts, dense layers first, and MTP heads of its own.
 """
 
 from typing import Any

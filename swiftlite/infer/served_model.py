@@ -10,6 +10,7 @@ from typing import Any
 
 from swiftlite import families
 from swiftlite.bridge.audit import mtp_depth_on_disk, mtp_keys
+from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.errors import UserError
@@ -63,7 +64,7 @@ def require_heads(model: ServedModel) -> None:
             f"--speculative mtp: {model.directory / 'config.json'} promises no MTP heads",
             "train some (swiftlite megatron sft --mtp_num_layers 1 ...), or leave --speculative out",
         )
-    keys = Checkpoint(model.directory).entries.keys()
+    keys = Checkpoint(model.directory, block_size(model.hf_config)).entries.keys()
     missing = mtp_depth_on_disk(model.directory, model.family, model.hf_config).missing
     heads = range(model.mtp_depth)
     known = {key for head in heads for row in model.family.head_rows(model.hf_config, head) for key in row.hf}

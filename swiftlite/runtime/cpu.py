@@ -53,14 +53,14 @@ def patch_alltoall_dispatcher() -> None:
     """transformer/moe/token_dispatcher.py:445 opens a CUDA stream, on which :871 copies to the CPU how many tokens go
     where. Here they are on the CPU already; torch.distributed wants lists of numbers (moe_utils.py:1093)."""
 
-    def counts_to_numbers(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    def counts_to_numbers(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         for name in ("input_splits", "output_splits"):
             splits = getattr(self, name)
             if isinstance(splits, torch.Tensor):
                 setattr(self, name, splits.tolist())
         return tokens_per_expert
 
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # not None is all that is asked
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # type: ignore[assignment]  # not None is all that is asked
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_to_numbers
 
 

@@ -48,6 +48,7 @@ READ = {
     "num_hidden_layers",
     "num_key_value_heads",
     "num_nextn_predict_layers",
+    "quantization_config",
     "rms_norm_eps",
     "tie_word_embeddings",
     "vocab_size",
@@ -187,9 +188,28 @@ def test_only_mimo_swaps_halves():
         assert list(projection.hf) == [mtp_names(name, 0)[0]["projection"]]
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+NOT_READABLE = [
+    {"quant_method": "gptq", "bits": 4},
+    "fp8",
+    {},
+    FP8 | {"fmt": "e5m2"},
+    FP8 | {"weight_block_size": None},
+    FP8 | {"weight_block_size": [128]},
+    FP8 | {"weight_block_size": [128, 0]},
+    FP8 | {"kv_cache_scheme": {"num_bits": 8}},
+]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_blockwise_fp8_can_be_read(family):
+    families.get(hf_config(family, quantization_config=FP8))
+
+
 REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
     *[(family, "quantization_config", {"quant_method": "fp8"}) for family in families.FAMILIES],
+    *[("qwen3", "quantization_config", value) for value in NOT_READABLE],
     *[(family, "attention_dropout", 0.1) for family in families.FAMILIES],
     *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES if family != "glm4_moe"],
     *[
