@@ -118,6 +118,10 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
 def random_mtp_tensors(model: PreTrainedModel, family: str, depth: int, std: float = 0.2) -> dict[str, torch.Tensor]:
     """`depth` random MTP heads under the family's names, in the dtype of `model`."""
     hidden = model.config.hidden_size
+    ends: dict[str, Any] = {
+        "embed_tokens": model.get_input_embeddings(),
+        "shared_head.head": model.get_output_embeddings(),
+    }
     tensors = {}
     for k in range(depth):
         names, block = mtp_names(family, k, model.config.num_hidden_layers)
@@ -128,8 +132,7 @@ def random_mtp_tensors(model: PreTrainedModel, family: str, depth: int, std: flo
             offset = 1.0 if "norm" in suffix else 0.0
             tensors[block + suffix] = offset + torch.randn(tensor.shape) * std
         if family == "glm4_moe":  # the hub's files repeat the trunk's tensors in each head
-            tensors[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
-            tensors[f"{block}shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
+            tensors |= {f"{block}{name}.weight": end.weight.detach().clone() for name, end in ends.items()}
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
 
 

@@ -4,6 +4,7 @@ and where transformers has MTP layers, against those.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def ids_and_positions(length: int, rows: int = 2, vocab_size: int = 128) -> tupl
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", CLASSES)
 def test_trunk_logits_equal_transformers(tmp_path, device, family, tied, rope, dtype):
-    parameters = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
+    parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family == "glm4_moe":
         parameters["partial_rotary_factor"] = 0.5
         for factors in parameters.keys() & {"short_factor", "long_factor"}:
@@ -179,7 +180,7 @@ def test_mtp_logits_equal_those_of_transformers(tmp_path, device, depth, tied):
     hf = load_transformers(directory, "glm4_moe", torch.float32)
     # Which keys are heads is known to it for the hub's numbers of layers only (46 and 92).
     hf._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\..*", r"model\.layers\.3\..*"]
-    heads = MtpModel.from_pretrained(hf).eval()
+    heads: Any = MtpModel.from_pretrained(hf).eval()
     input_ids, position_ids = ids_and_positions(20)
     with torch.no_grad():
         ours = load_megatron(directory, device, torch.float32)(input_ids, position_ids).mtp

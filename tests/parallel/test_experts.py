@@ -95,8 +95,8 @@ def build(source: Path, layout: Layout) -> GPTModel:
 def _stage(config, hf_config, layers, layer_norm, is_first: bool, is_last: bool) -> GPTModel:
     return GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=layer_norm),
-        mtp_block_spec=mtp_spec(config) if is_last else None,
+        transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm),  # pyright: ignore[reportArgumentType]
+        mtp_block_spec=mtp_spec(config) if is_last else None,  # pyright: ignore[reportArgumentType]
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
         pre_process=is_first,
