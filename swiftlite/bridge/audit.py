@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.plan import compare_shapes
 from swiftlite.bridge.rows import Family
-from swiftlite.bridge.tensors import Checkpoint, scan
+from swiftlite.bridge.tensors import Checkpoint, as_read, scan
 from swiftlite.errors import UserError
 
 
@@ -33,9 +34,9 @@ class MtpOnDisk:
         return self.promised == self.depth and not self.missing
 
 
-def mtp_keys(hf_keys: Iterable[str], family: Family) -> list[str]:
+def mtp_keys(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any]) -> list[str]:
     """Those of the keys that belong to MTP heads."""
-    return [key for key in hf_keys if family.is_mtp(key)]
+    return [key for key in hf_keys if family.is_mtp(hf_config, key)]
 
 
 def missing_mtp_keys(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any], depth: int) -> list[str]:
@@ -50,7 +51,7 @@ def mtp_depth_on_disk(hf_dir: str | Path, family: Family, hf_config: Mapping[str
     Raises:
         UserError: the directory has no readable safetensors.
     """
-    with Checkpoint(hf_dir) as checkpoint:
+    with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
         return _mtp_on_disk(checkpoint.entries, family, hf_config)
 
 
@@ -65,9 +66,11 @@ def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
     """
     try:
         hf_config = read_config(hf_dir)
-        entries, problems = scan(hf_dir)
+        stored, problems = scan(hf_dir)
     except UserError as error:
         return [error.problem]
+    entries, _, unusable = as_read(stored, block_size(hf_config))
+    problems += unusable
     mtp = _mtp_on_disk(entries, family, hf_config)
     if mtp.promised != mtp.depth:
         problems.append(f"config.json promises {mtp.promised} MTP layers, the files have tensors of {mtp.depth}")
@@ -78,7 +81,7 @@ def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
     derived = [key for key in entries if family.is_derived(key)]
     problems += compare_shapes(expected, {key: entry.shape for key, entry in entries.items()}, derived)
     if not problems:
-        with Checkpoint(hf_dir) as checkpoint:
+        with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
             copies = [(key, copy) for row in rows for key in row.hf for copy in row.hf_copies if copy in entries]
             problems += [f"{copy} differs from {key}" for key, copy in copies if not checkpoint.is_equal(key, copy)]
             problems += _not_finite(checkpoint)
@@ -86,9 +89,10 @@ def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
 
 
 def _mtp_on_disk(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any]) -> MtpOnDisk:
-    found = set(mtp_keys(hf_keys, family))
-    # A head has at least one key, so no head has a number beyond the count of keys.
-    heads = [head for head in range(len(found)) if not found.isdisjoint(_head_keys(family, hf_config, head))]
+    found = set(mtp_keys(hf_keys, family, hf_config))
+    # A head has at least one key of its own, so no head has a number beyond the count of keys.
+    numbers = {head for key in found if (head := family.head_of(hf_config, key)) is not None and head < len(found)}
+    heads = [head for head in numbers if not found.isdisjoint(_head_keys(family, hf_config, head))]
     depth = max(heads) + 1 if heads else 0
     promised = family.mtp_depth(hf_config)
     missing = missing_mtp_keys(found, family, hf_config, max(promised, depth))

@@ -11,6 +11,7 @@ from swiftlite.bridge.tensors import write_durably
 from swiftlite.errors import UserError
 
 _WHITESPACE = " \t\n\r"
+REMOVE: Any = object()  # as a change: the key goes
 
 
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
@@ -37,8 +38,13 @@ def dtype_change(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {} if hf_config.get(key) == dtype else {key: dtype}
 
 
+def quantization_change(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The change for a model that was read from a quantised checkpoint and is written without quantisation."""
+    return {"quantization_config": REMOVE} if "quantization_config" in hf_config else {}
+
+
 def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[str, Any]) -> list[str]:
-    """Copy config.json with some top-level keys changed or added.
+    """Copy config.json with some top-level keys changed, added or removed (REMOVE).
 
     Returns:
         The difference, one line per key that really changed: `key: old -> new`.
@@ -51,17 +57,22 @@ def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[
 
 
 def patch(text: str, changes: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Change or add top-level keys of a JSON object, leaving every other byte as it is.
+    """Change, add or remove top-level keys of a JSON object, leaving every other byte as it is.
 
     Args:
         text: a valid JSON object.
-        changes: new values by key.
+        changes: new values by key; REMOVE takes a key out.
 
     Returns:
         The new text, and one line per key whose value differs from before.
     """
-    members = _members(text)
     difference = []
+    for key, value in changes.items():
+        while value is REMOVE and (member := _members(text).get(key)):
+            difference.append(f"{key}: {text[member.value_start : member.value_end]} -> (none)")
+            text = _remove(text, member)
+    changes = {key: value for key, value in changes.items() if value is not REMOVE}
+    members = _members(text)
     # From the end, so that the positions of what comes before stay true.
     for key, member in sorted(members.items(), key=lambda item: -item[1].value_start):
         if key in changes and json.loads(text[member.value_start : member.value_end]) != changes[key]:
@@ -96,6 +107,15 @@ def _members(text: str) -> dict[str, _Member]:
         if text[position] == ",":
             position = _skip(text, position + 1)
     return members
+
+
+def _remove(text: str, member: _Member) -> str:
+    """Take a member out with the comma and the white space that set it off from its neighbours."""
+    after = _skip(text, member.value_end)
+    if text[after] == ",":
+        return text[: member.key_start] + text[_skip(text, after + 1) :]
+    before = text[: member.key_start].rstrip(_WHITESPACE)  # the last member: the comma before it goes
+    return before.removesuffix(",") + text[member.value_end :]
 
 
 def _insert(text: str, member: str) -> str:

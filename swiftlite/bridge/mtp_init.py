@@ -25,7 +25,7 @@ def copied_rows(family: Family, hf_config: Mapping[str, Any], depth: int) -> lis
     norm = {"model.norm.weight": (hf_config["hidden_size"],)}
     rows = []
     for head in range(depth):
-        rows += lift(family.layer_rows(hf_config), f"mtp.layers.{head}.transformer_layer.", last_layer)
+        rows += lift(family.block_rows(hf_config), f"mtp.layers.{head}.transformer_layer.", last_layer)
         rows.append(Row(f"mtp.layers.{head}.final_layernorm.weight", norm))
     return rows
 
@@ -47,7 +47,7 @@ def random_tensors(row: Row, std: float, seed: int) -> dict[str, torch.Tensor]:
     """
     if row.mcore.endswith("norm.weight"):
         return {key: torch.ones(shape) for key, shape in row.hf.items()}
-    if row.mcore.endswith(".bias"):
+    if row.mcore.endswith("bias"):  # a router's expert_bias too
         return {key: torch.zeros(shape) for key, shape in row.hf.items()}
     return {
         key: torch.randn(shape, generator=torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))) * std

@@ -1,18 +1,20 @@
 """Which rank holds which part of which parameter: the only file of the bridge that knows megatron-core and processes.
 
-A parameter says itself how it is shared (`tensor_model_parallel`, `partition_dim`), so no table of names is kept here.
-Reading and writing need no collective but a barrier; only with pipeline stages are names exchanged, for the plan.
+A parameter says itself how it is shared (`tensor_model_parallel`, `partition_dim`), and a layer or an expert which
+number it has, so no table of names is kept here. Reading and writing need no collective but a barrier.
 """
 
 import re
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import nn
 
@@ -20,8 +22,17 @@ from swiftlite.bridge.plan import Shard
 
 _WRAPPERS = re.compile(r"^(module\.)+")
 _NUMBERED_LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
+_EXPERTS = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 # megatron-core calls the decoder layer inside an MTP layer transformer_layer up to 0.16, mtp_model_layer later.
 _MTP_INNER_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
+
+
+class _Sharing(NamedTuple):
+    """Among which ranks a parameter is split, and whether this is the first of those that hold the same part."""
+
+    tp_rank: int
+    tp_size: int
+    is_first_replica: bool
 
 
 def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
@@ -31,9 +42,6 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
         model_chunks: the GPTModel of this pipeline stage, or one per virtual stage; DDP and Float16Module around them
             are seen through.
     """
-    is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
     shards = []
     for chunk in model_chunks:
         model = _unwrap(chunk)
@@ -42,6 +50,7 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
             if not isinstance(tensor, torch.Tensor):  # megatron-core's _extra_state
                 continue
             name = global_name(local_name, model)
+            tp_rank, tp_size, is_first_replica = _sharing(local_name, model)
             # megatron-core sets these attributes on parameters that it shards, and on no others (layers.py:101).
             is_sharded = getattr(tensor, "tensor_model_parallel", False) and tp_size > 1
             # A later stage that computes MTP holds a second embedding; the first stage's is the one that counts.
@@ -57,18 +66,37 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
                 )
             )
     # megatron-core 0.16 marks a weight as sharded only while initialising it; gradient norms count on the mark too.
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
     assert tp_size == 1 or any(shard.partition_dim is not None for shard in shards), (
         "no parameter is marked as tensor-parallel: build the model with perform_initialization=True"
     )
     return shards
 
 
-def global_name(local_name: str, model: nn.Module) -> str:
-    """The parameter's name in a model that is not split: no wrappers, layers counted from the first stage.
+def _sharing(local_name: str, model: GPTModel) -> _Sharing:
+    """Experts are split and replicated among other ranks than everything else; they know their groups themselves."""
+    if match := _EXPERTS.search(local_name):
+        experts = cast(SequentialMLP, model.get_submodule(local_name[: match.start() + len(".experts")]))
+        return _Sharing(experts.tp_group.rank(), experts.tp_group.size(), experts.dp_group.rank() == 0)
+    return _Sharing(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+    )
 
-    The layer's own number is asked (`layer_number`, from 1, over all stages), so any pipeline layout is right.
+
+def global_name(local_name: str, model: nn.Module) -> str:
+    """The parameter's name in a model that is not split: no wrappers, layers counted from the first stage, experts from
+    the first rank.
+
+    Layers and mixtures are asked for their numbers (`layer_number`, from 1, over all stages; `local_expert_indices`),
+    so any layout is right.
     """
     name = _WRAPPERS.sub("", local_name)
+    if match := _EXPERTS.search(name):
+        mixture = cast(MoELayer, model.get_submodule(name[: match.start()]))
+        number = mixture.local_expert_indices[int(match.group(1))]
+        name = f"{name[: match.start(1)]}{number}{name[match.end(1) :]}"
     if match := _NUMBERED_LAYER.match(name):
         # An MTP layer is no TransformerLayer, but counts itself the same way.
         layer = cast(TransformerLayer, model.get_submodule(match.group(0).rstrip(".")))
@@ -76,15 +104,36 @@ def global_name(local_name: str, model: nn.Module) -> str:
     return _MTP_INNER_LAYER.sub(r"\1transformer_layer.", name)
 
 
-def names_of_all_stages(shards: Sequence[Shard]) -> set[str]:
-    """Parameter names over all pipeline stages; collective when there is more than one."""
-    names = {shard.name for shard in shards}
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if stages == 1:
-        return names
-    gathered: list[set[str]] = [set()] * stages
-    dist.all_gather_object(gathered, names, group=parallel_state.get_pipeline_model_parallel_group())
-    return set().union(*gathered)
+def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> Callable[[str], bool]:
+    """Whether a parameter that this rank does not hold may be held by another one.
+
+    Ranks share layers (and the embedding, the final norm, the head) over pipeline stages, and experts within a layer.
+    So it may when its layer, or its expert in a layer held here, is none of this rank's and the model has so many;
+    whoever holds it finds out whether the parameter itself is there. This needs no talk between ranks.
+    """
+    config = _unwrap(model_chunks[0]).config
+    counts = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
+    held = {owner for shard in shards for owner in _owners(shard.name)}
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    num_expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+
+    def may_be(name: str) -> bool:
+        owner, *expert = _owners(name)
+        if owner not in held:
+            layer = _NUMBERED_LAYER.match(name)
+            return num_stages > 1 and (layer is None or int(layer.group(2)) < counts[layer.group(1)])
+        match = _EXPERTS.search(name)
+        is_of_model = match is not None and int(match.group(1)) < (config.num_moe_experts or 0)
+        return num_expert_ranks > 1 and is_of_model and expert[0] not in held
+
+    return may_be
+
+
+def _owners(name: str) -> list[str]:
+    """What a rank holds whole or not at all: a layer, or a module outside of layers; then the expert within."""
+    layer, expert = _NUMBERED_LAYER.match(name), _EXPERTS.search(name)
+    owner = layer.group(0) if layer else ".".join(name.split(".")[:2])
+    return [owner, name[: expert.end()]] if expert else [owner]
 
 
 def mtp_num_layers(model_chunks: Sequence[nn.Module]) -> int:

@@ -5,7 +5,7 @@ finished plan are carried out by `transfer.py`.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,7 +98,7 @@ def bind(
     *,
     borrowed: Sequence[Row] = (),
     made: Collection[str] = (),
-    all_names: Collection[str] | None = None,
+    others_hold: Callable[[str], bool] = lambda name: False,
     hf_shapes: Mapping[str, Shape] | None = None,
     ignored: Collection[str] = (),
     what: str = "the checkpoint",
@@ -111,7 +111,7 @@ def bind(
         rows: rows that claim their HF keys.
         borrowed: rows that read HF keys claimed by others (a head that starts as a copy of the last layer).
         made: Megatron names that get their numbers elsewhere.
-        all_names: parameters of all pipeline stages; default: those of `shards`.
+        others_hold: whether a parameter that is not in `shards` may be on another rank.
         hf_shapes: what the HF side has, when it exists (loading); every key of it must be claimed or ignored.
         ignored: HF keys that are declared not to be read.
         what, hint: how the error names the HF side, and what it advises.
@@ -132,14 +132,14 @@ def bind(
     if twice := [key for key, count in claimed.items() if count > 1]:
         raise ValueError(f"two rows claim {', '.join(twice)}")
 
-    names = {shard.name for shard in shards} if all_names is None else set(all_names)
+    names = {shard.name for shard in shards}
     problems = [f"no source for {name}" for name in sorted(names - row_of.keys() - set(made))]
     problems += [
         f"the Megatron model has no {row.mcore}"
         for row in (*rows, *borrowed)
-        if names.isdisjoint((row.mcore, *row.mcore_copies))
+        if names.isdisjoint((row.mcore, *row.mcore_copies)) and not others_hold(row.mcore)
     ]
-    problems += [f"the Megatron model has no {name}" for name in made if name not in names]
+    problems += [f"the Megatron model has no {name}" for name in made if name not in names and not others_hold(name)]
     if hf_shapes is not None:
         expected = {key: shape for row in (*rows, *borrowed) for key, shape in row.hf.items()}
         expected |= {key: shape for row in rows for key, shape in row.hf_shapes().items() if key in hf_shapes}

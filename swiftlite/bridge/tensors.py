@@ -18,6 +18,9 @@ from typing import IO, Any, Self
 
 import torch
 
+from swiftlite.bridge import fp8
+from swiftlite.bridge.entry import Entry
+from swiftlite.bridge.packing import unfold
 from swiftlite.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -42,24 +45,6 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 _CHUNK_BYTES = 1 << 21  # what is read or written at once: stays in the processor's cache between file and tensor
 
 Index = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where one tensor lies. `offset` counts bytes from the beginning of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        return _product(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
@@ -101,19 +86,42 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
     return entries, problems
 
 
+def as_read(
+    stored: Mapping[str, Entry], block_size: fp8.BlockSize | None
+) -> tuple[dict[str, Entry], dict[str, Entry], list[str]]:
+    """What a reader finds in files: stacked experts apart, FP8 tensors without the tensors of their factors.
+
+    Returns:
+        The tensors, by key; the factors of the quantised ones, by the same keys; a line for each that cannot be used.
+    """
+    entries = unfold(stored)
+    if block_size is None:
+        return entries, {}, []
+    scales, problems = fp8.scales_of(entries, block_size)
+    folded_in = {key + fp8.SCALE_SUFFIX for key in scales}
+    return {key: entry for key, entry in entries.items() if key not in folded_in}, scales, problems
+
+
 class Checkpoint:
     """The tensors of a Hugging Face directory; nothing but headers is read until asked. A context manager.
 
+    Args:
+        block_size: of FP8 tensors with factors (`fp8.block_size`), which are then read as the numbers they stand for.
+
     Attributes:
-        entries: dtype, shape and place of every tensor, by key.
+        stored: dtype, shape and place of every tensor as the files have it, by key.
+        entries: the same as a reader finds it: stacked experts apart, the factors of FP8 tensors gone.
 
     Raises:
         UserError: see `scan`; every problem of every file is listed.
     """
 
-    def __init__(self, hf_dir: str | Path):
+    def __init__(self, hf_dir: str | Path, block_size: fp8.BlockSize | None = None):
         self.hf_dir = Path(hf_dir)
-        self.entries, problems = scan(hf_dir)
+        self.stored, problems = scan(hf_dir)
+        self.entries, self._scales, unusable = as_read(self.stored, block_size)
+        self._block_size = block_size
+        problems += unusable
         if problems:
             raise UserError(
                 f"{hf_dir} cannot be read:\n  " + "\n  ".join(some(problems)), "copy or download the model again"
@@ -137,17 +145,16 @@ class Checkpoint:
         buffer = _Buffer()
         for place, part in _parts(entry, index):
             there = target[place]
-            if there.dtype == entry.dtype and there.device.type == "cpu" and there.is_contiguous():
+            is_as_stored = there.dtype == entry.dtype and key not in self._scales
+            if is_as_stored and there.device.type == "cpu" and there.is_contiguous():
                 self._read_part(entry, part, there)
             else:
-                chunk = buffer.like(entry.dtype, part.shape)
-                self._read_part(entry, part, chunk)
-                there.copy_(chunk)
+                there.copy_(self._read_chunk(key, part, buffer))
 
     def read(self, key: str) -> torch.Tensor:
         """A whole tensor."""
         entry = self.entries[key]
-        result = torch.empty(entry.shape, dtype=entry.dtype)
+        result = torch.empty(entry.shape, dtype=torch.float32 if key in self._scales else entry.dtype)
         self.read_into(result, key, (slice(None),) * len(entry.shape))
         return result
 
@@ -156,9 +163,7 @@ class Checkpoint:
         entry = self.entries[key]
         buffer = _Buffer()
         for _, part in _parts(entry, (slice(None),) * len(entry.shape) if index is None else index):
-            chunk = buffer.like(entry.dtype, part.shape)
-            self._read_part(entry, part, chunk)
-            yield chunk
+            yield self._read_chunk(key, part, buffer)
 
     def is_equal(self, key: str, other: str, index: Index | None = None) -> bool:
         """Whether two tensors of one shape are the same in a slice, bit by bit: a NaN equals itself."""
@@ -166,6 +171,19 @@ class Checkpoint:
             torch.equal(one.view(torch.uint8), another.view(torch.uint8))
             for one, another in zip(self.chunks(key, index), self.chunks(other, index), strict=True)
         )
+
+    def _read_chunk(self, key: str, part: "_Part", buffer: "_Buffer") -> torch.Tensor:
+        entry, scale_entry = self.entries[key], self._scales.get(key)
+        chunk = buffer.like(entry.dtype, part.shape)
+        self._read_part(entry, part, chunk)
+        if scale_entry is None or not chunk.numel():
+            return chunk
+        assert self._block_size
+        rows, columns = part.ranges
+        blocks = _Part(fp8.blocks_of((rows, columns), self._block_size))
+        scale = torch.empty(blocks.shape)
+        self._read_part(scale_entry, blocks, scale)
+        return fp8.dequantise(chunk, scale, (rows, columns), self._block_size)
 
     def _read_part(self, entry: Entry, part: "_Part", contiguous: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self.hf_dir / entry.file)
@@ -177,11 +195,21 @@ class Checkpoint:
 
 
 def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
-    """What a directory holds, ready for JSON: `{key: {"dtype": "bfloat16", "shape": [..]}}`."""
+    """What a directory holds, ready for JSON: `{key: {"dtype": "bfloat16", "shape": [..]}}`.
+
+    Keys are those of the files, stacked experts included. FP8 tensors with factors count as the bfloat16 that an export
+    writes in their place, their factors not at all.
+    """
     with Checkpoint(hf_dir) as checkpoint:
+        stored = checkpoint.stored
+        quantised = {key for key in stored if fp8.is_quantised(key, stored)}
         return {
-            key: {"dtype": str(entry.dtype).removeprefix("torch."), "shape": list(entry.shape)}
-            for key, entry in checkpoint.entries.items()
+            key: {
+                "dtype": "bfloat16" if key in quantised else str(entry.dtype).removeprefix("torch."),
+                "shape": list(entry.shape),
+            }
+            for key, entry in stored.items()
+            if key.removesuffix(fp8.SCALE_SUFFIX) not in quantised or key in quantised
         }
 
 
@@ -215,6 +243,7 @@ class ShardedFiles:
             keys = sorted(keys, key=lambda key: -tensors[key][0].itemsize)
             self._headers[file], entries = _make_header(file, {key: tensors[key] for key in keys})
             self.entries.update(entries)
+        self._places = self.entries | unfold(self.entries)
 
     @property
     def files(self) -> list[str]:
@@ -241,10 +270,11 @@ class ShardedFiles:
         """Write a slice of a tensor in place.
 
         Args:
+            key: of a file's tensor, or of one expert's in a stacked one.
             index: one slice per axis, step 1.
             source: the slice's numbers, on any device; cast to the dtype of the file.
         """
-        entry = self.entries[key]
+        entry = self._places[key]
         descriptor = self._files.descriptor(self._temporary(entry.file))
         for place, part in _parts(entry, index):
             memory = _bytes_of(source[place].to("cpu", entry.dtype).contiguous())

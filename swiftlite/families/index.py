@@ -4,16 +4,20 @@ from pathlib import Path
 
 from swiftlite.errors import UserError
 from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.glm4_moe import GLM4_MOE
 from swiftlite.families.llama import LLAMA
 from swiftlite.families.mimo import MIMO
 from swiftlite.families.qwen2 import QWEN2
 from swiftlite.families.qwen3 import QWEN3
+from swiftlite.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
+    "glm4_moe": GLM4_MOE,
     "llama": LLAMA,
     "mimo": MIMO,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
 }
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
+from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.infer.served_model import ServedModel
@@ -53,12 +54,12 @@ class MtpHead(nn.Module):
 def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
     """The checkpoint's MTP heads, on the decoder's device and in its dtype."""
     heads = nn.ModuleList()
-    with Checkpoint(model.directory) as checkpoint:
+    with Checkpoint(model.directory, block_size(model.hf_config)) as checkpoint:
         for index in range(model.mtp_depth):
             frame = model.family.mtp.frame_rows(model.hf_config, index)
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
-            block = model.family.mtp.block.format(head=index)
-            for row in model.family.layer_rows(model.hf_config):
+            block = model.family.mtp.block(model.hf_config, index)
+            for row in model.family.block_rows(model.hf_config):
                 state |= {f"transformer_layer.{name}": checkpoint.read(block + name) for name in row.hf}
             head = MtpHead(decoder).to(device=decoder.device, dtype=decoder.dtype)
             head.load_state_dict(state, strict=True)

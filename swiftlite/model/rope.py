@@ -7,7 +7,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from swiftlite.errors import UserError
 
@@ -22,6 +22,7 @@ _ROPE_KEYS = (
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    "partial_rotary_factor",
 )
 
 
@@ -57,7 +58,8 @@ class RotaryEmbedding(McoreRotaryEmbedding):
 
     def _init_frequencies(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
         if self.rope_type == "default":
-            return LlamaRotaryEmbedding.compute_default_rope_parameters(self.hf)
+            # Llama's formula over a part of each head (partial_rotary_factor); Llama's own class takes all of it.
+            return Glm4MoeRotaryEmbedding.compute_default_rope_parameters(self.hf)  # type: ignore[arg-type]
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=seq_len)
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -66,6 +67,21 @@ def patch_rng_state() -> None:
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment, misc]
 
 
+def patch_alltoall_dispatcher() -> None:
+    """transformer/moe/token_dispatcher.py:445 opens a CUDA stream, on which :871 copies to the CPU how many tokens go
+    where. Here they are on the CPU already; torch.distributed wants lists of numbers (moe_utils.py:1093)."""
+
+    def counts_to_numbers(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        for name in ("input_splits", "output_splits"):
+            splits = getattr(self, name)
+            if isinstance(splits, torch.Tensor):
+                setattr(self, name, splits.tolist())
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # type: ignore[assignment]  # not None is all that is asked
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_to_numbers
+
+
 _mode: _CudaLiterals | None = None
 
 
@@ -77,5 +93,6 @@ def install() -> None:
     patch_current_device()
     patch_synchronize()
     patch_rng_state()
+    patch_alltoall_dispatcher()
     _mode = _CudaLiterals()
     _mode.__enter__()  # for the life of the process: megatron-core asks for CUDA at every step

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from swiftlite.bridge.hf_config import write_patched
+from swiftlite.bridge.hf_config import quantization_change, write_patched
 from swiftlite.bridge.tensors import describe, write_durably
 from swiftlite.errors import UserError
 from swiftlite.families.family import Family
@@ -17,7 +17,8 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 def write_source(hf_dir: Path, run_dir: Path, family: Family, hf_config: dict[str, Any], mtp_num_layers: int) -> Path:
     """Copy every small file of the model directory, and note the name, dtype and shape of every tensor.
 
-    config.json is copied with the run's MTP depth; nothing else in it changes.
+    config.json is copied with the run's MTP depth and without quantisation, which exports do not have; nothing else in
+    it changes.
 
     Raises:
         UserError: the directory cannot be made.
@@ -33,7 +34,8 @@ def write_source(hf_dir: Path, run_dir: Path, family: Family, hf_config: dict[st
         is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weight and path.name != "config.json":
             shutil.copy2(path, source / path.name)
-    write_patched(hf_dir, source, family.mtp_depth_change(hf_config, mtp_num_layers))
+    changes = family.mtp_depth_change(hf_config, mtp_num_layers) | quantization_change(hf_config)
+    write_patched(hf_dir, source, changes)
     write_durably(source / TENSORS_FILE, json.dumps(describe(hf_dir), indent=1).encode())
     return source
 

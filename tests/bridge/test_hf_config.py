@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from swiftlite.bridge.hf_config import dtype_change, patch, read_config, write_patched
+from swiftlite.bridge.hf_config import REMOVE, dtype_change, patch, read_config, write_patched
 from swiftlite.errors import UserError
 
 TEXT = """{
@@ -48,6 +48,22 @@ def test_several_changes_at_once():
     text, difference = patch(TEXT, {"torch_dtype": "float32", "architectures": [], "name": "x"})
     assert json.loads(text) == json.loads(TEXT) | {"torch_dtype": "float32", "architectures": [], "name": "x"}
     assert len(difference) == 3
+
+
+@pytest.mark.parametrize(
+    "text", [TEXT, "{}", '{"a":1}', '{"a":1,"b":{"a":2}}', '{"b":2, "a" : [1] }', '{"a": 1, "a": 2}']
+)
+@pytest.mark.parametrize("key", ["a", "b", "torch_dtype", "architectures", "name"])
+def test_removed(text, key):
+    before = json.loads(text)
+    patched, difference = patch(text, {key: REMOVE, "new": 1})
+    assert json.loads(patched) == {k: v for k, v in before.items() if k != key} | {"new": 1}
+    assert any(line.startswith(f"{key}: ") and line.endswith("-> (none)") for line in difference) is (key in before)
+
+
+def test_what_is_around_a_removed_key_stays():
+    assert patch(TEXT, {"torch_dtype": REMOVE})[0] == TEXT.replace('"torch_dtype": "bfloat16",\n  ', "")
+    assert patch(TEXT, {"name": REMOVE})[0] == TEXT[: TEXT.index(',\n  "name"')] + "\n}\n"
 
 
 def test_write_patched(tmp_path):

@@ -29,9 +29,14 @@ def build(hf_dir: Path, device, depth: int, dtype: torch.dtype = torch.float32, 
     architecture = families.get(hf_config).transformer_config(hf_config)
     (model,) = build_model(architecture, hf_config, device=device, dtype=dtype, mtp_num_layers=depth)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
+        for _, tensor in tensors_of(model):
+            tensor.fill_(float("nan"))
     return model
+
+
+def tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and the buffers that checkpoints hold (a router's expert bias)."""
+    return [(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if tensor is not None]
 
 
 def load(model: torch.nn.Module, hf_dir: Path, **options) -> LoadReport:
@@ -89,10 +94,10 @@ def test_round_trip_is_bit_exact(tmp_path, device, family, tied, depth, sharded)
         shard(source, 3)
     model = build(source, device, depth)
     report = load(model, source)
-    assert set(report.loaded) == {name for name, _ in model.named_parameters()}
+    assert set(report.loaded) == {name for name, _ in tensors_of(model)}
     assert not report.initialised
     assert not report.dropped
-    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    assert not any(tensor.isnan().any() for _, tensor in tensors_of(model))
 
     files = save(model, source, tmp_path / "out", max_shard_bytes=50_000 if sharded else 10**9)
     assert (len(files) == 1) is not sharded
@@ -243,7 +248,7 @@ def refusal(model: GPTModel, source: Path, **options) -> str:
     """The message of a refused load, which must not have touched the model."""
     with pytest.raises(UserError) as raised:
         load(model, source, **options)
-    assert all(parameter.isnan().all() for parameter in model.parameters())
+    assert all(tensor.isnan().all() for _, tensor in tensors_of(model))
     return str(raised.value)
 
 
@@ -338,16 +343,30 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, device, family):
     source = make_tiny_hf(tmp_path / "in", family, depth=2)
     original = read_all(source)
     report = load(model := build(source, device, depth=0), source)
-    assert set(report.dropped) == {key for key in original if "mtp" in key}
+    prefixes = ("model.layers.2.", "model.layers.3.") if family == "glm4_moe" else ("mtp.", "model.mtp_layers.")
+    assert set(report.dropped) == {key for key in original if key.startswith(prefixes)}
     save(model, source, tmp_path / "out")
-    assert_same_tensors(read_all(tmp_path / "out"), {key: t for key, t in original.items() if "mtp" not in key})
+    trunk = {key: tensor for key, tensor in original.items() if not key.startswith(prefixes)}
+    assert_same_tensors(read_all(tmp_path / "out"), trunk)
+
+
+def test_random_heads_with_experts(tmp_path, device):
+    source = make_tiny_hf(tmp_path / "in", "glm4_moe")
+    load(model := build(source, device, depth=1), source, mtp_init="random")
+    mixture = {
+        name: tensor for name, tensor in tensors_of(model) if name.startswith("mtp.layers.0.transformer_layer.mlp")
+    }
+    for name, tensor in mixture.items():
+        # 0.02, as of 256 numbers (the router) to 4096; the bias that levels the choice of experts begins level.
+        assert tensor.std().item() == (0 if name.endswith("expert_bias") else pytest.approx(0.02, rel=0.2)), name
+    assert len({tensor.flatten()[0].item() for tensor in mixture.values()}) == len(mixture)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_copy_last_layer(tmp_path, device, family):
     source = make_tiny_hf(tmp_path / "in", family)
     report = load(model := build(source, device, depth=2), source, mtp_init="copy_last_layer")
-    parameters = dict(model.named_parameters())
+    parameters = dict(tensors_of(model))
     assert set(report.initialised) == {name for name in parameters if name.startswith("mtp.")}
     assert set(report.initialised) | set(report.loaded) == set(parameters)
     assert set(report.initialised.values()) == {"copy_last_layer"}
@@ -364,8 +383,8 @@ def test_copy_last_layer(tmp_path, device, family):
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     again = build(tmp_path / "out", device, depth=2)
     assert not load(again, tmp_path / "out").initialised
-    for name, parameter in again.named_parameters():
-        assert torch.equal(parameter, parameters[name])
+    for name, tensor in tensors_of(again):
+        assert torch.equal(tensor, parameters[name])
 
 
 def test_random_heads_follow_the_seed(tmp_path, device):

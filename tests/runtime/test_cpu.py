@@ -7,6 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.gloo  # a process for each
 SHIMS = ["device_literal", "tensor_type", "patch_current_device", "patch_synchronize", "patch_rng_state"]
+SHIMS += ["patch_alltoall_dispatcher"]
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -27,8 +28,9 @@ from swiftlite.data.batch import collate
 from swiftlite.data.sample import make_sample
 
 hf_config = dict(
-    model_type="llama", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-    rms_norm_eps=1e-6, max_position_embeddings=16,
+    model_type="qwen3_moe", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=2, rms_norm_eps=1e-6, max_position_embeddings=16, num_experts=2, num_experts_per_tok=1,
+    moe_intermediate_size=16,
 )
 args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, train_iters=1)
 

@@ -1,0 +1,170 @@
+"""FP8 checkpoints against a dequantisation of three lines, on shapes and slices that no block size divides."""
+
+import json
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from safetensors.torch import load_file, save_file
+
+from swiftlite import families
+from swiftlite.bridge import tensors as files
+from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.hf_config import quantization_change, read_config, write_patched
+from swiftlite.bridge.tensors import Checkpoint, describe
+from swiftlite.errors import UserError
+from tests.bridge.test_transfer import build, load, read_all, refusal, save, tensors_of
+from tests.tiny import make_tiny_hf
+
+BLOCK = (48, 40)  # divides none of the tiny models' sizes
+CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
+
+
+def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
+    """Each factor over its whole block, the last ones cut off."""
+    return scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def quantise(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = [-(-length // n) for length, n in zip(weight.shape, block, strict=True)]
+    scale = torch.rand(blocks) + 0.5
+    return (weight.float() / spread(scale, weight.shape, block)).to(torch.float8_e4m3fn), scale
+
+
+def dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    return weight.float() * spread(scale, weight.shape, block)
+
+
+def make_fp8(directory: Path, family: str = "glm4_moe", **options) -> Path:
+    """A directory as DeepSeek-V3 and the hub's -FP8 repositories are: projections quantised, all else in bfloat16."""
+    make_tiny_hf(directory, family, dtype=torch.bfloat16, **options)
+    quantised = {}
+    for key, tensor in load_file(directory / "model.safetensors").items():
+        if key.endswith("_proj.weight") and "eh_proj" not in key:
+            quantised[key], quantised[f"{key}_scale_inv"] = quantise(tensor, BLOCK)
+        else:
+            quantised[key] = tensor
+    save_file(quantised, directory / "model.safetensors")
+    config = read_config(directory) | {"quantization_config": CONFIG}
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    return directory
+
+
+def expected(directory: Path) -> dict[str, torch.Tensor]:
+    stored = load_file(directory / "model.safetensors")
+    return {
+        key: dequantise(tensor, stored[f"{key}_scale_inv"], BLOCK).bfloat16()
+        if f"{key}_scale_inv" in stored
+        else tensor
+        for key, tensor in stored.items()
+        if not key.endswith("_scale_inv")
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3"])
+def test_quantised_in_bfloat16_out(tmp_path, device, family, dtype):
+    source = make_fp8(tmp_path / "in", family, depth=1)
+    numbers = expected(source)
+    model = build(source, device, depth=1, dtype=dtype)
+    assert not load(model, source).dropped
+    assert not any(tensor.isnan().any() for _, tensor in tensors_of(model))
+    save(model, source, tmp_path / "out")
+    written = read_all(tmp_path / "out")
+    assert written.keys() == numbers.keys()
+    for key, tensor in numbers.items():
+        assert written[key].dtype is tensor.dtype, key
+        assert torch.equal(written[key], tensor), key
+    write_patched(source, tmp_path / "out", quantization_change(read_config(source)))
+    assert "quantization_config" not in read_config(tmp_path / "out")
+    for directory in (source, tmp_path / "out"):
+        assert audit_hf(directory, families.get(read_config(directory))) == []
+
+
+def test_float32_parameters_get_more_than_bfloat16(tmp_path, device):
+    source = make_fp8(tmp_path, "qwen3")
+    load(model := build(source, device, depth=0), source)
+    stored, key = load_file(source / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    exact = dequantise(stored[key], stored[f"{key}_scale_inv"], BLOCK)
+    assert torch.equal(model.get_parameter("decoder.layers.1.mlp.linear_fc2.weight"), exact)
+    assert not torch.equal(exact.bfloat16().float(), exact)
+
+
+def test_description_is_of_the_export(tmp_path):
+    source = make_fp8(tmp_path, "qwen3")
+    assert {key: (one["dtype"], tuple(one["shape"])) for key, one in describe(source).items()} == {
+        key: ("bfloat16", tuple(tensor.shape)) for key, tensor in expected(source).items()
+    }
+
+
+@st.composite
+def boxes(draw) -> tuple[tuple[int, int], tuple[int, int], tuple[slice, slice], int]:
+    """A shape, a block size, a slice (empty ones too), and how many bytes are read at once."""
+    shape = (draw(st.integers(1, 20)), draw(st.integers(1, 20)))
+    block = (draw(st.integers(1, 8)), draw(st.integers(1, 8)))
+    borders = [sorted((draw(st.integers(0, length)), draw(st.integers(0, length)))) for length in shape]
+    return shape, block, (slice(*borders[0]), slice(*borders[1])), draw(st.integers(1, 64))
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(box=boxes())
+def test_any_slice_of_any_shape(tmp_path, monkeypatch, box):
+    shape, block, index, chunk_bytes = box
+    monkeypatch.setattr(files, "_CHUNK_BYTES", chunk_bytes)
+    weight, scale = quantise(torch.randn(shape), block)
+    save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
+    whole = dequantise(weight, scale, block)
+    with Checkpoint(tmp_path, block) as checkpoint:
+        assert list(checkpoint.entries) == ["w"]
+        target = torch.full(whole[index].shape, -7.0)
+        checkpoint.read_into(target, "w", index)
+        assert torch.equal(target, whole[index])
+        assert torch.equal(checkpoint.read("w"), whole)
+
+
+def test_blocks_of_the_hub(tmp_path):
+    """128 x 128, as in DeepSeek-V3; (300, 130) has 3 x 2 of them."""
+    weight, scale = quantise(torch.randn(300, 130), (128, 128))
+    assert scale.shape == (3, 2)
+    save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, (128, 128)) as checkpoint:
+        target = torch.empty(2, 3)
+        checkpoint.read_into(target, "w", (slice(127, 129), slice(127, 130)))
+    assert torch.equal(target[0, 0], weight[127, 127].float() * scale[0, 0])
+    assert torch.equal(target[1, 2], weight[128, 129].float() * scale[1, 1])
+
+
+KEY = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: t.pop(f"{KEY}_scale_inv"), f"{KEY} is torch.float8_e4m3fn without {KEY}_scale_inv"),
+        (lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 2)}), f"{KEY}_scale_inv is torch.float32 [2, 2], not"),
+        (
+            lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 3).bfloat16()}),
+            f"{KEY}_scale_inv is torch.bfloat16 [2, 3], not float32 factors of the [48, 40] blocks of {KEY} [64, 96]",
+        ),
+        (lambda t: t.update({KEY: torch.ones(64).to(torch.float8_e4m3fn)}), f"blocks of {KEY} [64]"),
+    ],
+)
+def test_factors_that_do_not_fit(tmp_path, device, change, problem):
+    source = make_fp8(tmp_path, "qwen3")
+    stored = load_file(source / "model.safetensors")
+    assert stored[f"{KEY}_scale_inv"].shape == (2, 3)
+    change(stored)
+    save_file(stored, source / "model.safetensors")
+    with pytest.raises(UserError) as raised:
+        load(build(source, device, depth=0), source)
+    assert problem in str(raised.value)
+    assert any(problem in line for line in audit_hf(source, families.get(read_config(source))))
+
+
+def test_factors_that_the_config_does_not_announce(tmp_path, device):
+    """Without them the numbers would be wrong by their factors."""
+    source = make_fp8(tmp_path, "qwen3")
+    (source / "config.json").write_text(json.dumps({**read_config(source), "quantization_config": None}))
+    assert f"unexpected: {KEY}_scale_inv" in refusal(build(source, device, depth=0), source)

@@ -1,0 +1,60 @@
+"""Experts and router: what differs from megatron-core's own, and why it is needed."""
+
+import pytest
+import torch
+from megatron.core.transformer.moe.router import TopKRouter as McoreTopKRouter
+
+from swiftlite.model.router import TopKRouter
+from tests.model.test_logits import load_megatron
+from tests.tiny import make_tiny_hf
+
+BIAS = torch.tensor([0.1, 0.1001, 0.1002, 0.1003])  # one number in bfloat16
+
+
+@pytest.fixture
+def router(tmp_path, device) -> torch.nn.Module:
+    model = load_megatron(make_tiny_hf(tmp_path, "glm4_moe"), device, torch.float32)
+    return model.decoder.layers[1].get_submodule("mlp.router")
+
+
+def test_casts_leave_bias_and_counts_alone(router):
+    assert isinstance(router, TopKRouter)
+    router.get_buffer("expert_bias").copy_(BIAS)
+    router.bfloat16()
+    assert router.get_parameter("weight").dtype is torch.bfloat16
+    assert torch.equal(router.get_buffer("expert_bias"), BIAS)
+    counts = router.get_buffer("local_tokens_per_expert")
+    counts += 256
+    counts += 1
+    assert counts.tolist() == [257.0] * 4
+
+
+def test_the_stock_router_rounds_both(router):
+    """Why there is a class of our own."""
+    router.__class__ = McoreTopKRouter
+    router.get_buffer("expert_bias").copy_(BIAS)
+    router.bfloat16()
+    counts = router.get_buffer("local_tokens_per_expert")
+    counts += 256
+    counts += 1
+    assert counts.tolist() == [256.0] * 4
+    router(torch.randn(3, 1, 64).bfloat16())
+    assert router.get_buffer("expert_bias").dtype is torch.float32  # again, and too late
+    assert router.get_buffer("expert_bias").unique().numel() == 1
+
+
+def test_buffers_follow_to_another_device(router):
+    assert router.to("meta").get_buffer("expert_bias").is_meta
+
+
+def test_a_step_counts_tokens_and_reaches_every_weight(tmp_path, device):
+    model = load_megatron(make_tiny_hf(tmp_path, "glm4_moe", depth=1), device, torch.float32).train()
+    input_ids = torch.randint(0, 128, (2, 16))
+    position_ids = torch.arange(16).expand(2, 16)
+    losses = model(input_ids, position_ids, labels=torch.roll(input_ids, -1, 1))
+    losses.main.loss_BS.sum().backward()
+    counts = model.decoder.layers[1].get_submodule("mlp.router").get_buffer("local_tokens_per_expert")
+    assert counts.sum() == 2 * 16 * 2  # tokens x experts per token
+    for name, parameter in model.decoder.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
