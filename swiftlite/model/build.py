@@ -7,6 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.errors import UserError
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.mla import MLATransformerConfig
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime.device import Device
 
@@ -28,7 +29,8 @@ def build_config(
     Args:
         architecture: keyword arguments from `Family.transformer_config`.
     """
-    return TransformerConfig(
+    config_class = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    return config_class(
         **architecture,
         mtp_num_layers=mtp_num_layers or None,
         tensor_model_parallel_size=tensor_model_parallel_size,

@@ -45,7 +45,8 @@ class GPTModel(McoreGPTModel):
 
     def __init__(self, *, hf_config: dict[str, Any], heads_only: bool = False, **kwargs: Any):
         super().__init__(**kwargs)
-        self.rotary_pos_emb = RotaryEmbedding(hf_config, self.config)
+        if not self.config.multi_latent_attention:  # which has a rotary embedding of its own in each layer
+            self.rotary_pos_emb = RotaryEmbedding(hf_config, self.config)
         self.heads_only = heads_only
         if heads_only:
             for name, parameter in self.named_parameters():
@@ -77,14 +78,13 @@ class GPTModel(McoreGPTModel):
 
     def forward_preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings [S, B, H] and rotary angles [S, 1, 1, D]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Embeddings [S, B, H] and rotary angles [S, 1, 1, D]; no angles with multi-latent attention."""
         hidden_SBH, rotary_pos_emb, *_ = self._preprocess(input_ids=input_ids, position_ids=position_ids)
-        assert rotary_pos_emb is not None
         return hidden_SBH, rotary_pos_emb
 
     def forward_decoder(
-        self, hidden_SBH: torch.Tensor, rotary_pos_emb: torch.Tensor, attention_mask: torch.Tensor | None = None
+        self, hidden_SBH: torch.Tensor, rotary_pos_emb: torch.Tensor | None, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The trunk's states [S, B, H], after its final norm."""
         return self.decoder(hidden_states=hidden_SBH, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
@@ -94,7 +94,7 @@ class GPTModel(McoreGPTModel):
         hidden_SBH: torch.Tensor,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        rotary_pos_emb: torch.Tensor,
+        rotary_pos_emb: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1. Empty at depth 0."""
