@@ -5,12 +5,18 @@ norm weights too, so that a swapped norm, a lost bias or a permuted head changes
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -19,6 +25,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 # transformers has no MiMo: its trunk is Qwen2's.
@@ -27,7 +35,57 @@ CLASSES: dict[str, tuple[type, type]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
+# What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "glm4_moe": EXPERTS
+    | {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+        "num_nextn_predict_layers": 0,
+    },
+    # Both choices are real: one of two groups, and two of its four experts. Value heads are smaller than key heads.
+    "deepseek_v3": EXPERTS
+    | {
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",  # these two are for vLLM
+        "topk_method": "noaux_tc",
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "rope_theta": 10000.0,
+        },
+        "num_nextn_predict_layers": 0,
+    },
+}
+# The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
+VLLM_LATENT_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+# Families whose heads are numbered after the trunk's layers, and repeat its embedding and output layer.
+NEXT_LAYER_HEADS = ("glm4_moe", "deepseek_v3")
 CHATML = """\
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
@@ -70,12 +128,19 @@ def make_tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     )
 
 
-def mtp_names(family: str, depth_index: int) -> tuple[dict[str, str], str]:
-    """Of one MTP head: tensor names of its embedding_norm, hidden_norm, projection, output_norm; its block's prefix."""
+def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[str, str], str]:
+    """Of one MTP head: tensor names of its embedding_norm, hidden_norm, projection, output_norm; its block's prefix.
+
+    Args:
+        num_layers: of the trunk; GLM-4.5's heads are numbered after them.
+    """
     k = depth_index
     if family == "mimo":
         head = f"model.mtp_layers.{k}."
         parts, block = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), head
+    elif family in NEXT_LAYER_HEADS:
+        head = block = f"model.layers.{num_layers + k}."
+        parts = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     else:
         head = "mtp." if k == 0 else f"mtp.heads.{k}."
         parts, block = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), f"mtp.layers.{k}."
@@ -88,14 +153,40 @@ def random_mtp_tensors(model: PreTrainedModel, family: str, depth: int, std: flo
     hidden = model.config.hidden_size
     tensors = {}
     for k in range(depth):
-        names, block = mtp_names(family, k)
+        names, block = mtp_names(family, k, model.config.num_hidden_layers)
         tensors[names["projection"]] = torch.randn(hidden, 2 * hidden) * std
         for role in ("embedding_norm", "hidden_norm", "output_norm"):
             tensors[names[role]] = 1 + torch.randn(hidden) * std
-        for suffix, tensor in model.model.layers[0].state_dict().items():
+        for suffix, tensor in per_expert(model.model.layers[-1].state_dict()).items():
             offset = 1.0 if "norm" in suffix else 0.0
             tensors[block + suffix] = offset + torch.randn(tensor.shape) * std
-    return {name: tensor.to(model.dtype) for name, tensor in tensors.items()}
+        if family in NEXT_LAYER_HEADS:  # the hub's files repeat the trunk's tensors in each head
+            tensors[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+            tensors[f"{block}shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
+    return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
+
+
+def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
+    """As transformers keeps a tensor: the bias of GLM-4.5's router is always float32."""
+    return torch.float32 if name.endswith("e_score_correction_bias") else model.dtype
+
+
+def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stacked experts, as transformers holds them in memory, under the names of the hub's files."""
+    result = {}
+    for name, tensor in tensors.items():
+        prefix, experts, kind = name.partition("experts.")
+        if kind == "gate_up_proj":
+            for number, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                result[f"{prefix}{experts}{number}.gate_proj.weight"] = gate.clone()
+                result[f"{prefix}{experts}{number}.up_proj.weight"] = up.clone()
+        elif kind == "down_proj":
+            for number, expert in enumerate(tensor):
+                result[f"{prefix}{experts}{number}.down_proj.weight"] = expert.clone()
+        else:
+            result[name] = tensor
+    return result
 
 
 def make_tiny_model(
@@ -117,28 +208,43 @@ def make_tiny_model(
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    model = model_class(config_class(**(values | config))).to(dtype).eval()
+    values |= OWN_SIZES.get(family, {})
+    values |= config
+    if family == "deepseek_v3":  # latent attention has no groups of queries
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    model = model_class(config_class(**values)).to(dtype).eval()
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = torch.randn(buffer.shape) * 0.1  # changes the choice of experts for some tokens
         for name, parameter in model.named_parameters():
             std = 0.5 if "embed_tokens" in name else 0.2  # large enough for logits to differ clearly between tokens
             parameter.copy_((1.0 if "norm" in name else 0.0) + torch.randn(parameter.shape) * std)
     return model
 
 
-def write_hf(directory: Path, model: PreTrainedModel, family: str, mtp_tensors: dict, depth: int) -> Path:
+def write_hf(
+    directory: Path,
+    model: PreTrainedModel,
+    family: str,
+    mtp_tensors: dict,
+    depth: int,
+    packed_experts: bool = False,
+) -> Path:
     """Write trunk, MTP tensors and a config.json that promises `depth` of them.
 
     `mtp_tensors` and `depth` are apart so that a test can write a checkpoint that breaks its promise.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors = tensors if packed_experts else per_expert(tensors)
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     save_file(tensors | mtp_tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     if family == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
-    if depth or family == "mimo":
+    if depth or family in ("mimo", *NEXT_LAYER_HEADS):
         config["num_nextn_predict_layers"] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -153,14 +259,16 @@ def make_tiny_hf(
     dtype: torch.dtype = torch.float32,
     with_tokenizer: bool = False,
     seed: int = 0,
+    packed_experts: bool = False,
     **config,
 ) -> Path:
     """A tiny random Hugging Face model directory; returns it.
 
     Args:
-        family: llama, qwen2, qwen3 or mimo.
+        family: a key of CLASSES.
         depth: MTP heads, written in the family's layout with `num_nextn_predict_layers` in config.json.
         with_tokenizer: add a byte-level BPE tokenizer with a ChatML template; the vocabulary follows it.
+        packed_experts: write the trunk's experts stacked, as transformers holds them in memory.
         config: overrides of the transformers config, e.g. rope_scaling or num_hidden_layers.
     """
     directory = Path(directory)
@@ -171,4 +279,5 @@ def make_tiny_hf(
         config = {"vocab_size": len(tokenizer), **ids, **config}
         tokenizer.save_pretrained(directory)
     model = make_tiny_model(family, tied, dtype, **config)
-    return write_hf(directory, model, family, random_mtp_tensors(model, family, depth), depth)
+    heads = random_mtp_tensors(model, family, depth)
+    return write_hf(directory, model, family, heads, depth, packed_experts)

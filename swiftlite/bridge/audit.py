@@ -33,9 +33,9 @@ class MtpOnDisk:
         return self.promised == self.depth and not self.missing
 
 
-def mtp_keys(hf_keys: Iterable[str], family: Family) -> list[str]:
+def mtp_keys(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any]) -> list[str]:
     """Those of the keys that belong to MTP heads."""
-    return [key for key in hf_keys if family.is_mtp(key)]
+    return [key for key in hf_keys if family.is_mtp(hf_config, key)]
 
 
 def missing_mtp_keys(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any], depth: int) -> list[str]:
@@ -86,10 +86,11 @@ def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
 
 
 def _mtp_on_disk(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any]) -> MtpOnDisk:
-    found = set(mtp_keys(hf_keys, family))
-    # A head has at least one key, so no head has a number beyond the count of keys.
-    heads = [head for head in range(len(found)) if not found.isdisjoint(_head_keys(family, hf_config, head))]
-    depth = max(heads) + 1 if heads else 0
+    found = set(mtp_keys(hf_keys, family, hf_config))
+    numbers = sorted(head for key in found if (head := family.head_of(hf_config, key)) is not None)
+    # A head has at least one key of its own, so no head has a number beyond the count of keys.
+    heads = [n for n in dict.fromkeys(numbers) if n < len(found) and not found.isdisjoint(_head_keys(family, hf_config, n))]
+    depth = heads[-1] + 1 if heads else 0
     promised = family.mtp_depth(hf_config)
     missing = missing_mtp_keys(found, family, hf_config, max(promised, depth))
     return MtpOnDisk(promised, depth, tuple(missing))

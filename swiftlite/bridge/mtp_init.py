@@ -25,7 +25,7 @@ def copied_rows(family: Family, hf_config: Mapping[str, Any], depth: int) -> lis
     norm = {"model.norm.weight": (hf_config["hidden_size"],)}
     rows = []
     for head in range(depth):
-        rows += lift(family.layer_rows(hf_config), f"mtp.layers.{head}.transformer_layer.", last_layer)
+        rows += lift(family.block_rows(hf_config), f"mtp.layers.{head}.transformer_layer.", last_layer)
         rows.append(Row(f"mtp.layers.{head}.final_layernorm.weight", norm))
     return rows
 

@@ -21,7 +21,8 @@ class Row:
         hf: HF names with the shapes that the config promises, in the order the layout counts them.
         layout: how they are joined.
         hf_copies: further HF names that may hold the very same numbers as the row's one HF tensor (`lm_head.weight`
-            of a tied model). Read only to check that they are equal; written when the source model had them.
+            of a tied model, the embedding inside a DeepSeek-V3 head). Read only to check that they are equal. Written
+            when the source model had them; those of MTP heads always, because some engines ask for them.
         mcore_copies: further Megatron names that hold the same parameter (`output_layer.weight` of a tied model on a
             later pipeline stage). Filled on load, never written.
     """
@@ -58,7 +59,11 @@ class Family(Protocol):
         """MTP heads that the config promises."""
         ...
 
-    def is_mtp(self, hf_key: str, /) -> bool:
+    def head_of(self, hf_config: Mapping[str, Any], hf_key: str, /) -> int | None:
+        """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
+        ...
+
+    def is_mtp(self, hf_config: Mapping[str, Any], hf_key: str, /) -> bool:
         """Whether an HF key belongs to an MTP head."""
         ...
 
@@ -67,9 +72,8 @@ class Family(Protocol):
         """Whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
         ...
 
-    @property
-    def layer_rows(self) -> Callable[[Mapping[str, Any]], list[Row]]:
-        """One decoder layer, names relative to the layer on both sides."""
+    def block_rows(self, hf_config: Mapping[str, Any], /) -> list[Row]:
+        """The decoder layer inside an MTP head, like the trunk's last; names relative to the layer on both sides."""
         ...
 
     def head_rows(self, hf_config: Mapping[str, Any], head: int, /) -> list[Row]:

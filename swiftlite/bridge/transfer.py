@@ -96,7 +96,7 @@ def _load(
         _check_mtp_depth(depth, checkpoint, family, hf_config)
         rows = family.rows(hf_config, depth)
     else:
-        dropped += mtp_keys(checkpoint.entries, family)
+        dropped += mtp_keys(checkpoint.entries, family, hf_config)
         if mtp_init == "copy_last_layer":
             borrowed = fresh_heads.copied_rows(family, hf_config, depth)
             fills = fresh_heads.pass_through(depth)
@@ -118,7 +118,7 @@ def _load(
     )
     drawn_names = {row.mcore for row in drawn}
     drawn_bindings = bind([shard for shard in shards if shard.name in drawn_names], drawn, all_names=drawn_names)
-    _read(bindings, checkpoint)
+    _read(bindings, checkpoint, family, hf_config)
     for binding in drawn_bindings:
         tensors = fresh_heads.random_tensors(binding.row, hf_config.get("initializer_range") or 0.02, seed)
         for shard, local_index, hf_key, hf_index in binding.copies():
@@ -155,7 +155,8 @@ def save_hf(
         out_dir: directory on a file system that all ranks share; made if missing, must not hold safetensors.
         dtypes: dtype by HF key, as the source had it ("bfloat16" or torch.bfloat16); a key that the source lacked
             gets the source's most frequent dtype. One dtype: for all tensors. None: the dtype of the parameters. A copy
-            such as the `lm_head.weight` of a tied model is written if it is a key of this mapping.
+            such as the `lm_head.weight` of a tied model is written if it is a key of this mapping; those of MTP heads
+            always are.
         max_shard_bytes: size limit of one file.
 
     Returns:
@@ -182,7 +183,7 @@ def save_hf(
         key: (_dtype(source_dtypes.get(key, other)), shape)
         for row in rows
         for key, shape in row.hf_shapes().items()
-        if key in row.hf or key in source_dtypes
+        if key in row.hf or key in source_dtypes or family.is_mtp(hf_config, key)
     }
 
     out_dir = Path(out_dir)
@@ -206,7 +207,9 @@ def save_hf(
     return files.files
 
 
-def _read(bindings: Sequence[Binding], checkpoint: Checkpoint) -> None:
+def _read(
+    bindings: Sequence[Binding], checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]
+) -> None:
     """Copy every slice this rank holds, in the order of the files, so that disks read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
@@ -222,11 +225,22 @@ def _read(bindings: Sequence[Binding], checkpoint: Checkpoint) -> None:
                 continue
             for copy_key in present_copies:
                 if not checkpoint.is_equal(hf_key, copy_key, hf_index):
-                    raise UserError(
-                        f"config.json says that the embeddings are tied, but {copy_key} differs from {hf_key}",
-                        'set "tie_word_embeddings": false there if the model has its own head, else remove the tensor',
-                    )
+                    raise _unequal(hf_key, copy_key, family.head_of(hf_config, copy_key))
             checkpoint.read_into(target, hf_key, hf_index)
+
+
+def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
+    """What to say of a tensor that should repeat another and does not."""
+    if head is None:
+        return UserError(
+            f"config.json says that the embeddings are tied, but {copy_key} differs from {hf_key}",
+            'set "tie_word_embeddings": false there if the model has its own head, else remove the tensor',
+        )
+    return UserError(
+        f"{copy_key} differs from {hf_key}: MTP head {head} was trained with a tensor of its own, and megatron-core's "
+        "MTP layers share the trunk's",
+        "use --mtp_num_layers 0 to drop the heads, or --mtp_init copy_last_layer to train others",
+    )
 
 
 def _write(bindings: Sequence[Binding], files: ShardedFiles) -> None:
@@ -244,7 +258,7 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: Family, hf_conf
     """The heads asked for, the heads promised by config.json and the heads on disk must be the same."""
     hf_dir = checkpoint.hf_dir
     promised = family.mtp_depth(hf_config)
-    on_disk = mtp_keys(checkpoint.entries, family)
+    on_disk = mtp_keys(checkpoint.entries, family, hf_config)
     start_anew = "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random"
     if not on_disk:
         promise = f" (its config.json promises {promised} MTP layers)" if promised else ""

@@ -80,7 +80,7 @@ def to_hf(args: ExportArgs, device: Device) -> None:
             max_shard_bytes=int(args.max_shard_size_gb * 1e9),
         )
         if is_first:
-            _audit(writing, family, dtypes)
+            _audit(writing, family, hf_config, dtypes)
             output_dir.parent.mkdir(parents=True, exist_ok=True)
             if output_dir.exists():
                 output_dir.rmdir()  # only an empty one got past the option check
@@ -91,10 +91,10 @@ def to_hf(args: ExportArgs, device: Device) -> None:
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family.name, depth, checkpoint)
 
 
-def _audit(directory: Path, family: Family, source_tensors: Mapping[str, Any]) -> None:
+def _audit(directory: Path, family: Family, hf_config: Mapping[str, Any], source_tensors: Mapping[str, Any]) -> None:
     problems = audit_hf(directory, family)
-    trunk = {key for key in source_tensors if not family.is_mtp(key) and not family.is_derived(key)}
-    written = {key for key in describe(directory) if not family.is_mtp(key)}
+    trunk = {key for key in source_tensors if not family.is_mtp(hf_config, key) and not family.is_derived(key)}
+    written = {key for key in describe(directory) if not family.is_mtp(hf_config, key)}
     problems += [f"{key} of the source model was not written" for key in sorted(trunk - written)]
     problems += [f"{key} is not in the source model" for key in sorted(written - trunk)]
     if problems:

@@ -1,15 +1,62 @@
-"""DeepSeek-V3 and R1: latent attention, sigmoid-routed experts behind a few dense layers, published with MTP heads."""
+"""DeepSeek-V3 and R1: latent attention, and the mixture and MTP heads that GLM-4.5 took over from it.
+
+What transformers takes for granted where config.json is silent are the numbers of the one model of 671 billion
+parameters, so the keys that decide must be there.
+"""
 
 from typing import Any
 
 from swiftlite.bridge.rows import Row
-from swiftlite.families import dense
-from swiftlite.families.family import HfConfig
+from swiftlite.families import dense, moe
+from swiftlite.families.family import Family, HfConfig
 from swiftlite.model.rope import ROPE_KEYS, rope_config
+
+_REQUIRED = (
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "first_k_dense_replace",
+    "n_group",
+    "topk_group",
+    "n_shared_experts",
+    "routed_scaling_factor",
+    "norm_topk_prob",
+)
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.missing_numbers(hf_config, _REQUIRED)
+    if "q_lora_rank" not in hf_config:
+        problems.append("q_lora_rank is missing; it is null in models without a query latent")
+    if not problems:
+        problems += dense.problems_of(
+            # No part of latent attention has the size of a hidden size shared among heads.
+            {**hf_config, "head_dim": hf_config["qk_rope_head_dim"]},
+            attention_bias=(False, None),
+            num_key_value_heads=(hf_config.get("num_attention_heads"), None),
+            moe_layer_freq=(1, None),
+            scoring_func=("sigmoid",),
+            topk_method=("noaux_tc",),
+        )
+        problems += moe.mixture_problems(hf_config)
+    dense.refuse(hf_config, problems)
+
+
+def _transformer_config(hf_config: HfConfig) -> dict[str, Any]:
+    return dense.transformer_config(hf_config) | attention_config(hf_config) | moe.mixture_config(hf_config)
+
+
+def _layer_rows(hf_config: HfConfig, layer: int) -> list[Row]:
+    if moe.is_moe_layer(hf_config, layer):
+        mlp = moe.mixture_rows(hf_config)
+    else:
+        mlp = dense.mlp_rows("mlp.", hf_config["hidden_size"], hf_config["intermediate_size"])
+    return [*attention_rows(hf_config), *dense.norm_rows(hf_config), *mlp]
 
 
 def attention_config(hf_config: HfConfig) -> dict[str, Any]:
-    """What latent attention adds to the keyword arguments, or changes in them."""
+    """What latent attention adds to the keyword arguments of megatron-core's config, or changes in them."""
     hf_rope = {key: hf_config[key] for key in ROPE_KEYS if key in hf_config}
     hf_rope["head_dim"] = hf_config["qk_rope_head_dim"]
     rope_parameters = rope_config(hf_rope).rope_parameters or {}
@@ -53,6 +100,12 @@ def attention_rows(hf_config: HfConfig) -> list[Row]:
     ]
 
 
-def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    """Keyword arguments of megatron-core's MLATransformerConfig."""
-    return dense.transformer_config(hf_config) | attention_config(hf_config)
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    check=_check,
+    transformer_config=_transformer_config,
+    layer_rows=_layer_rows,
+    outer_rows=dense.outer_rows,
+    mtp=moe.NEXT_LAYER_HEADS,
+    is_derived=dense.is_derived,
+)

@@ -3,6 +3,8 @@
 A family states its differences as arguments. Next: `llama.py`, the plainest of them.
 """
 
+import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -37,19 +39,31 @@ def check(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> None:
     """Refuse what the dense families do not compute.
 
     Args:
-        neutral: the family's own keys, with the values it can take; a key that is absent has its default, which is one
-            of them.
+        neutral: see `problems_of`.
 
     Raises:
         UserError: every such setting, in one message.
     """
-    numbers = {key for key in _REQUIRED if isinstance(hf_config.get(key), int | float)}
-    problems = [f"{key} is missing or not a number" for key in _REQUIRED if key not in numbers]
+    refuse(hf_config, problems_of(hf_config, **neutral))
+
+
+def problems_of(hf_config: HfConfig, *, reads: Collection[str] = (), **neutral: tuple[Any, ...]) -> list[str]:
+    """One line for every setting of the Llama shape that would be ignored, or that makes no sense.
+
+    Args:
+        reads: keys of NEUTRAL that the family computes, whatever their value.
+        neutral: the family's own keys, with the values it can take; a key that is absent has its default, which is one
+            of them.
+    """
+    problems = missing_numbers(hf_config, _REQUIRED)
     problems += [
         f"{key} {hf_config[key]!r} is not supported; it can only be {' or '.join(repr(value) for value in values)}"
         for key, values in {**NEUTRAL, **neutral}.items()
-        if key in hf_config and hf_config[key] not in values
+        if key in hf_config and hf_config[key] not in values and key not in reads
     ]
+    factor = partial_rotary_factor(hf_config)
+    if "partial_rotary_factor" not in (*reads, *hf_config) and factor not in (1, None):
+        problems.append(f"rope_parameters: partial_rotary_factor {factor} is not supported; it can only be 1")
     depth = hf_config.get(MTP_DEPTH_KEY)
     if depth is not None and (not isinstance(depth, int) or depth < 0):
         problems.append(f"{MTP_DEPTH_KEY} {depth!r} is not a number of layers")
@@ -61,6 +75,20 @@ def check(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> None:
             problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
         if not hf_config.get("head_dim") and hf_config["hidden_size"] % heads:
             problems.append(f"hidden_size {hf_config['hidden_size']} is not a multiple of num_attention_heads {heads}")
+    return problems
+
+
+def missing_numbers(hf_config: HfConfig, keys: Sequence[str]) -> list[str]:
+    """One line for every key that is not there or not a number."""
+    return [f"{key} is missing or not a number" for key in keys if not isinstance(hf_config.get(key), int | float)]
+
+
+def refuse(hf_config: HfConfig, problems: Sequence[str]) -> None:
+    """One error for all problems; none is none.
+
+    Raises:
+        UserError: if there is a problem.
+    """
     if problems:
         raise UserError(
             f"config.json (model_type {hf_config.get('model_type')!r}):\n  " + "\n  ".join(problems),
@@ -76,6 +104,12 @@ def num_query_groups(hf_config: HfConfig) -> int:
 def head_dim(hf_config: HfConfig) -> int:
     """Size of one attention head: stated, or an equal share of the hidden size."""
     return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+
+
+def partial_rotary_factor(hf_config: HfConfig) -> float | None:
+    """Part of each head that rotary angles turn, where the config states it; transformers 5 moves it below another."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    return hf_config.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
 
 
 def transformer_config(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
@@ -98,31 +132,37 @@ def transformer_config(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: 
     }
 
 
-def layer_rows(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Row]:
-    """One decoder layer."""
-    hidden, ffn = hf_config["hidden_size"], hf_config["intermediate_size"]
-    groups, size = num_query_groups(hf_config), head_dim(hf_config)
+def layer_rows(hf_config: HfConfig, layer: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Row]:
+    """One decoder layer; all are alike."""
+    return [
+        *attention_rows(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm),
+        *norm_rows(hf_config),
+        *mlp_rows("mlp.", hf_config["hidden_size"], hf_config["intermediate_size"]),
+    ]
+
+
+def norm_rows(hf_config: HfConfig) -> list[Row]:
+    """The two norms of a decoder layer."""
+    hidden = hf_config["hidden_size"]
+    return [
+        Row("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
+        Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
+    ]
+
+
+def attention_rows(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Row]:
+    """Grouped-query attention."""
+    hidden, groups, size = hf_config["hidden_size"], num_query_groups(hf_config), head_dim(hf_config)
     q, kv = hf_config["num_attention_heads"] * size, groups * size
     qkv = Interleave(groups)
+    weights = {
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+    }
     rows = [
-        Row("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
-        Row(
-            "self_attention.linear_qkv.weight",
-            {
-                "self_attn.q_proj.weight": (q, hidden),
-                "self_attn.k_proj.weight": (kv, hidden),
-                "self_attn.v_proj.weight": (kv, hidden),
-            },
-            qkv,
-        ),
+        Row("self_attention.linear_qkv.weight", weights, qkv),
         Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, q)}),
-        Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-        Row(
-            "mlp.linear_fc1.weight",
-            {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)},
-            GATE_UP,
-        ),
-        Row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (hidden, ffn)}),
     ]
     if qkv_bias:
         bias = {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
@@ -131,6 +171,20 @@ def layer_rows(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = F
         rows.append(Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (size,)}))
         rows.append(Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (size,)}))
     return rows
+
+
+def mlp_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None = None) -> list[Row]:
+    """A gated MLP: a layer's own, an expert, or the shared experts.
+
+    Args:
+        mcore_prefix: Megatron's, where it differs from `hf_prefix`.
+    """
+    gate_up = {f"{hf_prefix}gate_proj.weight": (ffn, hidden), f"{hf_prefix}up_proj.weight": (ffn, hidden)}
+    prefix = hf_prefix if mcore_prefix is None else mcore_prefix
+    return [
+        Row(f"{prefix}linear_fc1.weight", gate_up, GATE_UP),
+        Row(f"{prefix}linear_fc2.weight", {f"{hf_prefix}down_proj.weight": (hidden, ffn)}),
+    ]
 
 
 def outer_rows(hf_config: HfConfig) -> list[Row]:
@@ -167,8 +221,16 @@ def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
     ]
 
 
+_HEAD_KEY = re.compile(r"mtp\.(?:(?:heads|layers)\.(\d+)\.)?")
+
+
+def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
+    match = _HEAD_KEY.match(hf_key)
+    return None if match is None else int(match.group(1) or 0)
+
+
 # For families that were published without heads.
-QWEN3_NEXT_HEADS = MtpLayout(prefix="mtp.", block="mtp.layers.{head}.", frame_rows=_frame_rows)
+QWEN3_NEXT_HEADS = MtpLayout(_head_of, lambda hf_config, head: f"mtp.layers.{head}.", _frame_rows)
 
 
 def is_derived(hf_key: str) -> bool:

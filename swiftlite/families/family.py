@@ -1,7 +1,7 @@
 """What a family is: the answers that differ from one HF `model_type` to the next, as one value."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftlite.args.rules import MTP_DEPTH_KEY
@@ -10,19 +10,27 @@ from swiftlite.bridge.rows import Row, lift
 HfConfig = Mapping[str, Any]
 
 
+def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
+    """Of a head that brings no copies of the trunk's tensors."""
+    return {}
+
+
 @dataclass(frozen=True)
 class MtpLayout:
     """How a family's HF files name its MTP heads; heads count from 0.
 
     Args:
-        prefix: every HF key of a head begins so, and no other key does.
-        block: HF prefix of the decoder layer inside a head, with `{head}` for its number.
+        head_of: the head that an HF key belongs to; None for the trunk's keys. A key that begins like a head's and is
+            not one of them belongs to some head too, so that it is reported with it.
+        block: HF prefix of the decoder layer inside head k.
         frame_rows: bridge rows of the rest of head k: projection and norms.
+        copies: HF keys of head k that repeat a tensor of the trunk, each with the trunk's key.
     """
 
-    prefix: str
-    block: str
+    head_of: Callable[[HfConfig, str], int | None]
+    block: Callable[[HfConfig, int], str]
     frame_rows: Callable[[HfConfig, int], list[Row]]
+    copies: Callable[[HfConfig, int], dict[str, str]] = no_copies
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Family:
         name: HF `model_type`.
         check: refuses, with a UserError, every setting that would change the mathematics and is not supported.
         transformer_config: keyword arguments of megatron-core's TransformerConfig that the architecture fixes.
-        layer_rows: bridge rows of one decoder layer, names relative to the layer; MTP heads hold one too.
+        layer_rows: bridge rows of decoder layer number n (from 0), names relative to the layer.
         outer_rows: bridge rows of the trunk outside its layers: embedding, final norm, head.
         mtp: names of the MTP heads.
         is_derived: whether an HF key holds nothing but what follows from the config, so it is neither read nor written.
@@ -42,29 +50,37 @@ class Family:
     name: str
     check: Callable[[HfConfig], None]
     transformer_config: Callable[[HfConfig], dict[str, Any]]
-    layer_rows: Callable[[HfConfig], list[Row]]
+    layer_rows: Callable[[HfConfig, int], list[Row]]
     outer_rows: Callable[[HfConfig], list[Row]]
     mtp: MtpLayout
     is_derived: Callable[[str], bool]
 
     def trunk_rows(self, hf_config: HfConfig) -> list[Row]:
         """Everything but MTP."""
-        rows, layer = self.outer_rows(hf_config), self.layer_rows(hf_config)
+        rows = self.outer_rows(hf_config)
         for number in range(hf_config["num_hidden_layers"]):
-            rows += lift(layer, f"decoder.layers.{number}.", f"model.layers.{number}.")
+            rows += lift(self.layer_rows(hf_config, number), f"decoder.layers.{number}.", f"model.layers.{number}.")
         return rows
+
+    def block_rows(self, hf_config: HfConfig) -> list[Row]:
+        """The decoder layer inside an MTP head: of the kind of the trunk's last layer, as megatron-core builds it."""
+        return self.layer_rows(hf_config, hf_config["num_hidden_layers"] - 1)
 
     def head_rows(self, hf_config: HfConfig, head: int) -> list[Row]:
         """One MTP head: the decoder layer's rows lifted, and the frame around it."""
-        block = lift(
-            self.layer_rows(hf_config), f"mtp.layers.{head}.transformer_layer.", self.mtp.block.format(head=head)
-        )
+        prefix = f"mtp.layers.{head}.transformer_layer."
+        block = lift(self.block_rows(hf_config), prefix, self.mtp.block(hf_config, head))
         return self.mtp.frame_rows(hf_config, head) + block
 
     def rows(self, hf_config: HfConfig, depth: int | None = None) -> list[Row]:
         """The whole table for `depth` MTP heads (unset: as many as the config promises)."""
         heads = range(self.mtp_depth(hf_config) if depth is None else depth)
-        return self.trunk_rows(hf_config) + [row for head in heads for row in self.head_rows(hf_config, head)]
+        copies: dict[str, list[str]] = {}
+        for head in heads:
+            for copy, original in self.mtp.copies(hf_config, head).items():
+                copies.setdefault(original, []).append(copy)
+        trunk = [_with_copies(row, copies) if copies else row for row in self.trunk_rows(hf_config)]
+        return trunk + [row for head in heads for row in self.head_rows(hf_config, head)]
 
     def mtp_depth(self, hf_config: HfConfig) -> int:
         """MTP heads that config.json promises."""
@@ -74,6 +90,16 @@ class Family:
         """The change of config.json that promises `depth` heads; empty when it does already."""
         return {} if self.mtp_depth(hf_config) == depth else {MTP_DEPTH_KEY: depth}
 
-    def is_mtp(self, hf_key: str) -> bool:
+    def head_of(self, hf_config: HfConfig, hf_key: str) -> int | None:
+        """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
+        return self.mtp.head_of(hf_config, hf_key)
+
+    def is_mtp(self, hf_config: HfConfig, hf_key: str) -> bool:
         """Whether an HF key belongs to an MTP head."""
-        return hf_key.startswith(self.mtp.prefix)
+        return self.head_of(hf_config, hf_key) is not None
+
+
+def _with_copies(row: Row, copies: Mapping[str, list[str]]) -> Row:
+    """The row with the copies that heads hold of its tensor; of a tied model's head, that is the embedding."""
+    found = tuple(copy for key in (*row.hf, *row.hf_copies) for copy in copies.get(key, ()))
+    return replace(row, hf_copies=row.hf_copies + found)

@@ -3,17 +3,23 @@
 from pathlib import Path
 
 from swiftlite.errors import UserError
+from swiftlite.families.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.glm4_moe import GLM4_MOE
 from swiftlite.families.llama import LLAMA
 from swiftlite.families.mimo import MIMO
 from swiftlite.families.qwen2 import QWEN2
 from swiftlite.families.qwen3 import QWEN3
+from swiftlite.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": GLM4_MOE,
     "llama": LLAMA,
     "mimo": MIMO,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
 }
 
 

@@ -4,6 +4,7 @@ Its projection takes [hidden, embedding], megatron-core's `eh_proj` [embedding, 
 bridge that forgets this still generates right text, with drafts that are never accepted.
 """
 
+import re
 from functools import partial
 
 from swiftlite.bridge.layout import SwapHalves
@@ -23,12 +24,17 @@ def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
     ]
 
 
+def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
+    match = re.match(r"model\.mtp_layers\.(\d*)", hf_key)
+    return None if match is None else int(match.group(1) or 0)
+
+
 MIMO = Family(
     name="mimo",
     check=dense.check,
     transformer_config=partial(dense.transformer_config, qkv_bias=True),
     layer_rows=partial(dense.layer_rows, qkv_bias=True),
     outer_rows=dense.outer_rows,
-    mtp=MtpLayout(prefix="model.mtp_layers.", block="model.mtp_layers.{head}.", frame_rows=_frame_rows),
+    mtp=MtpLayout(_head_of, lambda hf_config, head: f"model.mtp_layers.{head}.", _frame_rows),
     is_derived=dense.is_derived,
 )

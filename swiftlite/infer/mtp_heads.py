@@ -57,8 +57,8 @@ def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
         for index in range(model.mtp_depth):
             frame = model.family.mtp.frame_rows(model.hf_config, index)
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
-            block = model.family.mtp.block.format(head=index)
-            for row in model.family.layer_rows(model.hf_config):
+            block = model.family.mtp.block(model.hf_config, index)
+            for row in model.family.block_rows(model.hf_config):
                 state |= {f"transformer_layer.{name}": checkpoint.read(block + name) for name in row.hf}
             head = MtpHead(decoder).to(device=decoder.device, dtype=decoder.dtype)
             head.load_state_dict(state, strict=True)

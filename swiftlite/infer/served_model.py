@@ -67,8 +67,9 @@ def require_heads(model: ServedModel) -> None:
     missing = mtp_depth_on_disk(model.directory, model.family, model.hf_config).missing
     heads = range(model.mtp_depth)
     known = {key for head in heads for row in model.family.head_rows(model.hf_config, head) for key in row.hf}
+    known |= {key for head in heads for key in model.family.mtp.copies(model.hf_config, head)}
     problems = [f"missing: {key}" for key in missing]
-    problems += [f"unexpected: {key}" for key in mtp_keys(keys, model.family) if key not in known]
+    problems += [f"unexpected: {key}" for key in mtp_keys(keys, model.family, model.hf_config) if key not in known]
     if problems:
         raise UserError(
             f"{model.directory}: config.json promises {model.mtp_depth} MTP heads, the tensors are others:\n  "

@@ -24,7 +24,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig as
 
 from swiftlite.model.norm import RMSNorm
 from swiftlite.model.rope import RotaryEmbedding
-from swiftlite.runtime.compat import believe_in_te_only_if_installed
 
 
 @dataclass
@@ -67,7 +66,6 @@ class MLASelfAttention(McoreMLASelfAttention):
     config: MLATransformerConfig
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
-        believe_in_te_only_if_installed()
         super().__init__(config, *args, **kwargs)
         self.rotary_pos_emb = RotaryEmbedding(config.hf_rope)
 

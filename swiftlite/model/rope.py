@@ -59,7 +59,7 @@ class RotaryEmbedding(McoreRotaryEmbedding):
 
     def _init_frequencies(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
         if self.rope_type == "default":
-            # GLM's, for it knows partial_rotary_factor; without one it is Llama's.
+            # Llama's formula over a part of each head (partial_rotary_factor); Llama's own class takes all of it.
             return Glm4MoeRotaryEmbedding.compute_default_rope_parameters(self.hf)  # type: ignore[arg-type]
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=seq_len)
 

@@ -7,6 +7,9 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -22,10 +25,41 @@ from swiftlite.model.linear import ColumnParallelLinear
 from swiftlite.model.mla import LatentRMSNorm, MLASelfAttention
 from swiftlite.model.mtp import MultiTokenPredictionLayer
 from swiftlite.model.norm import RMSNorm
+from swiftlite.model.router import TopKRouter
 
 
-def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """One decoder layer: attention and a dense gated MLP."""
+def _mlp_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
+    """A gated MLP, or a mixture of such: a router, one MLP per expert, and one for all shared experts."""
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if not is_moe:
+        return ModuleSpec(module=MLP, submodules=mlp)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            router=TopKRouter,
+            experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
+            # Built only where the config gives shared experts a width.
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
+        ),
+    )
+
+
+def is_moe_layer(config: TransformerConfig, layer: int) -> bool:
+    """Whether decoder layer number `layer` (from 0) has experts."""
+    if config.num_moe_experts is None:
+        return False
+    assert isinstance(config.moe_layer_freq, list)  # families state every layer
+    return bool(config.moe_layer_freq[layer])
+
+
+def decoder_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
+    """One decoder layer: attention, and a dense gated MLP or a mixture of experts."""
+    # Checkpoint names that megatron-core's other specs write too, so checkpoints can be exchanged; with latent
+    # attention those are the modules' own.
+    names = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -34,16 +68,9 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
             # Functions here, as in megatron-core's own specs, though its annotation says class.
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-            ),
+            mlp=_mlp_spec(config, is_moe),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-            # Checkpoint names that megatron-core's other specs write too, so checkpoints can be exchanged.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map={} if config.multi_latent_attention else names,
         ),
     )
 
@@ -83,12 +110,12 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
 
 def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The trunk: `num_layers` decoder layers and the final norm."""
-    layers = [decoder_layer_spec(config)] * config.num_layers
+    layers = [decoder_layer_spec(config, is_moe_layer(config, layer)) for layer in range(config.num_layers)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=RMSNorm))
 
 
 def mtp_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules | None:
-    """`mtp_num_layers` heads, each with a block like the decoder's; None at depth 0."""
+    """`mtp_num_layers` heads, each with a block like the decoder's last; None at depth 0."""
     if not config.mtp_num_layers:
         return None
     layer = ModuleSpec(
@@ -97,7 +124,7 @@ def mtp_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules |
             enorm=RMSNorm,
             hnorm=RMSNorm,
             eh_proj=ColumnParallelLinear,
-            transformer_layer=decoder_layer_spec(config),
+            transformer_layer=decoder_layer_spec(config, is_moe_layer(config, config.num_layers - 1)),
             layer_norm=RMSNorm,
         ),
     )

@@ -7,6 +7,7 @@ to megatron/core of the 0.16.1 wheel. tests/runtime/test_cpu.py fails for each s
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -48,6 +49,21 @@ def patch_get_rng_state() -> None:
     torch.cuda.get_rng_state = lambda device="cuda": torch.random.get_rng_state()
 
 
+def patch_alltoall_dispatcher() -> None:
+    """transformer/moe/token_dispatcher.py:445 opens a CUDA stream, on which :871 copies to the CPU how many tokens go
+    where. Here they are on the CPU already; torch.distributed wants lists of numbers (moe_utils.py:1093)."""
+
+    def counts_to_numbers(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+        for name in ("input_splits", "output_splits"):
+            splits = getattr(self, name)
+            if isinstance(splits, torch.Tensor):
+                setattr(self, name, splits.tolist())
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # not None is all that is asked
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_to_numbers
+
+
 _mode: _CudaLiterals | None = None
 
 
@@ -59,5 +75,6 @@ def install() -> None:
     patch_current_device()
     patch_synchronize()
     patch_get_rng_state()
+    patch_alltoall_dispatcher()
     _mode = _CudaLiterals()
     _mode.__enter__()  # for the life of the process: megatron-core asks for CUDA at every step

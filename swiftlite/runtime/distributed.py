@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from swiftlite.errors import UserError
-from swiftlite.runtime import cpu
+from swiftlite.runtime import cpu, megatron_fixes
 from swiftlite.runtime.device import Device, current_device
 
 
@@ -23,6 +23,7 @@ def session(*, tensor_model_parallel_size: int = 1, seed: int = 42, timeout_minu
     """
     device = current_device()
     cpu.install()
+    megatron_fixes.install()
     # All three, as torchrun sets them: Kubernetes' PyTorchJob sets RANK for a process that is still to start torchrun.
     alone = not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     world_size, rank = (1, 0) if alone else (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))

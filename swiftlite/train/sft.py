@@ -69,7 +69,7 @@ def _run(args: SftArgs, device: Device) -> int:
     )
     load_report = load_hf([model], hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed)
     logger.info("%s", load_report)
-    if args.mtp_num_layers is None and any(map(family.is_mtp, load_report.dropped)):
+    if args.mtp_num_layers is None and any(family.is_mtp(hf_config, key) for key in load_report.dropped):
         raise UserError(
             f"{hf_dir} has MTP tensors, but its config.json promises no MTP layer",
             "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",

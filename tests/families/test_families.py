@@ -10,7 +10,7 @@ from swiftlite import families
 from swiftlite.bridge.layout import SwapHalves
 from swiftlite.errors import UserError
 from swiftlite.families import dense
-from tests.tiny import CLASSES, make_tiny_model, mtp_names, random_mtp_tensors
+from tests.tiny import CLASSES, OWN_SIZES, make_tiny_model, mtp_names, per_expert, random_mtp_tensors
 
 # What does not change what a model computes from tokens to logits: training, generation, bookkeeping.
 HARMLESS = {
@@ -28,9 +28,11 @@ HARMLESS = {
     "model_type",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pad_token_id",
     "problem_type",
     "return_dict",
+    "router_aux_loss_coef",  # a loss of training, which has an option of its own
     "rope_parameters",  # read by the rotary embedding
     "sliding_window",  # only with use_sliding_window
     "transformers_version",
@@ -51,14 +53,89 @@ READ = {
     "vocab_size",
 }
 # transformers' Qwen2 has no such field; the biases are there whatever it says.
-OWN_NEUTRAL = {"llama": {"attention_bias", "mlp_bias"}, "qwen2": set(), "qwen3": {"attention_bias"}, "mimo": set()}
+OWN_NEUTRAL = {
+    "llama": {"attention_bias", "mlp_bias"},
+    "qwen2": set(),
+    "qwen3": {"attention_bias"},
+    "mimo": set(),
+    "qwen3_moe": {"attention_bias"},
+    "glm4_moe": set(),
+    "deepseek_v3": {"attention_bias", "scoring_func", "topk_method"},
+}
+OWN_READ = {
+    "qwen3_moe": {
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "num_local_experts",
+    },
+    "glm4_moe": {
+        "attention_bias",
+        "first_k_dense_replace",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "routed_scaling_factor",
+        "topk_group",
+        "use_qk_norm",
+    },
+    "deepseek_v3": {
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "q_lora_rank",
+        "qk_head_dim",  # the sum of the next two
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "rope_interleave",
+        "routed_scaling_factor",
+        "topk_group",
+        "v_head_dim",
+    },
+}
+MOE = sorted(OWN_READ)
+# What latent attention changes in the keyword arguments of megatron-core's config.
+LATENT_ATTENTION: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 12,
+        "kv_channels": 12,
+        "num_query_groups": 4,
+        "hf_rope": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "max_position_embeddings": 4096,
+            "rope_parameters": OWN_SIZES["deepseek_v3"]["rope_parameters"],
+        },
+        "rope_interleave": True,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 4.0,
+        "mscale_all_dim": 1.0,
+    }
+}
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     """A config.json as transformers writes it, with changes."""
     config: PreTrainedConfig = CLASSES[family][0](
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16,
+        num_key_value_heads=4 if family == "deepseek_v3" else 2, head_dim=16, **OWN_SIZES.get(family, {}),
     )  # fmt: skip
     return config.to_dict() | {"model_type": family} | changes
 
@@ -67,7 +144,7 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
     model = make_tiny_model(family, tied)
-    state = model.state_dict()
+    state = per_expert(model.state_dict())
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
     config = model.config.to_dict()
     rows = families.FAMILIES[family].rows(config)
@@ -75,8 +152,9 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
     assert len([key for row in rows for key in row.hf]) == len(shapes)
 
     heads = random_mtp_tensors(model, family, 2)
-    mtp_rows = families.FAMILIES[family].rows(config, 2)[len(rows) :]
-    assert {key: shape for row in mtp_rows for key, shape in row.hf.items()} == {
+    all_rows = families.FAMILIES[family].rows(config, 2)
+    copies = {copy: row.hf_shapes()[copy] for row in all_rows for copy in row.hf_copies if copy != "lm_head.weight"}
+    assert copies | {key: shape for row in all_rows[len(rows) :] for key, shape in row.hf.items()} == {
         name: tuple(tensor.shape) for name, tensor in heads.items()
     }
 
@@ -85,7 +163,8 @@ def test_rows_are_exactly_the_tensors_of_transformers(family, tied):
 def test_no_field_of_the_config_is_overlooked(family):
     """A field that transformers adds must be sorted into one of the three before it can change results unseen."""
     fields = set(hf_config(family))
-    assert fields - HARMLESS - READ - dense.NEUTRAL.keys() - OWN_NEUTRAL[family] == set()
+    own = OWN_NEUTRAL[family] | OWN_READ.get(family, set())
+    assert fields - HARMLESS - READ - dense.NEUTRAL.keys() - own == set()
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -97,6 +176,8 @@ def test_a_field_left_out_has_the_default_of_transformers(family):
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_transformer_config(family):
     config = families.FAMILIES[family].transformer_config(hf_config(family, rms_norm_eps=1e-5))
+    experts = {key: config.pop(key) for key in list(config) if "moe" in key}
+    assert bool(experts) is (family in MOE)
     assert config == {
         "num_layers": 2,
         "hidden_size": 64,
@@ -109,10 +190,10 @@ def test_transformer_config(family):
         "activation_func": F.silu,
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": family in ("qwen2", "mimo"),
-        "qk_layernorm": family == "qwen3",
+        "add_qkv_bias": family in ("qwen2", "mimo", "glm4_moe"),
+        "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe"),
         "init_method_std": 0.02,
-    }
+    } | LATENT_ATTENTION.get(family, {})
 
 
 def test_head_dim_and_groups_are_derived_when_not_stated():
@@ -137,8 +218,10 @@ def test_depth(family):
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_only_heads_have_the_prefix_of_heads(family):
     known, config = families.FAMILIES[family], hf_config(family)
-    assert not any(known.is_mtp(key) for row in known.trunk_rows(config) for key in row.hf_shapes())
-    assert all(known.is_mtp(key) for head in (0, 1) for row in known.head_rows(config, head) for key in row.hf)
+    assert not any(known.is_mtp(config, key) for row in known.trunk_rows(config) for key in row.hf_shapes())
+    for head in (0, 1):
+        keys = [key for row in known.head_rows(config, head) for key in row.hf]
+        assert {known.head_of(config, key) for key in (*keys, *known.mtp.copies(config, head))} == {head}
 
 
 def test_only_mimo_swaps_halves():
@@ -152,9 +235,45 @@ REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
     *[(family, "quantization_config", {"quant_method": "fp8"}) for family in families.FAMILIES],
     *[(family, "attention_dropout", 0.1) for family in families.FAMILIES],
-    *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES],
-    *[(family, "use_sliding_window", True) for family in ("qwen2", "qwen3", "mimo")],
+    *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES if family != "glm4_moe"],
+    *[
+        (family, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
+        for family in families.FAMILIES
+        if family != "glm4_moe"
+    ],
+    *[(family, "use_sliding_window", True) for family in ("qwen2", "qwen3", "mimo", "qwen3_moe")],
     *[(family, "layer_types", ["full_attention", "sliding_attention"]) for family in ("qwen2", "qwen3", "mimo")],
+    *[(family, "num_experts_per_tok", 5) for family in MOE],
+    *[(family, "num_experts_per_tok", 0) for family in MOE],
+    *[(family, "num_experts_per_tok", None) for family in MOE],
+    *[(family, "moe_intermediate_size", None) for family in MOE],
+    ("qwen3_moe", "attention_bias", True),
+    ("qwen3_moe", "num_experts", 0),
+    ("qwen3_moe", "num_experts", "4"),
+    ("qwen3_moe", "mlp_only_layers", [0, 1]),
+    ("qwen3_moe", "decoder_sparse_step", 3),
+    ("glm4_moe", "norm_topk_prob", False),
+    ("glm4_moe", "n_routed_experts", None),
+    ("glm4_moe", "n_shared_experts", 0),
+    ("glm4_moe", "first_k_dense_replace", 2),
+    ("glm4_moe", "routed_scaling_factor", 0.0),
+    ("glm4_moe", "n_group", 3),
+    ("glm4_moe", "n_group", 4),
+    ("glm4_moe", "partial_rotary_factor", 1.5),
+    *[
+        ("deepseek_v3", key, None)
+        for key in ("kv_lora_rank", "v_head_dim", "n_group", "topk_group", "n_shared_experts")
+    ],
+    ("deepseek_v3", "first_k_dense_replace", None),
+    ("deepseek_v3", "routed_scaling_factor", None),
+    ("deepseek_v3", "norm_topk_prob", None),
+    ("deepseek_v3", "norm_topk_prob", False),
+    ("deepseek_v3", "attention_bias", True),
+    ("deepseek_v3", "num_key_value_heads", 2),
+    ("deepseek_v3", "moe_layer_freq", 2),
+    ("deepseek_v3", "scoring_func", "softmax"),
+    ("deepseek_v3", "topk_method", "greedy"),
+    ("deepseek_v3", "topk_group", 3),
     ("llama", "pretraining_tp", 2),
     ("llama", "attention_bias", True),
     ("llama", "mlp_bias", True),
@@ -175,6 +294,57 @@ def test_what_would_change_the_mathematics_is_refused(family, key, value):
     assert key in str(raised.value)
 
 
+def test_the_part_of_a_head_that_turns_must_be_stated():
+    """transformers takes 0.5 for GLM-4.5, other readers 1."""
+    config = hf_config("glm4_moe")
+    for nested in (config, config["rope_parameters"]):
+        nested.pop("partial_rotary_factor", None)
+    with pytest.raises(UserError, match="partial_rotary_factor is missing"):
+        families.get(config)
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_one_expert_per_token(family):
+    """With one expert its score divided by itself is 1; megatron-core's sigmoid router leaves the score as it is."""
+    one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    families.get(hf_config(family, **one, norm_topk_prob=False))
+    with pytest.raises(UserError, match="norm_topk_prob True is not supported with num_experts_per_tok 1"):
+        families.get(hf_config(family, **one, norm_topk_prob=True))
+
+
+def test_a_query_latent_must_be_stated_or_denied():
+    """transformers takes 1536 for DeepSeek-V3 when the key is not there."""
+    families.get(hf_config("deepseek_v3", q_lora_rank=None))
+    config = hf_config("deepseek_v3")
+    del config["q_lora_rank"]
+    with pytest.raises(UserError, match="q_lora_rank is missing"):
+        families.get(config)
+
+
+def test_groups_of_experts():
+    grouped = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4}
+    config = families.get(limited := hf_config("glm4_moe", **grouped, topk_group=2)).transformer_config(limited)
+    assert (config["moe_router_num_groups"], config["moe_router_group_topk"]) == (4, 2)
+    config = families.get(free := hf_config("glm4_moe", **grouped, topk_group=4)).transformer_config(free)
+    assert (config["moe_router_num_groups"], config["moe_router_group_topk"]) == (None, None)
+    with pytest.raises(UserError, match="topk_group 1 is not supported with num_experts_per_tok 4; use 2"):
+        families.get(hf_config("glm4_moe", **grouped, topk_group=1))
+
+
+def test_which_layers_have_experts():
+    config = hf_config("glm4_moe", num_hidden_layers=5, first_k_dense_replace=2)
+    assert families.get(config).transformer_config(config)["moe_layer_freq"] == [0, 0, 1, 1, 1]
+    config = hf_config("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert families.get(config).transformer_config(config)["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
+
+
+def test_both_names_of_the_number_of_experts():
+    config = hf_config("qwen3_moe")
+    assert config["num_local_experts"] == 4  # as transformers 5 writes it
+    config["num_experts"] = config.pop("num_local_experts")  # as the hub has it
+    assert families.get(config).transformer_config(config)["num_moe_experts"] == 4
+
+
 def test_all_problems_are_told_at_once():
     with pytest.raises(UserError) as raised:
         families.get(hf_config("llama", mlp_bias=True, hidden_act="gelu"))
@@ -192,7 +362,7 @@ def test_unknown_family(model_type, tmp_path):
     with pytest.raises(UserError) as raised:
         families.get({"model_type": model_type}, tmp_path)
     assert f"{tmp_path / 'config.json'}: model_type {model_type!r} is not a family" in str(raised.value)
-    assert "known: llama, mimo, qwen2, qwen3" in str(raised.value)
+    assert "known: deepseek_v3, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe" in str(raised.value)
 
 
 def test_rotary_buffers_of_old_files_are_derived():

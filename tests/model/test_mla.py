@@ -11,11 +11,11 @@ from megatron.core.transformer.spec_utils import build_module
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from swiftlite.families import deepseek_v3
-from swiftlite.model import mla
+from swiftlite.families import deepseek_v3, dense
 from swiftlite.model.build import build_config
 from swiftlite.model.mla import MLASelfAttention
 from swiftlite.model.specs import _attention_spec
+from swiftlite.runtime import megatron_fixes
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 ROPES = {
@@ -54,7 +54,7 @@ def run_hf(attention: DeepseekV3Attention, hidden_SBH: torch.Tensor) -> torch.Te
 def mcore_attention(theirs: DeepseekV3Attention, device) -> MLASelfAttention:
     """Ours, with the same weights."""
     hf_config = theirs.config.to_dict()
-    architecture = deepseek_v3.transformer_config(hf_config)
+    architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
     config = build_config(architecture, device=device, dtype=torch.float32, mtp_num_layers=0)
     attention = build_module(_attention_spec(config), config=config, layer_number=1)
     weights = theirs.state_dict(prefix="self_attn.")
@@ -99,9 +99,8 @@ def test_packed_rows_get_the_queries_keys_and_values_they_get_alone(device):
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
 def test_megatron_core_must_be_told_that_transformer_engine_is_absent(device, monkeypatch):
-    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)  # what its import finds, without the package too
-    mcore_attention(hf_attention(), device)
-    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
-    monkeypatch.setattr(mla, "believe_in_te_only_if_installed", lambda: None)
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)  # what it finds by itself, without the package too
     with pytest.raises(TypeError, match="isinstance"):
         mcore_attention(hf_attention(), device)
+    megatron_fixes.disbelieve_mocked_te()
+    mcore_attention(hf_attention(), device)

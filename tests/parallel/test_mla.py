@@ -13,7 +13,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention as
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
 
-from swiftlite.families import deepseek_v3
+from swiftlite.families import deepseek_v3, dense
 from swiftlite.model import mla
 from swiftlite.model.build import build_config
 from swiftlite.model.specs import _attention_spec
@@ -41,12 +41,12 @@ Gradients = dict[str, torch.Tensor]
 def attention(case: tuple[str, str], device: Device, tp_size: int, sequence_parallel: bool) -> Any:
     """`case`: ours or what it is compared with, and a variant."""
     whose, variant = case
-    architecture = deepseek_v3.transformer_config(HF_CONFIG | VARIANTS[variant])
+    hf_config = HF_CONFIG | VARIANTS[variant]
+    architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
     config = build_config(architecture, device=device, dtype=torch.float32, mtp_num_layers=0)
     spec = _attention_spec(config)
     if whose == "stock":
         spec.module = McoreMLASelfAttention
-        mla.believe_in_te_only_if_installed()
         known = {field.name for field in fields(McoreMLATransformerConfig)}
         config = McoreMLATransformerConfig(**{key: value for key, value in vars(config).items() if key in known})
         config.qk_layernorm = True  # with its own specs, what turns the norms of the latents on

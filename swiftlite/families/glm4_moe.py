@@ -1,0 +1,50 @@
+"""GLM-4.5 and 4.6: grouped-query attention with rotary angles on half of each head, a sigmoid router whose choice a bias
+levels, shared experts, dense layers first, and MTP heads of its own.
+"""
+
+from typing import Any
+
+from swiftlite.bridge.rows import Row
+from swiftlite.families import dense, moe
+from swiftlite.families.family import Family, HfConfig
+
+
+def _options(hf_config: HfConfig) -> dict[str, bool]:
+    # transformers gives attention_bias to q, k and v only, unlike in Llama and Qwen3.
+    return {"qkv_bias": bool(hf_config.get("attention_bias")), "qk_norm": bool(hf_config.get("use_qk_norm"))}
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.problems_of(hf_config, reads=("partial_rotary_factor",))
+    problems += moe.mixture_problems(hf_config)
+    factor = dense.partial_rotary_factor(hf_config)
+    if factor is None:  # transformers would take 0.5, other readers 1
+        problems.append("partial_rotary_factor is missing")
+    elif not 0 < factor <= 1:
+        problems.append(f"partial_rotary_factor {factor} is not between 0 and 1")
+    dense.refuse(hf_config, problems)
+
+
+def _transformer_config(hf_config: HfConfig) -> dict[str, Any]:
+    return dense.transformer_config(hf_config, **_options(hf_config)) | moe.mixture_config(hf_config)
+
+
+def _layer_rows(hf_config: HfConfig, layer: int) -> list[Row]:
+    if not moe.is_moe_layer(hf_config, layer):
+        return dense.layer_rows(hf_config, layer, **_options(hf_config))
+    return [
+        *dense.attention_rows(hf_config, **_options(hf_config)),
+        *dense.norm_rows(hf_config),
+        *moe.mixture_rows(hf_config),
+    ]
+
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    check=_check,
+    transformer_config=_transformer_config,
+    layer_rows=_layer_rows,
+    outer_rows=dense.outer_rows,
+    mtp=moe.NEXT_LAYER_HEADS,
+    is_derived=dense.is_derived,
+)
