@@ -210,8 +210,8 @@ def make_tiny_model(
     }
     values |= OWN_SIZES.get(family, {})
     values |= config
-    if family == "deepseek_v3":  # latent attention has no groups of queries
-        values["num_key_value_heads"] = values["num_attention_heads"]
+    if family == "deepseek_v3":  # no groups of queries; transformers takes head_dim for that of the rotary part
+        values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
     model = model_class(config_class(**values)).to(dtype).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():

@@ -31,8 +31,9 @@ def _check(hf_config: HfConfig) -> None:
         problems.append("q_lora_rank is missing; it is null in models without a query latent")
     if not problems:
         problems += dense.problems_of(
-            # No part of latent attention has the size of a hidden size shared among heads.
-            {**hf_config, "head_dim": hf_config["qk_rope_head_dim"]},
+            # Where it is stated, it is the rotary part; where not, the hidden size need not divide into heads.
+            {"head_dim": hf_config["qk_rope_head_dim"], **hf_config},
+            head_dim=(hf_config["qk_rope_head_dim"],),
             attention_bias=(False, None),
             num_key_value_heads=(hf_config.get("num_attention_heads"), None),
             moe_layer_freq=(1, None),

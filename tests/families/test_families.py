@@ -135,7 +135,8 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     """A config.json as transformers writes it, with changes."""
     config: PreTrainedConfig = CLASSES[family][0](
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4 if family == "deepseek_v3" else 2, head_dim=16, **OWN_SIZES.get(family, {}),
+        num_key_value_heads=4 if family == "deepseek_v3" else 2, head_dim=8 if family == "deepseek_v3" else 16,
+        **OWN_SIZES.get(family, {}),
     )  # fmt: skip
     return config.to_dict() | {"model_type": family} | changes
 
@@ -270,6 +271,7 @@ REFUSED = [
     ("deepseek_v3", "norm_topk_prob", False),
     ("deepseek_v3", "attention_bias", True),
     ("deepseek_v3", "num_key_value_heads", 2),
+    ("deepseek_v3", "head_dim", 16),
     ("deepseek_v3", "moe_layer_freq", 2),
     ("deepseek_v3", "scoring_func", "softmax"),
     ("deepseek_v3", "topk_method", "greedy"),
