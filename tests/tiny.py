@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -35,6 +37,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 # What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -52,7 +55,37 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "num_nextn_predict_layers": 0,
     },
+    # Both choices are real: one of two groups, and two of its four experts. Value heads are smaller than key heads.
+    "deepseek_v3": EXPERTS
+    | {
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",  # these two are for vLLM
+        "topk_method": "noaux_tc",
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "rope_theta": 10000.0,
+        },
+        "num_nextn_predict_layers": 0,
+    },
 }
+# The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
+VLLM_LATENT_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+# Families whose heads are numbered after the trunk's layers, and repeat its embedding and output layer.
+NEXT_LAYER_HEADS = ("glm4_moe", "deepseek_v3")
 CHATML = """\
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
@@ -105,7 +138,7 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
     if family == "mimo":
         head = f"model.mtp_layers.{k}."
         parts, block = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), head
-    elif family == "glm4_moe":
+    elif family in NEXT_LAYER_HEADS:
         head = block = f"model.layers.{num_layers + k}."
         parts = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     else:
@@ -118,10 +151,6 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
 def random_mtp_tensors(model: PreTrainedModel, family: str, depth: int, std: float = 0.2) -> dict[str, torch.Tensor]:
     """`depth` random MTP heads under the family's names, in the dtype of `model`."""
     hidden = model.config.hidden_size
-    ends: dict[str, Any] = {
-        "embed_tokens": model.get_input_embeddings(),
-        "shared_head.head": model.get_output_embeddings(),
-    }
     tensors = {}
     for k in range(depth):
         names, block = mtp_names(family, k, model.config.num_hidden_layers)
@@ -131,8 +160,9 @@ def random_mtp_tensors(model: PreTrainedModel, family: str, depth: int, std: flo
         for suffix, tensor in per_expert(model.model.layers[-1].state_dict()).items():
             offset = 1.0 if "norm" in suffix else 0.0
             tensors[block + suffix] = offset + torch.randn(tensor.shape) * std
-        if family == "glm4_moe":  # the hub's files repeat the trunk's tensors in each head
-            tensors |= {f"{block}{name}.weight": end.weight.detach().clone() for name, end in ends.items()}
+        if family in NEXT_LAYER_HEADS:  # the hub's files repeat the trunk's tensors in each head
+            tensors[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+            tensors[f"{block}shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
 
 
@@ -179,7 +209,10 @@ def make_tiny_model(
         "pad_token_id": None,
     }
     values |= OWN_SIZES.get(family, {})
-    model = model_class(config_class(**(values | config))).to(dtype).eval()
+    values |= config
+    if family == "deepseek_v3":  # no groups of queries; transformers takes head_dim for that of the rotary part
+        values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
+    model = model_class(config_class(**values)).to(dtype).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -211,7 +244,7 @@ def write_hf(
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     if family == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
-    if depth or family in ("mimo", "glm4_moe"):
+    if depth or family in ("mimo", *NEXT_LAYER_HEADS):
         config["num_nextn_predict_layers"] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from swiftlite.errors import UserError
+from swiftlite.families.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.glm4_moe import GLM4_MOE
 from swiftlite.families.llama import LLAMA
@@ -12,6 +13,7 @@ from swiftlite.families.qwen3 import QWEN3
 from swiftlite.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
     "llama": LLAMA,
     "mimo": MIMO,

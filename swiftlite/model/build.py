@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MoeArgs, ParallelLayout, RecomputeArgs
 from swiftlite.args.layout import decoder_layers_per_stage, layout_problems, mtp_pipeline_rank, num_virtual_stages
 from swiftlite.errors import OptionError
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.mla import MLATransformerConfig
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime.device import Device
 

@@ -53,7 +53,8 @@ class GPTModel(McoreGPTModel):
     def __init__(self, *, hf_config: dict[str, Any], heads_only: bool = False, **kwargs: Any):
         super().__init__(**kwargs)
         self.decoder.__class__ = TransformerBlock  # ours only adds a method, and the stock constructor names its own
-        self.rotary_pos_emb = RotaryEmbedding(hf_config, self.config)
+        if not self.config.multi_latent_attention:  # which has a rotary embedding of its own in each layer
+            self.rotary_pos_emb = RotaryEmbedding(hf_config, self.config)
         self.heads_only = heads_only
         if heads_only:
             for name, parameter in self.named_parameters():

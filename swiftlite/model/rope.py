@@ -12,7 +12,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from swiftlite.errors import UserError
 
 # What the init functions read of a config; every family of this repository spells them so.
-_ROPE_KEYS = (
+ROPE_KEYS = (
     "hidden_size",
     "num_attention_heads",
     "num_key_value_heads",
@@ -28,7 +28,7 @@ _ROPE_KEYS = (
 
 def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
     """The rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
-    return LlamaConfig.from_dict({key: hf_config[key] for key in _ROPE_KEYS if hf_config.get(key) is not None})
+    return LlamaConfig.from_dict({key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None})
 
 
 class RotaryEmbedding(McoreRotaryEmbedding):
@@ -36,10 +36,11 @@ class RotaryEmbedding(McoreRotaryEmbedding):
 
     Args:
         hf_config: the model's config.json.
-        config: receives the factor on cos and sin (`attention_scaling`, 1.0 for most types), see below.
+        config: receives the factor on cos and sin (`attention_scaling`, 1.0 for most types), see below; None if the
+            caller multiplies by it.
     """
 
-    def __init__(self, hf_config: dict[str, Any], config: TransformerConfig):
+    def __init__(self, hf_config: dict[str, Any], config: TransformerConfig | None = None):
         self.hf = rope_config(hf_config)
         assert self.hf.head_dim
         assert self.hf.rope_parameters
@@ -48,12 +49,12 @@ class RotaryEmbedding(McoreRotaryEmbedding):
         if self.rope_type != "default" and self.rope_type not in ROPE_INIT_FUNCTIONS:
             known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
             raise UserError(f"config.json: rope_type {self.rope_type!r} is not known", f"transformers knows {known}")
-        self.inv_freq, attention_scaling = self._init_frequencies(seq_len=None)
-        if attention_scaling != 1.0:
+        self.inv_freq, self.attention_scaling = self._init_frequencies(seq_len=None)
+        if config is not None and self.attention_scaling != 1.0:
             # megatron-core's attention multiplies cos and sin by 0.1 * mscale * log(scaling_factor) + 1 when its
             # config has these fields (yarn_rotary_pos_embedding.py:274); log(e^10) = 10 leaves 1 + mscale.
             config.yarn_rotary_scaling_factor = 22026.465794806718  # type: ignore[attr-defined]
-            config.yarn_mscale = attention_scaling - 1.0  # type: ignore[attr-defined]
+            config.yarn_mscale = self.attention_scaling - 1.0  # type: ignore[attr-defined]
             config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]
 
     def _init_frequencies(self, seq_len: int | None) -> tuple[torch.Tensor, float]:

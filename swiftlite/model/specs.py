@@ -1,6 +1,7 @@
 """Which module stands at which place of the model: megatron-core's local ones, with our attention and norm."""
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear as McoreColumnParallelLinear
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -8,6 +9,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayerSubmodules,
@@ -20,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.experts import SequentialMLP
 from swiftlite.model.linear import ColumnParallelLinear
+from swiftlite.model.mla import LatentRMSNorm, MLASelfAttention
 from swiftlite.model.mtp import MultiTokenPredictionLayer
 from swiftlite.model.norm import RMSNorm
 from swiftlite.model.router import TopKRouter
@@ -50,33 +53,57 @@ def is_moe_layer(config: TransformerConfig, layer: int) -> bool:
 
 
 def decoder_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
-    """One decoder layer: grouped-query attention, and a dense gated MLP or a mixture of experts."""
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    """One decoder layer: attention, and a dense gated MLP or a mixture of experts."""
+    # Checkpoint names that megatron-core's other specs write too, so checkpoints can be exchanged; with latent
+    # attention those are the modules' own.
+    names = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=CoreAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=qk_norm,
-                    k_layernorm=qk_norm,
-                ),
-            ),
+            self_attention=_attention_spec(config),
             # Functions here, as in megatron-core's own specs, though its annotation says class.
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=RMSNorm,
             mlp=_mlp_spec(config, is_moe),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
-            # Checkpoint names that megatron-core's other specs write too, so checkpoints can be exchanged.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map={} if config.multi_latent_attention else names,
+        ),
+    )
+
+
+def _attention_spec(config: TransformerConfig) -> ModuleSpec:
+    """Grouped-query attention, or multi-latent attention if the config says so."""
+    if config.multi_latent_attention:
+        return ModuleSpec(
+            module=MLASelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=MLASelfAttentionSubmodules(
+                linear_q_proj=ColumnParallelLinear,
+                # megatron-core's own: it accepts no subclass here. There is no bias, so ours would do the same.
+                linear_q_down_proj=McoreColumnParallelLinear,
+                linear_q_up_proj=ColumnParallelLinear,
+                linear_kv_down_proj=McoreColumnParallelLinear,
+                linear_kv_up_proj=ColumnParallelLinear,
+                core_attention=CoreAttention,
+                linear_proj=RowParallelLinear,
+                q_layernorm=LatentRMSNorm,
+                kv_layernorm=LatentRMSNorm,
+            ),
+        )
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
     )
 

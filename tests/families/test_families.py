@@ -61,6 +61,7 @@ OWN_NEUTRAL = {
     "mimo": set(),
     "qwen3_moe": {"attention_bias"},
     "glm4_moe": set(),
+    "deepseek_v3": {"attention_bias", "scoring_func", "topk_method"},
 }
 OWN_READ = {
     "qwen3_moe": {
@@ -84,15 +85,59 @@ OWN_READ = {
         "topk_group",
         "use_qk_norm",
     },
+    "deepseek_v3": {
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "q_lora_rank",
+        "qk_head_dim",  # the sum of the next two
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "rope_interleave",
+        "routed_scaling_factor",
+        "topk_group",
+        "v_head_dim",
+    },
 }
 MOE = sorted(OWN_READ)
+# What latent attention changes in the keyword arguments of megatron-core's config.
+LATENT_ATTENTION: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 12,
+        "kv_channels": 12,
+        "num_query_groups": 4,
+        "hf_rope": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "max_position_embeddings": 4096,
+            "rope_parameters": OWN_SIZES["deepseek_v3"]["rope_parameters"],
+        },
+        "rope_interleave": True,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 4.0,
+        "mscale_all_dim": 1.0,
+    }
+}
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     """A config.json as transformers writes it, with changes."""
     config: PreTrainedConfig = CLASSES[family][0](
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, **OWN_SIZES.get(family, {}),
+        num_key_value_heads=4 if family == "deepseek_v3" else 2, head_dim=8 if family == "deepseek_v3" else 16,
+        **OWN_SIZES.get(family, {}),
     )  # fmt: skip
     return config.to_dict() | {"model_type": family} | changes
 
@@ -150,7 +195,7 @@ def test_transformer_config(family):
         "add_qkv_bias": family in ("qwen2", "mimo", "glm4_moe"),
         "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe"),
         "init_method_std": 0.02,
-    }
+    } | LATENT_ATTENTION.get(family, {})
 
 
 def test_head_dim_and_groups_are_derived_when_not_stated():
@@ -236,6 +281,21 @@ REFUSED = [
     ("glm4_moe", "n_group", 3),
     ("glm4_moe", "n_group", 4),
     ("glm4_moe", "partial_rotary_factor", 1.5),
+    *[
+        ("deepseek_v3", key, None)
+        for key in ("kv_lora_rank", "v_head_dim", "n_group", "topk_group", "n_shared_experts")
+    ],
+    ("deepseek_v3", "first_k_dense_replace", None),
+    ("deepseek_v3", "routed_scaling_factor", None),
+    ("deepseek_v3", "norm_topk_prob", None),
+    ("deepseek_v3", "norm_topk_prob", False),
+    ("deepseek_v3", "attention_bias", True),
+    ("deepseek_v3", "num_key_value_heads", 2),
+    ("deepseek_v3", "head_dim", 16),
+    ("deepseek_v3", "moe_layer_freq", 2),
+    ("deepseek_v3", "scoring_func", "softmax"),
+    ("deepseek_v3", "topk_method", "greedy"),
+    ("deepseek_v3", "topk_group", 3),
     ("llama", "pretraining_tp", 2),
     ("llama", "attention_bias", True),
     ("llama", "mlp_bias", True),
@@ -268,9 +328,19 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
 @pytest.mark.parametrize("family", MOE)
 def test_one_expert_per_token(family):
     """With one expert its score divided by itself is 1; megatron-core's sigmoid router leaves the score as it is."""
-    families.get(hf_config(family, num_experts_per_tok=1, norm_topk_prob=False))
+    one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    families.get(hf_config(family, **one, norm_topk_prob=False))
     with pytest.raises(UserError, match="norm_topk_prob True is not supported with num_experts_per_tok 1"):
-        families.get(hf_config(family, num_experts_per_tok=1, norm_topk_prob=True))
+        families.get(hf_config(family, **one, norm_topk_prob=True))
+
+
+def test_a_query_latent_must_be_stated_or_denied():
+    """transformers takes 1536 for DeepSeek-V3 when the key is not there."""
+    families.get(hf_config("deepseek_v3", q_lora_rank=None))
+    config = hf_config("deepseek_v3")
+    del config["q_lora_rank"]
+    with pytest.raises(UserError, match="q_lora_rank is missing"):
+        families.get(config)
 
 
 def test_groups_of_experts():
@@ -314,7 +384,7 @@ def test_unknown_family(model_type, tmp_path):
     with pytest.raises(UserError) as raised:
         families.get({"model_type": model_type}, tmp_path)
     assert f"{tmp_path / 'config.json'}: model_type {model_type!r} is not a family" in str(raised.value)
-    assert "known: glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe" in str(raised.value)
+    assert "known: deepseek_v3, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe" in str(raised.value)
 
 
 def test_rotary_buffers_of_old_files_are_derived():

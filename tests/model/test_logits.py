@@ -41,7 +41,7 @@ ROPES = {
 }
 
 
-MOE = ("qwen3_moe", "glm4_moe")
+MOE = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:

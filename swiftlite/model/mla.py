@@ -1,0 +1,158 @@
+"""Multi-latent attention, DeepSeek's: queries, keys and values are unfolded from two small latents.
+
+megatron-core's class computes wrong gradients under tensor parallelism, takes rotary channels in pairs only, and knows
+no frequencies but its own; what is written here is the part of it between hidden states and core attention.
+
+Shapes: T tokens ([S, B], or [S] when packed), H hidden size, N heads on this tensor-parallel rank, D query and key
+channels of a head, R of them rotary, V value channels.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
+
+from swiftlite.model.norm import RMSNorm
+from swiftlite.model.rope import RotaryEmbedding
+
+
+@dataclass
+class MLATransformerConfig(McoreMLATransformerConfig):
+    """megatron-core's, with what it cannot say about rotary embeddings.
+
+    Of megatron-core's own fields for them, `rotary_scaling_factor` and `mscale_all_dim` make the softmax scale; the
+    others are not used.
+
+    Args:
+        hf_rope: the keys of config.json that fix the frequencies, as RotaryEmbedding takes them, for a head of
+            `qk_pos_emb_head_dim`.
+        rope_interleave: channels 2i and 2i + 1 turn together, as in DeepSeek's files; otherwise i and i + R / 2.
+    """
+
+    hf_rope: dict[str, Any] = field(default_factory=dict)
+    rope_interleave: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        # finalize_model_grads.py:354 sums over tensor-parallel ranks what is called q_layernorm, for norms that each
+        # rank applies to its own heads. Every rank has the whole query latent: the sum would be a multiple.
+        assert not self.qk_layernorm, "multi-latent attention always has its norms; qk_layernorm doubles a gradient"
+
+
+class LatentRMSNorm(RMSNorm):
+    """The norm of a latent: its epsilon is 1e-6 whatever `rms_norm_eps` says, as in transformers."""
+
+    def __init__(self, config: McoreMLATransformerConfig, hidden_size: int, eps: float = 1e-6):
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
+class MLASelfAttention(McoreMLASelfAttention):
+    """megatron-core's for the local spec, whose down-projections are split by columns.
+
+    Takes padded rows [S, B, H] and packed ones [S, 1, H] with `packed_seq_params`; with sequence parallelism S is this
+    rank's part, with context parallelism the row is laid out in megatron-core's zigzag. No inference cache.
+    """
+
+    config: MLATransformerConfig
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.rotary_pos_emb = RotaryEmbedding(config.hf_rope)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context: None = None,
+        *,
+        inference_params: None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query [T, N, D], key [T, N, D] and value [T, N, V] of the whole sequence; the latents of queries and keys."""
+        assert inference_context is None
+        assert inference_params is None
+        config = self.config
+        rotary_seq_len = self.rotary_pos_emb.get_rotary_seq_len(
+            *(None, None, hidden_states, config, packed_seq_params)  # pyright: ignore[reportArgumentType]
+        )
+        rotary_pos_emb = self.rotary_pos_emb(rotary_seq_len, packed_seq=packed_seq_params is not None)
+        cu_seqlens = None if packed_seq_params is None else _cu_seqlens(packed_seq_params)
+
+        query_latent = hidden_states
+        if config.q_lora_rank is not None:
+            query_latent = self._scatter(self._whole(self.linear_q_down_proj(hidden_states)[0]))
+        latent, key_pos = self._whole(self.linear_kv_down_proj(hidden_states)[0]).split(
+            [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
+        )
+        latent = self._scatter(latent)
+        # Each rank's gradient is that of its own heads; the up-projections sum theirs themselves. The sum is left out
+        # in silence where a gradient is not contiguous (mappings.py:20); that of the rotation below always is.
+        key_pos = copy_to_tensor_model_parallel_region(key_pos, group=self.tp_group)
+        if packed_seq_params is not None:
+            query_latent, latent, key_pos = (tensor.squeeze(1) for tensor in (query_latent, latent, key_pos))
+        if config.q_lora_rank is not None:
+            query_latent = self.q_layernorm(query_latent)  # pyright: ignore[reportCallIssue]
+        latent = self.kv_layernorm(latent)  # pyright: ignore[reportCallIssue]
+
+        def unfold(query_latent: torch.Tensor, latent: torch.Tensor, key_pos: torch.Tensor):
+            up_proj = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+            query, query_pos = self._split_heads(up_proj(query_latent)[0], config.qk_pos_emb_head_dim)
+            key, value = self._split_heads(self.linear_kv_up_proj(latent)[0], config.v_head_dim)
+            query_pos = self._rotate(query_pos, rotary_pos_emb, cu_seqlens)
+            key_pos = self._rotate(key_pos[..., None, :], rotary_pos_emb, cu_seqlens)
+            key_pos = key_pos.expand(*key.shape[:-1], -1)
+            return torch.cat([query, query_pos], dim=-1), torch.cat([key, key_pos], dim=-1), value.contiguous()
+
+        if self.recompute_up_proj:
+            # None and not False without fp8: random.py:635 asks whether it is None.
+            precision = config.fp8 or config.fp4
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=precision)  # type: ignore[arg-type]
+            query, key, value = self.qkv_up_checkpoint.checkpoint(unfold, query_latent, latent, key_pos)
+        else:
+            query, key, value = unfold(query_latent, latent, key_pos)
+        return query, key, value, query_latent, latent
+
+    def _whole(self, columns: torch.Tensor) -> torch.Tensor:
+        """All columns of a down-projection, of which each rank computed some."""
+        return gather_from_tensor_model_parallel_region(columns, group=self.tp_group)
+
+    def _scatter(self, latent: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sequence again: a column-parallel layer gathers the sequence."""
+        if not self.config.sequence_parallel:
+            return latent
+        return scatter_to_sequence_parallel_region(latent, group=self.tp_group)
+
+    def _split_heads(self, channels: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, N * (qk_head_dim + last)] as [T, N, qk_head_dim] and [T, N, last]."""
+        heads = channels.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        first, second = heads.split([self.config.qk_head_dim, last], dim=-1)
+        return first, second
+
+    def _rotate(self, pos: torch.Tensor, rotary_pos_emb: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        if not self.config.rope_interleave:
+            # For MLA megatron-core always begins by taking even and odd channels apart; this cancels it.
+            pos = pos.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
+        return apply_rotary_pos_emb(
+            pos,
+            rotary_pos_emb,
+            config=self.config,
+            cu_seqlens=cu_seqlens,
+            mscale=self.rotary_pos_emb.attention_scaling,
+            cp_group=self.pg_collection.cp,
+        )
+
+
+def _cu_seqlens(packed: PackedSeqParams) -> torch.Tensor:
+    padded = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded

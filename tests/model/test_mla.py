@@ -1,0 +1,106 @@
+"""Multi-latent attention against transformers' DeepseekV3Attention, bit for bit."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.spec_utils import build_module
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+from swiftlite.families import deepseek_v3, dense
+from swiftlite.model.build import build_config
+from swiftlite.model.mla import MLASelfAttention
+from swiftlite.model.specs import _attention_spec
+from swiftlite.runtime import megatron_fixes
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+ROPES = {
+    "none": None,
+    "yarn": YARN,
+    "yarn-mscale": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn-two-mscales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn-mscale-alone": {**YARN, "mscale": 0.7},
+    "yarn-all-dim-alone": {**YARN, "mscale_all_dim": 1.3},
+    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+}
+
+
+def hf_attention(seed: int = 0, **config: Any) -> DeepseekV3Attention:
+    """A random tiny attention layer of transformers; norm weights too, so that a swapped norm shows."""
+    torch.manual_seed(seed)
+    values = {
+        "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 12, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+        "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "attn_implementation": "sdpa",
+    }  # fmt: skip
+    attention = DeepseekV3Attention(DeepseekV3Config(**(values | config)), 0).eval()
+    with torch.no_grad():
+        for name, parameter in attention.named_parameters():
+            parameter.copy_((1.0 if "norm" in name else 0.0) + torch.randn(parameter.shape) * 0.2)
+    return attention
+
+
+def run_hf(attention: DeepseekV3Attention, hidden_SBH: torch.Tensor) -> torch.Tensor:
+    hidden_BSH = hidden_SBH.transpose(0, 1)
+    position_ids = torch.arange(hidden_BSH.size(1))[None]
+    rotary = DeepseekV3RotaryEmbedding(attention.config)(hidden_BSH, position_ids)
+    return attention(hidden_BSH, position_embeddings=rotary, attention_mask=None)[0].transpose(0, 1)
+
+
+def mcore_attention(theirs: DeepseekV3Attention, device) -> MLASelfAttention:
+    """Ours, with the same weights."""
+    hf_config = theirs.config.to_dict()
+    architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
+    config = build_config(architecture, device=device, dtype=torch.float32, mtp_num_layers=0)
+    attention = build_module(_attention_spec(config), config=config, layer_number=1)
+    weights = theirs.state_dict(prefix="self_attn.")
+    renamed = {row.mcore: weights.pop(name) for row in deepseek_v3.attention_rows(hf_config) for name in row.hf}
+    assert not weights
+    attention.load_state_dict({name.removeprefix("self_attention."): weight for name, weight in renamed.items()})
+    return attention.eval()
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("interleave", [True, False], ids=["pairs", "halves"])
+@pytest.mark.parametrize("q_lora_rank", [24, None], ids=["q_latent", "q_direct"])
+def test_output_equals_transformers_bit_for_bit(device, q_lora_rank, interleave, rope):
+    theirs = hf_attention(q_lora_rank=q_lora_rank, rope_interleave=interleave, rope_parameters=ROPES[rope])
+    hidden_SBH = torch.randn(48, 2, 64)  # beyond the original 32 positions
+    with torch.no_grad():
+        ours, _ = mcore_attention(theirs, device)(hidden_SBH, None)
+        assert torch.equal(ours, run_hf(theirs, hidden_SBH)), (ours - run_hf(theirs, hidden_SBH)).abs().max()
+
+
+def test_softmax_scale_is_exactly_that_of_transformers(device):
+    theirs = hf_attention(rope_parameters=ROPES["yarn-two-mscales"])
+    ours = mcore_attention(theirs, device)
+    assert ours.core_attention.softmax_scale == pytest.approx(theirs.scaling, rel=1e-15)  # product in another order
+    assert theirs.scaling / theirs.qk_head_dim**-0.5 > 1.3  # so a forgotten scale would show
+
+
+def test_packed_rows_get_the_queries_keys_and_values_they_get_alone(device):
+    """Up to core attention, which attends within rows: positions start anew in each."""
+    ours = mcore_attention(hf_attention(rope_interleave=False, rope_parameters=ROPES["yarn-mscale"]), device)
+    rows = [torch.randn(length, 1, 64) for length in (5, 9, 2)]
+    cu_seqlens = torch.tensor([0, 5, 14, 16], dtype=torch.int32)
+    for max_seqlen in (9, 12):  # the longest row, or more; 16 would be wrong: it means one row to megatron-core
+        packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen)
+        with torch.no_grad():
+            together = ours.get_query_key_value_tensors(torch.cat(rows), packed_seq_params=packed)[:3]
+            alone = [ours.get_query_key_value_tensors(row)[:3] for row in rows]
+        for part, parts in zip(together, zip(*alone, strict=True), strict=True):
+            # Matrix products of other sizes may round otherwise.
+            torch.testing.assert_close(part, torch.cat(parts)[:, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+def test_megatron_core_must_be_told_that_transformer_engine_is_absent(device, monkeypatch):
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)  # what it finds by itself, without the package too
+    with pytest.raises(TypeError, match="isinstance"):
+        mcore_attention(hf_attention(), device)
+    megatron_fixes.disbelieve_mocked_te()
+    mcore_attention(hf_attention(), device)
