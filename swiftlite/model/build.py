@@ -156,7 +156,7 @@ def _mark_experts(chunks: list[GPTModel], layout: ParallelLayout) -> None:
 
     megatron-core does so when experts are shared out; when they are not, but their matrices are cut another way than
     all others, it sums over the other matrices' ranks: half of the gradient at TP 2 and ETP 1, in silence
-    (tensor_parallel/layers.py:861 of 0.16.1).
+    (tensor_parallel/layers.py:886 of 0.16.1).
     """
     if (
         layout.expert_model_parallel_size == 1
