@@ -6,7 +6,7 @@ number it has, so no table of names is kept here. Reading and writing need no co
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -148,6 +148,14 @@ def _unwrap(chunk: nn.Module) -> GPTModel:
 def is_first_rank() -> bool:
     """Whether this process does what must be done once."""
     return dist.get_rank() == 0
+
+
+def gather_from_all_ranks(value: Any) -> list[Any]:
+    """The value of each rank, in order; each must survive pickling."""
+    values: list[Any] = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def barrier() -> None:

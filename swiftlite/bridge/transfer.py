@@ -41,6 +41,13 @@ class LoadReport:
     initialised: Mapping[str, str]
     dropped: tuple[str, ...]
 
+    def over_all_ranks(self) -> "LoadReport":
+        """What all ranks did together; collective."""
+        reports = placement.gather_from_all_ranks(self)
+        initialised = {name: how for report in reports for name, how in report.initialised.items()}
+        loaded = dict.fromkeys(name for report in reports for name in report.loaded)
+        return LoadReport(tuple(loaded), initialised, self.dropped)
+
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} parameters"]
         for origin in sorted(set(self.initialised.values())):
