@@ -347,7 +347,7 @@ def overlap_has_its_optimizer(args: SftArgs, ground: Ground) -> Iterator[Problem
         yield f"--overlap_param_gather needs {' and '.join(missing)}", f"add {' '.join(missing)}"
 
 
-def recompute_options_fit(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+def recompute_options_fit(args: SftArgs | DoctorArgs, ground: Ground) -> Iterator[Problem]:
     known = ("core_attn", "mlp", "moe", "mla_up_proj")
     for module in args.recompute_modules:
         if module not in known:
@@ -665,7 +665,13 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
         acceptance_json_fits,
         comparison_has_prompts,
     ),
-    DoctorArgs: (model_to_audit_is_a_directory, numbers_are_in_range, plan_options_have_plan, plan_fits_the_model),
+    DoctorArgs: (
+        model_to_audit_is_a_directory,
+        numbers_are_in_range,
+        plan_options_have_plan,
+        plan_fits_the_model,
+        recompute_options_fit,
+    ),
 }
 
 _NOTES: dict[type, tuple[Callable[[Any, Ground], Iterator[str]], ...]] = {
