@@ -130,8 +130,6 @@ class MoeArgs:
     """Weight of the load-balancing loss of routers that have one."""
     moe_router_bias_update_rate: float = 0.0
     """Step by which a router's expert bias moves after each optimizer step to level the load; 0 keeps it."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to the ranks of their experts."""
 
 
 @dataclass(frozen=True)

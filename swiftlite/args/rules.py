@@ -366,14 +366,6 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, ground: Ground) -> Iterato
             )
 
 
-def pipeline_has_a_dispatcher(args: SftArgs, ground: Ground) -> Iterator[Problem]:
-    if args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "alltoall":
-        yield (
-            f"--moe_token_dispatcher_type {args.moe_token_dispatcher_type} with pipeline stages",
-            "use alltoall: stages pass rows of any length, which megatron-core's allgather cannot",
-        )
-
-
 def min_lr_is_below_lr(args: SftArgs, ground: Ground) -> Iterator[Problem]:
     if args.min_lr is not None and args.min_lr > args.lr:
         yield f"--min_lr {args.min_lr} is above --lr {args.lr}", "the learning rate decays from --lr to --min_lr"
@@ -409,7 +401,6 @@ _FREE_ON_RESUME = {
 } | {
     "dataset_num_proc",
     "micro_batch_size",
-    "moe_token_dispatcher_type",
     "num_train_epochs",
     "train_iters",
     "trust_remote_code",
@@ -596,7 +587,6 @@ def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
         "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
         "moe_aux_loss_coeff": no_experts,
         "moe_router_bias_update_rate": no_experts,
-        "moe_token_dispatcher_type": no_experts,
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
     yield from _without_effect(args, idle)
@@ -642,7 +632,6 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
         virtual_stages_have_micro_batches,
         overlap_has_its_optimizer,
         recompute_options_fit,
-        pipeline_has_a_dispatcher,
         mtp_weights_have_a_source,
         mtp_options_have_heads,
     ),
