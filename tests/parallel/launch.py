@@ -3,18 +3,22 @@
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import start_processes
 
 # Processes are forked from a server that has imported these once, with no thread of its own: each would take 8 s.
-PRELOADED = ["torch", "transformers", "tests.parallel.parity"]
+PRELOADED = [
+    "transformers.modeling_utils",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+]
 
 
 def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -31,21 +35,17 @@ def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list
         ProcessRaisedException: with the traceback of the first process that failed; the others
             are ended.
     """
-    [port] = free_ports(1)
+    store = open_store()
     with tempfile.TemporaryDirectory() as directory:
         multiprocessing.set_forkserver_preload(PRELOADED)
-        arguments = (num_processes, port, directory, function, args)
+        arguments = (num_processes, store.port, directory, function, args)
         start_processes(_run, arguments, nprocs=num_processes, start_method="forkserver")
         return [pickle.loads((Path(directory) / str(rank)).read_bytes()) for rank in range(num_processes)]
 
 
-def free_ports(count: int) -> list[int]:
-    """TCP ports that nothing listens on, all different."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+def open_store() -> TCPStore:
+    """Where the processes of one session find each other; held by this process, as torchrun does."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _run(rank: int, num_processes: int, port: int, directory: str, function: Callable[..., Any], args: tuple) -> None:
@@ -56,6 +56,7 @@ def _run(rank: int, num_processes: int, port: int, directory: str, function: Cal
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)  # the processes share this machine's cores
     result = function(*args)
