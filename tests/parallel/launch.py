@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.spawn import start_processes
 
 # Processes are forked from a server that has imported these once, with no thread of its own: each would take 8 s.

@@ -255,7 +255,7 @@ def check_embeddings(model: Sequence[GPTModel]) -> None:
         if name == "embedding.word_embeddings.weight"
         or (name == "output_layer.weight" and chunk.share_embeddings_and_output_weights)
     ]
-    group = parallel_state.get_embedding_group()
+    group: Any = parallel_state.get_embedding_group()
     assert len(ours) == 1, "a rank of the embedding group holds one copy"
     copies = [torch.empty_like(ours[0]) for _ in range(group.size())]
     torch.distributed.all_gather(copies, ours[0], group=group)
@@ -281,7 +281,8 @@ def _save_gradients(
 
 def _gather_gradients(chunk: DistributedDataParallel) -> None:
     """With the distributed optimizer each data-parallel rank has the sum of its own part of each bucket only."""
-    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+    gradients: Any = chunk  # `buffers` is taken for torch's method
+    for buffer in (*gradients.buffers, *gradients.expert_parallel_buffers):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             parts = shard_buffer(bucket.grad_data, group.size())

@@ -91,7 +91,7 @@ def convert_all(root: Path, tp_size: int) -> dict[str, list[torch.Tensor]]:
             save(model, source, root / f"tp{tp_size}" / name(*case), 10**9)
             save(model, source, root / f"tp{tp_size}-sharded" / name(*case), 40_000)
         for mtp_init in ("random", "copy_last_layer"):
-            source = root / name("qwen3", True, 0)
+            source = root / name("qwen3", False, 0)
             model = load(source, device, 1, tp_size, mtp_init)
             logits[mtp_init] = compute(model)
             save(model, source, root / f"tp{tp_size}" / mtp_init, 10**9)
@@ -181,7 +181,7 @@ LAYOUTS = [  # of 4 processes
     layout(tp=2, pp=2, etp=2),
     layout(pp=2, vpp=2, ep=2),
 ]
-PAIRS_PER_FAMILY = 3
+PAIRS_PER_FAMILY = 2
 Pair = tuple[str, bool, ParallelLayout, ParallelLayout]
 
 

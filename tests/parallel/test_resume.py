@@ -15,6 +15,7 @@ from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
 pytestmark = pytest.mark.gloo
 
 SAVED_AT = 2
+SMALL = {"global_batch_size": 4}  # half of the time
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     **{name: (CASES[name].num_processes, CASES[name].options) for name in CASES},
@@ -117,16 +118,19 @@ def trained(tmp_path_factory) -> Trained:
         dtype = dict(pair.options).get("torch_dtype", "float32")
         whole = (*key, judge, dtype)
         first.setdefault(num_processes, {}).setdefault(
-            whole, Job(models[key], root / "whole" / "-".join(map(str, whole)), options | {"torch_dtype": dtype})
+            whole,
+            Job(models[key], root / "whole" / "-".join(map(str, whole)), SMALL | options | {"torch_dtype": dtype}),
         )
         num_processes, options = LAYOUTS[pair.saved]
-        stopped = Job(models[key], root / "stopped" / pair.name, options | dict(pair.options), (1, SAVED_AT), save=True)
+        stopped = Job(
+            models[key], root / "stopped" / pair.name, SMALL | options | dict(pair.options), (1, SAVED_AT), save=True
+        )
         first.setdefault(num_processes, {})[pair] = stopped
         num_processes, options = LAYOUTS[pair.resumed]
         then.setdefault(num_processes, {})[pair] = Job(
             models[key],
             root / "resumed" / pair.name,
-            options | dict(pair.options),
+            SMALL | options | dict(pair.options),
             (SAVED_AT + 1, parity.STEPS),
             resume=stopped.out_dir / f"checkpoint-{SAVED_AT}",
         )
@@ -189,8 +193,8 @@ def save_and_look(job: Job) -> list[list[str]]:
     seen = []
     save = parity.Checkpointer.save
 
-    def save_and_list(checkpointer, step: int) -> None:
-        save(checkpointer, step)
+    def save_and_list(self: parity.Checkpointer, step: int) -> None:
+        save(self, step)
         seen.append(names(job.out_dir))
 
     parity.Checkpointer.save = save_and_list
