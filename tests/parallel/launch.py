@@ -1,5 +1,6 @@
 """Runs a function in several gloo processes on this machine, as torchrun would, and brings back what each returned."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -46,6 +47,15 @@ def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list
 def open_store() -> TCPStore:
     """Where the processes of one session find each other; held by this process, as torchrun does."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def prepare_session(port: int) -> None:
+    """In a process that opens several sessions, before each: where to meet, and nothing left of the one before.
+
+    Models and their process groups refer to each other in circles; each group left over keeps its threads and sockets.
+    """
+    gc.collect()
+    os.environ["MASTER_PORT"] = str(port)
 
 
 def _run(rank: int, num_processes: int, port: int, directory: str, function: Callable[..., Any], args: tuple) -> None:

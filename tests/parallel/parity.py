@@ -4,7 +4,6 @@
 scripts/parity.py prints the table, test_parity.py tests a part of it.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +33,7 @@ from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
-from tests.parallel.launch import launch, open_store
+from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import make_tiny_hf
 
 STEPS = 5
@@ -178,7 +177,7 @@ def compute_all(jobs: Sequence[Job], ports: Sequence[int]) -> list[list[dict[str
     """What each process does: a session for each job, closed before the next; returns the metrics of all steps."""
     metrics = []
     for job, port in zip(jobs, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+        prepare_session(port)
         metrics.append(compute(job))
     return metrics
 

@@ -2,7 +2,6 @@
 from files over a checkpoint of one layout and a model of another back to the same files."""
 
 import json
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
-from tests.parallel.launch import launch, open_store
+from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import CLASSES, make_tiny_hf
 
 pytestmark = pytest.mark.gloo
@@ -193,7 +192,7 @@ def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None
         hf_config = read_config(source)
         family = families.get(hf_config)
         for one in (first, second):
-            os.environ["MASTER_PORT"] = str(next(port))
+            prepare_session(next(port))
             with session(one, tied_embeddings=tied, timeout_minutes=2) as device:
                 model = build(source, device, 1, one)
                 if one is first:

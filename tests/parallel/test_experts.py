@@ -23,7 +23,7 @@ from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
-from tests.parallel.launch import launch, open_store
+from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo
@@ -107,7 +107,7 @@ def transfer_all(root: Path, ports: Sequence[int]) -> dict[str, dict[str, Counte
     layouts = LAYOUTS[int(os.environ["WORLD_SIZE"])]
     results = {}
     for port, (layout_name, layout) in zip(ports, layouts.items(), strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+        prepare_session(port)
         with session(layout, timeout_minutes=2) as device:
             result = {}
             for name in SOURCES:
