@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.tiny import make_tiny_model, mtp_names, random_mtp_tensors, write_hf
+from tests.tiny import NEXT_LAYER_HEADS, make_tiny_model, mtp_names, per_expert, random_mtp_tensors, write_hf
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Reference(nn.Module):
         super().__init__()
         self.trunk, self.family, self.depth = trunk, family, depth
         self.zeroes_first_embedding = self.takes_state_before_norm = False
-        layer_class: Any = type(trunk.model.layers[0])
+        trunk.set_experts_implementation("eager")
+        layer_class: Any = type(trunk.model.layers[-1])
         norm_class: Any = type(trunk.model.norm)
         config = trunk.config
         self.trunk: Any
@@ -50,22 +51,25 @@ class Reference(nn.Module):
             norms = {role: norm_class(config.hidden_size, config.rms_norm_eps) for role in names if "norm" in role}
             head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-            head["block"] = layer_class(config, layer_idx=0)
+            # The last layer's number: it has experts where the first is dense.
+            head["block"] = layer_class(config, layer_idx=config.num_hidden_layers - 1)
             for role, name in names.items():
                 head[role].weight.data.copy_(mtp_tensors[name])
-            state = {suffix: mtp_tensors[block + suffix] for suffix in head["block"].state_dict()}
-            head["block"].load_state_dict(state)
+            inner = {name.removeprefix(block): t for name, t in mtp_tensors.items() if name.startswith(block)}
+            state = stack_experts(inner)
+            head["block"].load_state_dict({name: state[name] for name in head["block"].state_dict()})
             self.heads.append(head)
-        self.to(trunk.dtype)
+        assert trunk.dtype is torch.float32
 
     @classmethod
-    def load(cls, directory: Path, family: str, depth: int, dtype: torch.dtype = torch.float32) -> "Reference":
+    def load(cls, directory: Path, family: str, depth: int) -> "Reference":
         """Read a checkpoint without any MTP code of the product."""
         tensors = load_file(directory / "model.safetensors")
         config = json.loads((directory / "config.json").read_text())
         overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
-        trunk = make_tiny_model(family, config["tie_word_embeddings"], dtype, **overrides)
-        trunk.load_state_dict({k: v for k, v in tensors.items() if "mtp" not in k}, strict=False)
+        trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
+        missing, _ = trunk.load_state_dict(stack_experts(tensors), strict=False)
+        assert set(missing) <= {"lm_head.weight"}
         trunk.tie_weights()
         return cls(trunk, family, tensors, depth).eval()
 
@@ -75,7 +79,10 @@ class Reference(nn.Module):
             head: Any = self.heads[k]
             names, block = mtp_names(self.family, k)
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
-            tensors |= {block + suffix: tensor for suffix, tensor in head["block"].state_dict().items()}
+            tensors |= {block + suffix: tensor for suffix, tensor in per_expert(head["block"].state_dict()).items()}
+            if self.family in NEXT_LAYER_HEADS:
+                tensors[f"{block}embed_tokens.weight"] = self.trunk.model.embed_tokens.weight.detach().clone()
+                tensors[f"{block}shared_head.head.weight"] = self.trunk.lm_head.weight.detach().clone()
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,6 +152,21 @@ class Reference(nn.Module):
                 done += hits + 1
             completions.append(row[:max_new_tokens])
         return completions, Counts(drafts, drafts * num_tokens, tuple(accepted))
+
+
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `per_expert`."""
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in {name.partition("experts.")[0] for name in tensors.keys() - stacked.keys()}:
+        count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
+
+        def part(expert: int, kind: str, prefix: str = prefix) -> torch.Tensor:
+            return tensors[f"{prefix}experts.{expert}.{kind}.weight"]
+
+        gate_up = [torch.cat((part(e, "gate_proj"), part(e, "up_proj"))) for e in range(count)]
+        stacked[f"{prefix}experts.gate_up_proj"] = torch.stack(gate_up)
+        stacked[f"{prefix}experts.down_proj"] = torch.stack([part(e, "down_proj") for e in range(count)])
+    return stacked
 
 
 def write_trained(directory: Path, family: str, depth: int, steps: int = 100, tied: bool = False) -> list[list[int]]:
