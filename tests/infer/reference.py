@@ -32,14 +32,15 @@ class Reference(nn.Module):
     """A trunk of transformers and its MTP heads.
 
     Args:
-        zeroes_first_embedding: vLLM's MiMo heads see zeros in place of the embedding at position 0.
+        zeroes_first_embedding: vLLM's MiMo, GLM-4.5 and DeepSeek-V3 heads see zeros for the embedding at position 0.
         takes_state_before_norm: vLLM's MiMo heads get the trunk's state before its final norm.
+        recycles_state_before_norm: vLLM's GLM-4.5 head, when it goes on alone, gets its state before its output norm.
     """
 
     def __init__(self, trunk: Any, family: str, mtp_tensors: dict[str, torch.Tensor], depth: int):
         super().__init__()
         self.trunk, self.family, self.depth = trunk, family, depth
-        self.zeroes_first_embedding = self.takes_state_before_norm = False
+        self.zeroes_first_embedding = self.takes_state_before_norm = self.recycles_state_before_norm = False
         trunk.set_experts_implementation("eager")
         layer_class: Any = type(trunk.model.layers[-1])
         norm_class: Any = type(trunk.model.norm)
@@ -93,7 +94,10 @@ class Reference(nn.Module):
         handle.remove()
         return (before[0] if self.takes_state_before_norm else after), after
 
-    def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
+    def head_states(
+        self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the next step is fed, after the output norm), each [B, S, H]."""
         head: Any = self.heads[k]
         embedding = self.trunk.model.embed_tokens(ids_BS)
         if self.zeroes_first_embedding:
@@ -104,7 +108,9 @@ class Reference(nn.Module):
         positions = torch.arange(ids_BS.shape[1])[None]
         rotary = self.trunk.model.rotary_emb(hidden_BSH, positions)
         fused = head["projection"](torch.cat(parts, dim=-1))
-        return head["output_norm"](head["block"](fused, position_embeddings=rotary))
+        before = head["block"](fused, position_embeddings=rotary)
+        after = head["output_norm"](before)
+        return (before if self.recycles_state_before_norm else after), after
 
     @torch.no_grad()
     def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
@@ -117,8 +123,8 @@ class Reference(nn.Module):
             else:
                 fed = torch.cat((fed, hidden[:, -1:]), dim=1)
             k = min(j, self.depth - 1)
-            hidden = self.head_states(k, fed, torch.tensor([ids[shift:]]))
-            drafts.append(int(self.trunk.lm_head(hidden[0, -1]).argmax()))
+            hidden, after = self.head_states(k, fed, torch.tensor([ids[shift:]]))
+            drafts.append(int(self.trunk.lm_head(after[0, -1]).argmax()))
             ids.append(drafts[-1])
         return drafts
 
@@ -169,15 +175,20 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return stacked
 
 
-def write_trained(directory: Path, family: str, depth: int, steps: int = 100, tied: bool = False) -> list[list[int]]:
+def write_trained(
+    directory: Path, family: str, depth: int, steps: int = 100, tied: bool = False, **config
+) -> list[list[int]]:
     """A tiny checkpoint whose heads are often right, not always; returns prompts, half from what it has learned.
 
     Trunk and heads learn 8 random sequences by heart; on prompts that are new to them the heads are mostly wrong.
+
+    Args:
+        config: of `make_tiny_model`.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the matrices are tiny: a second thread only waits, ten times as long on a busy machine
     torch.manual_seed(1)
-    trunk: Any = make_tiny_model(family, tied=tied)
+    trunk: Any = make_tiny_model(family, tied=tied, **config)
     trunk.model.norm.weight.data.uniform_(0.3, 3.0)  # far from flat, so that the state before it is another one
     model = Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth)
     rows_BS = torch.randint(0, trunk.config.vocab_size, (8, 40))
@@ -187,7 +198,7 @@ def write_trained(directory: Path, family: str, depth: int, steps: int = 100, ti
         loss = cross_entropy(trunk.lm_head(after[:, :-1]).flatten(0, 1), rows_BS[:, 1:].flatten())
         for k in range(depth):
             length = rows_BS.shape[1] - k - 2
-            hidden = model.head_states(k, hidden[:, :length], rows_BS[:, k + 1 : k + 1 + length])
+            hidden, _ = model.head_states(k, hidden[:, :length], rows_BS[:, k + 1 : k + 1 + length])
             loss = loss + cross_entropy(trunk.lm_head(hidden).flatten(0, 1), rows_BS[:, k + 2 :].flatten())
         optimizer.zero_grad()
         loss.backward()
