@@ -117,12 +117,11 @@ def predict(
 
     def forward_step(_, chunk: torch.nn.Module):
         output = chunk(here[0][0], here[1], mtp_input_ids=here[0][1:])
-
-        def predictions(logits: Logits, non_loss_data: bool) -> torch.Tensor:
-            heads = (logits.main, *logits.mtp)
-            return torch.stack([whole_rows(vocab_parallel_argmax(h.flatten(0, 1)).view(h.shape[:2])) for h in heads])
-
-        return output, predictions
+        if isinstance(output, Logits):
+            heads = (output.main, *output.mtp)
+            output = torch.stack([whole_rows(vocab_parallel_argmax(h.flatten(0, 1)).view(h.shape[:2])) for h in heads])
+        # A tensor on every stage: with experts, the schedule asks the last one's output for its device.
+        return output, lambda predictions, non_loss_data: predictions
 
     result = get_forward_backward_func()(
         forward_step_func=forward_step,
