@@ -1,14 +1,13 @@
 """MTP heads in plain torch around a transformers trunk, and the drafting that an engine does with them.
 
-transformers drops MTP tensors on load, and drafts with them (`use_mtp`) for few families, at their published depth only,
-so the heads are read here from the safetensors. Names inside a head are megatron-core's, its block is one more of the
-trunk's last decoder layers.
+transformers drops MTP tensors on load, and drafts with them (`use_mtp`) for two of these families, and for models of
+the published size only, so the heads are read here from the safetensors. Names inside a head are megatron-core's, its
+block is a copy of the trunk's last decoder layer.
 Next: `transformers_engine.py`, which verifies what is drafted here.
 
 Shapes: B batch (always 1), S positions, H hidden size.
 """
 
-from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, ClassVar
 

@@ -94,9 +94,7 @@ class Reference(nn.Module):
         handle.remove()
         return (before[0] if self.takes_state_before_norm else after), after
 
-    def head_states(
-        self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(what the next step is fed, after the output norm), each [B, S, H]."""
         head: Any = self.heads[k]
         embedding = self.trunk.model.embed_tokens(ids_BS)
