@@ -29,7 +29,7 @@ def served(request, tmp_path_factory) -> tuple[Commands, str, Path]:
     """A model that knows four answers by heart, exported; qwen3 gets its head from nothing, the others have one."""
     family, directory = request.param, tmp_path_factory.mktemp(request.param)
     commands = Commands(directory)
-    sizes = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
+    sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
     make_tiny_hf(directory / "model", family, depth=0 if family == "qwen3" else 1, with_tokenizer=True, **sizes)
     rows = [json.dumps({"query": query, "response": response}) for query, response in ROWS]
     (directory / "rows.jsonl").write_text("\n".join(rows))
