@@ -4,17 +4,23 @@ turns of which the template marks the assistant's.
 
     python scripts/make_tiny_model.py --output_dir tiny --family qwen3
     python scripts/make_tiny_model.py --output_dir tiny-mimo --family mimo    # with a native MTP layer
+    python scripts/make_tiny_model.py --output_dir tiny-glm --family glm4_moe    # with experts, and a native MTP layer
 """
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from make_docstring_dataset import stdlib_entries
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -23,6 +29,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging
 
@@ -47,6 +55,38 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
+EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+SHARED_AND_ROUTED = EXPERTS | {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS | {"num_experts": 8},
+    "glm4_moe": SHARED_AND_ROUTED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "deepseek_v3": SHARED_AND_ROUTED
+    | {
+        "n_group": 2,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",  # vLLM asks for these two
+        "topk_method": "noaux_tc",
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,  # vLLM's CPU kernel takes 512 and 64 alone
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+}
+# Names of two norms before the projection, of the projection, and of the norm behind the decoder layer.
+MTP_NAMES = {
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "glm4_moe": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "deepseek_v3": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
 }
 MIMO_CODE = """\
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -86,37 +126,52 @@ def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> PreTrainedConfig:
     config_class, model_class = FAMILIES[family]
-    config = config_class(
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        intermediate_size=3 * args.hidden_size,
-        num_hidden_layers=args.num_layers,
-        num_attention_heads=args.hidden_size // 64,
-        num_key_value_heads=max(1, args.hidden_size // 128),
-        head_dim=64,  # vLLM's CPU kernels take 32, 64 and 128
-        max_position_embeddings=1024,
-        tie_word_embeddings=args.tie_word_embeddings,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        use_cache=True,
-    )
+    num_heads = args.hidden_size // 64
+    values = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": args.hidden_size,
+        "intermediate_size": 3 * args.hidden_size,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads if family == "deepseek_v3" else max(1, num_heads // 2),
+        "head_dim": 64,  # vLLM's CPU kernels take 32, 64 and 128
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": args.tie_word_embeddings,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "use_cache": True,
+    }
+    if family in OWN_SIZES:
+        values |= {"moe_intermediate_size": args.hidden_size, **OWN_SIZES[family]}
+    config = config_class(**values)
     config.architectures = [model_class.__name__]
     return config
 
 
-def mimo_mtp_tensors(model: Qwen2ForCausalLM, depth: int) -> dict[str, torch.Tensor]:
-    """Tensors of `depth` random MTP layers under MiMo's names; each block has a decoder layer's shapes."""
-    hidden_size, std = model.config.hidden_size, model.config.initializer_range
+def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, depth: int) -> dict[str, torch.Tensor]:
+    """Tensors of `depth` random MTP layers under the family's names; each block has the last decoder layer's shapes.
+
+    Args:
+        trunk: the tensors of the file.
+        num_layers: decoder layers of the trunk.
+    """
+    last = f"model.layers.{num_layers - 1}."
+    block = {name.removeprefix(last): tensor for name, tensor in trunk.items() if name.startswith(last)}
+    embedding = trunk["model.embed_tokens.weight"]
+    std, hidden_size = embedding.std(), embedding.shape[1]
     tensors = {}
-    for i in range(depth):
-        prefix = f"model.mtp_layers.{i}."
-        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden_size, dtype=model.dtype)
-        tensors[f"{prefix}input_proj.weight"] = torch.randn(hidden_size, 2 * hidden_size, dtype=model.dtype) * std
-        for name, tensor in model.model.layers[0].state_dict().items():
-            is_matrix = tensor.dim() == 2
-            tensors[prefix + name] = torch.randn_like(tensor) * std if is_matrix else tensor.clone()
+    for k in range(depth):
+        prefix = f"model.mtp_layers.{k}." if family == "mimo" else f"model.layers.{num_layers + k}."
+        *norms, projection, output_norm = MTP_NAMES[family]
+        for name in (*norms, output_norm):
+            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden_size, dtype=embedding.dtype)
+        tensors[f"{prefix}{projection}.weight"] = torch.randn(hidden_size, 2 * hidden_size, dtype=embedding.dtype) * std
+        for name, tensor in block.items():
+            tensors[prefix + name] = torch.randn_like(tensor) * std if tensor.dim() == 2 else tensor.clone()
+        if family != "mimo":  # the hub's files repeat the trunk's tensors in each head
+            tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
+            tensors[f"{prefix}shared_head.head.weight"] = trunk.get("lm_head.weight", embedding).clone()
     return tensors
 
 
@@ -128,25 +183,30 @@ def make_tiny_model(args: argparse.Namespace) -> None:
     model.generation_config.do_sample = False
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    if args.family == "mimo":
-        become_mimo(args.output_dir, mimo_mtp_tensors(model, args.mtp_num_layers), args.mtp_num_layers)
+    if args.family in MTP_NAMES:
+        add_mtp(args.output_dir, args.family, args.num_layers, args.mtp_num_layers)
     print(f"{args.output_dir}: {args.family}, {model.num_parameters() / 1e6:.1f}M parameters, {len(tokenizer)} tokens")
 
 
-def become_mimo(directory: Path, mtp_tensors: dict[str, torch.Tensor], depth: int) -> None:
-    """Turns a saved Qwen2 checkpoint into a MiMo one: MTP tensors, config, and the classes transformers lacks."""
+def add_mtp(directory: Path, family: str, num_layers: int, depth: int) -> None:
+    """Give a saved checkpoint MTP layers; a Qwen2 that is to be a MiMo also MiMo's name, and the classes transformers
+    lacks."""
     weights = directory / "model.safetensors"
-    save_file(load_file(weights) | mtp_tensors, weights, metadata={"format": "pt"})
+    trunk = load_file(weights)
+    save_file(trunk | mtp_tensors(family, trunk, num_layers, depth), weights, metadata={"format": "pt"})
     config_path = directory / "config.json"
-    config = json.loads(config_path.read_text())
-    config |= {
-        "model_type": "mimo",
-        "architectures": ["MiMoForCausalLM"],
-        "num_nextn_predict_layers": depth,
-        "auto_map": {"AutoConfig": "modeling_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
-    }
+    config = json.loads(config_path.read_text()) | {"num_nextn_predict_layers": depth}
+    if family == "mimo":
+        config |= {
+            "model_type": "mimo",
+            "architectures": ["MiMoForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "modeling_mimo.MiMoConfig",
+                "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+            },
+        }
+        (directory / "modeling_mimo.py").write_text(MIMO_CODE)
     config_path.write_text(json.dumps(config, indent=2) + "\n")
-    (directory / "modeling_mimo.py").write_text(MIMO_CODE)
 
 
 def main() -> None:
@@ -156,7 +216,9 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=256, help="a multiple of 64 (default: 256)")
     parser.add_argument("--num_layers", type=int, default=4, help="decoder layers (default: 4)")
     parser.add_argument("--vocab_size", type=int, default=4096, help="entries of the tokenizer (default: 4096)")
-    parser.add_argument("--mtp_num_layers", type=int, default=1, help="native MTP layers, mimo only (default: 1)")
+    parser.add_argument(
+        "--mtp_num_layers", type=int, default=1, help="native MTP layers, where a family has them (default: 1)"
+    )
     parser.add_argument("--tie_word_embeddings", action="store_true")
     parser.add_argument("--torch_dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--seed", type=int, default=42)

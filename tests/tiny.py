@@ -219,6 +219,8 @@ def make_tiny_model(
                 buffer.data = torch.randn(buffer.shape) * 0.1  # changes the choice of experts for some tokens
         for name, parameter in model.named_parameters():
             std = 0.5 if "embed_tokens" in name else 0.2  # large enough for logits to differ clearly between tokens
+            if parameter.shape[-1] > 128 and parameter.dim() > 1:  # VLLM_LATENT_SIZES: attention would saturate
+                std *= 8 / parameter.shape[-1] ** 0.5
             parameter.copy_((1.0 if "norm" in name else 0.0) + torch.randn(parameter.shape) * std)
     return model
 

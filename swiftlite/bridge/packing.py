@@ -51,6 +51,19 @@ def fold(
     return folded
 
 
+def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors with those of single experts stacked, as transformers holds them in memory; experts come in order."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        parts.setdefault(packed_name(key), []).append(tensor)
+    return {
+        name: tensors[name]
+        if name in tensors
+        else torch.stack(part).unflatten(0, (-1, len(_PARTS[name.rpartition(".")[2]]))).flatten(1, 2)
+        for name, part in parts.items()
+    }
+
+
 def packed_name(key: str) -> str:
     """Where a file that stacks experts keeps this tensor: the name of the stack, or the tensor's own."""
     match = _EXPERT.fullmatch(key)

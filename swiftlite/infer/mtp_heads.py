@@ -1,12 +1,14 @@
 """MTP heads in plain torch around a transformers trunk, and the drafting that an engine does with them.
 
-transformers has no MTP for these families (no `use_mtp`) and drops their tensors on load, so the heads are read here
-from the safetensors. Names inside a head are megatron-core's, its block is the trunk's own decoder layer class.
+transformers drops MTP tensors on load, and drafts with them (`use_mtp`) for two of these families, and for models of
+the published size only, so the heads are read here from the safetensors. Names inside a head are megatron-core's, its
+block is a copy of the trunk's last decoder layer.
 Next: `transformers_engine.py`, which verifies what is drafted here.
 
 Shapes: B batch (always 1), S positions, H hidden size.
 """
 
+from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
 from swiftlite.bridge.fp8 import block_size
+from swiftlite.bridge.packing import stack
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.infer.served_model import ServedModel
@@ -25,19 +28,17 @@ class MtpHead(nn.Module):
     """One depth: norms, the projection of [embedding, hidden], a decoder layer, an output norm.
 
     Args:
-        decoder: the trunk without its output layer (`model.get_decoder()`); gives the layer and norm classes.
+        decoder: the trunk without its output layer (`model.get_decoder()`). Its last layer and its norm are copied:
+            the number of a layer decides whether it has experts, and its router's bias has a dtype of its own.
     """
 
     def __init__(self, decoder: Any):
         super().__init__()
-        config = decoder.config
-        norm_class: Any = type(decoder.norm)
-        layer_class: Any = type(next(iter(decoder.layers)))
-        self.enorm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
-        self.hnorm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.transformer_layer = layer_class(config, layer_idx=0)  # every head has a cache of its own, of one layer
-        self.final_layernorm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        size = decoder.config.hidden_size
+        self.enorm, self.hnorm, self.final_layernorm = (deepcopy(decoder.norm) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
+        self.transformer_layer = deepcopy(decoder.layers[-1])
+        self.transformer_layer.self_attn.layer_idx = 0  # every head has a cache of its own, of one layer
 
     def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
         """State [B, S, H] after the output norm: goes to the trunk's output layer and to the next depth.
@@ -59,10 +60,10 @@ def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
             frame = model.family.mtp.frame_rows(model.hf_config, index)
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
             block = model.family.mtp.block(model.hf_config, index)
-            for row in model.family.block_rows(model.hf_config):
-                state |= {f"transformer_layer.{name}": checkpoint.read(block + name) for name in row.hf}
-            head = MtpHead(decoder).to(device=decoder.device, dtype=decoder.dtype)
-            head.load_state_dict(state, strict=True)
+            names = [name for row in model.family.block_rows(model.hf_config) for name in row.hf]
+            tensors = {f"transformer_layer.{name}": checkpoint.read(block + name) for name in names}
+            head = MtpHead(decoder)
+            head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)
     return heads.requires_grad_(False).eval()
 

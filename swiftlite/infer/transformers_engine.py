@@ -113,7 +113,11 @@ def load_trunk(model: ServedModel, config: EngineConfig) -> PreTrainedModel:
     Raises:
         UserError: a tensor of the trunk is missing; transformers would put random numbers in its place.
     """
-    options: dict[str, Any] = {"dtype": getattr(torch, config.torch_dtype), "output_loading_info": True}
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, config.torch_dtype),
+        "output_loading_info": True,
+        "experts_implementation": "eager",  # one expert after the other, in the order in which training sums them
+    }
     model_class: Any = AutoModelForCausalLM
     if model.family.name == "mimo":
         # transformers has no MiMo class; the trunk is a Qwen2 whose config has another name.

@@ -158,7 +158,8 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
 def runs_all_heads(model: ServedModel) -> bool:
     """Whether this vLLM runs every MTP head at its own draft step; otherwise it has the first head for all.
 
-    Its MiMo class has only the first. The classes of our plugin run all of them under vLLM's newer model runner.
+    Its MiMo class has only the first; its classes of GLM-4.5 and DeepSeek-V3 were published with one, and nobody has
+    measured more. The classes of our plugin run all of them under vLLM's newer model runner.
     """
     from swiftlite.infer.vllm_plugin import DRAFTS, has_multi_module_runner
 

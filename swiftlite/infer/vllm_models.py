@@ -1,4 +1,4 @@
-"""vLLM's Llama, Qwen2 and Qwen3, opened from checkpoints with MTP heads, and the drafts that run these heads.
+"""vLLM's Llama, Qwen2, Qwen3 and Qwen3 MoE, opened from checkpoints with MTP heads, and the drafts that run the heads.
 
 The heads are stored in the layout of Qwen3-Next (`mtp.*`), heads after the first with a projection and norms of their
 own under `mtp.heads.{k}`. Registered by `vllm_plugin.py`; nothing else imports this file.
@@ -12,18 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models import llama, qwen2, qwen3
+from vllm.model_executor.models import llama, qwen2, qwen3, qwen3_moe
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
 from swiftlite.infer.vllm_plugin import check_draft_steps, mtp_depth
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+# vLLM's: (part of a joined parameter's name, part of the tensor's name that stands in its place, expert, shard id)
+ExpertMapping = list[tuple[str, str, int, str]]
 
 # vLLM's joined parameters and the tensors, with their shard ids, that each is filled from
 _JOINED = {
@@ -52,6 +55,13 @@ class Qwen2ForCausalLM(qwen2.Qwen2ForCausalLM):
 
 
 class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        return super().load_weights(_trunk_weights(weights, mtp_depth(self.config)))
+
+
+class Qwen3MoeForCausalLM(qwen3_moe.Qwen3MoeForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 
     def load_weights(self, weights: Weights) -> set[str]:
@@ -127,6 +137,10 @@ class MtpDraft(nn.Module):
         """The trunk's kind of decoder layer."""
         raise NotImplementedError
 
+    def expert_mapping(self) -> ExpertMapping:
+        """How vLLM's joined parameters of experts are filled; empty without experts."""
+        return []
+
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, H]"""
         return self.model.embed_tokens(input_ids)
@@ -165,13 +179,14 @@ class MtpDraft(nn.Module):
             ValueError: naming every tensor of a head that is missing, and every mtp.* tensor that no head has.
         """
         parameters = dict(self.named_parameters())
-        sources = {source: place for name in parameters for source, place in _sources(name).items()}
+        experts = self.expert_mapping()
+        sources = {source: place for name in parameters for source, place in _sources(name, experts).items()}
         seen, unknown = set(), []
         for source, tensor in weights:
             if source in sources:
-                name, shard = sources[source]
+                name, place = sources[source]
                 loader = getattr(parameters[name], "weight_loader", default_weight_loader)
-                loader(parameters[name], tensor, *shard)
+                loader(parameters[name], tensor, *place)
                 seen.add(source)
             elif source.startswith("mtp."):
                 unknown.append(source)
@@ -185,10 +200,12 @@ class MtpDraft(nn.Module):
         return {sources[source][0] for source in seen}
 
 
-def _sources(name: str) -> dict[str, tuple[str, tuple]]:
-    """The checkpoint's tensors that fill a parameter, each with the parameter and its shard id, if it has any."""
+def _sources(name: str, experts: ExpertMapping) -> dict[str, tuple[str, tuple]]:
+    """The checkpoint's tensors that fill a parameter, each with the parameter and its place in it, for its loader."""
     hf_name = name if name.startswith(("model.embed_tokens.", "lm_head.")) else name.replace("model.", "mtp.", 1)
     hf_name = hf_name.replace("mtp.heads.0.", "mtp.", 1)
+    if entries := [entry for entry in experts if entry[0] in hf_name]:
+        return {hf_name.replace(joined, part): (name, (name, shard, e)) for joined, part, e, shard in entries}
     for joined, parts in _JOINED.items():
         if f".{joined}." in hf_name:
             return {hf_name.replace(joined, part): (name, (shard,)) for part, shard in parts.items()}
@@ -214,3 +231,15 @@ class Qwen3MTPModel(MtpDraft):
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         return qwen3.Qwen3DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)
+
+
+class Qwen3MoeMTPModel(MtpDraft):
+    """Draft of a Qwen3 MoE."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        return qwen3_moe.Qwen3MoeDecoderLayer(vllm_config, prefix)
+
+    def expert_mapping(self) -> ExpertMapping:
+        return fused_moe_make_expert_params_mapping(
+            self, "gate_proj", "down_proj", "up_proj", num_experts=self.config.num_experts
+        )

@@ -1,4 +1,5 @@
-"""What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, and MTP drafts for Llama, Qwen2 and Qwen3.
+"""What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, and MTP drafts for Llama, Qwen2, Qwen3 and
+Qwen3 MoE.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
 
@@ -7,6 +8,8 @@ vLLM calls `register` in each of its processes, through the entry point group `v
 works wherever swiftlite is installed. For a model whose config.json promises no MTP heads nothing changes. The model
 classes are in `vllm_models.py` and are imported when a checkpoint asks for them.
 """
+
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, Qwen2Config
 from vllm import ModelRegistry, envs
@@ -19,6 +22,7 @@ DRAFTS = {
     "LlamaForCausalLM": "LlamaMTPModel",
     "Qwen2ForCausalLM": "Qwen2MTPModel",
     "Qwen3ForCausalLM": "Qwen3MTPModel",
+    "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
 }
 _vllm_hf_config_override = SpeculativeConfig.hf_config_override
 
@@ -47,8 +51,17 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
         return _vllm_hf_config_override(hf_config)
     # "mtp" is one of vLLM's MTPModelTypes, with no special treatment attached.
     changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": mtp_depth(hf_config)}
+    if architecture == "Qwen3MoeForCausalLM":
+        changes |= _layers_like_the_last(hf_config)
     hf_config.update(changes)
     return hf_config
+
+
+def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    """What makes vLLM give every MTP head the kind of the trunk's last layer; it decides by a layer's number."""
+    last = hf_config.num_hidden_layers - 1
+    is_dense = last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0
+    return {"mlp_only_layers": list(range(mtp_depth(hf_config))) if is_dense else [], "decoder_sparse_step": 1}
 
 
 def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite.errors import UserError
 from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
 from tests.infer.reference import Reference, write_trained
-from tests.tiny import make_tiny_hf
+from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf
 
 pytestmark = [
     pytest.mark.engine,
@@ -33,18 +34,36 @@ def expected_counts(counts):
     return counts.drafts, counts.drafted, counts.accepted_per_position
 
 
+# What vLLM 0.32 computes otherwise than training does; flags of Reference.
+OF_VLLM = {
+    # models/mimo.py, models/mimo_mtp.py: the head gets the trunk's state before its final norm.
+    "mimo": ("takes_state_before_norm", "zeroes_first_embedding"),
+    # models/glm4_moe_mtp.py: from the second draft on, the head gets its own state before its output norm.
+    "glm4_moe": ("recycles_state_before_norm", "zeroes_first_embedding"),
+    "deepseek_v3": ("zeroes_first_embedding",),
+}
+
+
 @pytest.mark.parametrize(
-    ("family", "num_tokens", "tied"), [("qwen3", 1, False), ("llama", 3, True), ("mimo", 1, False)]
+    ("family", "num_tokens", "tied"),
+    [
+        ("qwen3", 1, False),
+        ("llama", 3, True),
+        ("mimo", 1, False),
+        ("qwen3_moe", 2, False),
+        ("glm4_moe", 3, False),
+        ("deepseek_v3", 2, False),
+    ],
 )
 def test_tokens_and_counts_equal_the_reference(family, num_tokens, tied, tmp_path):
-    prompts = write_trained(tmp_path, family, depth=1, tied=tied)
+    sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
+    prompts = write_trained(tmp_path, family, depth=1, tied=tied, **sizes)
     reference = Reference.load(tmp_path, family, depth=1)
     other_counts = None
-    if family == "mimo":
+    if family in OF_VLLM:
         other_counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)[1]
-        # vLLM's MiMo (models/mimo.py, models/mimo_mtp.py of 0.32) gives its head the state before the final norm, and
-        # zeros for the embedding at position 0.
-        reference.takes_state_before_norm = reference.zeroes_first_embedding = True
+        for flag in OF_VLLM[family]:
+            setattr(reference, flag, True)
     expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
     assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
     assert counts != other_counts

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.conftest import Commands
-from tests.tiny import make_tiny_hf, mtp_names
+from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
 
 pytestmark = pytest.mark.engine
 
@@ -20,17 +20,20 @@ ROWS = [
     ("Where is the garden?", "Behind the old house, down eleven steps of stone, left of the well and the apple tree."),
     ("Who wrote the letter?", "Nobody knows; it came with the evening post, unsigned, in green ink on thin paper."),
 ]
+# The trunk's tensors that a head of GLM-4.5 or DeepSeek-V3 repeats.
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
-@pytest.fixture(scope="module", params=["mimo", "qwen3"])
+@pytest.fixture(scope="module", params=["mimo", "qwen3", "glm4_moe", "deepseek_v3"])
 def served(request, tmp_path_factory) -> tuple[Commands, str, Path]:
-    """A model that knows four answers by heart, exported; mimo has its own head, qwen3 gets one from nothing."""
+    """A model that knows four answers by heart, exported; qwen3 gets its head from nothing, the others have one."""
     family, directory = request.param, tmp_path_factory.mktemp(request.param)
     commands = Commands(directory)
-    make_tiny_hf(directory / "model", family, depth=1 if family == "mimo" else 0, with_tokenizer=True)
+    sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
+    make_tiny_hf(directory / "model", family, depth=0 if family == "qwen3" else 1, with_tokenizer=True, **sizes)
     rows = [json.dumps({"query": query, "response": response}) for query, response in ROWS]
     (directory / "rows.jsonl").write_text("\n".join(rows))
-    fresh = [] if family == "mimo" else ["--mtp_num_layers", 1, "--mtp_init", "copy_last_layer"]
+    fresh = ["--mtp_num_layers", 1, "--mtp_init", "copy_last_layer"] if family == "qwen3" else []
     options = (
         "--dataset rows.jsonl --val_dataset rows.jsonl --output_dir run --torch_dtype float32 --micro_batch_size 4 "
         "--global_batch_size 4 --train_iters 250 --lr 3e-3 --mtp_loss_scaling_factor 1.0 --save_steps 1000 "
@@ -39,6 +42,12 @@ def served(request, tmp_path_factory) -> tuple[Commands, str, Path]:
     commands.ok("megatron", "sft", "--model", "model", *options, *fresh)
     commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
     return commands, family, directory
+
+
+def head_prefix(family: str) -> str:
+    """What the names of the head's tensors begin with, and no other's."""
+    _, block = mtp_names(family, 0)
+    return "mtp." if block.startswith("mtp.") else block
 
 
 def infer(commands: Commands, model: str, acceptance: str, *options: str) -> str:
@@ -52,9 +61,11 @@ def infer(commands: Commands, model: str, acceptance: str, *options: str) -> str
 
 
 def test_vllm_accepts_what_the_run_said_it_would(served):
-    commands, _, directory = served
-    log = infer(commands, "hf", "run/acceptance.json", "--compare")
-    assert "answers equal: 4 of 4" in log
+    commands, family, directory = served
+    # Each start takes half a minute; `infer` compares the answers with those learned in any case.
+    compares = family in ("mimo", "qwen3")
+    log = infer(commands, "hf", "run/acceptance.json", *(["--compare"] if compares else []))
+    assert ("answers equal: 4 of 4" in log) is compares
     acceptance = json.loads((directory / "run" / "acceptance.json").read_text())
     ours, engine = acceptance["after"]["generated"], acceptance["engines"]["vllm"]
     assert engine["acceptance_per_position"][0] >= 0.9
@@ -65,16 +76,20 @@ def test_vllm_accepts_what_the_run_said_it_would(served):
 def test_random_heads_are_not_accepted(served):
     """The same trunk with other heads answers the same, and accepts next to nothing."""
     commands, family, directory = served
+    if family == "deepseek_v3":
+        pytest.skip("glm4_moe has its heads under the same names, and starts faster")
     (directory / "random").mkdir(exist_ok=True)
     for path in (directory / "hf").iterdir():
         if path.suffix != ".safetensors":
             (directory / "random" / path.name).write_bytes(path.read_bytes())
     tensors = load_file(directory / "hf" / "model.safetensors")
-    projection = mtp_names(family, 0)[0]["projection"]
-    heads = projection.split(".")[0] if family != "mimo" else "model.mtp_layers"
     torch.manual_seed(0)
-    noise = {name: torch.randn_like(t) * 0.2 for name, t in tensors.items() if name.startswith(heads) and t.dim() == 2}
-    assert projection in noise
+    noise = {
+        name: torch.randn_like(tensor) * 0.2
+        for name, tensor in tensors.items()
+        if name.startswith(head_prefix(family)) and tensor.dim() == 2 and not name.endswith(COPIES)
+    }
+    assert mtp_names(family, 0)[0]["projection"] in noise
     save_file({**tensors, **noise}, directory / "random" / "model.safetensors", metadata={"format": "pt"})
     (directory / "acceptance.json").write_bytes((directory / "run" / "acceptance.json").read_bytes())
     infer(commands, "random", "acceptance.json")
@@ -91,5 +106,5 @@ def test_the_export_opens_in_plain_transformers(served):
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory / "hf", output_loading_info=True)
     model, report = loaded
     assert not report["missing_keys"]
-    assert all(key.startswith("mtp.") for key in report["unexpected_keys"])
+    assert all(key.startswith(head_prefix(family)) for key in report["unexpected_keys"])
     assert model.config.num_nextn_predict_layers == 1

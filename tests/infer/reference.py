@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.tiny import make_tiny_model, mtp_names, random_mtp_tensors, write_hf
+from tests.tiny import NEXT_LAYER_HEADS, make_tiny_model, mtp_names, per_expert, random_mtp_tensors, write_hf
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,17 @@ class Reference(nn.Module):
     """A trunk of transformers and its MTP heads.
 
     Args:
-        zeroes_first_embedding: vLLM's MiMo heads see zeros in place of the embedding at position 0.
+        zeroes_first_embedding: vLLM's MiMo, GLM-4.5 and DeepSeek-V3 heads see zeros for the embedding at position 0.
         takes_state_before_norm: vLLM's MiMo heads get the trunk's state before its final norm.
+        recycles_state_before_norm: vLLM's GLM-4.5 head, when it goes on alone, gets its state before its output norm.
     """
 
     def __init__(self, trunk: Any, family: str, mtp_tensors: dict[str, torch.Tensor], depth: int):
         super().__init__()
         self.trunk, self.family, self.depth = trunk, family, depth
-        self.zeroes_first_embedding = self.takes_state_before_norm = False
-        layer_class: Any = type(trunk.model.layers[0])
+        self.zeroes_first_embedding = self.takes_state_before_norm = self.recycles_state_before_norm = False
+        trunk.set_experts_implementation("eager")
+        layer_class: Any = type(trunk.model.layers[-1])
         norm_class: Any = type(trunk.model.norm)
         config = trunk.config
         self.trunk: Any
@@ -50,22 +52,25 @@ class Reference(nn.Module):
             norms = {role: norm_class(config.hidden_size, config.rms_norm_eps) for role in names if "norm" in role}
             head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-            head["block"] = layer_class(config, layer_idx=0)
+            # The last layer's number: it has experts where the first is dense.
+            head["block"] = layer_class(config, layer_idx=config.num_hidden_layers - 1)
             for role, name in names.items():
                 head[role].weight.data.copy_(mtp_tensors[name])
-            state = {suffix: mtp_tensors[block + suffix] for suffix in head["block"].state_dict()}
-            head["block"].load_state_dict(state)
+            inner = {name.removeprefix(block): t for name, t in mtp_tensors.items() if name.startswith(block)}
+            state = stack_experts(inner)
+            head["block"].load_state_dict({name: state[name] for name in head["block"].state_dict()})
             self.heads.append(head)
-        self.to(trunk.dtype)
+        assert trunk.dtype is torch.float32
 
     @classmethod
-    def load(cls, directory: Path, family: str, depth: int, dtype: torch.dtype = torch.float32) -> "Reference":
+    def load(cls, directory: Path, family: str, depth: int) -> "Reference":
         """Read a checkpoint without any MTP code of the product."""
         tensors = load_file(directory / "model.safetensors")
         config = json.loads((directory / "config.json").read_text())
         overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
-        trunk = make_tiny_model(family, config["tie_word_embeddings"], dtype, **overrides)
-        trunk.load_state_dict({k: v for k, v in tensors.items() if "mtp" not in k}, strict=False)
+        trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
+        missing, _ = trunk.load_state_dict(stack_experts(tensors), strict=False)
+        assert set(missing) <= {"lm_head.weight"}
         trunk.tie_weights()
         return cls(trunk, family, tensors, depth).eval()
 
@@ -75,7 +80,10 @@ class Reference(nn.Module):
             head: Any = self.heads[k]
             names, block = mtp_names(self.family, k)
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
-            tensors |= {block + suffix: tensor for suffix, tensor in head["block"].state_dict().items()}
+            tensors |= {block + suffix: tensor for suffix, tensor in per_expert(head["block"].state_dict()).items()}
+            if self.family in NEXT_LAYER_HEADS:
+                tensors[f"{block}embed_tokens.weight"] = self.trunk.model.embed_tokens.weight.detach().clone()
+                tensors[f"{block}shared_head.head.weight"] = self.trunk.lm_head.weight.detach().clone()
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
     def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +94,8 @@ class Reference(nn.Module):
         handle.remove()
         return (before[0] if self.takes_state_before_norm else after), after
 
-    def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
+    def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the next step is fed, after the output norm), each [B, S, H]."""
         head: Any = self.heads[k]
         embedding = self.trunk.model.embed_tokens(ids_BS)
         if self.zeroes_first_embedding:
@@ -97,7 +106,9 @@ class Reference(nn.Module):
         positions = torch.arange(ids_BS.shape[1])[None]
         rotary = self.trunk.model.rotary_emb(hidden_BSH, positions)
         fused = head["projection"](torch.cat(parts, dim=-1))
-        return head["output_norm"](head["block"](fused, position_embeddings=rotary))
+        before = head["block"](fused, position_embeddings=rotary)
+        after = head["output_norm"](before)
+        return (before if self.recycles_state_before_norm else after), after
 
     @torch.no_grad()
     def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
@@ -110,8 +121,8 @@ class Reference(nn.Module):
             else:
                 fed = torch.cat((fed, hidden[:, -1:]), dim=1)
             k = min(j, self.depth - 1)
-            hidden = self.head_states(k, fed, torch.tensor([ids[shift:]]))
-            drafts.append(int(self.trunk.lm_head(hidden[0, -1]).argmax()))
+            hidden, after = self.head_states(k, fed, torch.tensor([ids[shift:]]))
+            drafts.append(int(self.trunk.lm_head(after[0, -1]).argmax()))
             ids.append(drafts[-1])
         return drafts
 
@@ -147,15 +158,35 @@ class Reference(nn.Module):
         return completions, Counts(drafts, drafts * num_tokens, tuple(accepted))
 
 
-def write_trained(directory: Path, family: str, depth: int, steps: int = 100, tied: bool = False) -> list[list[int]]:
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `per_expert`."""
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in {name.partition("experts.")[0] for name in tensors.keys() - stacked.keys()}:
+        count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
+
+        def part(expert: int, kind: str, prefix: str = prefix) -> torch.Tensor:
+            return tensors[f"{prefix}experts.{expert}.{kind}.weight"]
+
+        gate_up = [torch.cat((part(e, "gate_proj"), part(e, "up_proj"))) for e in range(count)]
+        stacked[f"{prefix}experts.gate_up_proj"] = torch.stack(gate_up)
+        stacked[f"{prefix}experts.down_proj"] = torch.stack([part(e, "down_proj") for e in range(count)])
+    return stacked
+
+
+def write_trained(
+    directory: Path, family: str, depth: int, steps: int = 100, tied: bool = False, **config
+) -> list[list[int]]:
     """A tiny checkpoint whose heads are often right, not always; returns prompts, half from what it has learned.
 
     Trunk and heads learn 8 random sequences by heart; on prompts that are new to them the heads are mostly wrong.
+
+    Args:
+        config: of `make_tiny_model`.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the matrices are tiny: a second thread only waits, ten times as long on a busy machine
     torch.manual_seed(1)
-    trunk: Any = make_tiny_model(family, tied=tied)
+    trunk: Any = make_tiny_model(family, tied=tied, **config)
     trunk.model.norm.weight.data.uniform_(0.3, 3.0)  # far from flat, so that the state before it is another one
     model = Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth)
     rows_BS = torch.randint(0, trunk.config.vocab_size, (8, 40))
@@ -165,7 +196,7 @@ def write_trained(directory: Path, family: str, depth: int, steps: int = 100, ti
         loss = cross_entropy(trunk.lm_head(after[:, :-1]).flatten(0, 1), rows_BS[:, 1:].flatten())
         for k in range(depth):
             length = rows_BS.shape[1] - k - 2
-            hidden = model.head_states(k, hidden[:, :length], rows_BS[:, k + 1 : k + 1 + length])
+            hidden, _ = model.head_states(k, hidden[:, :length], rows_BS[:, k + 1 : k + 1 + length])
             loss = loss + cross_entropy(trunk.lm_head(hidden).flatten(0, 1), rows_BS[:, k + 2 :].flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -110,3 +110,25 @@ def test_the_plugin_leaves_models_without_heads_alone(tmp_path):
     assert vllm_plugin.hf_config_override(config).architectures == ["Qwen3ForCausalLM"]
     config.num_nextn_predict_layers = 2
     assert vllm_plugin.hf_config_override(config).architectures == ["Qwen3MTPModel"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "has_experts"),
+    [
+        ({"decoder_sparse_step": 2, "mlp_only_layers": []}, True),  # of layers 0 to 3, 1 and 3 have experts
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0]}, True),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": []}, False),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [3]}, False),
+    ],
+)
+def test_heads_of_a_qwen3_moe_are_like_its_last_layer(layers, has_experts):
+    from transformers import Qwen3MoeConfig
+
+    from swiftlite.infer import vllm_plugin
+
+    config = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=4, **layers)
+    config.num_nextn_predict_layers = 2
+    draft = vllm_plugin.hf_config_override(config)
+    assert draft.architectures == ["Qwen3MoeMTPModel"]
+    for head in range(2):  # as Qwen3MoeDecoderLayer of vLLM decides by its number
+        assert (head not in draft.mlp_only_layers and (head + 1) % draft.decoder_sparse_step == 0) is has_experts

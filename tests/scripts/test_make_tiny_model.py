@@ -39,7 +39,7 @@ def test_it_is_whole_and_of_the_family_it_says(tiny):
     hf_config = read_config(tiny)
     family = index.get(hf_config, tiny)
     assert audit_hf(tiny, family) == []
-    assert family.mtp_depth(hf_config) == (2 if family.name == "mimo" else 0)
+    assert family.mtp_depth(hf_config) == (2 if family.name in ("mimo", "glm4_moe", "deepseek_v3") else 0)
 
 
 def test_transformers_opens_it_and_random_weights_are_no_constant(tiny):
@@ -67,6 +67,9 @@ def test_the_tokenizer_round_trips_and_the_template_marks_the_answer(tiny):
 
 def test_vllm_s_cpu_kernels_take_its_heads(tiny):
     hf_config = read_config(tiny)
+    if hf_config["model_type"] == "deepseek_v3":
+        assert (hf_config["kv_lora_rank"], hf_config["qk_rope_head_dim"]) == (512, 64)
+        return
     with safe_open(tiny / "model.safetensors", "pt") as weights:
         rows = weights.get_slice("model.layers.0.self_attn.q_proj.weight").get_shape()[0]
     assert rows // hf_config["num_attention_heads"] == 64
