@@ -245,7 +245,9 @@ def compute(job: Job) -> list[dict[str, float]]:
 
 def check_embeddings(model: Sequence[GPTModel]) -> None:
     """All copies of the embedding in a pipeline (the first stage's, the MTP layers', a tied head) are the same bits."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1 or not parallel_state.is_rank_in_embedding_group():
+    # Not is_rank_in_embedding_group: that still knows the ranks of the session before (0.16.1).
+    group: Any = parallel_state.get_embedding_group(check_initialized=False)
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1 or group is None:
         return
     ours = [
         parameter.detach()
@@ -254,7 +256,6 @@ def check_embeddings(model: Sequence[GPTModel]) -> None:
         if name == "embedding.word_embeddings.weight"
         or (name == "output_layer.weight" and chunk.share_embeddings_and_output_weights)
     ]
-    group: Any = parallel_state.get_embedding_group()
     assert len(ours) == 1, "a rank of the embedding group holds one copy"
     copies = [torch.empty_like(ours[0]) for _ in range(group.size())]
     torch.distributed.all_gather(copies, ours[0], group=group)
