@@ -1,13 +1,26 @@
 """The only reader of megatron-core's version: what moved between releases, answered once.
 
-Tested: megatron-core 0.16.1.
+Which releases were run, and with what, is in `swiftlite/args/tested.py`. Where code is right on all of them (keyword
+arguments handed on, methods that one release calls and another does not) nothing stands here.
 """
 
+import inspect
 from importlib.metadata import version
+from typing import Any
 
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from packaging.version import Version
 
 MCORE_VERSION = Version(version("megatron-core"))
 
-# The decoder layer inside an MTP layer, renamed after 0.16 (multi_token_prediction.py).
+# The decoder layer inside an MTP layer, renamed in 0.17 (transformer/multi_token_prediction.py). Checkpoints keep the
+# old name: since 0.17 the layer's sharded_state_dict maps it back.
 MTP_INNER_LAYER = "transformer_layer" if Version("0.17") > MCORE_VERSION else "mtp_model_layer"
+
+# Rotary channels 2i and 2i + 1 of latent attention turn together: an argument since 0.19, until then always so
+# (models/common/embeddings/rope_utils.py).
+ROTARY_IN_PAIRS: dict[str, Any] = (
+    {"mla_rotary_interleaved": True}
+    if "mla_rotary_interleaved" in inspect.signature(apply_rotary_pos_emb).parameters
+    else {}
+)
