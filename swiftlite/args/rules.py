@@ -18,7 +18,15 @@ from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import near
 from swiftlite.args.docs import options
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
-from swiftlite.args.layout import choices, data_parallel_size, layout_of, layout_problems, process_problems
+from swiftlite.args.layout import (
+    choices,
+    data_parallel_size,
+    layout_of,
+    layout_problems,
+    num_experts,
+    num_virtual_stages,
+    process_problems,
+)
 from swiftlite.args.memory import planned_setup
 from swiftlite.args.plan import resolved_mtp_depth
 from swiftlite.errors import OptionError
@@ -313,6 +321,59 @@ def _add_heads(args: SftArgs) -> str:
     return f"add --mtp_num_layers 1 --mtp_init {init}"
 
 
+def virtual_stages_have_micro_batches(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    layout, pp = layout_of(args), args.pipeline_model_parallel_size
+    if any(_numbers_out_of_range(args)) or layout_problems(layout, ground.hf_config, ground.mtp_depth):
+        return  # other rules say so
+    if num_virtual_stages(layout) is None or process_problems(layout, ground.world_size):
+        return
+    unit = args.micro_batch_size * data_parallel_size(layout, ground.world_size)
+    number = args.global_batch_size // unit
+    if args.global_batch_size % unit == 0 and number % pp:
+        yield (
+            f"virtual pipeline stages need a multiple of {pp} micro-batches per step, but there are {number} = "
+            f"--global_batch_size {args.global_batch_size} / {unit}",
+            f"use --global_batch_size {-(-number // pp) * pp * unit}",
+        )
+
+
+def overlap_has_its_optimizer(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    needs = {
+        "use_distributed_optimizer": args.use_distributed_optimizer,
+        "overlap_grad_reduce": args.overlap_grad_reduce,
+    }
+    missing = [f"--{name} true" for name, is_given in needs.items() if not is_given]
+    if args.overlap_param_gather and missing:
+        yield f"--overlap_param_gather needs {' and '.join(missing)}", f"add {' '.join(missing)}"
+
+
+def recompute_options_fit(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    known = ("core_attn", "mlp", "moe", "mla_up_proj")
+    for module in args.recompute_modules:
+        if module not in known:
+            yield f"--recompute_modules {module} is none of {', '.join(known)}", ""
+        elif module == "moe" and ground.hf_config and not num_experts(ground.hf_config):
+            yield "--recompute_modules moe, but the model has no experts", "leave it out"
+        elif module == "mla_up_proj" and ground.hf_config and not ground.hf_config.get("kv_lora_rank"):
+            yield "--recompute_modules mla_up_proj, but the model has no latent attention", "leave it out"
+    if args.distribute_saved_activations:
+        if args.recompute_granularity != "full":
+            yield "--distribute_saved_activations needs --recompute_granularity full", "add it"
+        if args.tensor_model_parallel_size == 1 or args.sequence_parallel:
+            yield (
+                "--distribute_saved_activations needs tensor-parallel ranks that hold whole activations",
+                "use --tensor_model_parallel_size 2 or more and --sequence_parallel false, or leave it out",
+            )
+
+
+def pipeline_has_a_dispatcher(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    if args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "alltoall":
+        yield (
+            f"--moe_token_dispatcher_type {args.moe_token_dispatcher_type} with pipeline stages",
+            "use alltoall: stages pass rows of any length, which megatron-core's allgather cannot",
+        )
+
+
 def min_lr_is_below_lr(args: SftArgs, ground: Ground) -> Iterator[Problem]:
     if args.min_lr is not None and args.min_lr > args.lr:
         yield f"--min_lr {args.min_lr} is above --lr {args.lr}", "the learning rate decays from --lr to --min_lr"
@@ -517,6 +578,7 @@ def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
     """Every setting that another one makes idle, when it was changed from its default."""
     no_heads = resolved_mtp_depth(args, ground.mtp_depth) == 0
     holds_nothing_out = not args.val_dataset and args.split_dataset_ratio == 0
+    no_experts = (bool(ground.hf_config) and not num_experts(ground.hf_config), "the model has no experts")
     idle = {
         "split_dataset_ratio": (bool(args.val_dataset), "--val_dataset is given"),
         "num_train_epochs": (args.train_iters is not None, "--train_iters is given"),
@@ -529,6 +591,12 @@ def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
             no_heads or holds_nothing_out,
             "the model has no MTP layers" if no_heads else "nothing is held out: --split_dataset_ratio is 0",
         ),
+        "recompute_method": (args.recompute_granularity != "full", "--recompute_granularity is not full"),
+        "recompute_num_layers": (args.recompute_granularity != "full", "--recompute_granularity is not full"),
+        "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
+        "moe_aux_loss_coeff": no_experts,
+        "moe_router_bias_update_rate": no_experts,
+        "moe_token_dispatcher_type": no_experts,
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
     yield from _without_effect(args, idle)
@@ -571,6 +639,10 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
         min_lr_is_below_lr,
         layout_fits,
         global_batch_divides,
+        virtual_stages_have_micro_batches,
+        overlap_has_its_optimizer,
+        recompute_options_fit,
+        pipeline_has_a_dispatcher,
         mtp_weights_have_a_source,
         mtp_options_have_heads,
     ),

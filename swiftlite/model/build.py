@@ -123,6 +123,7 @@ def build_model(
             moe=moe,
         )
         chunks.append(_build_stage(config, hf_config, layout, vp_stage, heads_only).to(device.torch_device))
+    _mark_experts(chunks, layout)
     return chunks
 
 
@@ -148,3 +149,21 @@ def _build_stage(
         post_process=stage == len(per_stage) - 1,
         vp_stage=vp_stage if num_virtual_stages(layout) else None,
     )
+
+
+def _mark_experts(chunks: list[GPTModel], layout: ParallelLayout) -> None:
+    """Say of experts' parameters that their gradients are summed over the ranks that hold the same expert.
+
+    megatron-core does so when experts are shared out; when they are not, but their matrices are cut another way than
+    all others, it sums over the other matrices' ranks: half of the gradient at TP 2 and ETP 1, in silence
+    (tensor_parallel/layers.py:886 of 0.16.1).
+    """
+    if (
+        layout.expert_model_parallel_size == 1
+        and layout.expert_tensor_parallel_size == layout.tensor_model_parallel_size
+    ):
+        return
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]

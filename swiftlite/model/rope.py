@@ -5,30 +5,11 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding as McoreRotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from swiftlite.errors import UserError
-
-# What the init functions read of a config; every family of this repository spells them so.
-ROPE_KEYS = (
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-)
-
-
-def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
-    """The rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
-    return LlamaConfig.from_dict({key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None})
+from swiftlite.model.rope_config import rope_config
 
 
 class RotaryEmbedding(McoreRotaryEmbedding):

@@ -38,7 +38,7 @@ class Slot:
         group: data-parallel ranks among which the parameter's state is shared; None where each holds all of it.
     """
 
-    parameter: torch.Tensor
+    parameter: torch.nn.Parameter
     inner: torch.optim.Optimizer
     main: torch.Tensor | None
     first: int = 0

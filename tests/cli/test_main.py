@@ -143,7 +143,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(swiftlite, model, tmp_path):
     (tmp_path / "run.yaml").write_text("model: model\ndataset: [train.jsonl]\noutput_dir: out\nglobal_batch_size: 8\n")
     result = swiftlite("megatron", "sft", "run.yaml", "--dry_run", "--num_train_epochs", "2", NPROC_PER_NODE="4")
     assert (result.returncode, result.stderr) == (0, "")
-    assert "4 = tensor parallel 1 x data parallel 4" in result.stdout
+    assert "4 = data parallel 4" in result.stdout
     assert "8 samples = micro batch 1 x data parallel 4 x 2 accumulated" in result.stdout
     assert "at most 5 = 20 rows x 2 / global batch" in result.stdout
     assert "1, weights from the checkpoint, which has 1" in result.stdout

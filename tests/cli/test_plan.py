@@ -95,7 +95,7 @@ def test_what_cannot_be_planned(model, tmp_path):
     assert "does not divide the model's num_attention_heads, 32" in problems(
         plan=True, model=model, tensor_model_parallel_size=3
     )
-    assert "--num_gpus 3: 3 processes do not divide into tensor parallel 2" in problems(
+    assert "--num_gpus 3: --tensor_model_parallel_size 2 does not divide the number of processes, 3" in problems(
         plan=True, model=model, num_gpus=3, tensor_model_parallel_size=2
     )
     assert "--num_gpus 0 must be at least 1" in problems(plan=True, model=model, num_gpus=0)
