@@ -5,8 +5,10 @@ number it has, so no table of names is kept here. Reading and writing need no co
 """
 
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from swiftlite.bridge.plan import Shard
+from swiftlite.bridge.tensors import Index
 
 _WRAPPERS = re.compile(r"^(module\.)+")
 _NUMBERED_LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
@@ -148,6 +151,58 @@ def _unwrap(chunk: nn.Module) -> GPTModel:
 def is_first_rank() -> bool:
     """Whether this process does what must be done once."""
     return dist.get_rank() == 0
+
+
+def gather_from_all_ranks(value: Any) -> list[Any]:
+    """The value of each rank, in order; each must survive pickling."""
+    values: list[Any] = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def all_ranks_see(directory: Path) -> bool:
+    """Whether what the first rank puts into the directory is there for all; collective."""
+    token: list[Any] = [f".seen-by-all-{uuid4().hex}"]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(token, src=0)
+    mark = directory / token[0]
+    if is_first_rank():
+        mark.touch()
+    barrier()
+    seen = all(gather_from_all_ranks(mark.exists()))
+    if is_first_rank():
+        mark.unlink()
+    return seen
+
+
+def bring_to_first_rank(
+    pieces: Iterable[tuple[str, Index, torch.Tensor]], write: Callable[[str, Index, torch.Tensor], None]
+) -> None:
+    """Call `write` on the first rank with the pieces of all ranks, one piece at a time; collective."""
+    if is_first_rank():
+        for piece in pieces:
+            write(*piece)
+        for source in range(1, dist.get_world_size()):
+            _receive(source, write)
+        return
+    for key, index, tensor in pieces:  # each send waits for its turn
+        dist.send_object_list([(key, index, tuple(tensor.shape), tensor.dtype)], dst=0)
+        dist.send(tensor.contiguous(), dst=0)
+    dist.send_object_list([None], dst=0)
+
+
+def _receive(source: int, write: Callable[[str, Index, torch.Tensor], None]) -> None:
+    device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
+    while True:
+        header: list[Any] = [None]
+        dist.recv_object_list(header, src=source)
+        if header[0] is None:
+            return
+        key, index, shape, dtype = header[0]
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(tensor, src=source)
+        write(key, index, tensor)
 
 
 def barrier() -> None:

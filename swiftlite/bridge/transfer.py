@@ -5,7 +5,7 @@ parameters (`plan.py`); nothing is touched unless both sides match completely.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.packing import fold, packed_name
 from swiftlite.bridge.plan import Binding, bind, report_missing
 from swiftlite.bridge.rows import Family, Row
-from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some
+from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles, some
 from swiftlite.errors import UserError
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
@@ -40,6 +40,13 @@ class LoadReport:
     loaded: tuple[str, ...]
     initialised: Mapping[str, str]
     dropped: tuple[str, ...]
+
+    def over_all_ranks(self) -> "LoadReport":
+        """What all ranks did together; collective."""
+        reports = placement.gather_from_all_ranks(self)
+        initialised = {name: how for report in reports for name, how in report.initialised.items()}
+        loaded = dict.fromkeys(name for report in reports for name in report.loaded)
+        return LoadReport(tuple(loaded), initialised, self.dropped)
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} parameters"]
@@ -151,11 +158,13 @@ def save_hf(
 ) -> list[str]:
     """Write a Megatron model as Hugging Face safetensors; every rank writes its own slices into the files in place.
 
+    Ranks that do not see the first one's directory send it their slices, one at a time.
+
     All MTP heads of the model are written, whatever depth `hf_config` names; the caller writes a config.json that
     agrees (`hf_config.write_patched`). Files appear under their names only when all are complete and on disk.
 
     Args:
-        out_dir: directory on a file system that all ranks share; made if missing, must not hold safetensors.
+        out_dir: made if missing, must not hold safetensors; best on a file system that all ranks share.
         dtypes: dtype by HF key, as the source had it ("bfloat16" or torch.bfloat16); a key that the source lacked
             gets the source's most frequent dtype. One dtype: for all tensors. None: the dtype of the parameters. A copy
             such as the `lm_head.weight` of a tied model is written if it is a key of this mapping; those of MTP heads
@@ -198,7 +207,11 @@ def save_hf(
         files.create()
     placement.barrier()
     try:
-        _write(bindings, files)
+        if placement.all_ranks_see(out_dir):
+            for piece in _pieces(bindings, files):
+                files.write(*piece)
+        else:
+            placement.bring_to_first_rank(_pieces(bindings, files), files.write)
         files.flush()
         placement.barrier()
         if placement.is_first_rank():
@@ -244,7 +257,8 @@ def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
     )
 
 
-def _write(bindings: Sequence[Binding], files: ShardedFiles) -> None:
+def _pieces(bindings: Sequence[Binding], files: ShardedFiles) -> Iterator[tuple[str, Index, torch.Tensor]]:
+    """What this rank has to write: HF key, where in that tensor, the numbers."""
     for binding in bindings:
         if not binding.shard.writes or binding.is_copy:
             continue
@@ -252,7 +266,7 @@ def _write(bindings: Sequence[Binding], files: ShardedFiles) -> None:
         for shard, local_index, hf_key, hf_index in binding.copies():
             if hf_key is not None:
                 for key in (hf_key, *copy_keys):
-                    files.write(key, hf_index, shard.tensor[local_index])
+                    yield key, hf_index, shard.tensor[local_index]
 
 
 def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]) -> None:

@@ -120,7 +120,7 @@ def to_mcore(args: ExportArgs, device: Device) -> None:
         mtp_num_layers=depth,
         layout=layout_of(args),
     )
-    logger.info("%s", load_hf(model, hf_dir, family, hf_config))
+    logger.info("%s", load_hf(model, hf_dir, family, hf_config).over_all_ranks())
     if dist.get_rank() == 0:
         write_source(hf_dir, output_dir, family, hf_config, depth)
     Checkpointer(output_dir, model, None, {"mtp_num_layers": depth, "torch_dtype": dtype}).save(0)

@@ -117,12 +117,10 @@ def predict(
 
     def forward_step(_, chunk: torch.nn.Module):
         output = chunk(here[0][0], here[1], mtp_input_ids=here[0][1:])
-
-        def predictions(logits: Logits, non_loss_data: bool) -> torch.Tensor:
-            heads = (logits.main, *logits.mtp)
-            return torch.stack([whole_rows(vocab_parallel_argmax(h.flatten(0, 1)).view(h.shape[:2])) for h in heads])
-
-        return output, predictions
+        if isinstance(output, Logits):  # the last stage; others hand on their states
+            heads = (output.main, *output.mtp)
+            output = torch.stack([whole_rows(vocab_parallel_argmax(h.flatten(0, 1)).view(h.shape[:2])) for h in heads])
+        return output, lambda predictions_KBS, non_loss_data: predictions_KBS
 
     result = get_forward_backward_func()(
         forward_step_func=forward_step,

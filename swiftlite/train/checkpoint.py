@@ -78,8 +78,9 @@ class Checkpointer:
             temporary.mkdir(parents=True)
         dist.barrier()
         tensors = _model_state(self.chunks)
-        if self.optimizer is not None:
-            tensors["optimizer"] = state_to_save(slots_of(self.optimizer), dict(tensors))
+        slots = slots_of(self.optimizer) if self.optimizer is not None else []
+        if slots and (state := state_to_save(slots, dict(tensors))):  # another rank may have it all
+            tensors["optimizer"] = state
         request = dist_checkpointing.save(tensors, str(temporary), async_sharded_save=self.is_async)
         if request is None:
             self._publish(step)

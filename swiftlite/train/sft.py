@@ -82,7 +82,7 @@ def _run(args: SftArgs, device: Device) -> int:
     )
     checkpoint = resolve_checkpoint(output_dir) if args.resume else None
     _check_agreement(args, data, checkpoint)
-    load_report = load_hf(model, hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed)
+    load_report = load_hf(model, hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed).over_all_ranks()
     logger.info("%s", load_report)
     if args.mtp_num_layers is None and any(family.is_mtp(hf_config, key) for key in load_report.dropped):
         raise UserError(
