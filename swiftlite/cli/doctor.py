@@ -18,6 +18,7 @@ from swiftlite.args import memory
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.layout import data_parallel_size
 from swiftlite.args.rules import INSTALL_VLLM, read_hf_config
+from swiftlite.cli.tested import TESTED
 
 # Shown with their versions; the first of several names that is installed.
 PACKAGES = {
@@ -32,6 +33,10 @@ PACKAGES = {
     "flash-attn": ("flash-attn",),
     "tensorboard": ("tensorboard",),
 }
+
+
+# Of a tested environment, what makes this machine's the same one; vllm is a part of its own.
+COMPARED = ("torch", "megatron-core", "transformers")
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,20 @@ def _report_machine() -> bool:
     _print_table(lines)
     for _, fix in unmet:
         print(f"    {fix}")
+    print("\n" + tested_table())
     return not unmet
+
+
+def tested_table() -> str:
+    """Releases that swiftlite was run with together; `>` marks what is installed here."""
+    versions = [platform.python_version(), *map(installed_version, map(PACKAGES.__getitem__, COMPARED))]
+    here = [".".join(versions[0].split(".")[:2])] + [(version or "").partition("+")[0] for version in versions[1:]]
+    marks = [">" if list(row[: len(here)]) == here else " " for row in TESTED]
+    title = "tested together" if ">" in marks else "tested together; what is installed here was not"
+    rows = [("python", *COMPARED, "vllm", "tests"), *((*row[:4], row.vllm or "-", row.ran) for row in TESTED)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([title, *(f"{mark} {line}" for mark, line in zip([" ", *marks], lines, strict=True))])
 
 
 def _cuda() -> str:
