@@ -5,7 +5,9 @@
 One line per figure: what, median seconds, ratio to the reference named in the line, and whether the target holds; then
 the memory that each step takes beyond what it starts with. Every step runs in a process of its own, in turn, with the
 file in the page cache; imports and the building of the model are not counted. All writes count until they are on disk
-(fsync), since the bridge does not return before. Exit code 1 when a target is missed.
+(fsync), since the bridge does not return before. The same then by 4 processes (tensor parallel 2 x pipeline parallel
+2), one thread each, each with its own slices: the slowest one's seconds and the largest one's memory, against 1
+process. Exit code 1 when a target is missed.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from pathlib import Path
 
 TARGET = 2.0  # each way, against the plain load + save
 THREADS = 2
+RANKS = 4
 HF_CONFIG = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -97,6 +100,8 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, dict[str, float]]:
     import torch
 
     from swiftlite import families
+    from swiftlite.args.fields import ParallelLayout
+    from swiftlite.bridge import placement
     from swiftlite.bridge.hf_config import read_config
     from swiftlite.bridge.tensors import describe
     from swiftlite.bridge.transfer import load_hf, save_hf
@@ -105,19 +110,29 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, dict[str, float]]:
 
     hf_config = read_config(source)
     family = families.get(hf_config)
-    with session() as device:
+    size = 2 if int(os.environ.get("WORLD_SIZE", "1")) == RANKS else 1
+    layout = ParallelLayout(tensor_model_parallel_size=size, pipeline_model_parallel_size=size)
+    with session(layout) as device:
         architecture = family.transformer_config(hf_config)
-        (model,) = build_model(architecture, hf_config, device=device, dtype=torch.bfloat16, mtp_num_layers=1)
+        model = build_model(
+            architecture, hf_config, device=device, dtype=torch.bfloat16, mtp_num_layers=1, layout=layout
+        )
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
                 parameter.zero_()  # the pages exist before the clock starts
         dtypes = {key: tensor["dtype"] for key, tensor in describe(source).items()}
-        figures = {
-            "load_hf": measure(lambda: load_hf([model], source, family, hf_config)),
-            "save_hf": measure(lambda: save_hf([model], out_dir, family, hf_config, dtypes=dtypes)),
+        placement.barrier()
+        mine = {
+            "load_hf": measure(lambda: load_hf(model, source, family, hf_config)),
+            "save_hf": measure(lambda: save_hf(model, out_dir, family, hf_config, dtypes=dtypes)),
         }
-    check_equal(source, out_dir)
-    return figures
+        ranks = placement.gather_from_all_ranks(mine)
+        if placement.is_first_rank():
+            check_equal(source, out_dir)
+    suffix = f"_{RANKS}" if size > 1 else ""
+    return {
+        name + suffix: {figure: max(rank[name][figure] for rank in ranks) for figure in mine[name]} for name in mine
+    }
 
 
 def check_equal(source: Path, out_dir: Path) -> None:
@@ -130,13 +145,16 @@ def check_equal(source: Path, out_dir: Path) -> None:
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def run_apart(what: str, source: Path) -> dict[str, dict[str, float]]:
-    """`run_plain` or `run_bridge` in a fresh process."""
+def run_apart(what: str, source: Path, processes: int = 1) -> dict[str, dict[str, float]]:
+    """`run_plain` or `run_bridge` in a fresh process, or in several."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     with tempfile.TemporaryDirectory(dir=source.parent) as out_dir:
-        command = [sys.executable, __file__, "--step", what, "--dir", str(source), "--out", out_dir]
-        environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONWARNINGS": "ignore"}
+        command = [*(start if processes > 1 else start[:1]), __file__]
+        command += ["--step", what, "--dir", str(source), "--out", out_dir]
+        threads = str(THREADS if processes == 1 else 1)
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore"}
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
 def main() -> int:
@@ -148,7 +166,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step:
-        print(json.dumps({"plain": run_plain, "bridge": run_bridge}[options.step](options.dir, options.out)))
+        figures = {"plain": run_plain, "bridge": run_bridge}[options.step](options.dir, options.out)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(figures))
         return 0
 
     with tempfile.TemporaryDirectory(dir=options.dir) as work_dir:
@@ -157,7 +177,8 @@ def main() -> int:
         size = (source / "model.safetensors").stat().st_size / 1e9
         rounds = []
         for _ in range(options.rounds + 1):
-            rounds.append(run_apart("plain", source) | run_apart("bridge", source))
+            one = run_apart("plain", source) | run_apart("bridge", source)
+            rounds.append(one | run_apart("bridge", source, RANKS))
     rounds = rounds[1:]  # the first fills the page cache
 
     def median(name: str, figure: str) -> float:
@@ -175,7 +196,10 @@ def main() -> int:
     for name, reference in (("load_hf", "plain load"), ("save_hf", "plain save")):
         seconds, plain_seconds = median(name, "seconds"), median(reference, "seconds")
         print(f"{name:<18} {seconds:7.3f} s   {seconds / plain_seconds:6.3f}x of {reference} ({plain_seconds:.3f} s)")
-    for name in ("plain load", "load_hf", "plain save", "save_hf"):
+    for name in ("load_hf", "save_hf"):
+        seconds, alone = median(f"{name}_{RANKS}", "seconds"), median(name, "seconds")
+        print(f"{name}, {RANKS} ranks {seconds:7.3f} s   {seconds / alone:6.3f}x of 1 process ({alone:.3f} s)")
+    for name in ("plain load", "load_hf", f"load_hf_{RANKS}", "plain save", "save_hf", f"save_hf_{RANKS}"):
         note = "   (its result, the tensors themselves, included)" if name == "plain load" else ""
         print(
             f"{name:<18} {median(name, 'peak'):7.3f} GB  {median(name, 'peak') / size:6.3f}x of the file, at most{note}"

@@ -57,8 +57,8 @@ class InferArgs(GenerationArgs, EngineArgs, ModelArgs):
 
 
 @dataclass(frozen=True)
-class DoctorArgs(RecomputeArgs, ParallelLayout):
-    """Tell what is installed and needed, whether a model directory keeps its promises, and what fits (--plan)."""
+class ExaminationArgs:
+    """Examination"""
 
     model: str | None = None
     """Directory of a Hugging Face model to audit: shards, index, MTP depth, config. With --plan config.json is
@@ -81,3 +81,8 @@ class DoctorArgs(RecomputeArgs, ParallelLayout):
     """As for megatron sft. Unset: what the checkpoint has."""
     mtp_mode: MtpMode = "joint"
     """As for megatron sft."""
+
+
+@dataclass(frozen=True)
+class DoctorArgs(RecomputeArgs, ParallelLayout, ExaminationArgs):
+    """Tell what is installed and needed, whether a model directory keeps its promises, and what fits (--plan)."""

@@ -100,7 +100,7 @@ class DistributedArgs:
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = False
-    """Gather updated parameters while the forward pass already runs; needs --use_distributed_optimizer."""
+    """Gather updated parameters while the forward pass already runs; needs the two options above."""
     distributed_timeout_minutes: int = 10
     """Longest wait of one rank for another before the run ends with an error."""
 
@@ -130,8 +130,6 @@ class MoeArgs:
     """Weight of the load-balancing loss of routers that have one."""
     moe_router_bias_update_rate: float = 0.0
     """Step by which a router's expert bias moves after each optimizer step to level the load; 0 keeps it."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to the ranks of their experts."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class RunArgs:
     output_dir: str = ""
     """Where checkpoints, metrics and reports go."""
     resume: bool = False
-    """Go on from the newest complete checkpoint in --output_dir, bit for bit."""
+    """Go on from the newest complete checkpoint in --output_dir; at the same layout bit for bit."""
     save_steps: int = 500
     """Steps between checkpoints; one more is written at the end."""
     async_save: bool = False

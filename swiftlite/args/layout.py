@@ -128,9 +128,11 @@ def _tensor_problems(layout: ParallelLayout, hf_config: Mapping[str, Any]) -> li
     problems = []
     size = layout.tensor_model_parallel_size
     # A latent attention has one key and value for all its heads before they are made.
-    groups = "num_attention_heads" if hf_config.get("kv_lora_rank") else "num_key_value_heads"
-    for key in dict.fromkeys(("num_attention_heads", groups, "intermediate_size", "vocab_size")):
-        count = hf_config.get(key)
+    groups = "q_lora_rank" if hf_config.get("kv_lora_rank") else "num_key_value_heads"
+    counts = {key: hf_config.get(key) for key in ("num_attention_heads", groups, "intermediate_size", "vocab_size")}
+    if isinstance(rank := hf_config.get("kv_lora_rank"), int):
+        counts["kv_lora_rank + qk_rope_head_dim"] = rank + hf_config.get("qk_rope_head_dim", 0)
+    for key, count in counts.items():
         if isinstance(count, int) and count % size:
             possible = [str(number) for number in range(1, size) if count % number == 0]
             problems.append(
@@ -163,7 +165,14 @@ def _tensor_problems(layout: ParallelLayout, hf_config: Mapping[str, Any]) -> li
 
 def num_experts(hf_config: Mapping[str, Any]) -> int:
     """Routed experts of a layer; 0 in a dense model."""
-    return next((n for key in ("num_experts", "n_routed_experts") if isinstance(n := hf_config.get(key), int)), 0)
+    return next(
+        (
+            n
+            for key in ("num_experts", "num_local_experts", "n_routed_experts")
+            if isinstance(n := hf_config.get(key), int)
+        ),
+        0,
+    )
 
 
 def _pipeline_problems(
@@ -188,10 +197,11 @@ def _pipeline_problems(
     if own or layout.num_virtual_stages_per_pipeline_rank:
         other = f"decoder_{own[0]}_pipeline_num_layers" if own else "num_virtual_stages_per_pipeline_rank"
         return [(f"{flag} says all about the stages, --{other} too", f"leave --{other} out")]
+    example = "for example Et*2|t*2mL for 4 layers and one head on 2 ranks"
     try:
         stages = parse_stages(text)
     except ValueError as error:
-        return [(f"{flag}: {error}", "for example Et*2|t*2mL for 4 layers on 2 ranks")]
+        return [(f"{flag}: {error}", example)]
     problems = []
     if len(stages) % pp:
         problems.append(
@@ -204,12 +214,14 @@ def _pipeline_problems(
     whole = "".join(stages)
     counts = {letter: whole.count(letter) for letter in "EtmL"}
     wanted = {"E": 1, "t": num_layers if isinstance(num_layers, int) else counts["t"], "m": mtp_num_layers, "L": 1}
-    names = {"E": "embeddings", "t": "decoder layers", "m": "MTP layers", "L": "losses"}
+    names = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
     for letter, count in counts.items():
         if count != wanted[letter]:
-            problems.append((f"{flag} has {count} {names[letter]} ({letter}), the run has {wanted[letter]}", ""))
+            problems.append(
+                (f"{flag} has {count} of {letter} ({names[letter]}), the run has {wanted[letter]}", example)
+            )
     if not problems and not re.fullmatch("Et*m*L", whole):
-        problems.append((f"{flag}: the order is E, then every t, then every m, then L", ""))
+        problems.append((f"{flag}: the order is E, then every t, then every m, then L", example))
     with_mtp = [number for number, stage in enumerate(stages) if "m" in stage]
     if len(with_mtp) > 1:
         problems.append((f"{flag} spreads the MTP layers over {len(with_mtp)} stages", "put all m on one stage"))
@@ -223,7 +235,8 @@ def _pipeline_problems(
     elif with_mtp and pp > 1 and with_mtp[0] % pp == 0:
         problems.append(
             (
-                f"{flag}: the MTP layers stand on the first pipeline rank, whose embedding would be held twice",
+                f"{flag}: the MTP layers stand on the first pipeline rank, which would then hold two embeddings that "
+                "nothing keeps equal",
                 "put m on another rank's stage",
             )
         )

@@ -183,7 +183,7 @@ class _Model:
             self.head_dim * hf_config.get("partial_rotary_factor", 1)
         )
 
-        self.experts = num_experts(hf_config) or hf_config.get("num_local_experts") or 0
+        self.experts = num_experts(hf_config)
         self.local_experts = self.experts // layout.expert_model_parallel_size
         self.topk: int = hf_config.get("num_experts_per_tok") or 0
         expert_ffn: int = hf_config.get("moe_intermediate_size") or 0

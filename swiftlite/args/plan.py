@@ -152,10 +152,9 @@ def _layout_lines(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("stages", layout.pipeline_model_parallel_layout))
     elif layout.num_virtual_stages_per_pipeline_rank:
         lines.append(("virtual stages", f"{layout.num_virtual_stages_per_pipeline_rank} per pipeline rank"))
-    if layout.expert_model_parallel_size > 1:
-        lines.append(
-            ("experts", f"over {layout.expert_model_parallel_size} ranks x {layout.expert_tensor_parallel_size} each")
-        )
+    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
+    if ep * etp > 1:
+        lines.append(("experts", f"shared by {ep} ranks" + (f", each one's matrices by {etp}" if etp > 1 else "")))
     return [
         *lines,
         (

@@ -347,7 +347,7 @@ def overlap_has_its_optimizer(args: SftArgs, ground: Ground) -> Iterator[Problem
         yield f"--overlap_param_gather needs {' and '.join(missing)}", f"add {' '.join(missing)}"
 
 
-def recompute_options_fit(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+def recompute_options_fit(args: SftArgs | DoctorArgs, ground: Ground) -> Iterator[Problem]:
     known = ("core_attn", "mlp", "moe", "mla_up_proj")
     for module in args.recompute_modules:
         if module not in known:
@@ -364,14 +364,6 @@ def recompute_options_fit(args: SftArgs, ground: Ground) -> Iterator[Problem]:
                 "--distribute_saved_activations needs tensor-parallel ranks that hold whole activations",
                 "use --tensor_model_parallel_size 2 or more and --sequence_parallel false, or leave it out",
             )
-
-
-def pipeline_has_a_dispatcher(args: SftArgs, ground: Ground) -> Iterator[Problem]:
-    if args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "alltoall":
-        yield (
-            f"--moe_token_dispatcher_type {args.moe_token_dispatcher_type} with pipeline stages",
-            "use alltoall: stages pass rows of any length, which megatron-core's allgather cannot",
-        )
 
 
 def min_lr_is_below_lr(args: SftArgs, ground: Ground) -> Iterator[Problem]:
@@ -409,7 +401,6 @@ _FREE_ON_RESUME = {
 } | {
     "dataset_num_proc",
     "micro_batch_size",
-    "moe_token_dispatcher_type",
     "num_train_epochs",
     "train_iters",
     "trust_remote_code",
@@ -596,7 +587,6 @@ def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
         "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
         "moe_aux_loss_coeff": no_experts,
         "moe_router_bias_update_rate": no_experts,
-        "moe_token_dispatcher_type": no_experts,
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
     yield from _without_effect(args, idle)
@@ -642,7 +632,6 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
         virtual_stages_have_micro_batches,
         overlap_has_its_optimizer,
         recompute_options_fit,
-        pipeline_has_a_dispatcher,
         mtp_weights_have_a_source,
         mtp_options_have_heads,
     ),
@@ -665,7 +654,13 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
         acceptance_json_fits,
         comparison_has_prompts,
     ),
-    DoctorArgs: (model_to_audit_is_a_directory, numbers_are_in_range, plan_options_have_plan, plan_fits_the_model),
+    DoctorArgs: (
+        model_to_audit_is_a_directory,
+        numbers_are_in_range,
+        plan_options_have_plan,
+        plan_fits_the_model,
+        recompute_options_fit,
+    ),
 }
 
 _NOTES: dict[type, tuple[Callable[[Any, Ground], Iterator[str]], ...]] = {

@@ -1,7 +1,8 @@
 """Which rank holds which part of which parameter: the only file of the bridge that knows megatron-core and processes.
 
 A parameter says itself how it is shared (`tensor_model_parallel`, `partition_dim`), and a layer or an expert which
-number it has, so no table of names is kept here. Reading and writing need no collective but a barrier.
+number it has, so no table of names is kept here. Reading needs no collective;
+writing none but barriers, where all ranks see the same files.
 """
 
 import re

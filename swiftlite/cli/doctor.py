@@ -233,12 +233,11 @@ def _describe(setup: memory.Setup) -> str:
         "data": data_parallel_size(layout, setup.num_gpus),
     }
     parts = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1 or name == "data"]
-    if layout.expert_model_parallel_size > 1:
-        parts.append(f"experts over {layout.expert_model_parallel_size}")
+    experts = f", experts over {layout.expert_model_parallel_size}" if layout.expert_model_parallel_size > 1 else ""
     heads = f", MTP depth {setup.mtp_num_layers} ({setup.mtp_mode})" if setup.mtp_num_layers else ""
     rows = f"micro-batches of {setup.micro_batch_size} x {setup.max_length} tokens"
     gpus = f"{setup.num_gpus} GPU{'s' if setup.num_gpus > 1 else ''}"
-    return f"{gpus} = {' x '.join(parts)}; {rows}, recompute {setup.recompute.recompute_granularity}{heads}"
+    return f"{gpus} = {' x '.join(parts)}{experts}; {rows}, recompute {setup.recompute.recompute_granularity}{heads}"
 
 
 def _suggestion(hf_config: dict[str, Any], setup: memory.Setup, gpu_memory_gb: float) -> str:

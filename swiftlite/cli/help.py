@@ -65,6 +65,8 @@ def default_words(option: Option) -> str:
 
 def default_text(option: Option) -> str:
     """The default as it would be typed."""
+    if isinstance(option.default, list):
+        return " ".join(map(str, option.default))
     if isinstance(option.default, bool):
         return str(option.default).lower()
     return f"{option.default:g}".replace("e-0", "e-") if isinstance(option.default, float) else str(option.default)

@@ -70,6 +70,8 @@ def _run(argv: list[str]) -> int:
         warnings.filterwarnings("ignore", module=r"megatron\.core\.")
         # Its checkpoint loader's own; the CPU shim stands in the way of the name of the module.
         warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        # megatron-core's pipeline looks at gradients of what it passes on.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         # Newer torch names for the collectives that megatron-core calls.
         warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     return command.load()(args) or 0

@@ -38,7 +38,7 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
         where = f"{Path(hf_dir) / 'config.json'}" if hf_dir else "config.json"
         raise UserError(
             f"{where}: model_type {model_type!r} is not a family that swiftlite knows",
-            f"known: {', '.join(FAMILIES)}; docs/add-a-family shows how to add one",
+            f"known: {', '.join(FAMILIES)}; docs/en/add-a-family.md shows how to add one",
         )
     family.check(hf_config)
     return family

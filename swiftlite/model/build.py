@@ -63,7 +63,8 @@ def build_config(
         recompute_num_layers=recompute.recompute_num_layers if is_full else None,
         recompute_modules=recompute.recompute_modules,
         distribute_saved_activations=recompute.distribute_saved_activations,
-        moe_token_dispatcher_type=moe.moe_token_dispatcher_type,
+        # The only one that takes rows of any length; each data-parallel rank has its own.
+        moe_token_dispatcher_type="alltoall",
         moe_aux_loss_coeff=moe.moe_aux_loss_coeff,
         moe_router_bias_update_rate=moe.moe_router_bias_update_rate,
         bf16=dtype is torch.bfloat16,
@@ -108,7 +109,10 @@ def build_model(
         OptionError: the model cannot be laid out so.
     """
     layout = layout or ParallelLayout()
-    if problems := layout_problems(layout, hf_config, mtp_num_layers):
+    problems = layout_problems(layout, hf_config, mtp_num_layers)
+    if not device.is_cuda:
+        problems += _problems_without_cuda(layout)
+    if problems:
         raise OptionError(problems)
     chunks = []
     for vp_stage in range(num_virtual_stages(layout) or 1):
@@ -149,6 +153,20 @@ def _build_stage(
         post_process=stage == len(per_stage) - 1,
         vp_stage=vp_stage if num_virtual_stages(layout) else None,
     )
+
+
+def _problems_without_cuda(layout: ParallelLayout) -> list[tuple[str, str]]:
+    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
+    if ep > 1 and etp > 1:
+        # It gathers lists of unequal length (tensor_parallel/mappings.py:143 of 0.16.1).
+        return [
+            (
+                f"--expert_model_parallel_size {ep} with --expert_tensor_parallel_size {etp}: gloo, which connects "
+                "processes without a GPU, cannot run megatron-core's alltoall over both",
+                "use --expert_tensor_parallel_size 1",
+            )
+        ]
+    return []
 
 
 def _mark_experts(chunks: list[GPTModel], layout: ParallelLayout) -> None:

@@ -163,15 +163,16 @@ def _run(args: SftArgs, device: Device) -> int:
 
 def _check_agreement(args: SftArgs, data: Data, checkpoint: Path | None) -> None:
     """Every rank must be about to do the same; nodes have files of their own."""
-    # What may differ from node to node: where things lie.
-    options = {name: value for name, value in to_config(args).items() if name not in ("model", "output_dir")}
+    where = ("model", "output_dir", "dataset", "val_dataset")  # may differ from node to node
+    options = {f"--{name}": str(value) for name, value in to_config(args).items() if name not in where}
+    versions = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
     check_agreement(
         {
-            "options": digest(options),
-            "rows of the dataset": data.digest,
+            **options,
+            **versions,
+            "rows of the dataset": data.digest[:16],
             "tensors of --model": digest(describe(Path(args.model))),
             "checkpoint": checkpoint.name if checkpoint else "none",
-            **{name: version(name) for name in ("torch", "megatron-core", "transformers")},
         }
     )
 
