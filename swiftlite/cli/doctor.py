@@ -35,7 +35,7 @@ PACKAGES = {
 }
 
 
-# Of a tested environment, what makes this machine's the same one; vllm is a part of its own.
+# What a tested environment and this machine must have in common.
 COMPARED = ("torch", "megatron-core", "transformers")
 
 
@@ -126,14 +126,15 @@ def _report_machine() -> bool:
 
 def tested_table() -> str:
     """Releases that swiftlite was run with together; `>` marks what is installed here."""
-    versions = [platform.python_version(), *map(installed_version, map(PACKAGES.__getitem__, COMPARED))]
-    here = [".".join(versions[0].split(".")[:2])] + [(version or "").partition("+")[0] for version in versions[1:]]
-    marks = [">" if list(row[: len(here)]) == here else " " for row in TESTED]
+    python, _, _ = platform.python_version().rpartition(".")
+    # Of vLLM only some rows have one; and a build ("+cpu") is the same release.
+    here = (python, *((installed_version(PACKAGES[name]) or "").partition("+")[0] for name in COMPARED))
+    marks = [" ", *(">" if row[: len(here)] == here else " " for row in TESTED)]
     title = "tested together" if ">" in marks else "tested together; what is installed here was not"
-    rows = [("python", *COMPARED, "vllm", "tests"), *((*row[:4], row.vllm or "-", row.ran) for row in TESTED)]
+    rows = [("python", *COMPARED, "vllm", "tests"), *(tuple(value or "-" for value in row) for row in TESTED)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([title, *(f"{mark} {line}" for mark, line in zip([" ", *marks], lines, strict=True))])
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([title, *map("{} {}".format, marks, lines)])
 
 
 def _cuda() -> str:

@@ -1,4 +1,4 @@
-"""Which releases swiftlite was run with, together; `doctor` shows it, docs/*/contributing.md repeat it. Imports nothing.
+"""Which releases swiftlite was run with, together: `doctor` shows it, docs/*/contributing.md repeat it. No imports.
 
 A row is added when its tests have passed, by `SWIFTLITE_MEGATRON=... bash scripts/test.sh unit`, then `gloo`.
 """

@@ -5,6 +5,7 @@ arguments handed on, methods that one release calls and another does not) nothin
 """
 
 import inspect
+import logging
 from importlib.metadata import version
 from typing import Any
 
@@ -24,3 +25,17 @@ ROTARY_IN_PAIRS: dict[str, Any] = (
     if "mla_rotary_interleaved" in inspect.signature(apply_rotary_pos_emb).parameters
     else {}
 )
+
+# Said by 0.19 at every model that is built, and nothing that a user could change: it wants HybridModel for GPTModel
+# (models/gpt/gpt_model.py:121), and a class method for a spec's `mlp`, which 0.16 has not (transformer_layer.py:429).
+_KNOWN_WARNINGS = ("GPTModel IS DEPRECATED", "Rewrapping ModuleSpec")
+
+
+def quiet_known_warnings() -> None:
+    """Leave those out of what megatron-core logs; a second call changes nothing."""
+    for name in ("models.gpt.gpt_model", "transformer.transformer_layer"):
+        logging.getLogger(f"megatron.core.{name}").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_KNOWN_WARNINGS)
