@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from swiftlite.args import memory
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.layout import data_parallel_size
-from swiftlite.args.rules import INSTALL_VLLM, read_hf_config
+from swiftlite.args.rules.ground import INSTALL_VLLM, read_hf_config
 from swiftlite.cli.tested import TESTED
 
 # Shown with their versions; the first of several names that is installed.

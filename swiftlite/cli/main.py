@@ -14,6 +14,7 @@ import swiftlite
 from swiftlite import log
 from swiftlite.args import plan, rules
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.rules import ground
 from swiftlite.cli import failure, launch
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
@@ -85,7 +86,7 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
 
 
 def _dry_run(args: SftArgs, world_size: int) -> str:
-    depth = rules.mtp_depth(rules.read_hf_config(Path(args.model)))
+    depth = ground.mtp_depth(ground.read_hf_config(Path(args.model)))
     num_rows = _count_rows(args.dataset)
     schedule = plan.make_schedule(args, num_rows) if num_rows else None
     return plan.render(args, plan.make_plan(args, world_size, depth), depth, schedule)

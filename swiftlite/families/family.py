@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftlite.args.rules import MTP_DEPTH_KEY
+from swiftlite.args.rules.ground import MTP_DEPTH_KEY
 from swiftlite.bridge.rows import Row, lift
 
 HfConfig = Mapping[str, Any]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from swiftlite.args.rules import INSTALL_VLLM
+from swiftlite.args.rules.ground import INSTALL_VLLM
 from swiftlite.errors import UserError
 from swiftlite.model.acceptance import DraftCounts
 

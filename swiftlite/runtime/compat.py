@@ -7,8 +7,10 @@ arguments handed on, methods that one release calls and another does not) nothin
 import inspect
 import logging
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from packaging.version import Version
 
@@ -26,16 +28,31 @@ ROTARY_IN_PAIRS: dict[str, Any] = (
     else {}
 )
 
-# Said by 0.19 at every model that is built, and nothing that a user could change: it wants HybridModel for GPTModel
-# (models/gpt/gpt_model.py:121), and a class method for a spec's `mlp`, which 0.16 has not (transformer_layer.py:429).
-_KNOWN_WARNINGS = ("GPTModel IS DEPRECATED", "Rewrapping ModuleSpec")
+# Said by 0.19 wherever a model is built, trained or saved, and nothing that a user could change: it wants HybridModel,
+# a class method for a spec's `mlp`, parameter layouts made by the caller, another package's asynchronous writer, and no
+# common.pt. 0.16 has none of these.
+_KNOWN_WARNINGS = {
+    "models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "transformer.transformer_layer": "Rewrapping ModuleSpec",
+    "distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+    "dist_checkpointing.strategies.common": "load_common is deprecated",
+}
 
 
 def quiet_known_warnings() -> None:
     """Leave those out of what megatron-core logs; a second call changes nothing."""
-    for name in ("models.gpt.gpt_model", "transformer.transformer_layer"):
+    for name in _KNOWN_WARNINGS:
         logging.getLogger(f"megatron.core.{name}").addFilter(_is_news)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_KNOWN_WARNINGS)
+    return not record.getMessage().startswith(tuple(_KNOWN_WARNINGS.values()))
+
+
+def write_common(checkpoint: Path) -> None:
+    """Make a checkpoint readable by 0.16, which wants common.pt: what is not part of a tensor. swiftlite has nothing of
+    the kind; 0.19 writes no such file, and reads one that is there."""
+    common = checkpoint / "common.pt"
+    if not common.exists():
+        torch.save({}, common)

@@ -11,6 +11,7 @@ import pytest
 from swiftlite.args import rules
 from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
+from swiftlite.args.rules import common
 from swiftlite.errors import OptionError
 
 
@@ -235,7 +236,7 @@ def test_every_number_has_a_range():
         for name, option in options(args_class).items()
         if option.type in (int, float, int | None, float | None)
     }
-    assert numbers == set(rules._RANGES)
+    assert numbers == set(common.RANGES)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from swiftlite.args import rules
 from swiftlite.args.layout import data_parallel_size, layout_of
+from swiftlite.args.rules import common
+from swiftlite.args.rules.ground import Ground
 from swiftlite.cli import launch
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
@@ -24,8 +25,8 @@ def check_sft(argv: list[str], processes: launch.Processes) -> None:
     args, notes = parse(command.args_class, rest)
     assert command.words == "megatron sft"
     assert notes == []
-    ground = rules.Ground(processes.world_size, {})
-    assert list(rules.numbers_are_in_range(args, ground)) == []
+    ground = Ground(processes.world_size, {})
+    assert list(common.numbers_are_in_range(args, ground)) == []
     replicas = data_parallel_size(layout_of(args), processes.world_size)
     assert args.global_batch_size % (args.micro_batch_size * replicas) == 0
 

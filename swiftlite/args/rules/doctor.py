@@ -1,0 +1,50 @@
+"""Rules of `doctor`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.docs import options
+from swiftlite.args.layout import layout_of, layout_problems, process_problems
+from swiftlite.args.memory import planned_setup
+from swiftlite.args.rules.common import as_typed, numbers_are_in_range, recompute_options_fit
+from swiftlite.args.rules.ground import Ground, Problem, near_path
+
+
+def model_to_audit_is_a_directory(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
+    if args.model is not None and not Path(args.model).is_dir():
+        path = Path(args.model)
+        yield f"--model {path} is no directory", near_path(path) if not path.exists() else ""
+
+
+def plan_options_have_plan(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
+    if args.plan:
+        return
+    for name, option in options(DoctorArgs).items():
+        if name not in ("model", "plan") and getattr(args, name) != option.default:
+            yield f"--{name} {as_typed(getattr(args, name))} without a plan", "add --plan"
+
+
+def plan_fits_the_model(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
+    if not args.plan:
+        return
+    if args.model is None:
+        yield "--plan needs a model", "add --model DIRECTORY, a Hugging Face model's; its config.json is enough"
+    elif Path(args.model).is_dir() and not ground.hf_config:
+        yield f"--model {args.model} has no config.json that holds a JSON object", "give a Hugging Face model's"
+    if any(True for _ in numbers_are_in_range(args, ground)) or not ground.hf_config:
+        return  # the plan has nothing to stand on; this or another rule says so
+    layout = layout_of(args)
+    setup = planned_setup(args, ground.hf_config)
+    yield from layout_problems(layout, ground.hf_config, setup.mtp_num_layers)
+    for problem, _ in process_problems(layout, setup.num_gpus):
+        yield f"--num_gpus {args.num_gpus}: {problem}", "leave --num_gpus out for the fewest that this layout takes"
+
+
+RULES = (
+    model_to_audit_is_a_directory,
+    numbers_are_in_range,
+    plan_options_have_plan,
+    plan_fits_the_model,
+    recompute_options_fit,
+)

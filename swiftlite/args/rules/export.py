@@ -1,0 +1,51 @@
+"""Rules of `export`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.args.rules.common import hf_model_is_a_directory, layout_fits, numbers_are_in_range, output_dir_is_given
+from swiftlite.args.rules.ground import Ground, Problem, is_run, near_path, run_checkpoints
+
+
+def export_has_one_direction(args: ExportArgs, ground: Ground) -> Iterator[Problem]:
+    if args.to_hf == args.to_mcore:
+        given = "both --to_hf and --to_mcore" if args.to_hf else "neither --to_hf nor --to_mcore"
+        yield f"{given}", "give one: --to_hf for a Hugging Face model, --to_mcore for a megatron-core checkpoint"
+
+
+def export_source_fits(args: ExportArgs, ground: Ground) -> Iterator[Problem]:
+    if args.to_mcore and not args.to_hf:
+        yield from hf_model_is_a_directory(args, ground)
+        return
+    if not args.model:
+        yield "--model is required", "give a run's output_dir, or one of its checkpoint-N"
+        return
+    path = Path(args.model)
+    if not path.exists():
+        yield f"--model {path} does not exist", near_path(path)
+    elif path.is_file():
+        yield f"--model {path} is a file", f"give the directory that holds it: --model {path.parent}"
+    elif not args.to_hf or (path.name.startswith("checkpoint-") and is_run(path.parent)):
+        return
+    elif not is_run(path):
+        hint = "it is a Hugging Face model already; --to_mcore goes the other way" if ground.hf_config else ""
+        yield f"--model {path} is no run: it has no source/config.json", hint or "give an sft run's --output_dir"
+    elif not run_checkpoints(path):
+        yield f"--model {path} is a run without any checkpoint-N", "let it reach its first checkpoint (--save_steps)"
+
+
+def export_output_is_empty(args: ExportArgs, ground: Ground) -> Iterator[Problem]:
+    directory = Path(args.output_dir)
+    if args.output_dir and directory.is_dir() and any(directory.iterdir()):
+        yield f"--output_dir {directory} is not empty", "name a new directory, or delete this one"
+
+
+RULES = (
+    export_has_one_direction,
+    export_source_fits,
+    output_dir_is_given,
+    export_output_is_empty,
+    numbers_are_in_range,
+    layout_fits,
+)

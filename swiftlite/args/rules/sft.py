@@ -1,0 +1,243 @@
+"""Rules of `megatron sft`."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
+from swiftlite.args.layout import (
+    choices,
+    data_parallel_size,
+    layout_of,
+    layout_problems,
+    num_experts,
+    num_virtual_stages,
+    process_problems,
+)
+from swiftlite.args.plan import resolved_mtp_depth
+from swiftlite.args.rules.common import (
+    DATA_SUFFIXES,
+    as_typed,
+    file_problems,
+    hf_model_is_a_directory,
+    layout_fits,
+    numbers_are_in_range,
+    numbers_out_of_range,
+    output_dir_is_given,
+    recompute_options_fit,
+    val_dataset_files_exist,
+    without_effect,
+)
+from swiftlite.args.rules.ground import Ground, Problem, run_checkpoints
+
+
+def dataset_files_exist(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    if not args.dataset:
+        yield "--dataset is required", "give one or more files: --dataset train.jsonl"
+    for name in args.dataset:
+        yield from file_problems("--dataset", name, DATA_SUFFIXES)
+
+
+def global_batch_divides(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    micro, layout = args.micro_batch_size, layout_of(args)
+    if micro < 1 or args.global_batch_size < 1 or any(numbers_out_of_range(layout)):
+        return  # another rule says so
+    if process_problems(layout, ground.world_size):
+        return
+    data_parallel = data_parallel_size(layout, ground.world_size)
+    unit = micro * data_parallel
+    if args.global_batch_size % unit:
+        below = args.global_batch_size // unit * unit
+        near_sizes = [str(size) for size in (below, below + unit, below + 2 * unit, below + 3 * unit) if size > 0][:3]
+        yield (
+            f"--global_batch_size {args.global_batch_size} does not divide into "
+            f"micro_batch_size x data parallel = {micro} x {data_parallel}",
+            f"use {choices(near_sizes)}",
+        )
+
+
+def mtp_weights_have_a_source(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    wanted, present = args.mtp_num_layers, ground.mtp_depth
+    if not ground.hf_config or not wanted or wanted < 0 or args.mtp_init != "checkpoint" or wanted == present:
+        return
+    if not present:
+        yield (
+            f"--mtp_num_layers {wanted}, but the checkpoint has no MTP weights",
+            "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random",
+        )
+    else:
+        yield (
+            f"--mtp_num_layers {wanted}, but the checkpoint has MTP depth {present}",
+            f"leave --mtp_num_layers out to train its {present}, or make all {wanted} anew with "
+            "--mtp_init copy_last_layer or random",
+        )
+
+
+def mtp_options_have_heads(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    if not ground.hf_config or resolved_mtp_depth(args, ground.mtp_depth) != 0:
+        return
+    why = "--mtp_num_layers is 0" if args.mtp_num_layers == 0 else "the checkpoint has none"
+    if args.mtp_mode == "heads_only":
+        yield f"--mtp_mode heads_only trains MTP heads alone, but {why}", _add_heads(args)
+    elif args.mtp_init != "checkpoint" and args.mtp_num_layers is None:
+        yield f"--mtp_init {args.mtp_init} has no head to fill: {why}, --mtp_num_layers is not set", _add_heads(args)
+
+
+def _add_heads(args: SftArgs) -> str:
+    init = args.mtp_init if args.mtp_init != "checkpoint" else "copy_last_layer"
+    return f"add --mtp_num_layers 1 --mtp_init {init}"
+
+
+def virtual_stages_have_micro_batches(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    layout, pp = layout_of(args), args.pipeline_model_parallel_size
+    if any(numbers_out_of_range(args)) or layout_problems(layout, ground.hf_config, ground.mtp_depth):
+        return  # other rules say so
+    if num_virtual_stages(layout) is None or process_problems(layout, ground.world_size):
+        return
+    unit = args.micro_batch_size * data_parallel_size(layout, ground.world_size)
+    number = args.global_batch_size // unit
+    if args.global_batch_size % unit == 0 and number % pp:
+        yield (
+            f"virtual pipeline stages need a multiple of {pp} micro-batches per step, but there are {number} = "
+            f"--global_batch_size {args.global_batch_size} / {unit}",
+            f"use --global_batch_size {-(-number // pp) * pp * unit}",
+        )
+
+
+def overlap_has_its_optimizer(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    needs = {
+        "use_distributed_optimizer": args.use_distributed_optimizer,
+        "overlap_grad_reduce": args.overlap_grad_reduce,
+    }
+    missing = [f"--{name} true" for name, is_given in needs.items() if not is_given]
+    if args.overlap_param_gather and missing:
+        yield f"--overlap_param_gather needs {' and '.join(missing)}", f"add {' '.join(missing)}"
+
+
+def min_lr_is_below_lr(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    if args.min_lr is not None and args.min_lr > args.lr:
+        yield f"--min_lr {args.min_lr} is above --lr {args.lr}", "the learning rate decays from --lr to --min_lr"
+
+
+def output_dir_fits_resume(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    if not args.output_dir:
+        return
+    directory = Path(args.output_dir)
+    checkpoints = run_checkpoints(directory)
+    if args.resume and not checkpoints:
+        hint = "leave --resume out to start a new run"
+        if (directory / "args.json").exists():
+            hint = "that run ended before its first checkpoint: delete it, and start again without --resume"
+        yield f"--resume, but --output_dir {directory} holds no checkpoint-N", hint
+    if not args.resume and checkpoints:
+        yield (
+            f"--output_dir {directory} already holds a run (newest: {checkpoints[-1].name}); two would mix",
+            "add --resume to go on from there, or name another directory",
+        )
+    elif not args.resume and (directory / "args.json").exists():
+        yield (
+            f"--output_dir {directory} already holds a run that wrote no checkpoint; two would mix",
+            "delete it, or name another directory",
+        )
+
+
+# What a run may change when it goes on: how often it reports and saves, and how its work is cut up.
+_FREE_ON_RESUME = {
+    field.name
+    for group in (RunArgs, ParallelLayout, DistributedArgs, RecomputeArgs)
+    for field in dataclasses.fields(group)
+} | {
+    "dataset_num_proc",
+    "micro_batch_size",
+    "num_train_epochs",
+    "train_iters",
+    "trust_remote_code",
+}
+
+
+def resume_keeps_the_options(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    """With other data, another objective or other heads it would be another run under the first one's name."""
+    for name, before, now in _changed_on_resume(args, ground):
+        if name not in _FREE_ON_RESUME:
+            yield (
+                f"--resume with --{name} {as_typed(now)}, but this run began with {as_typed(before)}",
+                f"leave it as it was (all of it: {Path(args.output_dir) / 'args.json'}), or start another --output_dir",
+            )
+
+
+def _changed_on_resume(args: SftArgs, ground: Ground) -> Iterator[tuple[str, Any, Any]]:
+    """Options with another value than args.json of the run has: (name, before, now)."""
+    path = Path(args.output_dir or ".") / "args.json"
+    if not (args.resume and path.is_file()):
+        return
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    for name, now in vars(args).items():
+        before = saved.get(name, now)
+        if name == "mtp_num_layers":  # unset is the checkpoint's depth: spelling it out changes nothing
+            before, now = (ground.mtp_depth if depth is None else depth for depth in (before, now))
+        is_same_place = name == "model" and Path(str(before)).resolve() == Path(str(now)).resolve()
+        if before != now and not is_same_place:
+            yield name, before, now
+
+
+# Notes: settings without effect
+
+
+def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
+    """Every setting that another one makes idle, when it was changed from its default."""
+    no_heads = resolved_mtp_depth(args, ground.mtp_depth) == 0
+    holds_nothing_out = not args.val_dataset and args.split_dataset_ratio == 0
+    no_experts = (bool(ground.hf_config) and not num_experts(ground.hf_config), "the model has no experts")
+    idle = {
+        "split_dataset_ratio": (bool(args.val_dataset), "--val_dataset is given"),
+        "num_train_epochs": (args.train_iters is not None, "--train_iters is given"),
+        "min_lr": (args.lr_decay_style == "constant", "--lr_decay_style is constant"),
+        "mtp_loss_scaling_factor": (no_heads, "the model has no MTP layers"),
+        "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
+        "eval_steps": (holds_nothing_out, "nothing is held out: --split_dataset_ratio is 0"),
+        "eval_iters": (holds_nothing_out, "nothing is held out: --split_dataset_ratio is 0"),
+        "acceptance_samples": (
+            no_heads or holds_nothing_out,
+            "the model has no MTP layers" if no_heads else "nothing is held out: --split_dataset_ratio is 0",
+        ),
+        "recompute_method": (args.recompute_granularity != "full", "--recompute_granularity is not full"),
+        "recompute_num_layers": (args.recompute_granularity != "full", "--recompute_granularity is not full"),
+        "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
+        "moe_aux_loss_coeff": no_experts,
+        "moe_router_bias_update_rate": no_experts,
+        "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
+    }
+    yield from without_effect(args, idle)
+    for name, before, now in _changed_on_resume(args, ground):
+        if name in ("train_iters", "num_train_epochs"):
+            yield f"--{name} was {before} and is {now}: the learning rate follows the new schedule from here on"
+
+
+def held_out_rows_are_trained_on(args: SftArgs, ground: Ground) -> Iterator[str]:
+    trained = {Path(name.partition("#")[0]).resolve() for name in args.dataset}
+    for name in args.val_dataset:
+        if Path(name.partition("#")[0]).resolve() in trained:
+            yield f"{name} is in --dataset and in --val_dataset: its evaluation measures memory"
+
+
+RULES = (
+    hf_model_is_a_directory,
+    dataset_files_exist,
+    val_dataset_files_exist,
+    output_dir_is_given,
+    output_dir_fits_resume,
+    resume_keeps_the_options,
+    numbers_are_in_range,
+    min_lr_is_below_lr,
+    layout_fits,
+    global_batch_divides,
+    virtual_stages_have_micro_batches,
+    overlap_has_its_optimizer,
+    recompute_options_fit,
+    mtp_weights_have_a_source,
+    mtp_options_have_heads,
+)
+NOTES = (sft_settings_without_effect, held_out_rows_are_trained_on)
