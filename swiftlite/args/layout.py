@@ -164,15 +164,10 @@ def _tensor_problems(layout: ParallelLayout, hf_config: Mapping[str, Any]) -> li
 
 
 def num_experts(hf_config: Mapping[str, Any]) -> int:
-    """Routed experts of a layer; 0 in a dense model."""
-    return next(
-        (
-            n
-            for key in ("num_experts", "num_local_experts", "n_routed_experts")
-            if isinstance(n := hf_config.get(key), int)
-        ),
-        0,
-    )
+    """Routed experts of a layer; 0 in a dense model. Qwen3's config.json has one key on the hub, another from
+    transformers 5."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for key in keys if isinstance(n := hf_config.get(key), int)), 0)
 
 
 def _pipeline_problems(

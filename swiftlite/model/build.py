@@ -7,7 +7,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MoeArgs, ParallelLayout, RecomputeArgs
-from swiftlite.args.layout import decoder_layers_per_stage, layout_problems, mtp_pipeline_rank, num_virtual_stages
+from swiftlite.args.layout import (
+    decoder_layers_per_stage,
+    layout_problems,
+    mtp_pipeline_rank,
+    num_virtual_stages,
+    parse_stages,
+)
 from swiftlite.errors import OptionError
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mla import MLATransformerConfig
@@ -45,7 +51,7 @@ def build_config(
         sequence_parallel=layout.sequence_parallel,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=num_virtual_stages(layout),
-        pipeline_model_parallel_layout=layout.pipeline_model_parallel_layout,  # type: ignore[arg-type]
+        pipeline_model_parallel_layout=_stages(layout),  # type: ignore[arg-type]
         num_layers_in_first_pipeline_stage=layout.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=layout.decoder_last_pipeline_num_layers,
         context_parallel_size=layout.context_parallel_size,
@@ -89,6 +95,12 @@ def build_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _stages(layout: ParallelLayout) -> str | None:
+    """The layout string written out: megatron-core reads no spaces."""
+    text = layout.pipeline_model_parallel_layout
+    return text and "|".join(parse_stages(text))
 
 
 def build_model(

@@ -229,6 +229,18 @@ def test_tensor_parallel_divides_heads_groups_and_ffn(here):
     ]
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_have_a_key_of_each_family(here, key):
+    """Qwen3's on the hub, Qwen3's as transformers 5 writes it, GLM-4.5's and DeepSeek-V3's."""
+    config = json.loads(Path("plain/config.json").read_text())
+    Path("plain/config.json").write_text(json.dumps(config | {key: 4}))
+    args = dataclasses.replace(SFT, expert_model_parallel_size=3)
+    assert problems_of(args, world_size=3)[0] == (
+        "--expert_model_parallel_size 3 does not divide the model's 4 experts",
+        "use 1 or 2",
+    )
+
+
 def test_every_number_has_a_range():
     numbers = {
         name

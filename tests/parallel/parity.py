@@ -1,9 +1,10 @@
 """Every parallel layout against one process: losses, gradients and weights of the same few steps.
 
-`compute` runs in each process of a layout; `compare` looks at what it left behind. scripts/parity.py prints the table.
+`run` computes many jobs in one start of processes, `compare` holds what a job left behind against what one process did.
+scripts/parity.py prints the table, test_parity.py tests a part of it.
 """
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,24 +13,27 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from safetensors.torch import load_file
 
 from swiftlite import families
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
-from swiftlite.args.layout import group_of, layout_of
+from swiftlite.args.layout import group_of, layout_of, layout_problems, process_problems
 from swiftlite.args.plan import make_plan, make_schedule
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sampler import Sampler
 from swiftlite.model.build import build_model
+from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
-from tests.parallel.launch import launch
+from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import make_tiny_hf
 
 STEPS = 5
@@ -56,13 +60,12 @@ class Case:
 
     num_processes: int
     options: dict[str, Any] = field(default_factory=dict)
-    needs: str = ""
-    """What a model must have for it: experts."""
 
 
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CASES: dict[str, Case] = {
     "TP2": Case(2, {"tensor_model_parallel_size": 2}),
-    "TP2+SP": Case(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "TP2+SP": Case(2, TP2_SP),
     "PP2": Case(2, {"pipeline_model_parallel_size": 2}),
     "PP4": Case(4, {"pipeline_model_parallel_size": 4}),
     "PP2xVPP2": Case(2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
@@ -72,14 +75,11 @@ CASES: dict[str, Case] = {
     "DP2+overlap": Case(
         2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     ),
-    "EP2": Case(2, {"expert_model_parallel_size": 2}, needs="experts"),
-    "EP2xTP2": Case(
-        2,
-        {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        needs="experts",
-    ),
-    "PP2xTP2": Case(4, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "PP2 MTP apart": Case(2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*4|MTP L"}),
+    "EP2": Case(2, {"expert_model_parallel_size": 2}),
+    "EP2xTP2": Case(2, TP2_SP | {"expert_model_parallel_size": 2}),
+    "ETP2xTP2": Case(2, TP2_SP | {"expert_tensor_parallel_size": 2}),
+    "PP2xTP2": Case(4, TP2_SP | {"pipeline_model_parallel_size": 2}),
+    "PP2 MTP apart": Case(2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E t*4, | MTP L"}),
     "PP3 MTP middle": Case(3, {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*4|MTP|L"}),
     "full uniform 1": Case(1, {"recompute_granularity": "full", "recompute_num_layers": 1}),
     "full uniform 2": Case(1, {"recompute_granularity": "full", "recompute_num_layers": 2}),
@@ -89,15 +89,47 @@ CASES: dict[str, Case] = {
 
 
 @dataclass(frozen=True)
+class Job:
+    """Some steps of a model at a layout.
+
+    Attributes:
+        out_dir: of its own; gradients of the first step and weights after the last are written there as HF files.
+        options: of `swiftlite megatron sft`, on top of OPTIONS; MTP in a layout string stands for all MTP layers.
+        steps: the first and the last one.
+        resume: a checkpoint to go on from, of whatever layout.
+        save: write `checkpoint-N` into out_dir after the last step.
+    """
+
+    hf_dir: Path
+    out_dir: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[int, int] = (1, STEPS)
+    resume: Path | None = None
+    save: bool = False
+
+    def args(self, depth: int) -> SftArgs:
+        """The job as a command line would have it."""
+        options = OPTIONS | self.options
+        if stages := options.get("pipeline_model_parallel_layout"):
+            options["pipeline_model_parallel_layout"] = stages.replace("MTP", "m" * depth)
+        return SftArgs(model=str(self.hf_dir), **options)
+
+
+@dataclass(frozen=True)
 class Result:
-    """What a case left behind."""
+    """What a job left behind."""
 
     metrics: list[dict[str, float]]
     """Of each step."""
     gradients: dict[str, torch.Tensor]
-    """Of the first step, by HF name."""
+    """Of the first step, after clipping, by HF name."""
     weights: dict[str, torch.Tensor]
-    """After all steps, by HF name."""
+    """After the last step, by HF name."""
+
+
+def make_model(directory: Path, family: str, depth: int = 1, tied: bool = False) -> Path:
+    """A tiny model of the family with 4 layers."""
+    return make_tiny_hf(directory, family, depth=depth, tied=tied, **SIZES)
 
 
 def make_samples(vocab_size: int) -> list[Sample]:
@@ -112,32 +144,53 @@ def make_samples(vocab_size: int) -> list[Sample]:
     return samples
 
 
-def compute(
-    hf_dir: Path,
-    out_dir: Path,
-    options: dict[str, Any],
-    steps: tuple[int, int] = (1, STEPS),
-    resume: Path | None = None,
-    save: bool = False,
-) -> list[dict[str, float]]:
-    """What each process does: some steps; gradients of the first and weights after the last are written as HF files.
+def refusal(job: Job, num_processes: int) -> str:
+    """Why the rules do not let this model be laid out so, in their words; empty if they do."""
+    hf_config = read_config(job.hf_dir)
+    depth = families.get(hf_config).mtp_depth(hf_config)
+    layout = layout_of(job.args(depth))
+    problems = layout_problems(layout, hf_config, depth) or process_problems(layout, num_processes)
+    return "; ".join(problem for problem, _ in problems)
 
-    Args:
-        steps: the first and the last one.
-        resume: a checkpoint to go on from, of whatever layout.
-        save: write `checkpoint-N` into out_dir after the last step.
 
-    Returns:
-        Metrics of each step.
-    """
-    hf_config = read_config(hf_dir)
+def run(num_processes: int, jobs: Sequence[Job]) -> list[Result]:
+    """Compute the jobs, in order, in one start of processes."""
+    # One each: the next session would read the addresses that this one left.
+    stores = [open_store() for _ in jobs]
+    ranks = launch(num_processes, compute_all, jobs, [store.port for store in stores])
+    results = []
+    for job, *metrics in zip(jobs, *ranks, strict=True):
+        first, *others = map(_without_speed, metrics)
+        assert all(other == first for other in others), f"{job.out_dir}: ranks report different metrics"
+        results.append(Result(first, *(load_file(job.out_dir / part / "model.safetensors") for part in _PARTS)))
+    return results
+
+
+_PARTS = ("gradients", "weights")
+
+
+def _without_speed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in step.items() if name != "tokens_per_second"} for step in metrics]
+
+
+def compute_all(jobs: Sequence[Job], ports: Sequence[int]) -> list[list[dict[str, float]]]:
+    """What each process does: a session for each job, closed before the next; returns the metrics of all steps."""
+    metrics = []
+    for job, port in zip(jobs, ports, strict=True):
+        prepare_session(port)
+        metrics.append(compute(job))
+    return metrics
+
+
+def compute(job: Job) -> list[dict[str, float]]:
+    """One job; the process groups are those of its layout."""
+    hf_config = read_config(job.hf_dir)
     family = families.get(hf_config)
     depth = family.mtp_depth(hf_config)
-    stages = options.get("pipeline_model_parallel_layout")
-    if stages:
-        options = options | {"pipeline_model_parallel_layout": stages.replace("MTP", "m" * depth)}
-    args = SftArgs(model=str(hf_dir), **(OPTIONS | options))
-    with session(layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings"))) as device:
+    args = job.args(depth)
+    with session(
+        layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings")), timeout_minutes=2
+    ) as device:
         dtype = getattr(torch, args.torch_dtype)
         plan = make_plan(args, torch.distributed.get_world_size(), depth)
         samples = make_samples(hf_config["vocab_size"])
@@ -152,12 +205,13 @@ def compute(
             moe=group_of(args, MoeArgs),
             heads_only=args.mtp_mode == "heads_only",
         )
-        load_hf(model, hf_dir, family, hf_config)
+        load_hf(model, job.hf_dir, family, hf_config)
         wrapped = wrap_model(model, dtype, args)
         schedule = make_schedule(args, len(samples))
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
         sampler = Sampler(len(samples), plan.global_batch_size, args.seed, shuffle=False)
         batches = Batches(plan, parallel_state.get_data_parallel_rank(), pad_token_id=0)
+        checkpointer = Checkpointer(job.out_dir, model, optimizer, {}, is_async=args.async_save)
         trainer = Trainer(
             model=wrapped,
             optimizer=optimizer,
@@ -170,25 +224,50 @@ def compute(
             device=device,
             sinks=[],
             logging_steps=1,
-            checkpointer=None,
+            checkpointer=checkpointer,
         )
-        first, last = steps
-        if resume:
-            load_checkpoint(resume, model, optimizer)
+        first, last = job.steps
+        if job.resume:
+            load_checkpoint(job.resume, model, optimizer)
             scheduler.step(increment=first - 1)
+            check_embeddings(model)
         metrics = [trainer.step(first)]
-        if not args.use_distributed_optimizer:  # there each rank has the sum of a part of the gradients only
-            _save_gradients(model, out_dir / "gradients", family, hf_config)
+        _save_gradients(wrapped, model, job.out_dir / "gradients", family, hf_config)
         metrics += [trainer.step(step) for step in range(first + 1, last + 1)]
         with whole_parameters(wrapped):
-            if save:
-                Checkpointer(out_dir, model, optimizer, {}).save(last)
-            save_hf(model, out_dir / "weights", family, hf_config, dtypes="float32")
+            if job.save:
+                checkpointer.save(last)
+                trainer.close()
+            check_embeddings(model)
+            save_hf(model, job.out_dir / "weights", family, hf_config, dtypes="float32")
     return metrics
 
 
-def _save_gradients(model, out_dir: Path, family, hf_config) -> None:
+def check_embeddings(model: Sequence[GPTModel]) -> None:
+    """All copies of the embedding in a pipeline (the first stage's, the MTP layers', a tied head) are the same bits."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1 or not parallel_state.is_rank_in_embedding_group():
+        return
+    ours = [
+        parameter.detach()
+        for chunk in model
+        for name, parameter in chunk.named_parameters()
+        if name == "embedding.word_embeddings.weight"
+        or (name == "output_layer.weight" and chunk.share_embeddings_and_output_weights)
+    ]
+    group: Any = parallel_state.get_embedding_group()
+    assert len(ours) == 1, "a rank of the embedding group holds one copy"
+    copies = [torch.empty_like(ours[0]) for _ in range(group.size())]
+    torch.distributed.all_gather(copies, ours[0], group=group)
+    assert all(torch.equal(copy, ours[0]) for copy in copies), "copies of the embedding differ"
+
+
+def _save_gradients(
+    wrapped: Sequence[DistributedDataParallel], model: Sequence[GPTModel], out_dir: Path, family, hf_config
+) -> None:
     """The gradients as the bridge would write the weights: put in their place for a moment."""
+    for chunk in wrapped:
+        if chunk.ddp_config.use_distributed_optimizer:
+            _gather_gradients(chunk)
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     kept = [parameter.data for parameter in parameters]
     for parameter in parameters:
@@ -199,67 +278,61 @@ def _save_gradients(model, out_dir: Path, family, hf_config) -> None:
         parameter.data = data
 
 
-def run(hf_dir: Path, out_dir: Path, num_processes: int, options: dict[str, Any], *more: Any) -> Result:
-    """Run a case in processes of its own; `more` goes to `compute`."""
-    out_dir.mkdir(parents=True)
-    metrics = launch(num_processes, compute, hf_dir, out_dir, options, *more)
-    read = {
-        part: load_file(out_dir / part / "model.safetensors") if (out_dir / part).exists() else {}
-        for part in ("gradients", "weights")
-    }
-    first, *others = map(_without_speed, metrics)
-    assert all(other == first for other in others), "ranks report different metrics"
-    return Result(first, read["gradients"], read["weights"])
+def _gather_gradients(chunk: DistributedDataParallel) -> None:
+    """With the distributed optimizer each data-parallel rank has the sum of its own part of each bucket only."""
+    gradients: Any = chunk  # `buffers` is taken for torch's method
+    for buffer in (*gradients.buffers, *gradients.expert_parallel_buffers):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            parts = shard_buffer(bucket.grad_data, group.size())
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, parts[group.rank()].clone(), group=group)
 
 
-def _without_speed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: value for name, value in step.items() if name != "tokens_per_second"} for step in metrics]
+# Largest differences from one process in float32, where a sum over ranks or stages has another order than in one
+# process. Losses are means over some 80 targets: a few units of the last place (6e-8). A gradient is a sum over
+# micro-batches of products through 5 layers, each rounded on the way: a hundred units, seen on its tensor's largest
+# number. A weight is seen on the largest change that training made in its tensor, about 3e-3, while its own last place
+# is 1e-7: 3e-5 is rounding already. What a wrong boundary or a missing sum gives is above 1e-2.
+BOUNDS = {
+    "loss": 1e-6,
+    "mtp_loss": 1e-6,
+    "grad_norm_1": 1e-6,
+    "grad_norm_5": 1e-5,
+    "gradients": 2e-5,
+    "weights": 1e-3,
+}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Largest differences of a case from one process."""
+def compare(one: Result, other: Result, source: dict[str, torch.Tensor]) -> dict[str, float]:
+    """How far a case is from the single process: the largest relative differences, by the names of BOUNDS.
 
-    loss: float
-    mtp_loss: float
-    grad_norm_1: float
-    grad_norm_5: float
-    """All relative."""
-    gradients: float
-    """Of one number, relative to the largest number of its tensor."""
-    weights: float
-    """Of one number, absolute."""
+    Args:
+        source: the weights before training.
+    """
+    steps = range(len(one.metrics))
 
-    @property
-    def worst(self) -> float:
-        return max(value for value in dataclasses.astuple(self) if value == value)
-
-
-def compare(one: Result, other: Result) -> Difference:
-    """How far a case is from the single process."""
-
-    def relative(name: str, step: int) -> float:
+    def metric(name: str, step: int) -> float:
         mine, its = one.metrics[step][name], other.metrics[step][name]
         return abs(mine - its) / max(abs(mine), 1e-12)
 
     mtp = [name for name in one.metrics[0] if name.startswith("mtp_") and name.endswith("_loss")]
-    assert one.weights.keys() == other.weights.keys()
-    return Difference(
-        loss=max(relative("loss", step) for step in range(STEPS)),
-        mtp_loss=max((relative(name, step) for name in mtp for step in range(STEPS)), default=0.0),
-        grad_norm_1=relative("grad_norm", 0),
-        grad_norm_5=relative("grad_norm", STEPS - 1),
-        gradients=max(
-            (
-                float((one.gradients[key] - tensor).abs().max() / one.gradients[key].abs().max().clamp(min=1e-12))
-                for key, tensor in other.gradients.items()
-            ),
-            default=float("nan"),
-        ),
-        weights=max(float((one.weights[key] - tensor).abs().max()) for key, tensor in other.weights.items()),
-    )
+    changes = {key: tensor - source[key].float() for key, tensor in one.weights.items()}
+    return {
+        "loss": max(metric("loss", step) for step in steps),
+        "mtp_loss": max((metric(name, step) for name in mtp for step in steps), default=0.0),
+        "grad_norm_1": metric("grad_norm", steps[0]),
+        "grad_norm_5": metric("grad_norm", steps[-1]),
+        "gradients": max(_tensor_differences(one.gradients, other.gradients, one.gradients).values(), default=0.0),
+        "weights": max(_tensor_differences(one.weights, other.weights, changes).values(), default=0.0),
+    }
 
 
-def make_model(directory: Path, family: str, depth: int = 1, tied: bool = False) -> Path:
-    """A tiny model of the family with 4 layers."""
-    return make_tiny_hf(directory, family, depth=depth, tied=tied, **SIZES)
+def _tensor_differences(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], unit: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Of each tensor the largest difference, in units of the largest number of `unit`'s."""
+    assert one.keys() == other.keys()
+    return {
+        key: float((other[key] - tensor).abs().max() / unit[key].abs().max().clamp(min=1e-12))
+        for key, tensor in one.items()
+    }

@@ -1,7 +1,9 @@
-"""The bridge with two tensor-parallel ranks: files bit for bit, parameters by what the model computes from them."""
+"""The bridge with two tensor-parallel ranks: files bit for bit, parameters by what the model computes from them; and
+from files over a checkpoint of one layout and a model of another back to the same files."""
 
 import json
-from itertools import product
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.args.layout import layout_problems, num_experts
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf
@@ -20,12 +23,14 @@ from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
-from tests.parallel.launch import launch
+from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
+from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import CLASSES, make_tiny_hf
 
 pytestmark = pytest.mark.gloo
 
-CASES = list(product(families.FAMILIES, [False, True], [0, 1, 2]))  # family, tied, depth
+# family, tied, depth
+CASES = [(family, *rest) for family in families.FAMILIES for rest in ((False, 0), (False, 1), (True, 2))]
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TOKENS = torch.arange(3, 15)[None]
 
@@ -34,19 +39,30 @@ def name(family: str, tied: bool, depth: int) -> str:
     return f"{family}-{'tied' if tied else 'untied'}-{depth}"
 
 
-def load(source: Path, device: Device, depth: int, tp_size: int, mtp_init: MtpInit = "checkpoint") -> GPTModel:
+def build(source: Path, device: Device, depth: int, layout: ParallelLayout) -> list[GPTModel]:
     hf_config = read_config(source)
-    family = families.get(hf_config)
-    model = build_model(
-        family.transformer_config(hf_config),
+    return build_model(
+        families.get(hf_config).transformer_config(hf_config),
         hf_config,
         device=device,
         dtype=torch.float32,
         mtp_num_layers=depth,
-        layout=ParallelLayout(tensor_model_parallel_size=tp_size),
+        layout=layout,
     )
-    load_hf(model, source, family, hf_config, mtp_init=mtp_init)
+
+
+def load(source: Path, device: Device, depth: int, tp_size: int, mtp_init: MtpInit = "checkpoint") -> GPTModel:
+    hf_config = read_config(source)
+    layout = ParallelLayout(
+        tensor_model_parallel_size=tp_size, sequence_parallel=tp_size > 1 and needs_sequence_parallel(hf_config)
+    )
+    model = build(source, device, depth, layout)
+    load_hf(model, source, families.get(hf_config), hf_config, mtp_init=mtp_init)
     return model[0].eval()
+
+
+def needs_sequence_parallel(hf_config: dict[str, Any]) -> bool:
+    return bool(num_experts(hf_config))
 
 
 def save(model: GPTModel, source: Path, out_dir: Path, max_shard_bytes: int) -> None:
@@ -74,7 +90,7 @@ def convert_all(root: Path, tp_size: int) -> dict[str, list[torch.Tensor]]:
             save(model, source, root / f"tp{tp_size}" / name(*case), 10**9)
             save(model, source, root / f"tp{tp_size}-sharded" / name(*case), 40_000)
         for mtp_init in ("random", "copy_last_layer"):
-            source = root / name("qwen3", True, 0)
+            source = root / name("qwen3", False, 0)
             model = load(source, device, 1, tp_size, mtp_init)
             logits[mtp_init] = compute(model)
             save(model, source, root / f"tp{tp_size}" / mtp_init, 10**9)
@@ -132,6 +148,88 @@ def test_new_heads_do_not_depend_on_the_number_of_ranks(converted, mtp_init):
     assert "mtp.fc.weight" in one
     assert one.keys() == two.keys()
     assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def layout(tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int = 1, stages: str | None = None):
+    return ParallelLayout(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_model_parallel_size=pp,
+        num_virtual_stages_per_pipeline_rank=vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        pipeline_model_parallel_layout=stages,
+    )
+
+
+LAYOUTS = [  # of 4 processes
+    layout(),
+    layout(tp=2),
+    layout(pp=2),
+    layout(pp=4),
+    layout(tp=2, pp=2),
+    layout(pp=2, vpp=2),
+    layout(tp=2, pp=2, vpp=2),
+    layout(pp=2, stages="Et*3|tmL"),
+    layout(pp=4, stages="Ett|tt|m|L"),
+    layout(ep=2),
+    layout(ep=4),
+    layout(tp=2, ep=2),
+    layout(tp=2, etp=2),
+    layout(pp=2, ep=2),
+    layout(tp=2, pp=2, etp=2),
+    layout(pp=2, vpp=2, ep=2),
+]
+PAIRS_PER_FAMILY = 2
+Pair = tuple[str, bool, ParallelLayout, ParallelLayout]
+
+
+def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None:
+    """What each process does: files, a model at one layout, its checkpoint, a model at another layout, files."""
+    port = iter(ports)
+    for number, (family_name, tied, first, second) in enumerate(pairs):
+        source, out_dir = root / name(family_name, tied, 1), root / str(number)
+        hf_config = read_config(source)
+        family = families.get(hf_config)
+        for one in (first, second):
+            prepare_session(next(port))
+            with session(one, tied_embeddings=tied, timeout_minutes=2) as device:
+                model = build(source, device, 1, one)
+                if one is first:
+                    load_hf(model, source, family, hf_config)
+                    Checkpointer(out_dir, model, None, {}).save(1)
+                else:
+                    for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
+                        parameter.data.fill_(float("nan"))
+                    load_checkpoint(out_dir / "checkpoint-1", model)
+                    save_hf(model, out_dir / "hf", family, hf_config, dtypes="float32")
+                dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def resharded(tmp_path_factory) -> tuple[Path, list[Pair]]:
+    root = tmp_path_factory.mktemp("resharded")
+    generator = random.Random(0)
+    pairs: list[Pair] = []
+    for family in families.FAMILIES:
+        for tied in (False, True):
+            source = make_tiny_hf(root / name(family, tied, 1), family, 1, tied, **SIZES, num_hidden_layers=4)
+        possible = [one for one in LAYOUTS if not layout_problems(one, read_config(source), 1)]
+        for number in range(PAIRS_PER_FAMILY):
+            first, second = generator.sample(possible, 2)
+            pairs.append((family, number == 0, first, second))
+    stores = [open_store() for _ in range(2 * len(pairs))]
+    launch(4, reshard_all, root, pairs, [store.port for store in stores])
+    return root, pairs
+
+
+@pytest.mark.parametrize("number", range(PAIRS_PER_FAMILY * len(families.FAMILIES)))
+def test_over_a_checkpoint_to_another_layout(resharded, number):
+    root, pairs = resharded
+    family, tied, *_ = pairs[number]
+    original, written = read_all(root / name(family, tied, 1)), read_all(root / str(number) / "hf")
+    assert written.keys() == original.keys()
+    assert [key for key in original if not torch.equal(written[key], original[key])] == [], pairs[number]
 
 
 def fail_on_second_rank() -> None:

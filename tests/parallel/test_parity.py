@@ -1,0 +1,211 @@
+"""A part of the parity table (scripts/parity.py prints all of it): layouts and recomputation against one process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.model.build import build_config
+from swiftlite.runtime.device import Device
+from tests.parallel import parity
+from tests.parallel.launch import launch
+from tests.parallel.parity import BOUNDS, CASES, Job, Result
+
+pytestmark = pytest.mark.gloo
+
+# (family, depth, tied) and its cases: each family with three layouts or more, each layout with a family or more.
+CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
+    ("llama", 1, False): ("TP2", "PP2xVPP2", "DP2+distopt", "PP4"),
+    ("qwen3", 2, True): ("TP2+SP", "PP2", "PP2xVPP2", "CP2", "PP2 MTP apart", "PP3 MTP middle", "PP2xTP2"),
+    ("mimo", 1, False): ("TP2", "DP2+overlap", "CP2", "PP2 MTP apart"),
+    ("qwen3_moe", 1, False): ("EP2", "EP2xTP2", "ETP2xTP2", "TP2+SP", "DP2"),
+    ("glm4_moe", 1, False): ("EP2xTP2", "PP2", "CP2", "PP3 MTP middle"),
+    ("deepseek_v3", 1, False): ("EP2", "TP2+SP", "PP2xVPP2", "PP2xTP2"),
+}
+RECOMPUTE = ("full uniform 1", "full uniform 2", "full block 1", "selective")
+FULL = {
+    f"{method} {number}": {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": number,
+    }
+    for method in ("uniform", "block")
+    for number in (1, 2, 4)
+}
+PP2 = CASES["PP2"].options
+HEADS_ONLY = {"mtp_mode": "heads_only"}
+BFLOAT16 = {"torch_dtype": "bfloat16"}
+Model = tuple[str, int, bool]
+
+
+@dataclass
+class Computed:
+    """What all jobs left behind, by model and name; one process is "alone"."""
+
+    models: dict[Model, Path]
+    results: dict[tuple[Model, str], Result]
+
+    def differences(self, model: Model, name: str, base: str = "alone") -> dict[str, float]:
+        source = load_file(self.models[model] / "model.safetensors")
+        return parity.compare(self.results[model, base], self.results[model, name], source)
+
+
+QWEN3, MIXTURE = ("qwen3", 2, True), ("glm4_moe", 1, False)
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> Computed:
+    root = tmp_path_factory.mktemp("parity")
+    models = {model: parity.make_model(root / "-".join(map(str, model)), *model) for model in CHOSEN}
+    jobs: dict[int, dict[tuple[Model, str], dict]] = {1: {(model, "alone"): {} for model in models}, 2: {}}
+    for model, names in CHOSEN.items():
+        for name in names:
+            jobs.setdefault(CASES[name].num_processes, {})[model, name] = CASES[name].options
+    for model in (QWEN3, MIXTURE):
+        jobs[1] |= {(model, name): CASES[name].options for name in RECOMPUTE}
+    jobs[2] |= {(QWEN3, f"PP2 {name}"): PP2 | options for name, options in FULL.items()}
+    jobs[2] |= {(MIXTURE, f"PP2 {name}"): PP2 | FULL[name] for name in ("uniform 2", "block 1")}
+    # The same job once more, after many others in the same processes.
+    jobs[2][QWEN3, "PP2 again"] = PP2
+    jobs[1][QWEN3, "heads"] = HEADS_ONLY
+    jobs[2][QWEN3, "heads PP2"] = HEADS_ONLY | PP2
+    jobs[2][QWEN3, "heads PP2 MTP apart"] = HEADS_ONLY | CASES["PP2 MTP apart"].options
+    jobs[1][MIXTURE, "bfloat16"] = BFLOAT16
+    jobs[2][MIXTURE, "bfloat16 PP2"] = BFLOAT16 | PP2
+    results = {}
+    for num_processes, chosen in jobs.items():
+        queue = [
+            Job(models[model], root / "runs" / "-".join(map(str, (*model, name))), options)
+            for (model, name), options in chosen.items()
+        ]
+        results |= zip(chosen, parity.run(num_processes, queue), strict=True)
+    return Computed(models, results)
+
+
+def assert_within(differences: dict[str, float], bounds: dict[str, float]) -> None:
+    assert [name for name, bound in bounds.items() if not differences[name] <= bound] == [], differences
+
+
+EXACT = dict.fromkeys(BOUNDS, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(model, name) for model, names in CHOSEN.items() for name in names],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_layout(computed, model, name):
+    assert_within(computed.differences(model, name), BOUNDS)
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+@pytest.mark.parametrize("model", [QWEN3, MIXTURE], ids=lambda model: model[0])
+def test_recomputation_changes_no_bit(computed, model, name):
+    assert_within(computed.differences(model, name), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [*((QWEN3, name) for name in FULL), (MIXTURE, "uniform 2"), (MIXTURE, "block 1")],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_recomputation_on_a_pipeline_changes_no_bit(computed, model, name):
+    assert_within(computed.differences(model, f"PP2 {name}", base="PP2"), EXACT)
+
+
+def test_jobs_leave_nothing_behind(computed):
+    """What makes one start of processes for many jobs sound."""
+    assert_within(computed.differences(QWEN3, "PP2 again", base="PP2"), EXACT)
+
+
+@pytest.mark.parametrize("name", ["heads", "heads PP2", "heads PP2 MTP apart"])
+def test_a_frozen_trunk_stays(computed, name):
+    source = load_file(computed.models[QWEN3] / "model.safetensors")
+    weights = computed.results[QWEN3, name].weights
+    assert weights.keys() == source.keys()
+    assert {key.startswith("mtp.") for key in source if not torch.equal(weights[key], source[key])} == {True}
+    gradients = computed.results[QWEN3, name].gradients
+    assert {key for key, gradient in gradients.items() if gradient.any()} == {
+        key for key in source if key[:4] == "mtp."
+    }
+
+
+@pytest.mark.parametrize("name", ["heads PP2", "heads PP2 MTP apart"])
+def test_heads_alone_learn_the_same_on_a_pipeline(computed, name):
+    assert_within(computed.differences(QWEN3, name, base="heads"), BOUNDS)
+
+
+def test_bfloat16_on_a_pipeline(computed):
+    """A stage computes what one process does: losses of the first step are the same bits.
+
+    Gradients of shared tensors are summed in another order before they are rounded to bfloat16 (2^-8 = 4e-3 of a
+    number); from the second step on some weights differ by that, so losses do by a part of it.
+    """
+    model = MIXTURE
+    one, two = computed.results[model, "bfloat16"], computed.results[model, "bfloat16 PP2"]
+    losses = [name for name in one.metrics[0] if name.endswith("loss")]
+    assert {name: one.metrics[0][name] for name in losses} == {name: two.metrics[0][name] for name in losses}
+    differences = computed.differences(model, "bfloat16 PP2", base="bfloat16")
+    assert_within(differences, {"loss": 1e-3, "mtp_loss": 1e-3, "grad_norm_1": 1e-5, "gradients": 2**-7})
+    # Not float32 in disguise: precision shows against the float32 run.
+    assert computed.differences(model, "bfloat16")["loss"] > 1e-5
+
+
+def test_refusals_are_the_rules(computed):
+    dense, mixture = computed.models[QWEN3], computed.models[MIXTURE]
+    assert parity.refusal(Job(dense, Path(), CASES["EP2"].options), 2) == (
+        "--expert_model_parallel_size 2, but the model has no experts"
+    )
+    assert parity.refusal(Job(mixture, Path(), CASES["TP2"].options), 2) == (
+        "--tensor_model_parallel_size 2 of a model with experts needs sequence parallelism"
+    )
+    assert not parity.refusal(Job(dense, Path(), CASES["TP2"].options), 2)
+
+
+def test_a_wrong_number_shows(computed):
+    """The comparison can fail: one gradient, one weight, one loss, each off by a thousandth."""
+    one = computed.results[QWEN3, "alone"]
+    source = load_file(computed.models[QWEN3] / "model.safetensors")
+    key = "model.layers.3.self_attn.k_proj.weight"
+    worse = Result(
+        [step | {"mtp_2_loss": step["mtp_2_loss"] * 1.001} for step in one.metrics],
+        one.gradients | {key: one.gradients[key] * 1.001},
+        one.weights | {key: one.weights[key] + 0.002 * (one.weights[key] - source[key])},
+    )
+    found = parity.compare(one, worse, source)
+    assert {name for name in BOUNDS if found[name] > BOUNDS[name]} == {"mtp_loss", "gradients", "weights"}
+
+
+def break_a_copy(hf_dir: Path) -> bool:
+    """Whether a changed copy of the embedding is found."""
+    original = parity.check_embeddings
+
+    def change_and_check(model) -> None:
+        for chunk in model:
+            if chunk.mtp_process:
+                chunk.embedding.word_embeddings.weight.data[0, 0] += 1
+        with pytest.raises(AssertionError, match="copies of the embedding differ"):
+            original(model)
+
+    parity.check_embeddings = change_and_check
+    parity.compute(Job(hf_dir, hf_dir / "run", PP2, steps=(1, 1)))
+    return True
+
+
+def test_copies_of_the_embedding_are_compared(tmp_path):
+    assert launch(2, break_a_copy, parity.make_model(tmp_path, "llama")) == [True, True]
+
+
+def test_a_layout_string_may_have_spaces(device: Device):
+    """megatron-core's reader takes none; ours passes them on taken out."""
+    config = build_config(
+        {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4},
+        device=device,
+        dtype=torch.float32,
+        mtp_num_layers=1,
+        layout=ParallelLayout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="E t*4, | m L"),
+    )
+    assert config.pipeline_model_parallel_layout is not None
