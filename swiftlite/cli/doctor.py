@@ -18,6 +18,7 @@ from swiftlite.args import memory
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.layout import data_parallel_size
 from swiftlite.args.rules.ground import INSTALL_VLLM, read_hf_config
+from swiftlite.cli.tested import TESTED
 
 # Shown with their versions; the first of several names that is installed.
 PACKAGES = {
@@ -32,6 +33,10 @@ PACKAGES = {
     "flash-attn": ("flash-attn",),
     "tensorboard": ("tensorboard",),
 }
+
+
+# What a tested environment and this machine must have in common.
+COMPARED = ("torch", "megatron-core", "transformers")
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,21 @@ def _report_machine() -> bool:
     _print_table(lines)
     for _, fix in unmet:
         print(f"    {fix}")
+    print("\n" + tested_table())
     return not unmet
+
+
+def tested_table() -> str:
+    """Releases that swiftlite was run with together; `>` marks what is installed here."""
+    python, _, _ = platform.python_version().rpartition(".")
+    # Of vLLM only some rows have one; and a build ("+cpu") is the same release.
+    here = (python, *((installed_version(PACKAGES[name]) or "").partition("+")[0] for name in COMPARED))
+    marks = [" ", *(">" if row[: len(here)] == here else " " for row in TESTED)]
+    title = "tested together" if ">" in marks else "tested together; what is installed here was not"
+    rows = [("python", *COMPARED, "vllm", "tests"), *(tuple(value or "-" for value in row) for row in TESTED)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([title, *map("{} {}".format, marks, lines)])
 
 
 def _cuda() -> str:

@@ -101,7 +101,7 @@ class CoreAttention(MegatronModule):
                 none sees another.
 
         Returns:
-            [S, B, N * D], [T, 1, N * D] of a packed row.
+            [S, B, N * D], [T, N * D] of a packed row, as Transformer Engine's.
 
         Raises:
             ValueError: a mask where there can be none, or sequences that are not the row.
@@ -136,7 +136,8 @@ class CoreAttention(MegatronModule):
             key_SBGD, value_SBGD = key_value.split(sizes, dim=-1)
         segments = causal_segments(lengths, group.rank(), group.size())
         attend = self._attend_varlen if self._varlen_fits(query_SBND) else self._attend_segments
-        return attend(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
+        out = attend(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
+        return out if packed_seq_params is None else out.squeeze(1)
 
     def _attend(
         self,

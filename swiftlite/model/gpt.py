@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel as McoreGPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.data.batch import ahead
 from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, token_loss
@@ -50,11 +51,15 @@ class GPTModel(McoreGPTModel):
         kwargs: of megatron-core's GPTModel.
     """
 
-    def __init__(self, *, hf_config: dict[str, Any], heads_only: bool = False, **kwargs: Any):
-        super().__init__(**kwargs)
+    def __init__(
+        self, *, config: TransformerConfig, hf_config: dict[str, Any], heads_only: bool = False, **kwargs: Any
+    ):
+        # Made first: it notes in the config what the attention of megatron-core 0.19 reads in its constructor.
+        rotary_pos_emb = None if config.multi_latent_attention else RotaryEmbedding(hf_config, config)
+        super().__init__(config=config, **kwargs)
         self.decoder.__class__ = TransformerBlock  # ours only adds a method, and the stock constructor names its own
-        if not self.config.multi_latent_attention:  # which has a rotary embedding of its own in each layer
-            self.rotary_pos_emb = RotaryEmbedding(hf_config, self.config)
+        if rotary_pos_emb is not None:  # latent attention has one of its own in each layer
+            self.rotary_pos_emb = rotary_pos_emb
         self.heads_only = heads_only
         if heads_only:
             for name, parameter in self.named_parameters():

@@ -20,10 +20,12 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
 
 from swiftlite.model.norm import RMSNorm
 from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.runtime.compat import ROTARY_IN_PAIRS
 
 
 @dataclass
@@ -123,6 +125,11 @@ class MLASelfAttention(McoreMLASelfAttention):
             query, key, value = unfold(query_latent, latent, key_pos)
         return query, key, value, query_latent, latent
 
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """What stands where: as the spec says. Since megatron-core 0.19 the stock method refuses norms of latents where
+        `qk_layernorm` is not set, which we must not do (MLATransformerConfig), and a norm that is not used."""
+        return vars(submodules)
+
     def _whole(self, columns: torch.Tensor) -> torch.Tensor:
         """All columns of a down-projection, of which each rank computed some."""
         return gather_from_tensor_model_parallel_region(columns, group=self.tp_group)
@@ -141,7 +148,7 @@ class MLASelfAttention(McoreMLASelfAttention):
 
     def _rotate(self, pos: torch.Tensor, rotary_pos_emb: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         if not self.config.rope_interleave:
-            # For MLA megatron-core always begins by taking even and odd channels apart; this cancels it.
+            # megatron-core begins by taking even and odd channels apart; this cancels it.
             pos = pos.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
         return apply_rotary_pos_emb(
             pos,
@@ -150,6 +157,7 @@ class MLASelfAttention(McoreMLASelfAttention):
             cu_seqlens=cu_seqlens,
             mscale=self.rotary_pos_emb.attention_scaling,
             cp_group=self.pg_collection.cp,
+            **ROTARY_IN_PAIRS,
         )
 
 

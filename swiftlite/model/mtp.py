@@ -34,9 +34,15 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         embedding,
         hidden_states: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The ids [B, S] as they came, and their embeddings [S, B, H]."""
-        return input_ids, position_ids, embedding(input_ids=input_ids, position_ids=position_ids), hidden_states
+        **padding_mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The ids [B, S] as they came, and their embeddings [S, B, H].
+
+        Args:
+            padding_mask: handed in, and wanted back in the third place, since megatron-core 0.17.
+        """
+        decoder_input = embedding(input_ids=input_ids, position_ids=position_ids)
+        return input_ids, position_ids, *padding_mask.values(), decoder_input, hidden_states
 
     def _proj_and_transformer_layer(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What is computed again: the projection, the decoder layer and the output norm, in their precision.
@@ -51,13 +57,12 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
 
     def _checkpointed_forward(
         self,
-        forward_func: Callable[..., torch.Tensor],
-        *,
+        *_method: Callable[..., torch.Tensor],  # the one below, named by megatron-core up to 0.17
         hidden_states: torch.Tensor,
         decoder_input: torch.Tensor,
         **closure: Any,
     ) -> torch.Tensor:
-        """`forward_func` of all the arguments, keeping the two that carry gradients.
+        """`_proj_and_transformer_layer` of all the arguments, keeping the two that carry gradients.
 
         With `recompute_granularity` full an MTP layer is recomputed whatever the method and `recompute_num_layers`:
         those say how decoder layers share checkpoints, and this one layer has its inputs from two sides. The stock
@@ -66,7 +71,7 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         """
 
         def forward(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
-            return forward_func(hidden_states=hidden_states, decoder_input=decoder_input, **closure)
+            return self._proj_and_transformer_layer(hidden_states=hidden_states, decoder_input=decoder_input, **closure)
 
         # Delayed scaling updates its factors on leaving the outermost context, which must be once per call.
         is_delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed

@@ -4,7 +4,7 @@ This is `recompute_granularity` full, of decoder layers here and of MTP layers i
 mlp, moe, mla_up_proj) is megatron-core's own, inside its layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -70,18 +70,30 @@ def checkpoint(
 
 
 class TransformerBlock(McoreTransformerBlock):
-    """megatron-core's, whose recomputation fails where `recompute_num_layers` does not divide the layers of a stage
-    (uniform, an IndexError) and loses the padding mask (block), transformer_block.py:532 of 0.16.1."""
+    """megatron-core's, with recomputation under which layers behind a frozen embedding learn.
+
+    The stock one gives them no gradient; up to 0.17 it also fails where `recompute_num_layers` does not divide the
+    layers of a stage (uniform, an IndexError) and loses the padding mask (block), transformer_block.py:532 of 0.16.1.
+    """
 
     def _checkpointed_forward(
-        self, hidden_states: torch.Tensor, *, use_inner_quantization_context: bool, **inputs: Any
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        use_inner_quantization_context: bool,
+        extract_layer_indices: Collection[int] = (),
+        layer_offset: int = 0,
+        **inputs: Any,
     ) -> torch.Tensor:
         """The layers of this stage: `uniform` keeps the input of every `recompute_num_layers` of them, the last run
         being shorter if need be; `block` recomputes the first `recompute_num_layers`, each for itself.
 
         Args:
+            extract_layer_indices: layers whose states are wanted too, since megatron-core 0.17; there are none.
+            layer_offset: to count those from the first stage.
             inputs: what all layers get alike; no cross attention.
         """
+        assert not extract_layer_indices
         num_layers, is_uniform = self.config.recompute_num_layers, self.config.recompute_method == "uniform"
         assert num_layers is not None
 

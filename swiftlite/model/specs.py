@@ -26,6 +26,7 @@ from swiftlite.model.mla import LatentRMSNorm, MLASelfAttention
 from swiftlite.model.mtp import MultiTokenPredictionLayer
 from swiftlite.model.norm import RMSNorm
 from swiftlite.model.router import TopKRouter
+from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 
 def _mlp_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
@@ -124,8 +125,8 @@ def mtp_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules |
             enorm=RMSNorm,
             hnorm=RMSNorm,
             eh_proj=ColumnParallelLinear,
-            transformer_layer=decoder_layer_spec(config, is_moe_layer(config, config.num_layers - 1)),
             layer_norm=RMSNorm,
+            **{MTP_INNER_LAYER: decoder_layer_spec(config, is_moe_layer(config, config.num_layers - 1))},
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)

@@ -1,13 +1,58 @@
 """The only reader of megatron-core's version: what moved between releases, answered once.
 
-Tested: megatron-core 0.16.1.
+Which releases were run, and with what, is in `swiftlite/cli/tested.py`. Where code is right on all of them (keyword
+arguments handed on, methods that one release calls and another does not) nothing stands here.
 """
 
+import inspect
+import logging
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
+import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from packaging.version import Version
 
 MCORE_VERSION = Version(version("megatron-core"))
 
-# The decoder layer inside an MTP layer, renamed after 0.16 (multi_token_prediction.py).
+# The decoder layer inside an MTP layer, renamed in 0.17 (transformer/multi_token_prediction.py). Checkpoints keep the
+# old name: since 0.17 the layer's sharded_state_dict maps it back.
 MTP_INNER_LAYER = "transformer_layer" if Version("0.17") > MCORE_VERSION else "mtp_model_layer"
+
+# Rotary channels 2i and 2i + 1 of latent attention turn together: an argument since 0.19, until then always so
+# (models/common/embeddings/rope_utils.py).
+ROTARY_IN_PAIRS: dict[str, Any] = (
+    {"mla_rotary_interleaved": True}
+    if "mla_rotary_interleaved" in inspect.signature(apply_rotary_pos_emb).parameters
+    else {}
+)
+
+# Said by 0.19 wherever a model is built, trained or saved, and nothing that a user could change: it wants HybridModel,
+# a class method for a spec's `mlp`, parameter layouts made by the caller, another package's asynchronous writer, and no
+# common.pt. 0.16 has none of these.
+_KNOWN_WARNINGS = {
+    "models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "transformer.transformer_layer": "Rewrapping ModuleSpec",
+    "distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+    "dist_checkpointing.strategies.common": "load_common is deprecated",
+}
+
+
+def quiet_known_warnings() -> None:
+    """Leave those out of what megatron-core logs; a second call changes nothing."""
+    for name in _KNOWN_WARNINGS:
+        logging.getLogger(f"megatron.core.{name}").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(tuple(_KNOWN_WARNINGS.values()))
+
+
+def write_common(checkpoint: Path) -> None:
+    """Make a checkpoint readable by 0.16, which wants common.pt: what is not part of a tensor. swiftlite has nothing of
+    the kind; 0.19 writes no such file, and reads one that is there."""
+    common = checkpoint / "common.pt"
+    if not common.exists():
+        torch.save({}, common)

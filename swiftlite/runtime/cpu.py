@@ -1,7 +1,8 @@
-"""What megatron-core 0.16.1 needs to run without CUDA. Each shim is a named function with its call sites.
+"""What megatron-core needs to run without CUDA. Each shim is a named function with its call sites.
 
 Nothing happens at import; `install()` is called once per process, and never where CUDA is available. Paths are relative
-to megatron/core of the 0.16.1 wheel. tests/runtime/test_cpu.py fails for each shim that is taken out.
+to megatron/core of the 0.16.1 wheel, if no other is named. tests/runtime/test_cpu.py fails for each shim that is taken
+out.
 """
 
 from typing import Any
@@ -58,6 +59,12 @@ def patch_synchronize() -> None:
     torch.cuda.synchronize = lambda device=None: None
 
 
+def patch_current_stream() -> None:
+    """distributed/param_and_grad_buffer.py:632 of 0.19 asks for the stream before it sums gradients; only CUDA graphs
+    have something to wait for on it."""
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, misc]
+
+
 def patch_rng_state() -> None:
     """The CPU's generator stands for the CUDA one, whose state tensor_parallel/random.py:55-60, 235 and 422 keeps when
     seeds are set, under sequence parallelism and around what is recomputed."""
@@ -92,6 +99,7 @@ def install() -> None:
         return
     patch_current_device()
     patch_synchronize()
+    patch_current_stream()
     patch_rng_state()
     patch_alltoall_dispatcher()
     _mode = _CudaLiterals()

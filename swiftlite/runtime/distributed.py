@@ -13,7 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.args.layout import mtp_pipeline_rank, num_virtual_stages, process_problems
 from swiftlite.errors import OptionError
-from swiftlite.runtime import cpu, megatron_fixes
+from swiftlite.runtime import compat, cpu, megatron_fixes
 from swiftlite.runtime.device import Device, current_device
 
 
@@ -35,6 +35,7 @@ def session(
     device = current_device()
     cpu.install()
     megatron_fixes.install()
+    compat.quiet_known_warnings()
     # All three, as torchrun sets them: Kubernetes' PyTorchJob sets RANK for a process that is still to start torchrun.
     alone = not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     world_size, rank = (1, 0) if alone else (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))

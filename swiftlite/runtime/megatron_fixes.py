@@ -1,12 +1,14 @@
-"""What megatron-core 0.16.1 gets wrong on any device, mended where neither a subclass nor a spec reaches.
+"""What megatron-core gets wrong on any device, mended where neither a subclass nor a spec reaches.
 
 Nothing happens at import; `install()` is called once per process. Paths are relative to megatron/core of the 0.16.1
-wheel. tests/runtime/test_megatron_fixes.py fails for each that is taken out.
+wheel, if no other is named. tests/runtime/test_megatron_fixes.py fails for each that is taken out.
 """
 
 from importlib.util import find_spec
+from typing import Any
 
-from megatron.core.transformer import multi_latent_attention
+import torch
+from megatron.core.transformer import multi_latent_attention, transformer_block
 from megatron.core.transformer.moe import moe_utils
 
 
@@ -24,7 +26,26 @@ def disbelieve_mocked_te() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
+def let_blocks_recompute() -> None:
+    """transformer/transformer_block.py:625 of 0.19 calls a function where up to 0.17 it called the block's own method,
+    `_checkpointed_forward`; model/recompute.py has one. Blocks without go on to the function."""
+    stock = getattr(transformer_block, "checkpointed_forward", None)
+    if stock is None or stock is _checkpointed_forward:
+        return
+    transformer_block.checkpointed_forward = _checkpointed_forward  # type: ignore[attr-defined]
+
+
+def _checkpointed_forward(block: torch.nn.Module, **inputs: Any) -> Any:
+    own = getattr(block, "_checkpointed_forward", None)
+    if own is None:
+        from megatron.core.recompute import checkpointed_forward  # pyright: ignore[reportMissingImports]
+
+        return checkpointed_forward(block, **inputs)
+    return own(**inputs)
+
+
 def install() -> None:
     """Mend what is broken in this installation; a second call changes nothing."""
     define_te_general_gemm()
     disbelieve_mocked_te()
+    let_blocks_recompute()

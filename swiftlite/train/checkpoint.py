@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from swiftlite.args.rules.ground import run_checkpoints
 from swiftlite.errors import UserError
 from swiftlite.log import logger
+from swiftlite.runtime.compat import write_common
 from swiftlite.train.optimizer_state import set_state, slots_of, state_to_load, state_to_save
 
 STATE_FILE = "trainer_state.json"
@@ -103,6 +104,7 @@ class Checkpointer:
         dist.barrier()
         if dist.get_rank() == 0:
             (temporary / STATE_FILE).write_text(json.dumps({"step": step, **self.state}, indent=2))
+            write_common(temporary)
             flush_to_disk(temporary)
             if final.exists():
                 shutil.rmtree(final)

@@ -12,6 +12,7 @@ from swiftlite.bridge import placement
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.runtime.compat import MTP_INNER_LAYER
 from tests.tiny import make_tiny_hf
 
 
@@ -28,8 +29,9 @@ def shards(model: torch.nn.Module) -> dict[str, Any]:
 
 def test_a_model_that_is_not_split(model):
     held = shards(model)
-    assert list(held) == [name for name, _ in model.named_parameters()]
-    for name, parameter in model.named_parameters():
+    parameters = {placement.global_name(name, model): parameter for name, parameter in model.named_parameters()}
+    assert list(held) == list(parameters)
+    for name, parameter in parameters.items():
         assert held[name].tensor.data_ptr() == parameter.data_ptr()
         assert held[name].global_shape == tuple(parameter.shape)
         assert held[name].writes
@@ -48,14 +50,15 @@ def test_embedding_copy_of_a_later_stage_is_not_written(model):
     assert [name for name, shard in shards(model).items() if not shard.writes] == ["embedding.word_embeddings.weight"]
 
 
-def test_inner_mtp_layer_of_newer_releases_has_the_same_name(model):
-    before = list(shards(model))
+@pytest.mark.parametrize("inner_name", ["transformer_layer", "mtp_model_layer"])
+def test_the_inner_mtp_layer_has_one_name_whatever_the_release_calls_it(model, inner_name):
     layer = model.get_submodule("mtp.layers.0")
-    inner = layer.get_submodule("transformer_layer")
-    del layer.transformer_layer
-    layer.add_module("mtp_model_layer", inner)
-    assert any("mtp_model_layer" in name for name, _ in model.named_parameters())
-    assert sorted(shards(model)) == sorted(before)
+    inner = layer.get_submodule(MTP_INNER_LAYER)
+    delattr(layer, MTP_INNER_LAYER)
+    layer.add_module(inner_name, inner)
+    assert any(f"mtp.layers.0.{inner_name}." in name for name, _ in model.named_parameters())
+    assert "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight" in shards(model)
+    assert not any("mtp_model_layer" in name for name in shards(model))
 
 
 def test_persistent_buffers_are_parameters_too(model):

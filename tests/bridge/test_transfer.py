@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite import families
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.placement import global_name
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import LoadReport, load_hf, save_hf
 from swiftlite.errors import UserError
@@ -35,8 +36,9 @@ def build(hf_dir: Path, device, depth: int, dtype: torch.dtype = torch.float32, 
 
 
 def tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and the buffers that checkpoints hold (a router's expert bias)."""
-    return [(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if tensor is not None]
+    """Parameters and the buffers that checkpoints hold (a router's expert bias), under the bridge's names."""
+    tensors = model.state_dict(keep_vars=True).items()
+    return [(global_name(name, model), tensor) for name, tensor in tensors if tensor is not None]
 
 
 def load(model: torch.nn.Module, hf_dir: Path, **options) -> LoadReport:
@@ -393,7 +395,7 @@ def test_random_heads_follow_the_seed(tmp_path, device):
     def heads(seed: int) -> dict[str, torch.Tensor]:
         report = load(model := build(source, device, depth=1), source, mtp_init="random", seed=seed)
         assert set(report.dropped) == {key for key in read_all(source) if "mtp" in key}
-        return {name: dict(model.named_parameters())[name] for name in report.initialised}
+        return {name: dict(tensors_of(model))[name] for name in report.initialised}
 
     first, again, other = heads(1), heads(1), heads(2)
     projection = "mtp.layers.0.eh_proj.weight"

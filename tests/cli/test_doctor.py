@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
+from swiftlite.cli.tested import TESTED
 from tests.tiny import make_tiny_hf
 
 
@@ -44,6 +45,22 @@ def test_every_part_has_a_line(capsys):
     # These tests need every core package, so a doctor that misses one is wrong.
     assert code == 0
     assert [line.endswith("  works") for line in report.splitlines()[:3]] == [True] * 3
+
+
+@pytest.mark.parametrize("row", TESTED, ids=lambda row: row.megatron_core)
+def test_the_tested_environment_of_this_machine_is_marked(monkeypatch, row):
+    versions = {"torch": f"{row.torch}+cpu", "megatron-core": row.megatron_core, "transformers": row.transformers}
+    monkeypatch.setattr(doctor, "installed_version", lambda names: versions[names[0]])
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: f"{row.python}.7")
+    title, _, *rows = doctor.tested_table().splitlines()
+    assert title == "tested together"
+    assert [line.split()[1:5] == list(row[:4]) for line in rows if line.startswith(">")] == [True]
+    assert len(rows) == len(TESTED)
+
+    versions["transformers"] = "5.0.0"
+    title, _, *rows = doctor.tested_table().splitlines()
+    assert title == "tested together; what is installed here was not"
+    assert not any(line.startswith(">") for line in rows)
 
 
 def test_unmet_requirements_name_the_fix():

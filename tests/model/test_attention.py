@@ -60,8 +60,8 @@ def test_a_packed_sequence_is_computed_as_alone(device, shape, dtype):
     attention = make_attention(k_channels=SHAPES[shape][2])
     inputs = make_inputs(sum(LENGTHS), shape, dtype)
     packed = attention(*inputs, None, packed_seq_params=make_packed(LENGTHS))
-    assert packed.shape == (sum(LENGTHS), 1, SHAPES[shape][0] * SHAPES[shape][3])
-    alone = torch.cat([attention(*(t[:, None] for t in sequence), None) for sequence in split(inputs)])
+    assert packed.shape == (sum(LENGTHS), SHAPES[shape][0] * SHAPES[shape][3])
+    alone = torch.cat([attention(*(t[:, None] for t in sequence), None)[:, 0] for sequence in split(inputs)])
     assert torch.equal(packed, alone)
     weight = torch.randn_like(packed)
     for ours, expected in zip(
@@ -74,7 +74,7 @@ def test_a_packed_sequence_is_computed_as_alone(device, shape, dtype):
 def test_attention_is_what_the_paper_says(device, shape):
     attention = make_attention(k_channels=SHAPES[shape][2])
     inputs = make_inputs(sum(LENGTHS), shape, torch.float64)
-    packed = attention(*inputs, None, packed_seq_params=make_packed(LENGTHS))[:, 0]
+    packed = attention(*inputs, None, packed_seq_params=make_packed(LENGTHS))
     expected = torch.cat([written_out(*sequence) for sequence in split(inputs)])
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-13)  # float64: sums of 40 terms of about 1
     dense = attention(*(t[:, None] for t in inputs), None)[:, 0]

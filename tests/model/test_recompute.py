@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as StockMtpLayer
 from megatron.core.transformer.transformer_block import TransformerBlock as StockBlock
+from packaging.version import Version
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
@@ -21,6 +22,7 @@ from swiftlite.model import mtp, recompute
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mtp import MultiTokenPredictionLayer
+from swiftlite.runtime.compat import MCORE_VERSION, MTP_INNER_LAYER
 from tests.scripts.conftest import SCRIPTS
 
 HF_CONFIG = {
@@ -118,6 +120,11 @@ def test_frozen_embedding(device):
     assert_same(*map(train, models))
 
 
+BEFORE_18 = Version("0.18") > MCORE_VERSION
+stock_until_17 = pytest.mark.skipif(not BEFORE_18, reason="mended in megatron-core 0.18")
+
+
+@stock_until_17
 def test_stock_block_does_not_take_what_does_not_divide(device):
     model = make_model(device, **full("uniform", 3))
     model.decoder.__class__ = StockBlock
@@ -137,8 +144,8 @@ def test_padding_mask_reaches_every_layer(device, monkeypatch, method, block):
     hidden = torch.randn(12, 2, 32, requires_grad=True)
     model.decoder(hidden, None, rotary_pos_emb=model.rotary_pos_emb(12), padding_mask=padding_mask)
     assert len(masks) == 4
-    # Of the stock class's two layers that `block` does not recompute, none gets it.
-    lost = 2 if block is StockBlock and method == "block" else 0
+    # Of the stock class's two layers that `block` does not recompute, none gets it, up to megatron-core 0.17.
+    lost = 2 if block is StockBlock and method == "block" and BEFORE_18 else 0
     assert [mask is None for mask in masks] == [False] * (4 - lost) + [True] * lost
 
 
@@ -187,6 +194,7 @@ def test_a_packed_row_through_a_recomputed_mtp_layer(device, method):
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
+@stock_until_17
 def test_stock_mtp_layer_hands_packing_to_autograd(device, monkeypatch):
     use_stock_mtp(monkeypatch)
     with pytest.raises(TypeError, match="PackedSeqParams"):
@@ -293,15 +301,13 @@ def test_precision_around_a_recomputed_mtp_layer(device, recorder, precision, me
     """The inner context is entered for the body, and again when it is recomputed; the outer one is around the call."""
     fields, inner, around = PRECISIONS[precision]
     layer = mtp_layer(make_model(device, **full(method, 2)))
-    layer.transformer_layer.forward = lambda hidden_states, **_: (hidden_states, None)  # type: ignore[method-assign]
+    getattr(layer, MTP_INNER_LAYER).forward = lambda hidden_states, **_: (hidden_states, None)
     for name, value in fields.items():
         setattr(layer.config, name, value)
     recorder.take()  # of the construction
     hidden, embedded = torch.randn(2, 3, 1, 32).requires_grad_()
 
-    out = layer._checkpointed_forward(
-        layer._proj_and_transformer_layer, hidden_states=hidden, decoder_input=embedded, attention_mask=None
-    )
+    out = layer._checkpointed_forward(hidden_states=hidden, decoder_input=embedded, attention_mask=None)
     assert recorder.take() == [
         *(f"+{name}" for name in around),
         *inner,

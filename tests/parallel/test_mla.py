@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
@@ -51,6 +52,8 @@ def attention(case: tuple[str, str], device: Device, tp_size: int, sequence_para
         known = {field.name for field in fields(McoreMLATransformerConfig)}
         config = McoreMLATransformerConfig(**{key: value for key, value in vars(config).items() if key in known})
         config.qk_layernorm = True  # with its own specs, what turns the norms of the latents on
+        if config.q_lora_rank is None:
+            spec.submodules.q_layernorm = IdentityOp  # megatron-core 0.19 refuses a norm that it would not use
     config.tensor_model_parallel_size, config.sequence_parallel = tp_size, sequence_parallel
     return build_module(spec, config=config, layer_number=1)
 

@@ -1,7 +1,10 @@
 """Every mended part of megatron-core is broken without its fix."""
 
+import importlib
+
 import pytest
 import torch
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import moe_utils
 
 from swiftlite.runtime import megatron_fixes
@@ -20,3 +23,20 @@ def test_te_general_gemm(monkeypatch):
     assert torch.equal(route(), torch.full((3, 4), 2.0))
     megatron_fixes.install()
     assert moe_utils.te_general_gemm is None
+
+
+@pytest.mark.skipif(not hasattr(transformer_block, "checkpointed_forward"), reason="a method until megatron-core 0.17")
+def test_a_block_recomputes_by_its_own_method(monkeypatch):
+    class Block(torch.nn.Module):
+        def _checkpointed_forward(self, **inputs):
+            return inputs
+
+    stock = importlib.import_module("megatron.core.recompute").checkpointed_forward
+    monkeypatch.setattr(transformer_block, "checkpointed_forward", stock)
+    with pytest.raises(TypeError):
+        transformer_block.checkpointed_forward(Block(), hidden_states=1)
+    megatron_fixes.install()
+    assert transformer_block.checkpointed_forward(Block(), hidden_states=1) == {"hidden_states": 1}
+    monkeypatch.delattr(Block, "_checkpointed_forward")
+    with pytest.raises(TypeError):
+        transformer_block.checkpointed_forward(Block(), hidden_states=1)

@@ -8,6 +8,7 @@ import pytest
 
 from swiftlite.args.docs import options
 from swiftlite.cli.table import find
+from swiftlite.cli.tested import TESTED
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))
@@ -40,6 +41,14 @@ def commands(text: str) -> list[list[str]]:
     before = r"^(?:\s*|show_and_run |[A-Z_]+=\S+ )"
     lines = re.findall(before + r"swiftlite ((?:megatron sft|export|infer|doctor)\b.*)$", text, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_releases_it_was_run_with(language):
+    lines = (ROOT / "docs" / language / "contributing.md").read_text(encoding="utf-8").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| Python |")) + 2
+    shown = [line for line in lines[first : first + len(TESTED) + 1] if line]
+    assert shown == [f"| {' | '.join(value or '-' for value in row)} |" for row in TESTED]
 
 
 def test_both_languages_have_the_same_pages():
