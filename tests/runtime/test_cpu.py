@@ -10,17 +10,21 @@ from swiftlite.runtime.compat import MCORE_VERSION
 
 pytestmark = pytest.mark.gloo  # a process for each
 SHIMS = ["device_literal", "tensor_type", "patch_current_device", "patch_synchronize", "patch_rng_state"]
-SHIMS += ["patch_alltoall_dispatcher"]
+SHIMS += ["patch_alltoall_dispatcher", "pinned_memory", "tensor_cuda"]
 if Version("0.19") <= MCORE_VERSION:
     SHIMS += ["patch_current_stream"]
 PROGRAM = """
 import sys
 from pathlib import Path
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from swiftlite.runtime import cpu
 
+# What stands there without: a function that hands its argument on, as most shims are, or the stock method.
+STOCK = {"tensor_cuda": torch.Tensor.cuda}
 if sys.argv[1]:
-    setattr(cpu, sys.argv[1], lambda value=None: value)
+    setattr(cpu, sys.argv[1], STOCK.get(sys.argv[1], lambda value=None: value))
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.plan import make_plan, make_schedule
 from swiftlite.families import index
@@ -56,6 +60,8 @@ def main():
         )
         assert trainer.step(1)["grad_norm"] > 0
         Checkpointer(Path(sys.argv[2]), [model], optimizer, {}).save(1)
+        # What context-parallel ranks ask for in every forward pass.
+        get_pos_emb_on_this_cp_rank(torch.zeros(4, 1, 1, 2), 0, parallel_state.get_context_parallel_group())
         assert not torch.cuda.is_available()
 
 if __name__ == "__main__":
