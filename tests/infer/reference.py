@@ -174,13 +174,14 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_trained(
-    directory: Path, family: str, depth: int, steps: int = 100, tied: bool = False, **config
+    directory: Path, family: str, depth: int, steps: int = 100, tied: bool = False, lr: float = 8e-3, **config
 ) -> list[list[int]]:
     """A tiny checkpoint whose heads are often right, not always; returns prompts, half from what it has learned.
 
     Trunk and heads learn 8 random sequences by heart; on prompts that are new to them the heads are mostly wrong.
 
     Args:
+        lr: wide layers want less.
         config: of `make_tiny_model`.
     """
     num_threads = torch.get_num_threads()
@@ -190,7 +191,7 @@ def write_trained(
     trunk.model.norm.weight.data.uniform_(0.3, 3.0)  # far from flat, so that the state before it is another one
     model = Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth)
     rows_BS = torch.randint(0, trunk.config.vocab_size, (8, 40))
-    optimizer = torch.optim.AdamW((p for n, p in model.named_parameters() if n != "trunk.model.norm.weight"), lr=8e-3)
+    optimizer = torch.optim.AdamW((p for n, p in model.named_parameters() if n != "trunk.model.norm.weight"), lr=lr)
     for _ in range(steps):
         hidden, after = model.trunk_states(rows_BS)
         loss = cross_entropy(trunk.lm_head(after[:, :-1]).flatten(0, 1), rows_BS[:, 1:].flatten())

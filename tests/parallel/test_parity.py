@@ -73,8 +73,9 @@ def computed(tmp_path_factory) -> Computed:
     jobs[1][QWEN3, "heads"] = HEADS_ONLY
     jobs[2][QWEN3, "heads PP2"] = HEADS_ONLY | PP2
     jobs[2][QWEN3, "heads PP2 MTP apart"] = HEADS_ONLY | CASES["PP2 MTP apart"].options
-    jobs[1][MIXTURE, "bfloat16"] = BFLOAT16
-    jobs[2][MIXTURE, "bfloat16 PP2"] = BFLOAT16 | PP2
+    for model in (QWEN3, MIXTURE):
+        jobs[1][model, "bfloat16"] = BFLOAT16
+        jobs[2][model, "bfloat16 PP2"] = BFLOAT16 | PP2
     results = {}
     for num_processes, chosen in jobs.items():
         queue = [
@@ -138,18 +139,21 @@ def test_heads_alone_learn_the_same_on_a_pipeline(computed, name):
     assert_within(computed.differences(QWEN3, name, base="heads"), BOUNDS)
 
 
-def test_bfloat16_on_a_pipeline(computed):
+@pytest.mark.parametrize("model", [QWEN3, MIXTURE])
+def test_bfloat16_on_a_pipeline(computed, model):
     """A stage computes what one process does: losses of the first step are the same bits.
 
     Gradients of shared tensors are summed in another order before they are rounded to bfloat16 (2^-8 = 4e-3 of a
-    number); from the second step on some weights differ by that, so losses do by a part of it.
+    number); from the second step on some weights differ by that, so losses do by a part of it. Of a mixture nothing is
+    asked after the first step: such a difference may send a token to another expert.
     """
-    model = MIXTURE
     one, two = computed.results[model, "bfloat16"], computed.results[model, "bfloat16 PP2"]
     losses = [name for name in one.metrics[0] if name.endswith("loss")]
     assert {name: one.metrics[0][name] for name in losses} == {name: two.metrics[0][name] for name in losses}
     differences = computed.differences(model, "bfloat16 PP2", base="bfloat16")
-    assert_within(differences, {"loss": 1e-3, "mtp_loss": 1e-3, "grad_norm_1": 1e-5, "gradients": 2**-7})
+    assert_within(differences, {"grad_norm_1": 1e-5, "gradients": 2**-7})
+    if model == QWEN3:
+        assert_within(differences, {"loss": 1e-3, "mtp_loss": 1e-3})
     # Not float32 in disguise: precision shows against the float32 run.
     assert computed.differences(model, "bfloat16")["loss"] > 1e-5
 
