@@ -210,9 +210,7 @@ class ModelSizes:
         )
 
     def layer(self, is_moe: bool) -> _Count:
-        return _Count(2 * self.hidden + self._attention()) + (
-            self._mixture() if is_moe else _Count(self.mlp(self.ffn))
-        )
+        return _Count(2 * self.hidden + self._attention()) + (self._mixture() if is_moe else _Count(self.mlp(self.ffn)))
 
     def mtp_layer(self) -> _Count:
         """A head: its block is one more decoder layer."""

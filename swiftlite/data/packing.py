@@ -198,5 +198,7 @@ class RowStream(Iterator[list[Sample]]):
             goes[np.argsort(-fill, kind="stable")[(len(rows) + 1) // 2 :]] = False
             goes[0] = True  # rows come in the order of their first samples
         self.ready.extend([self.waiting[i] for i in rows[row]] for row in np.flatnonzero(goes).tolist())
-        staying = np.sort(np.concatenate([rows[row] for row in np.flatnonzero(~goes)] or [np.empty(0, np.int64)]))
+        staying = np.sort(
+            np.concatenate([rows[row] for row in np.flatnonzero(~goes).tolist()] or [np.empty(0, np.int64)])
+        )
         self.waiting = [self.waiting[i] for i in staying.tolist()]

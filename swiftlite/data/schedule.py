@@ -88,11 +88,11 @@ def schedule(
     while True:
         number = -(-number // step) * step
         ranks = _level(by_size.tolist(), work_of, dp, at_least=number)
-        slots = [_micro_batches(mine, sizes_of, work_of, number, packing_length) for mine in ranks]
-        if all(slots):
-            break
+        found = [_micro_batches(mine, sizes_of, work_of, number, packing_length) for mine in ranks]
+        slots = [rank for rank in found if rank is not None]
+        if len(slots) == dp:
+            return _schedule(slots, work)
         number += 1
-    return _schedule(slots, work)
 
 
 def _level(items: list[int], work: list[float], num_groups: int, at_least: int) -> list[list[int]]:
@@ -115,7 +115,7 @@ def _level(items: list[int], work: list[float], num_groups: int, at_least: int) 
 def _micro_batches(
     items: list[int], sizes: list[int], work: list[float], number: int, packing_length: int
 ) -> list[list[int]] | None:
-    """The sequences of one rank, longest first, in this many micro-batches, most work first; None if they do not fit."""
+    """A rank's sequences, longest first, in this many micro-batches, most work first; None if they do not fit."""
     if sum(sizes[item] for item in items) > number * packing_length:
         return None
     slots = _level_within(items, sizes, work, number, packing_length)

@@ -39,15 +39,16 @@ def test_operations_are_those_that_torch_counts(name):
     for length in (1, 16, 33):
         # Eager attention multiplies all length ** 2 pairs, the causal ones are length * (length + 1) / 2.
         causal = flops.square * (length**2 + length)
-        expected = flops.step(length, length**2) - causal + 2 * flops.square * length**2
+        expected = flops.step(length, length**2, [length]) - causal + 2 * flops.square * length**2
         assert counted(model, length) == [expected / 3, 2 * expected / 3]
 
 
 def test_a_step_by_hand():
-    flops = Flops(linear=10.0, square=2.0)
-    assert flops.step(3 + 4, 3**2 + 4**2) == 120
-    assert flops.step(3, 9) + flops.step(4, 16) == 120  # sequences side by side see nothing of each other
-    assert flops.step(7, 49) > 120
+    flops = Flops(linear=10, square=2, targets=(100, 1000))
+    assert flops.step(3 + 4, 3**2 + 4**2, [5, 3]) == 70 + 50 + 500 + 3000
+    # Sequences side by side see nothing of each other.
+    assert flops.step(3, 9, [2, 1]) + flops.step(4, 16, [3, 2]) == flops.step(7, 25, [5, 3]) < flops.step(7, 49, [5, 3])
+    assert flops.per_token == 1110
 
 
 def test_a_model_that_is_not_known():

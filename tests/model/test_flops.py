@@ -9,7 +9,7 @@ from swiftlite.args.flops import training_flops
 from swiftlite.model.build import build_model
 from tests.tiny import make_tiny_model
 
-LENGTH = 12
+LENGTH, NOT_LEARNED = 12, 5
 
 
 @pytest.mark.parametrize("heads_only", [False, True])
@@ -29,10 +29,17 @@ def test_operations_with_mtp_layers(family, depth, heads_only, device):
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
     tokens_BS = torch.arange(LENGTH)[None]
+    labels_BS = tokens_BS.clone()
+    labels_BS[:, -NOT_LEARNED:] = -100
     with FlopCounterMode(display=False) as counter:
-        losses = model.train()(tokens_BS, tokens_BS, labels=tokens_BS)
+        losses = model.train()(tokens_BS, tokens_BS, labels=labels_BS)
         heads = losses.mtp if heads_only else (losses.main, *losses.mtp)
         torch.stack([head.loss_BS.sum() for head in heads]).sum().backward()
+    learned = [int((head.prediction_BS >= 0).sum()) for head in (losses.main, *losses.mtp)]
+    assert learned == [LENGTH - NOT_LEARNED - k for k in range(depth + 1)]
     flops = training_flops(hf_config, depth, heads_only=heads_only)
-    # torch does not count the attention kernel of a CPU. Of a sequence of n tokens it has square * (n ** 2 + n).
-    assert counter.get_total_flops() == (flops.linear - flops.square) * LENGTH
+    causal = flops.square * (LENGTH**2 + LENGTH)
+    # torch does not count a CPU's attention kernel, which wants keys and values of one size; DeepSeek's take matrix
+    # products, of all pairs.
+    counted = 2 * flops.square * LENGTH**2 if family == "deepseek_v3" else 0
+    assert counter.get_total_flops() == flops.step(LENGTH, LENGTH**2, learned) - causal + counted
