@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftlite.data.packing import padded
@@ -15,6 +15,7 @@ def lognormal(number: int, mean: float, longest: int) -> np.ndarray:
     return np.clip(drawn, 1, longest).astype(np.int64)
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=90),
     packing_length=st.integers(40, 100),

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from swiftlite.data.dataset import Encoder, load_train_val
+from swiftlite.data.dataset import Encoder, TruncationStrategy, load_train_val
 from swiftlite.data.sample import digest
 from swiftlite.data.stream import Stream
 from swiftlite.data.template import ChatTemplate
@@ -26,9 +26,11 @@ def row(i: int, words: int = 1) -> dict:
 def make_stream(make_tokenizer):
     template = ChatTemplate(make_tokenizer(CHATML))
 
-    def make(files, max_length=120, truncation_strategy="delete", packing_length=120, buffer_size=8, **options):
+    def make(
+        files, max_length=120, truncation_strategy: TruncationStrategy = "delete", buffer_size=8, **options
+    ) -> Stream:
         encoder = Encoder(template, max_length, truncation_strategy)
-        return Stream(files, encoder, packing_length, buffer_size=buffer_size, **options)
+        return Stream(files, encoder, 120, buffer_size=buffer_size, **options)
 
     return make
 
