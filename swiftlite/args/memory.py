@@ -131,7 +131,7 @@ def estimate(hf_config: Mapping[str, Any], setup: Setup) -> list[StageMemory]:
     Raises:
         UserError: a model_type that is not known here.
     """
-    model = _Model(hf_config, setup)
+    model = ModelSizes(hf_config, setup)
     chunks = [_Chunk(model, stage) for stage in stages(setup, model.num_layers)]
     pp = setup.layout.pipeline_model_parallel_size
     return [_stage_memory(model, chunks[rank::pp], rank, pp) for rank in range(pp)]
@@ -148,7 +148,7 @@ def stages(setup: Setup, num_layers: int) -> list[str]:
     return held
 
 
-class _Model:
+class ModelSizes:
     """Sizes of one rank's modules, and what each counts: parameters, and bytes that autograd keeps of it."""
 
     def __init__(self, hf_config: Mapping[str, Any], setup: Setup):
@@ -210,38 +210,48 @@ class _Model:
         )
 
     def layer(self, is_moe: bool) -> _Count:
-        return _Count(2 * self.hidden + self._attention()) + (
-            self._mixture() if is_moe else _Count(self._mlp(self.ffn))
-        )
+        return _Count(2 * self.hidden + self._attention()) + (self._mixture() if is_moe else _Count(self.mlp(self.ffn)))
 
     def mtp_layer(self) -> _Count:
         """A head: its block is one more decoder layer."""
         frame = 3 * self.hidden + 2 * self.hidden * self.hidden // self.tp
         return _Count(frame) + self.layer(self.is_moe(self.num_layers - 1))
 
-    def _attention(self) -> int:
+    def attention_matrices(self) -> int:
+        """Parameters of attention that a token is multiplied with."""
         hidden = self.hidden
         if self.is_latent:
             config, tp = self.config, self.tp
             q_rank, kv_rank, rope = config.get("q_lora_rank"), config["kv_lora_rank"], config["qk_rope_head_dim"]
-            q, kv = self.heads * self._key_size, self.heads * (config["qk_nope_head_dim"] + config["v_head_dim"])
-            queries = q_rank // tp * hidden + q_rank + q * q_rank if q_rank else q * hidden
-            keys = (kv_rank + rope) // tp * hidden + kv_rank + kv * kv_rank
-            return queries + keys + hidden * self.heads * config["v_head_dim"]
-        qkv = (self.heads + 2 * self.groups) * self.head_dim
-        norms = 2 * self.head_dim if self.qk_norm else 0
-        return qkv * (hidden + self.qkv_bias) + hidden * self.heads * self.head_dim + norms
+            q, kv = self.heads * self.key_size, self.heads * (config["qk_nope_head_dim"] + self.value_size)
+            queries = q_rank // tp * hidden + q * q_rank if q_rank else q * hidden
+            return queries + (kv_rank + rope) // tp * hidden + kv * kv_rank + hidden * self.heads * self.value_size
+        return (2 * self.heads + 2 * self.groups) * self.head_dim * hidden
+
+    def _attention(self) -> int:
+        if self.is_latent:
+            vectors = (self.config.get("q_lora_rank") or 0) + self.config["kv_lora_rank"]
+        else:
+            biases = (self.heads + 2 * self.groups) * self.head_dim if self.qkv_bias else 0
+            vectors = biases + (2 * self.head_dim if self.qk_norm else 0)
+        return self.attention_matrices() + vectors
 
     @property
-    def _key_size(self) -> int:
-        return self.config["qk_nope_head_dim"] + self.config["qk_rope_head_dim"]
+    def key_size(self) -> int:
+        """Of a head; a query has as many numbers."""
+        return self.config["qk_nope_head_dim"] + self.config["qk_rope_head_dim"] if self.is_latent else self.head_dim
 
-    def _mlp(self, ffn: int) -> int:
+    @property
+    def value_size(self) -> int:
+        """Of a head."""
+        return self.config["v_head_dim"] if self.is_latent else self.head_dim
+
+    def mlp(self, ffn: int) -> int:
         return 3 * self.hidden * ffn
 
     def _mixture(self) -> _Count:
         router = self.experts * self.hidden
-        return _Count(router + self._mlp(self.shared_ffn), self.local_experts * self._mlp(self.expert_ffn))
+        return _Count(router + self.mlp(self.shared_ffn), self.local_experts * self.mlp(self.expert_ffn))
 
     # What autograd keeps, in bytes
 
@@ -304,7 +314,7 @@ class _Model:
             )
             # Queries, and keys and values of all context-parallel ranks, each a copy of its own: what a fused kernel
             # keeps. On a CPU that takes equal sizes of keys and values; others keep the matrix of scores there.
-            up = self.heads * (self._key_size + cp * (self._key_size + value))
+            up = self.heads * (self.key_size + cp * (self.key_size + value))
             if "mla_up_proj" in modules:
                 up = 0
             return down + statistics + itemsize * (angles + tokens * (up + self.heads * value))
@@ -337,7 +347,7 @@ class _Model:
 class _Chunk:
     """One virtual stage."""
 
-    def __init__(self, model: _Model, holds: str):
+    def __init__(self, model: ModelSizes, holds: str):
         self.model, self.holds = model, holds
         self.num_layers, self.depth = holds.count("t"), holds.count("m")
         self.is_first, self.is_last = "E" in holds, "L" in holds
@@ -410,7 +420,7 @@ class _Chunk:
         return kept * model.kept_logits(), model.passing_logits()
 
 
-def _stage_memory(model: _Model, chunks: list[_Chunk], rank: int, pp: int) -> StageMemory:
+def _stage_memory(model: ModelSizes, chunks: list[_Chunk], rank: int, pp: int) -> StageMemory:
     firsts = _first_layers(model, pp)[rank::pp]
     parameters, trained, kept, working, logits, passing = _Count(), _Count(), [], [], [], []
     for chunk, first in zip(chunks, firsts, strict=True):
@@ -438,7 +448,7 @@ def _stage_memory(model: _Model, chunks: list[_Chunk], rank: int, pp: int) -> St
     )
 
 
-def _first_layers(model: _Model, pp: int) -> list[int]:
+def _first_layers(model: ModelSizes, pp: int) -> list[int]:
     """The number of the first decoder layer of every virtual stage."""
     counts = [stage.count("t") for stage in stages(model.setup, model.num_layers)]
     return [0, *itertools.accumulate(counts)][: len(counts)]

@@ -211,7 +211,7 @@ def _read(specs: Sequence[str], report: DataReport, system: str | None, seed: in
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class Encoded:
     """What became of one row; neither a sample nor bad means too long."""
 
     length: int = 0  # before truncation
@@ -220,7 +220,7 @@ class _Encoded:
     source: str = ""
 
 
-def _count(row: _Encoded, counts: Counts) -> None:
+def _count(row: Encoded, counts: Counts) -> None:
     """Add an encoded row to its file's counts, where it stands among `rows` already."""
     if row.bad is not None:
         counts.dropped_bad += 1
@@ -234,38 +234,38 @@ def _count(row: _Encoded, counts: Counts) -> None:
 
 
 @dataclass(frozen=True)
-class _Encoder:
+class Encoder:
     """Everything that encoding one row depends on; travels to the worker processes once."""
 
     template: ChatTemplate
     max_length: int
     truncation_strategy: TruncationStrategy
 
-    def __call__(self, conversation: Conversation) -> _Encoded:
+    def __call__(self, conversation: Conversation) -> Encoded:
         source = conversation.source
         try:
             sample = self.template.encode(conversation)
         except RowError as error:
-            return _Encoded(bad=BadRow(source, error.problem, error.hint), source=source)
+            return Encoded(bad=BadRow(source, error.problem, error.hint), source=source)
         length = len(sample)
         if length <= self.max_length:
-            return _Encoded(length, sample, source=source)
+            return Encoded(length, sample, source=source)
         if self.truncation_strategy in ("left", "right"):
             sample = truncate(sample, self.max_length, self.truncation_strategy)
             if sample.num_trained_tokens:
-                return _Encoded(length, sample, source=source)
-        return _Encoded(length, source=source)
+                return Encoded(length, sample, source=source)
+        return Encoded(length, source=source)
 
 
-_encoder: _Encoder | None = None  # of a worker process
+_encoder: Encoder | None = None  # of a worker process
 
 
-def _start_worker(encoder: _Encoder) -> None:
+def _start_worker(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
 
 
-def _encode_in_worker(conversation: Conversation) -> _Encoded:
+def _encode_in_worker(conversation: Conversation) -> Encoded:
     assert _encoder is not None
     return _encoder(conversation)
 
@@ -276,9 +276,9 @@ def _encode_all(
     max_length: int,
     truncation_strategy: TruncationStrategy,
     num_proc: int,
-) -> Iterator[_Encoded]:
+) -> Iterator[Encoded]:
     """Encoded rows, in order."""
-    encoder = _Encoder(template, max_length, truncation_strategy)
+    encoder = Encoder(template, max_length, truncation_strategy)
     if num_proc <= 1:
         yield from map(encoder, conversations)
         return
@@ -303,7 +303,7 @@ def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int, can_be_left_out: 
     raise UserError("\n".join(lines), hint)
 
 
-def _check_lengths(encoded: list[_Encoded], max_length: int) -> None:
+def _check_lengths(encoded: list[Encoded], max_length: int) -> None:
     long = [row for row in encoded if row.length > max_length]
     if not long:
         return
@@ -315,7 +315,7 @@ def _check_lengths(encoded: list[_Encoded], max_length: int) -> None:
 
 def _kept(
     conversations: list[Conversation],
-    encoded: list[_Encoded],
+    encoded: list[Encoded],
     flag: str,
     max_length: int,
     truncation_strategy: TruncationStrategy,

@@ -79,14 +79,11 @@ def read_file(file: DataFile, *, system: str | None = None, needs_answer: bool =
     rows = FileRows()
     for line, row in READERS[file.path.suffix.lower()](file.path):
         rows.num_rows += 1
-        source = f"{file.path}:{line}"
-        try:
-            if isinstance(row, RowError):
-                raise row
-            conversation = parse_row(row, system=system, needs_answer=needs_answer, source=source)
-            rows.conversations.append(conversation)
-        except RowError as error:
-            rows.bad_rows.append(BadRow(source, error.problem, error.hint))
+        parsed = check_row(row, f"{file.path}:{line}", system=system, needs_answer=needs_answer)
+        if isinstance(parsed, BadRow):
+            rows.bad_rows.append(parsed)
+        else:
+            rows.conversations.append(parsed)
     if not rows.num_rows:
         raise UserError(f"{file.path} holds no rows")
     if file.sample is not None:
@@ -98,6 +95,22 @@ def read_file(file: DataFile, *, system: str | None = None, needs_answer: bool =
         rows.conversations = [rows.conversations[i] for i in np.sort(order)]
         rows.num_not_sampled = num_good - len(rows.conversations)
     return rows
+
+
+def check_row(
+    row: object, source: str, *, system: str | None = None, needs_answer: bool = True
+) -> Conversation | BadRow:
+    """One row as a reader gives it.
+
+    Args:
+        source: `file:line`.
+    """
+    try:
+        if isinstance(row, RowError):
+            raise row
+        return parse_row(row, system=system, needs_answer=needs_answer, source=source)
+    except RowError as error:
+        return BadRow(source, error.problem, error.hint)
 
 
 # Readers yield (line, row), counting lines from 1; a row that cannot be read alone comes as its RowError.
@@ -183,6 +196,10 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".parquet": _read_parquet,
     ".csv": _read_csv,
 }
+
+
+STREAMED = (".jsonl", ".parquet")
+"""Those that need not read the whole file first."""
 
 
 def _padded_schema(row: dict[str, Any]) -> RowError | None:

@@ -1,0 +1,173 @@
+"""`--streaming`: packed rows from files that are never held in memory, epoch after epoch.
+
+Rows of the files are read, checked and tokenized as they are needed, in the order of the files. A stream is resumed by
+the numbers of the rows that it has read and of those that wait: the files are read again up to there, and only what
+waits is tokenized again.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from swiftlite.data.conversation import BadRow
+from swiftlite.data.dataset import Encoder
+from swiftlite.data.packing import RowStream
+from swiftlite.data.sample import Sample
+from swiftlite.data.sources import READERS, STREAMED, check_row, find_file
+from swiftlite.errors import UserError
+
+
+class Stream(Iterator[list[Sample]]):
+    """Packed rows without end.
+
+    Args:
+        files: as `--dataset` names them.
+        encoder: its `max_length` is at most `packing_length`, padded.
+        packing_length, buffer_size, multiple: see `packing.RowStream`.
+        max_bad_rows: that an epoch may leave out.
+        system: system prompt for rows that bring none.
+        state: of a stream with the same arguments, to be continued bit for bit.
+
+    Raises:
+        UserError: a file that cannot be read, or not row by row; while iterating: more bad rows than allowed, a row
+            that is too long where that is an error, an epoch that keeps no row; files that have changed.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        encoder: Encoder,
+        packing_length: int,
+        *,
+        buffer_size: int = 1000,
+        multiple: int = 1,
+        max_bad_rows: int = 0,
+        system: str | None = None,
+        state: dict[str, Any] | None = None,
+    ):
+        self._paths = [_streamed(spec) for spec in files]
+        self._encoder, self._max_bad_rows, self._system = encoder, max_bad_rows, system
+        state = state or {"num_read": 0, "rows_per_epoch": None, "num_bad": 0, "waiting": [], "ready": []}
+        self.num_read: int = state["num_read"]
+        self.rows_per_epoch: int | None = state["rows_per_epoch"]  # known after the first
+        self._num_bad: int = state["num_bad"]
+        held = self._read_again({*state["waiting"], *(number for row in state["ready"] for number in row)})
+        self._rows = RowStream(
+            self._read(),
+            packing_length,
+            buffer_size,
+            multiple=multiple,
+            waiting=[(number, held[number]) for number in state["waiting"]],
+            ready=[[(number, held[number]) for number in row] for row in state["ready"]],
+        )
+
+    def __next__(self) -> list[Sample]:
+        return next(self._rows)
+
+    def state(self) -> dict[str, Any]:
+        """What a stream that continues this one needs, for JSON."""
+        return {
+            "num_read": self.num_read,
+            "rows_per_epoch": self.rows_per_epoch,
+            "num_bad": self._num_bad,
+            "waiting": [number for number, _ in self._rows.waiting],
+            "ready": [[number for number, _ in row] for row in self._rows.ready],
+        }
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the files, as far as they are read; 0 as long as their size is not known."""
+        return self.num_read / self.rows_per_epoch if self.rows_per_epoch else 0.0
+
+    def _one_pass(self) -> Iterator[tuple[object, str]]:
+        """Rows of all files, and where they stand."""
+        for path in self._paths:
+            for line, row in READERS[path.suffix.lower()](path):
+                yield row, f"{path}:{line}"
+
+    def _read(self) -> Iterator[tuple[int, Sample]]:
+        """What trains of all rows that were not read yet; they are numbered through all epochs."""
+        while True:
+            first = self.num_read % self.rows_per_epoch if self.rows_per_epoch else self.num_read
+            num_rows, num_kept = 0, 0
+            for row, source in self._one_pass():
+                num_rows += 1
+                if num_rows <= first:
+                    continue
+                number, self.num_read = self.num_read, self.num_read + 1
+                sample = self._encode(row, source)
+                if sample is not None:
+                    num_kept += 1
+                    yield number, sample
+            if num_rows < first or (self.rows_per_epoch or num_rows) != num_rows:
+                raise _changed("--dataset")
+            if not first and not num_kept:
+                raise UserError(
+                    f"--dataset: of {num_rows} rows none is left to train on",
+                    f"those over --max_length {self._encoder.max_length} are dropped: give more, "
+                    "or --truncation_strategy right",
+                )
+            self.rows_per_epoch = num_rows
+
+    def _read_again(self, numbers: set[int]) -> dict[int, Sample]:
+        """The samples of rows that an earlier stream had read and not given away."""
+        wanted: dict[int, list[int]] = {}  # by place in the files: a small file may wait more than once
+        for number in sorted(numbers):
+            wanted.setdefault(number % (self.rows_per_epoch or self.num_read), []).append(number)
+        samples: dict[int, Sample] = {}
+        for place, (row, source) in enumerate(self._one_pass() if wanted else ()):
+            if place in wanted:
+                conversation = check_row(row, source, system=self._system)
+                sample = None if isinstance(conversation, BadRow) else self._encoder(conversation).sample
+                if sample is None:
+                    raise _changed(source)
+                samples |= dict.fromkeys(wanted.pop(place), sample)
+                if not wanted:
+                    return samples
+        if wanted:
+            raise _changed("--dataset")
+        return samples
+
+    def _encode(self, row: object, source: str) -> Sample | None:
+        """None where a row is left out."""
+        conversation = check_row(row, source, system=self._system)
+        if isinstance(conversation, BadRow):
+            return self._leave_out(conversation)
+        encoded = self._encoder(conversation)
+        if encoded.bad:
+            return self._leave_out(encoded.bad)
+        if encoded.length > self._encoder.max_length and self._encoder.truncation_strategy == "error":
+            raise UserError(
+                f"{source} has {encoded.length} tokens, over --max_length {self._encoder.max_length}",
+                f"--max_length {encoded.length} or more; or --truncation_strategy delete, left or right",
+            )
+        return encoded.sample
+
+    def _leave_out(self, bad: BadRow) -> None:
+        if self.rows_per_epoch is not None:
+            return  # it was counted in the first epoch
+        self._num_bad += 1
+        if self._num_bad > self._max_bad_rows:
+            allowed = f"; {self._max_bad_rows} before it were left out" if self._max_bad_rows else ""
+            skip = f"--max_bad_rows {self._num_bad} leaves it out, but no more after it"
+            raise UserError(f"{bad}{allowed}", "\n    ".join(line for line in (bad.hint, skip) if line))
+
+
+def _streamed(spec: str) -> Path:
+    """The file of a name of `--dataset`, if it can be read row by row."""
+    file = find_file(spec)
+    if file.sample is not None:
+        raise UserError(
+            f"{spec} with --streaming: a sample needs the whole file",
+            f"leave --streaming out, or shorten the file: head -n {file.sample} {file.path}",
+        )
+    if file.path.suffix.lower() not in STREAMED:
+        raise UserError(
+            f"{file.path} with --streaming: only {' and '.join(STREAMED)} are read row by row",
+            "convert it, or leave --streaming out",
+        )
+    return file.path
+
+
+def _changed(what: str) -> UserError:
+    return UserError(f"{what} is not what this run has read before", "resume with the same files, or start anew")

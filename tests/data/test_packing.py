@@ -1,0 +1,141 @@
+"""Which sequences share a row: every one once, none over the limit, as few rows as there can nearly be."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftlite.data.packing import Rows, RowStream, pack, padded
+from swiftlite.data.sample import Sample, make_sample
+from swiftlite.errors import UserError
+
+
+def lognormal(number: int, mean: float = 500, longest: int = 4096, seed: int = 0) -> np.ndarray:
+    drawn = np.random.RandomState(seed).lognormal(np.log(mean) - 0.5, 1.0, number)
+    return np.clip(drawn, 1, longest).astype(np.int64)
+
+
+def as_lists(rows: Rows) -> list[list[int]]:
+    return [rows[row].tolist() for row in range(len(rows))]
+
+
+def one_by_one(lengths: list[int], packing_length: int) -> list[int]:
+    """Best-fit-decreasing as textbooks have it: the room that is left in each row, sorted."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = [room for room in rooms if room >= length]
+        if fits:
+            rooms.remove(min(fits))
+        rooms.append((min(fits) if fits else packing_length) - length)
+    return sorted(rooms)
+
+
+@settings(deadline=None)  # a busy machine is not a failure
+@given(st.lists(st.integers(1, 40), max_size=120), st.integers(40, 60), st.sampled_from([1, 2, 4, 8]))
+def test_rows_hold_every_sequence_once_and_are_those_of_the_textbook(lengths, packing_length, multiple):
+    rows = pack(lengths, packing_length, multiple=multiple)
+    sizes = padded(np.array(lengths, np.int64), multiple)
+    assert sorted(rows.order.tolist()) == list(range(len(lengths)))
+    rooms = [packing_length - int(sizes[row].sum()) for row in as_lists(rows)]
+    assert sorted(rooms) == one_by_one(sizes.tolist(), packing_length)
+    assert all(row == sorted(row) and row for row in as_lists(rows))
+    firsts = [row[0] for row in as_lists(rows)]
+    assert firsts == sorted(firsts)
+
+
+def test_rows_by_hand():
+    assert as_lists(pack([5, 3, 8, 2, 2, 10, 10], 10)) == [[0, 1, 3], [2, 4], [5], [6]]
+    assert as_lists(pack([1, 1, 1], 8, multiple=4)) == [[0, 1], [2]]
+    assert as_lists(pack([], 10)) == []
+
+
+def test_ordinary_lengths_fill_99_percent():
+    for mean in (300, 500, 1500):
+        lengths = lognormal(20_000, mean)
+        assert lengths.sum() / (len(pack(lengths, 4096)) * 4096) > 0.99
+
+
+def test_the_rows_never_change_between_versions():
+    """A run that is resumed after an update must go on with the same rows; written down once."""
+    rows = pack([100, 36, 64, 100, 100, 9, 62, 20, 21, 36, 28, 100], 100)
+    assert as_lists(rows) == [[0], [1, 2], [3], [4], [5, 7, 8, 10], [6, 9], [11]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "message"),
+    [
+        (
+            [5, 17, 30],
+            1,
+            "sequence 1 has 17 tokens: over --packing_length 16\n"
+            "    --packing_length 30 takes all; or cut them: --max_length 16",
+        ),
+        (
+            [5, 13],
+            8,
+            "sequence 1 has 13 tokens, 16 when padded to a multiple of 8: over --packing_length 15\n"
+            "    --packing_length 16 takes all; or cut them: --max_length 8",
+        ),
+        ([3, 0], 1, "sequence 1 has 0 tokens; a packed row has none to give it"),
+    ],
+)
+def test_sequences_that_no_row_can_hold(lengths, multiple, message):
+    with pytest.raises(UserError) as caught:
+        pack(lengths, 15 if multiple > 1 else 16, multiple=multiple)
+    assert str(caught.value) == message
+
+
+# Streams
+
+
+def numbered(lengths) -> list[tuple[int, Sample]]:
+    return [(i, make_sample(np.full(length, i), np.ones(length))) for i, length in enumerate(lengths)]
+
+
+def drain(stream: RowStream) -> list[list[int]]:
+    """Numbers of the samples of each row: every token of a sample is its number."""
+    return [[int(sample.input_ids[0]) for sample in row] for row in stream]
+
+
+@settings(deadline=None)  # a busy machine is not a failure
+@given(
+    st.lists(st.integers(1, 30), max_size=80),
+    st.integers(1, 20),
+    st.sampled_from([1, 4]),
+    st.integers(0, 40),
+)
+def test_a_stream_gives_every_sample_once_and_goes_on_from_anywhere(lengths, buffer_size, multiple, cut):
+    samples = numbered(lengths)
+    unbroken = drain(RowStream(samples, 32, buffer_size, multiple=multiple))
+    assert sorted(number for row in unbroken for number in row) == list(range(len(lengths)))
+    assert all(padded(np.array(lengths)[row], multiple).sum() <= 32 for row in unbroken)
+
+    source = iter(samples)
+    first = RowStream(source, 32, buffer_size, multiple=multiple)
+    rows = [row for _, row in zip(range(cut), first, strict=False)]
+    assert len(first.waiting) <= buffer_size
+    second = RowStream(source, 32, buffer_size, multiple=multiple, waiting=first.waiting, ready=first.ready)
+    assert [[int(sample.input_ids[0]) for sample in row] for row in rows] + drain(second) == unbroken
+
+
+def test_a_stream_looks_no_further_ahead_than_its_buffer():
+    source = iter(numbered([7] * 100))
+    stream = RowStream(source, 10, buffer_size=8)
+    next(stream)
+    assert len(list(source)) == 92
+
+
+def test_no_sample_waits_for_ever():
+    """A row that stays emptier than all others still goes: the oldest sample of the buffer is in it."""
+    lengths = [51] + [50] * 400  # 50 + 50 fills a row, 51 never shares one
+    rows = drain(RowStream(numbered(lengths), 100, buffer_size=20))
+    assert rows[0] == [0]
+    later = [50] * 10 + [51] + [50] * 400
+    rows = drain(RowStream(numbered(later), 100, buffer_size=20))
+    assert rows.index([10]) < 20
+
+
+def test_a_stream_fills_its_rows():
+    lengths = lognormal(20_000)
+    count = sum(1 for _ in RowStream(numbered(lengths), 4096, buffer_size=1000))
+    assert lengths.sum() / (count * 4096) > 0.99

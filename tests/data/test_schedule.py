@@ -1,0 +1,107 @@
+"""Who computes what: every sequence once, no micro-batch over the limit, ranks level in work."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftlite.data.packing import padded
+from swiftlite.data.schedule import schedule
+from swiftlite.errors import UserError
+
+
+def lognormal(number: int, mean: float, longest: int) -> np.ndarray:
+    drawn = np.random.RandomState(0).lognormal(np.log(mean) - 0.5, 1.0, number)
+    return np.clip(drawn, 1, longest).astype(np.int64)
+
+
+@settings(deadline=None)  # a busy machine is not a failure
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=90),
+    packing_length=st.integers(40, 100),
+    ranks=st.integers(1, 7),
+    square=st.sampled_from([0.0, 0.01, 10.0]),
+    multiple=st.sampled_from([1, 2, 8]),
+    multiple_of=st.integers(1, 4),
+)
+def test_what_holds_for_any_lengths(lengths, packing_length, ranks, square, multiple, multiple_of):
+    options = {"square": square, "multiple": multiple, "multiple_of": multiple_of}
+    plan = schedule(lengths, packing_length, ranks, **options)
+    sizes = padded(np.array(lengths), multiple)
+    number = plan.num_micro_batches
+    assert plan.work.shape == (number, ranks)
+    assert number % multiple_of == 0
+    slots = [plan.micro_batch(index, rank) for index in range(number) for rank in range(ranks)]
+    assert sorted(np.concatenate(slots).tolist()) == list(range(len(lengths)))
+    assert all(sizes[slot].sum() <= packing_length for slot in slots)
+    for rank in range(ranks):
+        counts = [len(slot) for slot in plan.rank(rank)]
+        assert counts.count(0) == max(0, number - sum(counts))
+        assert 0 not in counts or len(lengths) < number * ranks
+    work = [(sizes[slot] + square * sizes[slot] ** 2.0).sum() for slot in slots]
+    assert plan.work.reshape(-1) == pytest.approx(work, rel=1e-12)  # differences of running sums
+    for rank in range(ranks):
+        assert [mine.tolist() for mine in plan.rank(rank)] == [slot.tolist() for slot in slots[rank::ranks]]
+
+    again = schedule(np.array(lengths), packing_length, ranks, **options)
+    assert (again.order == plan.order).all()
+    assert (again.offsets == plan.offsets).all()
+
+
+def test_a_schedule_by_hand():
+    plan = schedule([8, 4, 4, 6, 2], 8, 2)
+    assert [[slot.tolist() for slot in plan.rank(rank)] for rank in range(2)] == [[[0], [2]], [[3], [1, 4]]]
+    assert plan.imbalance == 1
+
+
+def test_the_square_term_counts():
+    """One sequence of 100 is as much attention as four of 50, of which there are then as many tokens again."""
+    lengths = [100, 50, 50, 50, 50]
+    level = schedule(lengths, 1000, 2, linear=0, square=1)
+    assert [mine[0].tolist() for mine in map(level.rank, range(2))] == [[0], [1, 2, 3, 4]]
+    tokens = schedule(lengths, 1000, 2)
+    assert sorted(len(mine[0]) for mine in map(tokens.rank, range(2))) == [2, 3]
+
+
+@pytest.mark.parametrize("square", [0.0, 1e-5, 1e-3])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
+def test_lognormal_lengths_are_level(ranks, square):
+    """Target 1.05; dealing in turn reaches 1.06 to 1.8."""
+    lengths = lognormal(64 * ranks, 1000, 4096)
+    plan = schedule(lengths, 4096, ranks, square=square)
+    work = lengths + square * lengths**2.0
+    in_turn = work.reshape(-1, ranks).sum(axis=0)
+    assert plan.imbalance < 1.01
+    assert plan.imbalance < in_turn.max() / in_turn.mean()
+
+
+def test_where_one_sequence_is_more_than_the_mean_nothing_else_is_beside_it():
+    lengths = [4000] + [10] * 63
+    plan = schedule(lengths, 4096, 8, square=1.0)
+    busiest = plan.work.sum(axis=0).argmax()
+    assert np.concatenate(plan.rank(int(busiest))).tolist() == [0]
+
+
+def test_at_each_micro_batch_the_ranks_are_level_too():
+    """Experts and pipelines wait for each other there."""
+    plan = schedule(lognormal(4096, 500, 4096), 4096, 16, square=2e-5)
+    assert plan.work.max(axis=1).sum() / plan.work.mean(axis=1).sum() < 1.05
+
+
+def test_few_micro_batches():
+    lengths = lognormal(4096, 500, 4096)
+    plan = schedule(lengths, 4096, 8)
+    assert plan.num_micro_batches <= -(-lengths.sum() // (8 * 4096)) + 1
+
+
+def test_fewer_sequences_than_slots():
+    plan = schedule([5, 3, 1], 8, 4, multiple_of=2)
+    assert plan.num_micro_batches == 2
+    assert [len(plan.micro_batch(0, rank)) for rank in range(4)] == [1, 1, 1, 0]
+    assert not any(len(plan.micro_batch(1, rank)) for rank in range(4))
+    assert plan.work[1].tolist() == [0, 0, 0, 0]
+
+
+def test_a_sequence_that_is_too_long():
+    with pytest.raises(UserError, match="sequence 1 has 9 tokens: over --packing_length 8"):
+        schedule([3, 9], 8, 2)

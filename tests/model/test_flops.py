@@ -1,0 +1,45 @@
+"""Operations of our own model with MTP layers, as torch counts them, against `args.flops`."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from swiftlite import families
+from swiftlite.args.flops import training_flops
+from swiftlite.model.build import build_model
+from tests.tiny import make_tiny_model
+
+LENGTH, NOT_LEARNED = 12, 5
+
+
+@pytest.mark.parametrize("heads_only", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3"])
+def test_operations_with_mtp_layers(family, depth, heads_only, device):
+    hf_config = make_tiny_model(family).config.to_dict()
+    [model] = build_model(
+        families.get(hf_config).transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=torch.float32,
+        mtp_num_layers=depth,
+        heads_only=heads_only,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    tokens_BS = torch.arange(LENGTH)[None]
+    labels_BS = tokens_BS.clone()
+    labels_BS[:, -NOT_LEARNED:] = -100
+    with FlopCounterMode(display=False) as counter:
+        losses = model.train()(tokens_BS, tokens_BS, labels=labels_BS)
+        heads = losses.mtp if heads_only else (losses.main, *losses.mtp)
+        torch.stack([head.loss_BS.sum() for head in heads]).sum().backward()
+    learned = [int((head.prediction_BS >= 0).sum()) for head in (losses.main, *losses.mtp)]
+    assert learned == [LENGTH - NOT_LEARNED - k for k in range(depth + 1)]
+    flops = training_flops(hf_config, depth, heads_only=heads_only)
+    causal = flops.square * (LENGTH**2 + LENGTH)
+    # torch does not count a CPU's attention kernel, which wants keys and values of one size; DeepSeek's take matrix
+    # products, of all pairs.
+    counted = 2 * flops.square * LENGTH**2 if family == "deepseek_v3" else 0
+    assert counter.get_total_flops() == flops.step(LENGTH, LENGTH**2, learned) - causal + counted
