@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
+from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import shard
 from swiftlite.train.objective import Statistics, make_forward_step
@@ -85,57 +87,65 @@ def make_rows(vocab_size: int, changed: int | None = None) -> list[list[Sample]]
 
 
 def run(num_processes: int, jobs: Sequence[Job]) -> list[Result]:
-    """Compute the jobs, in order, in one start of processes."""
-    stores = [open_store() for _ in jobs]
-    ranks = launch(num_processes, compute_all, jobs, [store.port for store in stores])
-    results = []
-    for job, *parts in zip(jobs, *ranks, strict=True):
+    """Compute the jobs in one start of processes, those of one layout in one session."""
+    order = sorted(range(len(jobs)), key=lambda number: _layout(jobs[number]))
+    sessions = [list(same) for _, same in groupby([jobs[number] for number in order], _layout)]
+    stores = [open_store() for _ in sessions]
+    ranks = launch(num_processes, compute_all, sessions, [store.port for store in stores])
+    results: dict[int, Result] = {}
+    for number, *parts in zip(order, *ranks, strict=True):
         losses = next(losses for losses, _ in parts if losses)  # of the last stage
         metrics = parts[0][1]
-        assert all(other == metrics for _, other in parts), f"{job.out_dir}: ranks report different metrics"
-        results.append(Result(losses, metrics, load_file(job.out_dir / "model.safetensors")))
-    return results
+        assert all(other == metrics for _, other in parts), f"{jobs[number].out_dir}: ranks report different metrics"
+        results[number] = Result(losses, metrics, load_file(jobs[number].out_dir / "model.safetensors"))
+    return [results[number] for number in range(len(jobs))]
 
 
-def compute_all(jobs: Sequence[Job], ports: Sequence[int]) -> list[tuple[list[torch.Tensor], dict[str, float]]]:
+def _layout(job: Job) -> list[tuple[str, Any]]:
+    return sorted(job.layout.items())
+
+
+def compute_all(
+    sessions: Sequence[Sequence[Job]], ports: Sequence[int]
+) -> list[tuple[list[torch.Tensor], dict[str, float]]]:
     """What each process does."""
     # megatron-core's router is compiled anew for each length, 5 s; the numbers are the same.
     torch.compiler.set_stance("force_eager")
     results = []
-    for job, port in zip(jobs, ports, strict=True):
+    for jobs, port in zip(sessions, ports, strict=True):
         prepare_session(port)
-        results.append(compute(job))
+        with session(ParallelLayout(**jobs[0].layout), timeout_minutes=2) as device:
+            results += [compute(job, device) for job in jobs]
     return results
 
 
-def compute(job: Job) -> tuple[list[torch.Tensor], dict[str, float]]:
+def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, float]]:
     """One job; losses only on ranks of the last stage."""
     layout = ParallelLayout(**job.layout)
     hf_config = read_config(job.hf_dir)
     family = families.get(hf_config)
     depth = family.mtp_depth(hf_config)
     rows = make_rows(hf_config["vocab_size"], job.changed)
-    with session(layout, timeout_minutes=2) as device:
-        model = build_model(
-            family.transformer_config(hf_config),
-            hf_config,
-            device=device,
-            dtype=torch.float32,
-            mtp_num_layers=depth,
-            layout=layout,
-            recompute=RecomputeArgs(**job.recompute),
-        )
-        load_hf(model, job.hf_dir, family, hf_config)
-        wrapped = wrap_model(model, torch.float32)
-        for chunk in wrapped:
-            chunk.zero_grad_buffer()
-            chunk.config.finalize_model_grads_func = finalize_model_grads
-        if job.is_packed:
-            batches = [pack(row, layout, depth) for row in rows]
-        else:
-            batches = [collate([sample], 0, mtp_num_layers=depth) for row in rows for sample in row]
-        losses, statistics = forward_backward(wrapped, batches, layout, depth)
-        _save_gradients(wrapped, model, job.out_dir, family, hf_config)
+    model = build_model(
+        family.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=torch.float32,
+        mtp_num_layers=depth,
+        layout=layout,
+        recompute=RecomputeArgs(**job.recompute),
+    )
+    load_hf(model, job.hf_dir, family, hf_config)
+    wrapped = wrap_model(model, torch.float32)
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    if job.is_packed:
+        batches = [pack(row, layout, depth) for row in rows]
+    else:
+        batches = [collate([sample], 0, mtp_num_layers=depth) for row in rows for sample in row]
+    losses, statistics = forward_backward(wrapped, batches, layout, depth)
+    _save_gradients(wrapped, model, job.out_dir, family, hf_config)
     if job.is_packed and losses:
         losses = [
             part for row, batch, loss in zip(rows, batches, losses, strict=True) for part in split(loss, batch, row)
