@@ -146,6 +146,7 @@ class Trainer:
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.model),
                 num_microbatches=len(batches),
+                # Of no consequence: stages tell each other the shape of every micro-batch (`variable_seq_lengths`).
                 seq_length=batches[0].position_ids_BS.size(1),
                 micro_batch_size=batches[0].position_ids_BS.size(0),
                 forward_only=forward_only,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file
+from torch.distributed import ProcessGroup
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
@@ -28,6 +29,7 @@ from swiftlite.model.gpt import Losses
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import shard
+from swiftlite.train.exchange import broadcast, stage_fields
 from swiftlite.train.objective import Statistics, make_forward_step
 from swiftlite.train.optim import wrap_model
 from swiftlite.train.ranks import whole_rows
@@ -47,6 +49,7 @@ class Job:
     Attributes:
         is_packed: the rows of ROWS; otherwise one sample after the other, without padding.
         changed: number of the sample whose tokens are all others, and its labels with them; None changes nothing.
+        one_reader: only the first rank has the samples; the others get what they use from it.
         layout, recompute: options by name.
     """
 
@@ -54,6 +57,7 @@ class Job:
     out_dir: Path
     is_packed: bool = True
     changed: int | None = None
+    one_reader: bool = False
     layout: dict[str, Any] = field(default_factory=dict)
     recompute: dict[str, Any] = field(default_factory=dict)
 
@@ -126,6 +130,14 @@ def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, flo
     family = families.get(hf_config)
     depth = family.mtp_depth(hf_config)
     rows = make_rows(hf_config["vocab_size"], job.changed)
+    if job.one_reader:
+        rows = broadcast(
+            rows if torch.distributed.get_rank() == 0 else None,
+            stage_fields(layout, depth),
+            pipeline_group=cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group()),
+            stage_group=cast(ProcessGroup, parallel_state.get_tensor_and_context_parallel_group()),
+            device=device.torch_device,
+        )
     model = build_model(
         family.transformer_config(hf_config),
         hf_config,
