@@ -9,7 +9,7 @@ import torch
 
 from swiftlite.data.batch import collate_packed
 from swiftlite.model.context_parallel import describe_packed
-from tests.model.test_logits import load_megatron
+from tests.model.test_logits import ROPES, load_megatron
 from tests.parallel.packing import LONGEST, ROWS, Job, Result, make_rows, run
 from tests.tiny import make_tiny_hf
 
@@ -62,6 +62,9 @@ def results(tmp_path_factory) -> dict[tuple, Result]:
         else:
             add(2, "PP2xVPP2", layout=VPP2)
             add(2, "CP2, changed", layout=LAYOUTS["CP2"], changed=CHANGED)
+    longrope = make_tiny_hf(root / "longrope", "llama", 1, rope_parameters=ROPES["longrope"], **SIZES)
+    jobs[1]["longrope", 1, "one by one"] = Job(longrope, longrope / "one by one", is_packed=False)
+    jobs[2]["longrope", 1, "CP2"] = Job(longrope, longrope / "CP2", layout=LAYOUTS["CP2"])
     return {
         key: result
         for num_processes, chosen in jobs.items()
@@ -100,6 +103,13 @@ def test_losses_of_a_dense_model_are_the_same_bits(results, family, depth):
     alone, packed = results[family, depth, "one by one"], results[family, depth, "packed"]
     compared = [torch.equal(*pair) for pair in zip(packed.losses, alone.losses, strict=True) if pair[0].size(1) > 12]
     assert compared == [True] * 3
+
+
+def test_frequencies_that_depend_on_the_length(results):
+    """On that of the sequence, not on that of the longest in its row: one is beyond the 32 original positions."""
+    alone, packed = results["longrope", 1, "one by one"], results["longrope", 1, "CP2"]
+    assert_same_losses(packed, alone)
+    assert_same_gradients(packed, alone)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
