@@ -85,8 +85,13 @@ def _product(names: Sequence[str], layout: ParallelLayout) -> int:
 
 def length_multiple(layout: ParallelLayout) -> int:
     """What the length of a row must be a multiple of, so that every rank gets an equal part."""
-    halves = 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
-    return halves * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    return sequence_multiple(layout) * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+
+
+def sequence_multiple(layout: ParallelLayout) -> int:
+    """What the length of a sequence in a packed row must be a multiple of: context-parallel ranks hold two chunks of
+    each."""
+    return 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
 
 
 def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[int]:

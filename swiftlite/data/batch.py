@@ -1,13 +1,14 @@
-"""`Batch`: samples side by side as tensors, padded on the right, with labels shifted to where they are predicted.
+"""`Batch`: samples as tensors, side by side in padded rows or one after the other in a packed row, with labels shifted
+to where they are predicted.
 
-A batch carries what each MTP depth sees and predicts as well, shifted here, on whole rows: what comes later may cut the
-rows over context-parallel ranks.
+A batch carries what each MTP depth sees and predicts as well, shifted here, inside each sequence and on whole rows:
+what comes later may cut the rows over context-parallel ranks.
 
-Shape suffixes: K the trunk and each MTP depth, B samples of the micro-batch, S longest sample, rounded up.
+Shape suffixes: K the trunk and each MTP depth, B rows of the micro-batch, S tokens of a row.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,31 +19,41 @@ NO_SAMPLE = Sample(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.
 """Fills a batch up where rows run out: nothing but padding, no label."""
 
 
-def shift_left(tensor_BS: torch.Tensor, fill: float) -> torch.Tensor:
-    """What stands one token later: result[b, s] = tensor[b, s + 1], and `fill` at the end of the row."""
+def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """What stands one token later, result[b, s] = tensor[b, s + 1], and `fill` at the end of each sequence.
+
+    Args:
+        cu_seqlens: of a packed row; without, each row is one sequence.
+    """
     shifted = tensor_BS.roll(-1, dims=1)
-    shifted[:, -1] = fill
+    shifted[:, -1 if cu_seqlens is None else cu_seqlens[1:].long() - 1] = fill
     return shifted
 
 
-def ahead(tensor_BS: torch.Tensor, mtp_num_layers: int, fill: float) -> torch.Tensor:
-    """[K, B, S]: the tensor itself for the trunk, and for MTP depth k what stands k tokens later."""
+def ahead(
+    tensor_BS: torch.Tensor, mtp_num_layers: int, fill: float, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[K, B, S]: the tensor itself for the trunk, and for MTP depth k what stands k tokens later in its sequence."""
     views = [tensor_BS]
     for _ in range(mtp_num_layers):
-        views.append(shift_left(views[-1], fill))
+        views.append(shift_left(views[-1], fill, cu_seqlens))
     return torch.stack(views)
 
 
 @dataclass
 class Batch:
-    """One micro-batch.
+    """One micro-batch: padded rows of one sample each, or one packed row [1, S].
 
     Attributes:
         tokens_KBS: int64; the pad token after the end of a sample.
-        labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1, -100 where that does not train.
+        labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1 of the same sample, -100 where that does not
+            train or there is none.
         loss_scale_KBS: float32; weight of `labels[k, b, s]`, 0 where that is -100.
-        position_ids_BS: int64; 0, 1, 2, ... in every row.
+        position_ids_BS: int64; 0, 1, 2, ... in every sequence.
         num_tokens: tokens without padding.
+        cu_seqlens: of a packed row, int32 [num_sequences + 1], on the host, since shapes follow from it: where each
+            sequence starts in the whole row, its padding counted, and S. Stays so when the row is cut over ranks. None:
+            the rows are padded.
     """
 
     tokens_KBS: torch.Tensor
@@ -50,44 +61,94 @@ class Batch:
     loss_scale_KBS: torch.Tensor
     position_ids_BS: torch.Tensor
     num_tokens: int
+    cu_seqlens: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch with each of its tensors replaced: moved to a device, cut along the last axis."""
-        return Batch(
-            function(self.tokens_KBS),
-            function(self.labels_KBS),
-            function(self.loss_scale_KBS),
-            function(self.position_ids_BS),
-            self.num_tokens,
+        """The batch with its tensors of one entry per token replaced: moved to a device, cut along the last axis."""
+        return replace(
+            self,
+            tokens_KBS=function(self.tokens_KBS),
+            labels_KBS=function(self.labels_KBS),
+            loss_scale_KBS=function(self.loss_scale_KBS),
+            position_ids_BS=function(self.position_ids_BS),
         )
 
 
 def collate(
     samples: Sequence[Sample], pad_token_id: int, *, mtp_num_layers: int = 0, pad_to_multiple_of: int = 1
 ) -> Batch:
-    """Pad to the longest sample, rounded up to a multiple, and shift labels and weights by one.
+    """One row per sample, padded to the longest, rounded up to a multiple.
 
     Args:
         samples: at least one.
         pad_token_id: any token of the vocabulary; causal attention keeps samples from seeing what follows them.
         pad_to_multiple_of: so that ranks can share rows by position (`args.layout.length_multiple`).
     """
-    longest = max(1, max(map(len, samples)))
-    length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
-    shape = (len(samples), length)
-    tokens = np.full(shape, pad_token_id, np.int64)
-    labels = np.full(shape, IGNORED, np.int64)
-    loss_scale = np.zeros(shape, np.float32)
-    for row, sample in enumerate(samples):
-        num_tokens = len(sample)
-        tokens[row, :num_tokens] = sample.input_ids
-        if num_tokens > 1:
-            labels[row, : num_tokens - 1] = sample.labels[1:]
-            loss_scale[row, : num_tokens - 1] = np.where(sample.labels[1:] == IGNORED, 0, sample.loss_scale[1:])
+    length = _round_up(max(1, max(map(len, samples))), pad_to_multiple_of)
+    starts = range(0, len(samples) * length, length)
+    position_ids_BS = torch.arange(length).repeat(len(samples), 1)
+    return _lay_out(samples, starts, position_ids_BS, pad_token_id, mtp_num_layers)
+
+
+def collate_packed(
+    samples: Sequence[Sample],
+    pad_token_id: int,
+    *,
+    mtp_num_layers: int = 0,
+    pad_each_to_multiple_of: int = 1,
+    pad_to_multiple_of: int = 1,
+) -> Batch:
+    """One row of all samples, each a sequence padded for itself; what fills the row up is a sequence of its own.
+
+    Args:
+        samples: none gives a row of padding.
+        pad_token_id: any token of the vocabulary; no other sequence sees it.
+        pad_each_to_multiple_of: so that context-parallel ranks can share each sequence
+            (`args.layout.sequence_multiple`).
+        pad_to_multiple_of: of the row, a multiple of the former (`args.layout.length_multiple`).
+    """
+    assert pad_to_multiple_of % pad_each_to_multiple_of == 0
+    lengths = [_round_up(len(sample), pad_each_to_multiple_of) for sample in samples]
+    num_tokens = sum(lengths)
+    if rest := _round_up(max(1, num_tokens), pad_to_multiple_of) - num_tokens:
+        lengths.append(rest)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    starts, num_repeats = cu_seqlens[:-1], cu_seqlens.diff()
+    position_ids_BS = (torch.arange(sum(lengths)) - starts.repeat_interleave(num_repeats))[None]
+    return _lay_out(samples, starts.tolist(), position_ids_BS, pad_token_id, mtp_num_layers, cu_seqlens.int())
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _lay_out(
+    samples: Sequence[Sample],
+    starts: Sequence[int],
+    position_ids_BS: torch.Tensor,
+    pad_token_id: int,
+    mtp_num_layers: int,
+    cu_seqlens: torch.Tensor | None = None,
+) -> Batch:
+    """Each sample at its start, counted over all rows one after the other, and padding around them."""
+    num_tokens = position_ids_BS.numel()
+    tokens = np.full(num_tokens, pad_token_id, np.int64)
+    labels = np.full(num_tokens, IGNORED, np.int64)
+    loss_scale = np.zeros(num_tokens, np.float32)
+    for start, sample in zip(starts, samples, strict=False):  # a packed row may have one more, for its padding
+        here = slice(start, start + len(sample))
+        tokens[here] = sample.input_ids
+        labels[here] = sample.labels
+        loss_scale[here] = np.where(sample.labels == IGNORED, 0, sample.loss_scale)
+
+    def rows(array: np.ndarray, num_shifts: int, fill: float) -> torch.Tensor:
+        return ahead(torch.from_numpy(array).view_as(position_ids_BS), num_shifts, fill, cu_seqlens)
+
     return Batch(
-        ahead(torch.from_numpy(tokens), mtp_num_layers, fill=0),
-        ahead(torch.from_numpy(labels), mtp_num_layers, fill=IGNORED),
-        ahead(torch.from_numpy(loss_scale), mtp_num_layers, fill=0),
-        torch.arange(length).repeat(len(samples), 1),
+        rows(tokens, mtp_num_layers, fill=0),
+        rows(labels, mtp_num_layers + 1, fill=IGNORED)[1:],
+        rows(loss_scale, mtp_num_layers + 1, fill=0)[1:],
+        position_ids_BS,
         sum(map(len, samples)),
+        cu_seqlens,
     )

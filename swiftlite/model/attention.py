@@ -25,7 +25,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.model.context_parallel import Segment, causal_segments, gather_sequence, sequence_lengths
+from swiftlite.model.context_parallel import (
+    Segment,
+    causal_segments,
+    gather_sequence,
+    padded_cu_seqlens,
+    sequence_lengths,
+)
 
 
 @cache
@@ -110,8 +116,7 @@ class CoreAttention(MegatronModule):
         group, cu_seqlens = self.cp_group, None
         if packed_seq_params is not None:
             assert packed_seq_params.qkv_format == "thd"
-            padded = packed_seq_params.cu_seqlens_q_padded
-            cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
+            cu_seqlens = padded_cu_seqlens(packed_seq_params)
             group = packed_seq_params.cp_group or group
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
         elif group.size() == 1:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 
 
 class Segment(NamedTuple):
@@ -27,6 +28,30 @@ class Segment(NamedTuple):
 def sequence_lengths(num_tokens: int, cu_seqlens: torch.Tensor | None = None) -> tuple[int, ...]:
     """Lengths of the sequences of a whole row; one of all its tokens without `cu_seqlens`."""
     return (num_tokens,) if cu_seqlens is None else tuple(cu_seqlens.diff().tolist())
+
+
+def describe_packed(cu_seqlens: torch.Tensor | None) -> PackedSeqParams | None:
+    """megatron-core's descriptor of a packed row, None of padded rows.
+
+    Args:
+        cu_seqlens: with padding, as all that cuts or attends wants it; on the host, where each layer reads it.
+    """
+    if cu_seqlens is None:
+        return None
+    longest = int(cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def padded_cu_seqlens(packed: PackedSeqParams) -> torch.Tensor:
+    """Where the sequences of a packed row start: with their padding, if the descriptor tells that apart."""
+    padded = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded
 
 
 def _chunk_length(length: int, size: int) -> int:

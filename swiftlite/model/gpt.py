@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel as McoreGPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.data.batch import ahead
+from swiftlite.model.context_parallel import padded_cu_seqlens
 from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, token_loss
 from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
@@ -81,6 +83,7 @@ class GPTModel(McoreGPTModel):
         labels: torch.Tensor | None = None,
         mtp_input_ids: Sequence[torch.Tensor] | torch.Tensor | None = None,
         mtp_labels: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Logits | Losses | torch.Tensor:
         """The stages that this rank holds; on a model that is not split, all four.
 
@@ -89,29 +92,36 @@ class GPTModel(McoreGPTModel):
             position_ids: [B, S].
             attention_mask: None is causal; rows are padded at the end, so nothing else is needed.
             labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where nothing is to be learned.
-            mtp_input_ids: [B, S] for each depth k, the token at s + k. Unset: `input_ids` shifted, which is right
-                unless context-parallel ranks share the row.
+            mtp_input_ids: [B, S] for each depth k, the token at s + k. Unset: `input_ids` shifted inside each sequence,
+                which is right unless context-parallel ranks share the row.
             mtp_labels: [B, S] for each depth k, the token at s + k + 1; unset as above.
+            packed_seq_params: of a packed row, B = 1: its sequences, none of which sees another.
 
         Returns:
             On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
         """
         depth = self.config.mtp_num_layers or 0
-        mtp_input_ids = list(ahead(input_ids, depth, fill=0)[1:] if mtp_input_ids is None else mtp_input_ids)
+        cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
+        if mtp_input_ids is None:
+            mtp_input_ids = ahead(input_ids, depth, 0, cu_seqlens)[1:]
         head_labels = None
         if labels is not None:
-            head_labels = [labels, *(ahead(labels, depth, IGNORE_INDEX)[1:] if mtp_labels is None else mtp_labels)]
+            if mtp_labels is None:
+                mtp_labels = ahead(labels, depth, IGNORE_INDEX, cu_seqlens)[1:]
+            head_labels = [labels, *mtp_labels]
         # Behind the MTP stage there is no trunk left, only states that pass through to the loss.
         is_behind_mtp = bool(depth) and self.post_process and not self.mtp_process
         is_frozen = self.heads_only and not is_behind_mtp
         with torch.no_grad() if is_frozen else nullcontext():
-            hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids)
-            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, attention_mask)
+            hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids, packed_seq_params)
+            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, attention_mask, packed_seq_params)
         if is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
         states_SBH = [hidden_SBH]
         if self.mtp_process:
-            states_SBH += self.forward_mtp(hidden_SBH, mtp_input_ids, position_ids, rotary_pos_emb, attention_mask)
+            states_SBH += self.forward_mtp(
+                hidden_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
+            )
         elif is_behind_mtp:
             states_SBH = list(hidden_SBH.chunk(1 + depth))
         if not self.post_process:
@@ -119,13 +129,20 @@ class GPTModel(McoreGPTModel):
         return self.forward_postprocess(states_SBH, head_labels)
 
     def forward_preprocess(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Embeddings [S, B, H], on the first pipeline stage, and rotary angles [S, 1, 1, D].
+        """Embeddings [S, B, H], on the first pipeline stage, and rotary angles: [S, 1, 1, D], or of a packed row
+        `RotaryEmbedding.packed`.
 
         With latent attention there are no angles here: its layers make their own.
         """
-        hidden_SBH, rotary_pos_emb, *_ = self._preprocess(input_ids=input_ids, position_ids=position_ids)
+        hidden_SBH, rotary_pos_emb, *_ = self._preprocess(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            packed_seq_params=packed_seq_params,  # pyright: ignore[reportArgumentType]: None upstream too
+        )
+        if packed_seq_params is not None and rotary_pos_emb is not None:
+            rotary_pos_emb = self.rotary_pos_emb.packed(padded_cu_seqlens(packed_seq_params))
         return hidden_SBH, rotary_pos_emb
 
     def forward_decoder(
@@ -133,13 +150,19 @@ class GPTModel(McoreGPTModel):
         hidden_SBH: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """The trunk's states [S, B, H] after this stage's layers; after the last layer, also after the final norm.
 
         Args:
             hidden_SBH: embeddings; on later pipeline stages None, they take what `set_input_tensor` was given.
         """
-        return self.decoder(hidden_states=hidden_SBH, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
+        return self.decoder(
+            hidden_states=hidden_SBH,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+        )
 
     def forward_mtp(
         self,
@@ -148,6 +171,7 @@ class GPTModel(McoreGPTModel):
         position_ids: torch.Tensor,
         rotary_pos_emb: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> list[torch.Tensor]:
         """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1."""
         states = []
@@ -158,6 +182,7 @@ class GPTModel(McoreGPTModel):
                 hidden_states=hidden_SBH,
                 attention_mask=attention_mask,
                 rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
                 embedding=self.embedding,
             )
             states.append(hidden_SBH)

@@ -23,6 +23,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention as
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
 
+from swiftlite.model.context_parallel import padded_cu_seqlens
 from swiftlite.model.norm import RMSNorm
 from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.runtime.compat import ROTARY_IN_PAIRS
@@ -85,11 +86,15 @@ class MLASelfAttention(McoreMLASelfAttention):
         assert inference_context is None
         assert inference_params is None
         config = self.config
-        rotary_seq_len = self.rotary_pos_emb.get_rotary_seq_len(
-            *(None, None, hidden_states, config, packed_seq_params)  # pyright: ignore[reportArgumentType]
-        )
-        rotary_pos_emb = self.rotary_pos_emb(rotary_seq_len, packed_seq=packed_seq_params is not None)
-        cu_seqlens = None if packed_seq_params is None else _cu_seqlens(packed_seq_params)
+        cu_seqlens = None
+        if packed_seq_params is None:
+            rotary_seq_len = self.rotary_pos_emb.get_rotary_seq_len(
+                *(None, None, hidden_states, config)  # pyright: ignore[reportArgumentType]
+            )
+            rotary_pos_emb = self.rotary_pos_emb(rotary_seq_len)
+        else:
+            cu_seqlens = padded_cu_seqlens(packed_seq_params)
+            rotary_pos_emb = self.rotary_pos_emb.packed(cu_seqlens)
 
         query_latent = hidden_states
         if config.q_lora_rank is not None:
@@ -159,8 +164,3 @@ class MLASelfAttention(McoreMLASelfAttention):
             cp_group=self.pg_collection.cp,
             **ROTARY_IN_PAIRS,
         )
-
-
-def _cu_seqlens(packed: PackedSeqParams) -> torch.Tensor:
-    padded = packed.cu_seqlens_q_padded
-    return packed.cu_seqlens_q if padded is None else padded

@@ -11,6 +11,9 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from swiftlite.errors import UserError
 from swiftlite.model.rope_config import rope_config
 
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Types of rotary embedding whose frequencies depend on the length of the sequence."""
+
 
 class RotaryEmbedding(McoreRotaryEmbedding):
     """megatron-core's rotary embedding whose frequencies come from transformers' init functions.
@@ -44,8 +47,17 @@ class RotaryEmbedding(McoreRotaryEmbedding):
             return Glm4MoeRotaryEmbedding.compute_default_rope_parameters(self.hf)  # type: ignore[arg-type]
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=seq_len)
 
+    def packed(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """Angles for the sequences of a packed row, as megatron-core's layers take them: of the longest,
+        [max_seqlen, 1, 1, D], each sequence starting at its first; or of the whole row, [T, 1, 1, D], where a
+        sequence's frequencies depend on its own length (rope_utils.py:206 of 0.16.1)."""
+        lengths = [length for length in cu_seqlens.diff().tolist() if length]
+        if self.rope_type in LENGTH_DEPENDENT:
+            return torch.cat([self(length, packed_seq=True) for length in lengths])
+        return self(max(lengths), packed_seq=True)
+
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Angles [max_seq_len, D / 2]. Only `dynamic` and `longrope` depend on the length of the row."""
-        if self.rope_type in ("dynamic", "longrope"):
+        """Angles [max_seq_len, D / 2]."""
+        if self.rope_type in LENGTH_DEPENDENT:
             self.inv_freq = self._init_frequencies(seq_len=max_seq_len)[0].to(self.inv_freq.device)
         return super().get_freqs_non_repeated(max_seq_len, offset)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -10,6 +11,12 @@ from swiftlite.args.plan import Plan
 from swiftlite.data.batch import NO_SAMPLE, Batch, collate
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
+from swiftlite.model.context_parallel import shard_sequence
+
+
+def shard(batch: Batch, rank: int, size: int) -> Batch:
+    """The part of a batch that context-parallel rank `rank` of `size` computes: the zigzag of each sequence."""
+    return batch.map(partial(shard_sequence, dim=-1, rank=rank, size=size, cu_seqlens=batch.cu_seqlens))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 from megatron.core import parallel_state
 
 from swiftlite.data.batch import Batch, shift_left
+from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.train.ranks import from_last_stage, whole_rows
@@ -48,18 +49,21 @@ class Statistics:
         self.rows = rows
 
     @staticmethod
-    def of(losses: Losses, loss_scale_KBS: torch.Tensor) -> "Statistics":
+    def of(losses: Losses, loss_scale_KBS: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> "Statistics":
         """The sums of one micro-batch, float64 [1 + mtp_num_layers, 3].
 
         Only losses are local: predictions are compared on whole rows, and counted by the first context-parallel rank.
+
+        Args:
+            cu_seqlens: as in `Batch`.
         """
         counts_here = parallel_state.get_context_parallel_rank() == 0
         rows = []
-        trunk_BS = whole_rows(losses.main.prediction_BS)
+        trunk_BS = whole_rows(losses.main.prediction_BS, cu_seqlens)
         for depth, (head, weight_BS) in enumerate(zip((losses.main, *losses.mtp), loss_scale_KBS, strict=True)):
             if depth > 0:
-                trunk_BS = shift_left(trunk_BS, fill=-1)
-            prediction_BS = whole_rows(head.prediction_BS)
+                trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=cu_seqlens)
+            prediction_BS = whole_rows(head.prediction_BS, cu_seqlens)
             valid_BS = prediction_BS != -1
             hits_BS = valid_BS & (prediction_BS == trunk_BS)
             loss = (head.loss_BS.detach() * weight_BS).sum().double()
@@ -109,12 +113,13 @@ def make_forward_step(coefficients: Sequence[float]) -> Callable:
             labels=batch.labels_KBS[0],
             mtp_input_ids=batch.tokens_KBS[1:],
             mtp_labels=batch.labels_KBS[1:],
+            packed_seq_params=describe_packed(batch.cu_seqlens),
         )
 
         def loss_func(losses: Losses):
             num_tokens = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()
             total = total_loss(losses, batch.loss_scale_KBS, coefficients)
-            return total, num_tokens, Statistics.of(losses, batch.loss_scale_KBS)
+            return total, num_tokens, Statistics.of(losses, batch.loss_scale_KBS, batch.cu_seqlens)
 
         return output, loss_func
 

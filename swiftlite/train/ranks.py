@@ -9,14 +9,18 @@ from megatron.core import parallel_state
 from swiftlite.model.context_parallel import unshard_sequence
 
 
-def whole_rows(tensor_BS: torch.Tensor) -> torch.Tensor:
-    """Rows of which context-parallel ranks hold parts, put together again on each."""
+def whole_rows(tensor_BS: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows of which context-parallel ranks hold parts, put together again on each.
+
+    Args:
+        cu_seqlens: of the whole row if it is a packed one.
+    """
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:
         return tensor_BS
     parts = [torch.empty_like(tensor_BS) for _ in range(size)]
     dist.all_gather(parts, tensor_BS.contiguous(), group=parallel_state.get_context_parallel_group())
-    return unshard_sequence(parts, dim=-1)
+    return unshard_sequence(parts, -1, cu_seqlens)
 
 
 def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:

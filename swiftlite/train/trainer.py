@@ -19,8 +19,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from swiftlite.args.plan import Plan, Schedule
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
-from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.runtime.device import Device
+from swiftlite.train.batches import shard
 from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.objective import Statistics, count_targets, make_forward_step, mtp_coefficients
 from swiftlite.train.ranks import largest
@@ -146,6 +146,7 @@ class Trainer:
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.model),
                 num_microbatches=len(batches),
+                # Of no consequence: stages tell each other the shape of every micro-batch (`variable_seq_lengths`).
                 seq_length=batches[0].position_ids_BS.size(1),
                 micro_batch_size=batches[0].position_ids_BS.size(0),
                 forward_only=forward_only,
@@ -155,9 +156,8 @@ class Trainer:
     def _on_this_rank(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """On the device, and of each row the part that this context-parallel rank computes."""
         size, rank = self.plan.layout.context_parallel_size, parallel_state.get_context_parallel_rank()
-        shard = partial(shard_sequence, dim=-1, rank=rank, size=size)
         move = partial(torch.Tensor.to, device=self.device.torch_device, non_blocking=True)
-        return (batch.map(shard).map(move) for batch in batches)
+        return (shard(batch, rank, size).map(move) for batch in batches)
 
     def _sum_over_data_parallel(self, value: int) -> int:
         total = torch.tensor(value, device=self.device.torch_device)

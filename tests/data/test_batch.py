@@ -1,8 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from swiftlite.data.batch import NO_SAMPLE, collate
+from swiftlite.data.batch import NO_SAMPLE, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
 
 LONG = make_sample([5, 6, 7, 8], np.array([0, 0, 0.5, 2]))
@@ -70,3 +74,71 @@ def test_each_mtp_depth_sees_and_predicts_one_token_later():
     assert batch.tokens_KBS[:, 0].tolist() == [[5, 6, 7, 8], [6, 7, 8, 0], [7, 8, 0, 0]]
     assert batch.labels_KBS[:, 0].tolist() == [[6, -100, 8, -100], [-100, 8, -100, -100], [8, -100, -100, -100]]
     assert batch.loss_scale_KBS[:, 0].tolist() == [[1, 0, 2, 0], [0, 2, 0, 0], [2, 0, 0, 0]]
+
+
+def test_a_packed_row_by_hand():
+    """Each sequence is padded to 2, the row to 12, by a sequence of padding."""
+    samples = [LONG, SHORT, make_sample([11], [1])]
+    batch = collate_packed(samples, 3, mtp_num_layers=1, pad_each_to_multiple_of=2, pad_to_multiple_of=6)
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.tolist() == [0, 4, 6, 8, 12]
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.tokens_KBS[:, 0].tolist() == [
+        [5, 6, 7, 8, 9, 10, 11, 3, 3, 3, 3, 3],
+        [6, 7, 8, 0, 10, 0, 3, 0, 3, 3, 3, 0],
+    ]
+    no = -100
+    assert batch.labels_KBS[:, 0].tolist() == [
+        [no, 7, 8, no, 10, no, no, no, no, no, no, no],
+        [7, 8, no, no, no, no, no, no, no, no, no, no],
+    ]
+    assert batch.loss_scale_KBS[:, 0].tolist() == [
+        [0, 0.5, 2, 0, 1, 0, 0, 0, 0, 0, 0, 0],
+        [0.5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 0, 1, 2, 3]]
+    assert batch.num_tokens == 7
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=6),
+    depth=st.integers(0, 3),
+    each=st.sampled_from([1, 2, 4]),
+    tensor_parallel=st.sampled_from([1, 2, 3]),
+)
+def test_a_packed_row_is_its_samples_one_after_the_other(lengths, depth, each, tensor_parallel):
+    random = np.random.RandomState(0)
+    samples = [make_sample(random.randint(1, 99, n), random.choice([0.0, 0.5, 1.0], n)) for n in lengths]
+    row = collate_packed(
+        samples, 0, mtp_num_layers=depth, pad_each_to_multiple_of=each, pad_to_multiple_of=each * tensor_parallel
+    )
+    assert row.cu_seqlens is not None
+    bounds = row.cu_seqlens.tolist()
+    total = row.position_ids_BS.numel()
+    assert total >= 1
+    assert total % (each * tensor_parallel) == 0
+    assert bounds[0] == 0
+    assert bounds[-1] == total
+    assert all((end - start) % each == 0 for start, end in itertools.pairwise(bounds))
+    assert len(bounds) - 1 - len(samples) in (0, 1)
+    assert row.num_tokens == sum(lengths)
+    for sample, start, end in zip(samples, bounds, bounds[1:], strict=False):
+        if end > start:
+            alone = collate([sample], 0, mtp_num_layers=depth, pad_to_multiple_of=each)
+            part = row.map(lambda tensor, start=start, end=end: tensor[..., start:end])
+            for name in ("tokens_KBS", "labels_KBS", "loss_scale_KBS", "position_ids_BS"):
+                assert torch.equal(vars(part)[name], vars(alone)[name])
+    # What is left over is padding that trains nothing.
+    rest = row.map(lambda tensor: tensor[..., bounds[len(samples)] :])
+    assert rest.labels_KBS.eq(-100).all()
+    assert rest.loss_scale_KBS.eq(0).all()
+    assert rest.tokens_KBS.eq(0).all()
+
+
+def test_a_packed_row_of_nothing():
+    for samples in ([], [NO_SAMPLE], [NO_SAMPLE, NO_SAMPLE]):
+        batch = collate_packed(samples, 3, mtp_num_layers=1, pad_each_to_multiple_of=4, pad_to_multiple_of=8)
+        assert batch.cu_seqlens is not None
+        assert set(batch.cu_seqlens.tolist()) == {0, 8}
+        assert batch.labels_KBS.eq(-100).all()
+        assert batch.num_tokens == 0

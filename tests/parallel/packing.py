@@ -1,0 +1,213 @@
+"""Samples one by one on one process, and the same samples in packed rows at a layout: what `test_packing.py` compares.
+
+`run` computes many jobs in one start of processes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from safetensors.torch import load_file
+from torch.distributed import ProcessGroup
+
+from swiftlite import families
+from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.args.layout import length_multiple, sequence_multiple
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.transfer import load_hf
+from swiftlite.data.batch import Batch, collate, collate_packed
+from swiftlite.data.sample import Sample, make_sample
+from swiftlite.model.build import build_model
+from swiftlite.model.gpt import Losses
+from swiftlite.runtime.device import Device
+from swiftlite.runtime.distributed import session
+from swiftlite.train.batches import shard
+from swiftlite.train.exchange import broadcast, stage_fields
+from swiftlite.train.objective import Statistics, make_forward_step
+from swiftlite.train.optim import wrap_model
+from swiftlite.train.ranks import whole_rows
+from tests.parallel.launch import launch, open_store, prepare_session
+from tests.parallel.parity import _save_gradients
+
+LONGEST = 64
+"""Of the tiny models: their max_position_embeddings."""
+# Rows of different lengths, an even number: two stages with two virtual ones each need that.
+ROWS = [[1, 13, 24], [7], [LONGEST, 2, 1, 5, 9], [3, 3]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Forward and backward over all samples.
+
+    Attributes:
+        is_packed: the rows of ROWS; otherwise one sample after the other, without padding.
+        changed: number of the sample whose tokens are all others, and its labels with them; None changes nothing.
+        one_reader: only the first rank has the samples; the others get what they use from it.
+        layout, recompute: options by name.
+    """
+
+    hf_dir: Path
+    out_dir: Path
+    is_packed: bool = True
+    changed: int | None = None
+    one_reader: bool = False
+    layout: dict[str, Any] = field(default_factory=dict)
+    recompute: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job left behind.
+
+    Attributes:
+        losses: of each sample, [K, length], float32: the trunk's loss per token, then each depth's.
+        metrics: of all samples together, as a training step reports them.
+        gradients: by HF name.
+    """
+
+    losses: list[torch.Tensor]
+    metrics: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+
+
+def make_rows(vocab_size: int, changed: int | None = None) -> list[list[Sample]]:
+    """Samples that train on most of their tokens, the weights not all the same."""
+    random, number, rows = np.random.RandomState(0), 0, []
+    for lengths in ROWS:
+        rows.append([])
+        for length in lengths:
+            ids = random.randint(0, vocab_size, length)
+            weights = random.choice([0.0, 0.5, 1.0, 1.0], length)
+            rows[-1].append(make_sample((ids + (number == changed)) % vocab_size, weights))
+            number += 1
+    return rows
+
+
+def run(num_processes: int, jobs: Sequence[Job]) -> list[Result]:
+    """Compute the jobs in one start of processes, those of one layout in one session."""
+    order = sorted(range(len(jobs)), key=lambda number: _layout(jobs[number]))
+    sessions = [list(same) for _, same in groupby([jobs[number] for number in order], _layout)]
+    stores = [open_store() for _ in sessions]
+    ranks = launch(num_processes, compute_all, sessions, [store.port for store in stores])
+    results: dict[int, Result] = {}
+    for number, *parts in zip(order, *ranks, strict=True):
+        losses = next(losses for losses, _ in parts if losses)  # of the last stage
+        metrics = parts[0][1]
+        assert all(other == metrics for _, other in parts), f"{jobs[number].out_dir}: ranks report different metrics"
+        results[number] = Result(losses, metrics, load_file(jobs[number].out_dir / "model.safetensors"))
+    return [results[number] for number in range(len(jobs))]
+
+
+def _layout(job: Job) -> list[tuple[str, Any]]:
+    return sorted(job.layout.items())
+
+
+def compute_all(
+    sessions: Sequence[Sequence[Job]], ports: Sequence[int]
+) -> list[tuple[list[torch.Tensor], dict[str, float]]]:
+    """What each process does."""
+    # megatron-core's router is compiled anew for each length, 5 s; the numbers are the same.
+    torch.compiler.set_stance("force_eager")
+    results = []
+    for jobs, port in zip(sessions, ports, strict=True):
+        prepare_session(port)
+        with session(ParallelLayout(**jobs[0].layout), timeout_minutes=2) as device:
+            results += [compute(job, device) for job in jobs]
+    return results
+
+
+def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """One job; losses only on ranks of the last stage."""
+    layout = ParallelLayout(**job.layout)
+    hf_config = read_config(job.hf_dir)
+    family = families.get(hf_config)
+    depth = family.mtp_depth(hf_config)
+    rows = make_rows(hf_config["vocab_size"], job.changed)
+    if job.one_reader:
+        rows = broadcast(
+            rows if torch.distributed.get_rank() == 0 else None,
+            stage_fields(layout, depth),
+            pipeline_group=cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group()),
+            stage_group=cast(ProcessGroup, parallel_state.get_tensor_and_context_parallel_group()),
+            device=device.torch_device,
+        )
+    model = build_model(
+        family.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=torch.float32,
+        mtp_num_layers=depth,
+        layout=layout,
+        recompute=RecomputeArgs(**job.recompute),
+    )
+    load_hf(model, job.hf_dir, family, hf_config)
+    wrapped = wrap_model(model, torch.float32)
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    if job.is_packed:
+        batches = [pack(row, layout, depth) for row in rows]
+    else:
+        batches = [collate([sample], 0, mtp_num_layers=depth) for row in rows for sample in row]
+    losses, statistics = forward_backward(wrapped, batches, layout, depth)
+    _save_gradients(wrapped, model, job.out_dir, family, hf_config)
+    if job.is_packed and losses:
+        losses = [
+            part for row, batch, loss in zip(rows, batches, losses, strict=True) for part in split(loss, batch, row)
+        ]
+    return losses, statistics.means()
+
+
+def split(loss_KS: torch.Tensor, batch: Batch, row: Sequence[Sample]) -> list[torch.Tensor]:
+    """A packed row's part of each of its samples, without padding."""
+    assert batch.cu_seqlens is not None
+    starts = batch.cu_seqlens.tolist()
+    return [loss_KS[:, start : start + len(sample)] for start, sample in zip(starts, row, strict=False)]
+
+
+def pack(row: Sequence[Sample], layout: ParallelLayout, depth: int) -> Batch:
+    return collate_packed(
+        row,
+        3,
+        mtp_num_layers=depth,
+        pad_each_to_multiple_of=sequence_multiple(layout),
+        pad_to_multiple_of=length_multiple(layout),
+    )
+
+
+def forward_backward(wrapped, batches: Sequence[Batch], layout: ParallelLayout, depth: int):
+    """The trainer's own forward step under megatron-core's schedule: per-token losses [K, S] of each micro-batch, whole
+    rows, on the last stage; and the sums over all."""
+    losses = []
+    train_step = make_forward_step([0.5 / k for k in range(1, depth + 1)])
+
+    def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module):
+        batch = next(iterator)
+        output, loss_func = train_step(iter([batch]), chunk)
+
+        def collect(output: Losses):
+            heads = [whole_rows(head.loss_BS.detach(), batch.cu_seqlens) for head in (output.main, *output.mtp)]
+            losses.append(torch.cat(heads))
+            return loss_func(output)
+
+        return output, collect
+
+    rank, size = parallel_state.get_context_parallel_rank(), layout.context_parallel_size
+    iterators = [iter([shard(batch, rank, size) for batch in batches]) for _ in wrapped]
+    parts = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(wrapped),
+        num_microbatches=len(batches),
+        seq_length=batches[0].position_ids_BS.size(1),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return losses, Statistics.total(parts, 1 + depth, torch.device("cpu"))

@@ -1,0 +1,173 @@
+"""Packed rows = the same samples one by one: losses of every token, gradients, metrics, at every kind of layout."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftlite.data.batch import collate_packed
+from swiftlite.model.context_parallel import describe_packed
+from tests.model.test_logits import ROPES, load_megatron
+from tests.parallel.packing import LONGEST, ROWS, Job, Result, make_rows, run
+from tests.tiny import make_tiny_hf
+
+pytestmark = pytest.mark.gloo
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": LONGEST,
+}
+MODELS = [(family, depth) for family in ("llama", "mimo", "glm4_moe", "deepseek_v3") for depth in (1, 2)]
+FAMILIES = sorted({family for family, _ in MODELS})
+DENSE = [(family, depth) for family, depth in MODELS if family in ("llama", "mimo")]
+LAYOUTS: dict[str, dict] = {
+    "CP2": {"context_parallel_size": 2},
+    "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "PP2": {"pipeline_model_parallel_size": 2},
+}
+VPP2 = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+RECOMPUTE: dict[str, dict] = {
+    "full": {"recompute_granularity": "full", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective"},
+}
+NUM_SAMPLES = sum(map(len, ROWS))
+CHANGED = 4
+"""The longest, before others in its row."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[tuple, Result]:
+    """By family, depth and name."""
+    root: Path = tmp_path_factory.mktemp("packing")
+    jobs: dict[int, dict[tuple, Job]] = {1: {}, 2: {}}
+    for family, depth in MODELS:
+        model = make_tiny_hf(root / f"{family}-{depth}", family, depth, **SIZES)
+
+        def add(num_processes: int, name: str, model=model, key=(family, depth), **options) -> None:
+            jobs[num_processes][*key, name] = Job(model, model / name, **options)
+
+        add(1, "one by one", is_packed=False)
+        add(1, "packed")
+        for name, layout in LAYOUTS.items():
+            add(2, name, layout=layout)
+        if depth == 1:
+            add(1, "packed, changed", changed=CHANGED)
+            for name, recompute in RECOMPUTE.items():
+                add(1, name, recompute=recompute)
+        else:
+            add(2, "PP2xVPP2", layout=VPP2)
+            add(2, "CP2, changed", layout=LAYOUTS["CP2"], changed=CHANGED)
+    longrope = make_tiny_hf(root / "longrope", "llama", 1, rope_parameters=ROPES["longrope"], **SIZES)
+    jobs[1]["longrope", 1, "one by one"] = Job(longrope, longrope / "one by one", is_packed=False)
+    jobs[2]["longrope", 1, "CP2"] = Job(longrope, longrope / "CP2", layout=LAYOUTS["CP2"])
+    return {
+        key: result
+        for num_processes, chosen in jobs.items()
+        for key, result in zip(chosen, run(num_processes, list(chosen.values())), strict=True)
+    }
+
+
+def assert_same_losses(ours: Result, expected: Result) -> None:
+    for mine, its in zip(ours.losses, expected.losses, strict=True):
+        # Sums in another order. torch's own measure for float32: 1e-5, and 1.3e-6 of a loss of 3 to 10.
+        torch.testing.assert_close(mine, its)
+
+
+def assert_same_gradients(ours: Result, expected: Result) -> None:
+    assert ours.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        # Sums over tokens in another order: 1e-5 of each tensor's largest entry.
+        tolerance = 1e-5 * float(gradient.abs().max()) + 1e-9
+        torch.testing.assert_close(ours.gradients[name], gradient, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("layout", ["packed", *LAYOUTS])
+@pytest.mark.parametrize(("family", "depth"), MODELS)
+def test_packed_is_one_by_one(results, family, depth, layout):
+    alone, packed = results[family, depth, "one by one"], results[family, depth, layout]
+    assert len(alone.losses) == NUM_SAMPLES
+    assert all(len(losses) == 1 + depth for losses in alone.losses)
+    assert_same_losses(packed, alone)
+    assert_same_gradients(packed, alone)
+    assert packed.metrics == pytest.approx(alone.metrics, rel=1e-6)
+
+
+@pytest.mark.parametrize(("family", "depth"), DENSE)
+def test_losses_of_a_dense_model_are_the_same_bits(results, family, depth):
+    """But for the shortest: a matrix of few rows is multiplied by another kernel."""
+    alone, packed = results[family, depth, "one by one"], results[family, depth, "packed"]
+    compared = [torch.equal(*pair) for pair in zip(packed.losses, alone.losses, strict=True) if pair[0].size(1) > 12]
+    assert compared == [True] * 3
+
+
+def test_frequencies_that_depend_on_the_length(results):
+    """On that of the sequence, not on that of the longest in its row: one is beyond the 32 original positions."""
+    alone, packed = results["longrope", 1, "one by one"], results["longrope", 1, "CP2"]
+    assert_same_losses(packed, alone)
+    assert_same_gradients(packed, alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_virtual_stages_take_rows_of_any_length(results, family):
+    alone, packed = results[family, 2, "one by one"], results[family, 2, "PP2xVPP2"]
+    assert_same_losses(packed, alone)
+    assert_same_gradients(packed, alone)
+
+
+@pytest.mark.parametrize("kind", RECOMPUTE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputation_changes_no_bit(results, family, kind):
+    kept, recomputed = results[family, 1, "packed"], results[family, 1, kind]
+    assert all(map(torch.equal, recomputed.losses, kept.losses))
+    assert recomputed.metrics == kept.metrics
+    assert all(torch.equal(recomputed.gradients[name], gradient) for name, gradient in kept.gradients.items())
+
+
+@pytest.mark.parametrize(("depth", "layout"), [(1, "packed"), (2, "CP2")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_tokens_in_a_sequence_change_nothing_in_another(results, family, depth, layout):
+    before, after = results[family, depth, layout].losses, results[family, depth, f"{layout}, changed"].losses
+    assert not torch.equal(before[CHANGED], after[CHANGED])
+    for number in set(range(NUM_SAMPLES)) - {CHANGED}:
+        if (family, depth) in DENSE:
+            assert torch.equal(before[number], after[number])
+        else:
+            # The other tokens go to other experts, whose matrices have more or fewer rows: another kernel may multiply
+            # them. That nothing passes between sequences is test_no_gradient_passes_between_sequences.
+            torch.testing.assert_close(before[number], after[number])
+
+
+@pytest.mark.parametrize(("family", "depth"), MODELS)
+def test_no_gradient_passes_between_sequences(device, tmp_path, family, depth):
+    """Exactly zero, which is stronger than comparing losses: none of another's tokens counts, however little.
+
+    With experts too: each token is routed for itself as long as there is neither a capacity nor an auxiliary loss.
+    """
+    model = load_megatron(make_tiny_hf(tmp_path, family, depth, **SIZES), device, torch.float32)
+    [*_, row, _] = make_rows(128)
+    batch = collate_packed(row, 3, mtp_num_layers=depth, pad_each_to_multiple_of=4, pad_to_multiple_of=16)
+    assert batch.cu_seqlens is not None
+    embedded: list[torch.Tensor] = []
+    model.embedding.register_forward_hook(lambda *call: embedded.append(call[-1]))
+    bounds = list(pairwise(batch.cu_seqlens.tolist()))
+    assert len(bounds) == len(row) + 1
+    for start, end in bounds:
+        embedded.clear()
+        losses = model(
+            batch.tokens_KBS[0],
+            batch.position_ids_BS,
+            labels=batch.tokens_KBS[0],  # every token has a loss, padding too
+            packed_seq_params=describe_packed(batch.cu_seqlens),
+        )
+        assert len(embedded) == 1 + depth
+        total = torch.stack([head.loss_BS[:, start:end].sum() for head in (losses.main, *losses.mtp)]).sum()
+        for gradient in torch.autograd.grad(total, embedded):
+            touched = gradient[:, 0].abs().amax(-1) != 0
+            assert touched[start:end].any()
+            assert not touched[:start].any()
+            assert not touched[end:].any()
