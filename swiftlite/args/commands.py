@@ -13,6 +13,7 @@ from swiftlite.args.fields import (
     MtpArgs,
     MtpMode,
     OptimArgs,
+    PackingArgs,
     ParallelLayout,
     RecomputeArgs,
     RunArgs,
@@ -21,7 +22,16 @@ from swiftlite.args.fields import (
 
 @dataclass(frozen=True)
 class SftArgs(
-    RunArgs, OptimArgs, RecomputeArgs, DistributedArgs, ParallelLayout, MoeArgs, DataArgs, MtpArgs, ModelArgs
+    RunArgs,
+    OptimArgs,
+    RecomputeArgs,
+    DistributedArgs,
+    ParallelLayout,
+    MoeArgs,
+    PackingArgs,
+    DataArgs,
+    MtpArgs,
+    ModelArgs,
 ):
     """Fine-tune a language model on megatron-core, with Multi-Token Prediction heads."""
 

@@ -65,6 +65,28 @@ class DataArgs:
 
 
 @dataclass(frozen=True)
+class PackingArgs:
+    """Packing and streaming"""
+
+    packing: bool = False
+    """Put whole samples one behind the other into rows of --packing_length tokens; none sees another. Batch sizes then
+    count rows."""
+    packing_length: int | None = None
+    """Most tokens of a packed row. Unset: --max_length."""
+    padding_free: bool = False
+    """Put the samples of each micro-batch one behind the other, instead of padding them to the longest."""
+    sequence_packing_scheduler: Literal["none", "dp_balanced"] = "none"
+    """dp_balanced: with --packing, pack the samples of each step anew, so that all data-parallel ranks have as much
+    work; --global_batch_size then counts samples, and micro-batches are as many as are needed."""
+    streaming: bool = False
+    """Read, tokenize and pack while training goes on, in the order of the files; needs --packing and --train_iters."""
+    streaming_buffer_size: int = 1000
+    """Samples among which --streaming looks for those that share a row."""
+    sft_mock_dataset_config_json: dict[str, Any] | None = None
+    """JSON: train on random tokens of given lengths instead of --dataset, for benchmarks; see docs/en/packing.md."""
+
+
+@dataclass(frozen=True)
 class ParallelLayout:
     """Parallel layout"""
 

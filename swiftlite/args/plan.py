@@ -5,10 +5,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.args.layout import data_parallel_size, layout_of
+
+Packing = Literal["none", "micro_batch", "rows", "step"]
+"""What is packed: nothing; the samples of a micro-batch; all samples, into rows that batches are made of; or those of a
+step, anew."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,9 @@ class Plan:
     data_parallel_size: int
     micro_batch_size: int
     global_batch_size: int
-    num_micro_batches: int
-    """Forward passes per optimizer step on each data-parallel rank."""
+    packing: Packing
+    packing_length: int
+    """Most tokens of a row, or of a micro-batch where each step is packed anew."""
     mtp_num_layers: int
     """MTP depth of the run; 0 is a model without heads."""
     lr: float
@@ -35,11 +41,11 @@ class Schedule:
     """Optimizer steps of a training run."""
 
     num_samples: int
-    """Training rows that remain after reading and tokenizing."""
+    """Training rows that remain after reading, tokenizing and packing; 0 where they are read while training goes on."""
     steps: int
     warmup_steps: int
     epochs: float
-    """Passes over the rows that these steps make."""
+    """Passes over the rows that these steps make, if their number is known."""
 
 
 def resolved_mtp_depth(args: SftArgs, checkpoint_depth: int) -> int:
@@ -61,13 +67,27 @@ def make_plan(args: SftArgs, world_size: int, checkpoint_mtp_depth: int) -> Plan
         data_parallel_size=replicas,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
-        num_micro_batches=args.global_batch_size // (args.micro_batch_size * replicas),
+        packing=packing_of(args),
+        packing_length=args.packing_length or args.max_length,
         mtp_num_layers=resolved_mtp_depth(args, checkpoint_mtp_depth),
         lr=args.lr,
         min_lr=_min_lr(args),
         save_steps=args.save_steps,
         eval_steps=args.eval_steps or args.save_steps,
     )
+
+
+def holds_out(args: SftArgs) -> bool:
+    """Whether there are held-out rows: files of their own, or a part of a dataset that is read as a whole."""
+    is_whole = not args.streaming and args.sft_mock_dataset_config_json is None
+    return bool(args.val_dataset) or (is_whole and args.split_dataset_ratio > 0)
+
+
+def packing_of(args: SftArgs) -> Packing:
+    """What the options pack."""
+    if args.packing:
+        return "step" if args.sequence_packing_scheduler == "dp_balanced" else "rows"
+    return "micro_batch" if args.padding_free else "none"
 
 
 def _min_lr(args: SftArgs) -> float:
@@ -86,7 +106,7 @@ def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
         num_samples=num_samples,
         steps=steps,
         warmup_steps=math.ceil(steps * args.lr_warmup_fraction),
-        epochs=steps * args.global_batch_size / num_samples,
+        epochs=steps * args.global_batch_size / num_samples if num_samples else 0.0,
     )
 
 
@@ -155,14 +175,24 @@ def _layout_lines(plan: Plan) -> list[tuple[str, str]]:
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     if ep * etp > 1:
         lines.append(("experts", f"shared by {ep} ranks" + (f", each one's matrices by {etp}" if etp > 1 else "")))
-    return [
-        *lines,
-        (
-            "global batch",
-            f"{plan.global_batch_size} samples = micro batch {plan.micro_batch_size} x data parallel {dp} "
-            f"x {plan.num_micro_batches} accumulated",
-        ),
-    ]
+    if plan.packing == "step":
+        batch = (
+            f"{plan.global_batch_size} samples, in micro-batches of at most {plan.packing_length} tokens, level in work"
+        )
+    else:
+        unit = f"rows of {plan.packing_length} tokens" if plan.packing == "rows" else "samples"
+        number = plan.global_batch_size // (plan.micro_batch_size * dp)
+        batch = (
+            f"{plan.global_batch_size} {unit} = micro batch {plan.micro_batch_size} x data parallel {dp} "
+            f"x {number} accumulated"
+        )
+    packed = {
+        "none": "padded to the longest of a micro-batch",
+        "micro_batch": "one behind the other in each micro-batch",
+        "rows": "packed into rows",
+        "step": "packed anew for each step",
+    }
+    return [*lines, ("samples", packed[plan.packing]), ("global batch", batch)]
 
 
 def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tuple[str, str]]:
@@ -174,12 +204,15 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
         steps = f"rows kept x {args.num_train_epochs:g} / global batch, known once the data is read"
     decay = "" if args.lr_decay_style == "constant" else f", {args.lr_decay_style} to {plan.min_lr:g}"
     held_out = " ".join(args.val_dataset) or f"{args.split_dataset_ratio:g} of the rows"
-    evaluates = bool(args.val_dataset) or args.split_dataset_ratio > 0
+    dataset = " ".join(args.dataset) or "random tokens of the lengths of --sft_mock_dataset_config_json"
     return [
-        ("dataset", " ".join(args.dataset)),
+        ("dataset", dataset + (", read while training" if args.streaming else "")),
         ("steps", steps),
         ("learning rate", f"{plan.lr:g} after {args.lr_warmup_fraction:g} of the steps{decay}"),
-        ("evaluates", f"every {plan.eval_steps} steps on {held_out}" if evaluates else "never: nothing is held out"),
+        (
+            "evaluates",
+            f"every {plan.eval_steps} steps on {held_out}" if holds_out(args) else "never: nothing is held out",
+        ),
         ("saves", f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"),
         ("seed", str(args.seed)),
     ]

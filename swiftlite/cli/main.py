@@ -87,7 +87,7 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
 
 def _dry_run(args: SftArgs, world_size: int) -> str:
     depth = ground.mtp_depth(ground.read_hf_config(Path(args.model)))
-    num_rows = _count_rows(args.dataset)
+    num_rows = None if args.packing else _count_rows(args.dataset)
     schedule = plan.make_schedule(args, num_rows) if num_rows else None
     return plan.render(args, plan.make_plan(args, world_size, depth), depth, schedule)
 

@@ -51,6 +51,7 @@ class Batch:
         loss_scale_KBS: float32; weight of `labels[k, b, s]`, 0 where that is -100.
         position_ids_BS: int64; 0, 1, 2, ... in every sequence.
         num_tokens: tokens without padding.
+        squares: sum of the squared lengths of the samples; with `num_tokens`, what a step costs.
         cu_seqlens: of a packed row, int32 [num_sequences + 1], on the host, since shapes follow from it: where each
             sequence starts in the whole row, its padding counted, and S. Stays so when the row is cut over ranks. None:
             the rows are padded.
@@ -61,6 +62,7 @@ class Batch:
     loss_scale_KBS: torch.Tensor
     position_ids_BS: torch.Tensor
     num_tokens: int
+    squares: int
     cu_seqlens: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
@@ -150,5 +152,6 @@ def _lay_out(
         rows(loss_scale, mtp_num_layers + 1, fill=0)[1:],
         position_ids_BS,
         sum(map(len, samples)),
+        sum(len(sample) ** 2 for sample in samples),
         cu_seqlens,
     )

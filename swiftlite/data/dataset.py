@@ -82,7 +82,7 @@ class Data:
         digest: sha256 over the training and held-out samples.
     """
 
-    train: list[Sample]
+    train: Sequence[Sample]
     val: list[Sample]
     val_conversations: list[Conversation]
     report: DataReport
@@ -107,7 +107,7 @@ def load_train_val(
 
     Args:
         tokenizer: with a chat template.
-        dataset: files, `FILE` or `FILE#N`.
+        dataset: files, `FILE` or `FILE#N`; none where only the held-out ones are to be read.
         val_dataset: held-out files; with them nothing is split off.
         split_dataset_ratio: part of the kept rows of `dataset` held out; at least one row if there are two.
         max_length: in tokens.
@@ -120,7 +120,7 @@ def load_train_val(
     Raises:
         UserError: a file that cannot be read, more bad rows than allowed, no row left, a tokenizer without a template.
     """
-    if not dataset:
+    if not dataset and not val_dataset:
         raise UserError("--dataset names no file", "give one or more: --dataset train.jsonl more.parquet#500")
     template = ChatTemplate(tokenizer, loss_scale)
     report = DataReport()
@@ -139,7 +139,9 @@ def load_train_val(
     for specs, rows in ((train_rows.specs, train_encoded), (val_rows.specs, val_encoded)):
         for spec, row in zip(specs, rows, strict=True):
             _count(row, report.files[spec])
-    train = _kept(train_rows.conversations, train_encoded, "--dataset", max_length, truncation_strategy)
+    train = (
+        _kept(train_rows.conversations, train_encoded, "--dataset", max_length, truncation_strategy) if dataset else []
+    )
     if val_dataset:
         val = _kept(val_rows.conversations, val_encoded, "--val_dataset", max_length, truncation_strategy)
     else:

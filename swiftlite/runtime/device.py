@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+# By a part of the device's name, from the makers' data sheets: bfloat16 on tensor cores, without sparsity.
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "L40S": 362e12}
+
 
 @dataclass(frozen=True)
 class Device:
@@ -16,6 +19,12 @@ class Device:
     @property
     def is_cuda(self) -> bool:
         return self.torch_device.type == "cuda"
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense bfloat16 operations per second that the maker promises; None where that is not known here."""
+        name = torch.cuda.get_device_name(self.torch_device) if self.is_cuda else ""
+        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
     def synchronize(self) -> None:
         """Wait for the device's queue; a CPU has none."""

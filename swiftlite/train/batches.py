@@ -1,16 +1,19 @@
 """Which micro-batches this rank computes at a step: a pure function of the step, so resuming needs no data state."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from swiftlite.args.layout import length_multiple
+from swiftlite.args.flops import Flops
+from swiftlite.args.layout import length_multiple, num_virtual_stages, sequence_multiple
 from swiftlite.args.plan import Plan
-from swiftlite.data.batch import NO_SAMPLE, Batch, collate
+from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed
+from swiftlite.data.packing import Rows, pack
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
+from swiftlite.data.schedule import schedule
 from swiftlite.model.context_parallel import shard_sequence
 
 
@@ -20,36 +23,89 @@ def shard(batch: Batch, rank: int, size: int) -> Batch:
 
 
 @dataclass(frozen=True)
+class SampleRows(Sequence[list[Sample]]):
+    """What batch sizes count: rows of samples that stay together."""
+
+    samples: Sequence[Sample]
+    rows: Rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> list[Sample]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return [self.samples[index] for index in self.rows[row].tolist()]
+
+
+@dataclass(frozen=True)
 class Batches:
-    """Cuts global batches of samples into this data-parallel rank's micro-batches.
+    """Cuts global batches into this data-parallel rank's micro-batches.
 
     Args:
-        pad_token_id: any token of the vocabulary; what follows a row is never seen.
+        pad_token_id: any token of the vocabulary; what follows a sample is never seen.
+        flops: of a step, by which ranks are levelled where each step is packed anew.
     """
 
     plan: Plan
     data_parallel_rank: int
     pad_token_id: int
+    flops: Flops
 
-    def train(self, samples: Sequence[Sample], sampler: Sampler, step: int) -> list[Batch]:
+    def rows(self, samples: Sequence[Sample]) -> SampleRows:
+        """Packed rows if the run packs all samples into rows, else a row for each sample."""
+        if self.plan.packing == "rows":
+            lengths = [len(sample) for sample in samples]
+            return SampleRows(
+                samples, pack(lengths, self.plan.packing_length, multiple=sequence_multiple(self.plan.layout))
+            )
+        return SampleRows(samples, Rows(np.arange(len(samples)), np.arange(len(samples) + 1)))
+
+    def train(self, rows: SampleRows, sampler: Sampler, step: int) -> list[Batch]:
         """The micro-batches of a step; steps count from 0."""
-        return list(self._cut(samples, sampler.global_batch(step)))
+        return [self.collate(samples) for samples in self._cut(rows, sampler.global_batch(step))]
 
     def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None) -> list[Batch]:
-        """This rank's share of the held-out samples, each once, in order.
+        """This rank's share of the held-out samples, each once.
 
         Every rank gets as many micro-batches, if need be of padding alone: ranks that share experts compute together.
         """
-        global_batches = evaluation_batches(len(samples), self.plan.global_batch_size)[:max_global_batches]
-        return [batch for indices in global_batches for batch in self._cut(samples, indices)]
+        rows = self.rows(samples)
+        global_batches = evaluation_batches(len(rows), self.plan.global_batch_size)[:max_global_batches]
+        return [self.collate(samples) for indices in global_batches for samples in self._cut(rows, indices)]
 
-    def _cut(self, samples: Sequence[Sample], indices: np.ndarray) -> Iterable[Batch]:
-        rows = micro_batches(indices, self.plan.micro_batch_size, self.data_parallel_rank, self.plan.data_parallel_size)
-        for row in rows:
-            chosen = [samples[i] if i != NO_INDEX else NO_SAMPLE for i in row]
-            yield collate(
-                chosen,
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """One micro-batch."""
+        plan, layout = self.plan, self.plan.layout
+        if plan.packing == "none":
+            return collate(
+                samples or [NO_SAMPLE],
                 self.pad_token_id,
-                mtp_num_layers=self.plan.mtp_num_layers,
-                pad_to_multiple_of=length_multiple(self.plan.layout),
+                mtp_num_layers=plan.mtp_num_layers,
+                pad_to_multiple_of=length_multiple(layout),
             )
+        return collate_packed(
+            samples,
+            self.pad_token_id,
+            mtp_num_layers=plan.mtp_num_layers,
+            pad_each_to_multiple_of=sequence_multiple(layout),
+            pad_to_multiple_of=length_multiple(layout),
+        )
+
+    def _cut(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
+        """The samples of each of this rank's micro-batches."""
+        if self.plan.packing == "step":
+            return self._level([sample for row in indices if row != NO_INDEX for sample in rows[row]])
+        mine = micro_batches(indices, self.plan.micro_batch_size, self.data_parallel_rank, self.plan.data_parallel_size)
+        return [[sample for row in chosen if row != NO_INDEX for sample in rows[row]] for chosen in mine]
+
+    def _level(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        layout = self.plan.layout
+        scheduled = schedule(
+            [len(sample) for sample in samples],
+            self.plan.packing_length,
+            self.plan.data_parallel_size,
+            linear=self.flops.per_token,
+            square=self.flops.square,
+            multiple=sequence_multiple(layout),
+            multiple_of=layout.pipeline_model_parallel_size if num_virtual_stages(layout) else 1,
+        )
+        return [[samples[index] for index in slot.tolist()] for slot in scheduled.rank(self.data_parallel_rank)]

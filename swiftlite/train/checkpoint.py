@@ -69,8 +69,13 @@ class Checkpointer:
     is_async: bool = False
     _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue, repr=False)
 
-    def save(self, step: int) -> None:
-        """Write `checkpoint-STEP`, then delete all but the newest; returns early with `is_async`."""
+    def save(self, step: int, data_state: Mapping[str, Any] | None = None) -> None:
+        """Write `checkpoint-STEP`, then delete all but the newest; returns early with `is_async`.
+
+        Args:
+            data_state: written beside `state`, by the first rank.
+        """
+        state = {"step": step, **self.state, **(data_state or {})}
         self.finish()
         temporary = self.output_dir / f".checkpoint-{step}.writing"
         if dist.get_rank() == 0:
@@ -80,13 +85,13 @@ class Checkpointer:
         dist.barrier()
         tensors = _model_state(self.chunks)
         slots = slots_of(self.optimizer) if self.optimizer is not None else []
-        if slots and (state := state_to_save(slots, dict(tensors))):  # another rank may have it all
-            tensors["optimizer"] = state
+        if slots and (slot_state := state_to_save(slots, dict(tensors))):  # another rank may have it all
+            tensors["optimizer"] = slot_state
         request = dist_checkpointing.save(tensors, str(temporary), async_sharded_save=self.is_async)
         if request is None:
-            self._publish(step)
+            self._publish(state)
         else:
-            request.add_finalize_fn(partial(self._publish, step))
+            request.add_finalize_fn(partial(self._publish, state))
             self._queue.schedule_async_request(request)
 
     def poll(self) -> None:
@@ -99,11 +104,12 @@ class Checkpointer:
         if self.is_async:
             self._queue.maybe_finalize_async_calls(blocking=True)
 
-    def _publish(self, step: int) -> None:
+    def _publish(self, state: Mapping[str, Any]) -> None:
+        step = state["step"]
         final, temporary = self.output_dir / f"checkpoint-{step}", self.output_dir / f".checkpoint-{step}.writing"
         dist.barrier()
         if dist.get_rank() == 0:
-            (temporary / STATE_FILE).write_text(json.dumps({"step": step, **self.state}, indent=2))
+            (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
             write_common(temporary)
             flush_to_disk(temporary)
             if final.exists():

@@ -106,9 +106,9 @@ def broadcast(
     counts, lengths = [len(row) for row in micro_batches or ()], [len(sample) for sample in samples]
     own, flat = fields[pipeline_group.rank()], None
     if stage_group.rank() == 0:
-        counts, lengths = _broadcast_counts(counts, lengths, pipeline_group, device)
+        counts, lengths = broadcast_counts(counts, lengths, pipeline_group, device)
         flat = _send_to_stages(samples, sum(lengths), fields, pipeline_group, device)
-    counts, lengths = _broadcast_counts(counts, lengths, stage_group, device)
+    counts, lengths = broadcast_counts(counts, lengths, stage_group, device)
     if flat is None:
         flat = torch.empty(sum(lengths), len(own), dtype=torch.int32, device=device)
     if own:
@@ -117,10 +117,10 @@ def broadcast(
     return [list(islice(received, count)) for count in counts]
 
 
-def _broadcast_counts(
+def broadcast_counts(
     counts: Sequence[int], lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[int], list[int]]:
-    """Samples of each micro-batch and tokens of each sample, as the first rank of the group has them."""
+    """Samples of each row or micro-batch and tokens of each sample, as the first rank of the group has them."""
     source = dist.get_global_rank(group, 0)
     sizes = torch.tensor([len(counts), len(lengths)], device=device)
     dist.broadcast(sizes, source, group=group)

@@ -15,14 +15,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import to_config, write_config
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
-from swiftlite.args.layout import group_of, layout_of
+from swiftlite.args.flops import training_flops
+from swiftlite.args.layout import group_of, layout_of, sequence_multiple
 from swiftlite.args.plan import Plan, make_plan, make_schedule
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.conversation import Conversation
-from swiftlite.data.dataset import Data, load_train_val
+from swiftlite.data.dataset import Data, DataReport, Encoder, load_train_val
+from swiftlite.data.mock import mock_samples
 from swiftlite.data.sampler import Sampler
+from swiftlite.data.stream import Stream
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.families import index
@@ -38,6 +41,7 @@ from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.report import check_frozen, compare_tensors, hash_tensors, write_json
 from swiftlite.train.sinks import open_sinks
 from swiftlite.train.source import write_source
+from swiftlite.train.streaming import StreamedBatches
 from swiftlite.train.trainer import Trainer, whole_parameters
 
 ACCEPTANCE_FILE = "acceptance.json"
@@ -64,10 +68,11 @@ def _run(args: SftArgs, device: Device) -> int:
     dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
 
     tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=args.trust_remote_code)
-    data = _load_data(args, tokenizer)
-    schedule = make_schedule(args, len(data.train))
-    sampler = Sampler(len(data.train), plan.global_batch_size, args.seed, args.dataset_shuffle)
-    batches = Batches(plan, parallel_state.get_data_parallel_rank(), tokenizer.pad_token_id or 0)
+    data = _load_data(args, tokenizer, hf_config)
+    flops = training_flops(hf_config, plan.mtp_num_layers, heads_only=args.mtp_mode == "heads_only")
+    batches = Batches(plan, parallel_state.get_data_parallel_rank(), tokenizer.pad_token_id or 0, flops)
+    rows = batches.rows(data.train)
+    schedule = make_schedule(args, len(rows))
 
     model = build_model(
         family.transformer_config(hf_config),
@@ -93,9 +98,10 @@ def _run(args: SftArgs, device: Device) -> int:
     wrapped = wrap_model(model, dtype, args)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
 
-    first = 0
+    first, state = 0, {}
     if checkpoint:
-        first = read_state(checkpoint)["step"]
+        state = read_state(checkpoint)
+        first = state["step"]
         if first > schedule.steps:
             raise UserError(
                 f"{checkpoint} is past the {schedule.steps} steps that were asked for",
@@ -108,6 +114,12 @@ def _run(args: SftArgs, device: Device) -> int:
         write_source(hf_dir, output_dir, family, hf_config, plan.mtp_num_layers)
         write_config(args, output_dir / "args.json")
 
+    if args.streaming:
+        streamed = StreamedBatches(batches, _open_stream(args, plan, tokenizer, state) if is_first else None, device)
+        train_batches, data_state = streamed.train, streamed.state
+    else:
+        sampler = Sampler(len(rows), plan.global_batch_size, args.seed, args.dataset_shuffle)
+        train_batches, data_state = partial(batches.train, rows, sampler), dict
     checkpoint_state = {"mtp_num_layers": plan.mtp_num_layers, "torch_dtype": args.torch_dtype}
     trainer = Trainer(
         model=wrapped,
@@ -116,7 +128,9 @@ def _run(args: SftArgs, device: Device) -> int:
         plan=plan,
         schedule=schedule,
         mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
-        train_batches=partial(batches.train, data.train, sampler),
+        train_batches=train_batches,
+        data_state=data_state,
+        flops=flops,
         eval_batches=batches.evaluation(data.val, args.eval_iters),
         device=device,
         sinks=open_sinks(output_dir, first, schedule.steps, args.tensorboard) if is_first else [],
@@ -177,12 +191,18 @@ def _check_agreement(args: SftArgs, data: Data, checkpoint: Path | None) -> None
     )
 
 
-def _load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase) -> Data:
+def _load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_config: dict[str, Any]) -> Data:
+    """All samples; without the training ones if those are read while training goes on."""
+    mock = args.sft_mock_dataset_config_json
+    if mock is not None:
+        samples = mock_samples(mock, hf_config["vocab_size"], seed=args.seed)
+        report = DataReport(train_samples=len(samples))
+        return Data(samples, [], [], report, digest({"lengths": samples.lengths.tolist(), "seed": args.seed}))
     return load_train_val(
         tokenizer,
-        args.dataset,
+        () if args.streaming else args.dataset,
         args.val_dataset,
-        split_dataset_ratio=args.split_dataset_ratio,
+        split_dataset_ratio=0 if args.streaming else args.split_dataset_ratio,
         max_length=args.max_length,
         truncation_strategy=args.truncation_strategy,
         loss_scale=args.loss_scale,
@@ -190,6 +210,20 @@ def _load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase) -> Data:
         system=args.system,
         num_proc=args.dataset_num_proc,
         seed=args.seed,
+    )
+
+
+def _open_stream(args: SftArgs, plan: Plan, tokenizer: PreTrainedTokenizerBase, state: dict[str, Any]) -> Stream:
+    encoder = Encoder(ChatTemplate(tokenizer, args.loss_scale), args.max_length, args.truncation_strategy)
+    return Stream(
+        args.dataset,
+        encoder,
+        plan.packing_length,
+        buffer_size=args.streaming_buffer_size,
+        multiple=sequence_multiple(plan.layout),
+        max_bad_rows=args.max_bad_rows,
+        system=args.system,
+        state=state.get("stream"),
     )
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,6 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from swiftlite.args.flops import Flops
 from swiftlite.args.plan import Plan, Schedule
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
@@ -23,7 +25,7 @@ from swiftlite.runtime.device import Device
 from swiftlite.train.batches import shard
 from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.objective import Statistics, count_targets, make_forward_step, mtp_coefficients
-from swiftlite.train.ranks import largest
+from swiftlite.train.ranks import from_last_stage, largest
 from swiftlite.train.sinks import Sink
 
 GetBatches = Callable[[int], Sequence[Batch]]
@@ -35,8 +37,10 @@ class Trainer:
 
     Attributes:
         model: the chunks of this rank, one per virtual pipeline stage.
-        train_batches: step (from 0) -> this rank's micro-batches of it; a pure function, which is what makes a
-            resumed run continue with the very same data.
+        train_batches: step (from 0) -> this rank's micro-batches of it; a function of the step, or of `data_state`,
+            which is what makes a resumed run continue with the very same data.
+        data_state: what a checkpoint keeps of the data, on the first rank.
+        flops: operations of a step, for the metrics.
         eval_batches: this rank's share of the held-out rows.
         checkpointer: writes the checkpoints; None writes none.
     """
@@ -48,6 +52,8 @@ class Trainer:
     schedule: Schedule
     mtp_loss_scaling_factor: float
     train_batches: GetBatches
+    data_state: Callable[[], Mapping[str, Any]]
+    flops: Flops
     eval_batches: Sequence[Batch]
     device: Device
     sinks: Sequence[Sink]
@@ -79,7 +85,7 @@ class Trainer:
     def _save(self, step: int) -> None:
         if self.checkpointer:
             with whole_parameters(self.model):
-                self.checkpointer.save(step)
+                self.checkpointer.save(step, self.data_state())
 
     def close(self) -> None:
         """Wait for the last checkpoint and close all sinks."""
@@ -96,18 +102,25 @@ class Trainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        statistics = self._forward_backward(batches, forward_only=False)
+        counts = self._count_targets(batches)
+        statistics = self._forward_backward(batches, counts, forward_only=False)
         self.scheduler.step(increment=1)  # before the update, so that the first one has a learning rate above 0
         _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None upstream
-        tokens = self._sum_over_data_parallel(sum(batch.num_tokens for batch in batches))
+        tokens, squares = self._sum_over_data_parallel(
+            sum(batch.num_tokens for batch in batches), sum(batch.squares for batch in batches)
+        )
         self.device.synchronize()
         seconds = time.perf_counter() - start
+        flops_per_second = self.flops.step(tokens, squares, counts.tolist()) / seconds / self.plan.world_size
         metrics = statistics.means()
         metrics |= {
             "grad_norm": float(grad_norm or 0.0),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "tokens_per_second": tokens / seconds,
+            "tflops_per_second": flops_per_second / 1e12,
         }
+        if peak := self.device.peak_flops:
+            metrics["mfu"] = flops_per_second / peak
         if not all(map(math.isfinite, metrics.values())):
             raise UserError(
                 f"step {step}: {_render(metrics)}; no further step was taken",
@@ -117,10 +130,11 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Token-weighted means over the held-out rows; empty when there are none."""
-        if not self._sum_over_data_parallel(len(self.eval_batches)):
+        if not sum(self._sum_over_data_parallel(len(self.eval_batches))):
             return {}
         with self.evaluating():
-            return self._forward_backward(self.eval_batches, forward_only=True).means(prefix="eval_")
+            counts = self._count_targets(self.eval_batches)
+            return self._forward_backward(self.eval_batches, counts, forward_only=True).means(prefix="eval_")
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -132,10 +146,14 @@ class Trainer:
             for chunk in self.model:
                 chunk.train()
 
-    def _forward_backward(self, batches: Sequence[Batch], *, forward_only: bool) -> Statistics:
-        depth = self.plan.mtp_num_layers
-        counts = count_targets(batches, depth).to(self.device.torch_device)
+    def _count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Of the whole global batch: int64 [1 + mtp_num_layers], the same on every rank."""
+        counts = count_targets(batches, self.plan.mtp_num_layers).to(self.device.torch_device)
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        return from_last_stage(counts)
+
+    def _forward_backward(self, batches: Sequence[Batch], counts: torch.Tensor, *, forward_only: bool) -> Statistics:
+        depth = self.plan.mtp_num_layers
         coefficients = mtp_coefficients(counts, self.mtp_loss_scaling_factor)
         parts: list[Statistics] = []
         if batches:
@@ -159,10 +177,10 @@ class Trainer:
         move = partial(torch.Tensor.to, device=self.device.torch_device, non_blocking=True)
         return (shard(batch, rank, size).map(move) for batch in batches)
 
-    def _sum_over_data_parallel(self, value: int) -> int:
-        total = torch.tensor(value, device=self.device.torch_device)
+    def _sum_over_data_parallel(self, *values: int) -> list[int]:
+        total = torch.tensor(values, device=self.device.torch_device)
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        return int(total)
+        return total.tolist()
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
