@@ -121,10 +121,7 @@ def build_model(
         OptionError: the model cannot be laid out so.
     """
     layout = layout or ParallelLayout()
-    problems = layout_problems(layout, hf_config, mtp_num_layers)
-    if not device.is_cuda:
-        problems += _problems_without_cuda(layout)
-    if problems:
+    if problems := layout_problems(layout, hf_config, mtp_num_layers):
         raise OptionError(problems)
     chunks = []
     for vp_stage in range(num_virtual_stages(layout) or 1):
@@ -167,18 +164,20 @@ def _build_stage(
     )
 
 
-def _problems_without_cuda(layout: ParallelLayout) -> list[tuple[str, str]]:
+def check_computable(layout: ParallelLayout, device: Device) -> None:
+    """Layouts that hold and convert a model on any device need not compute with it.
+
+    Raises:
+        OptionError: what this device cannot do.
+    """
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
-    if ep > 1 and etp > 1:
+    if not device.is_cuda and ep > 1 and etp > 1:
         # It gathers lists of unequal length (tensor_parallel/mappings.py:143 of 0.16.1).
-        return [
-            (
-                f"--expert_model_parallel_size {ep} with --expert_tensor_parallel_size {etp}: gloo, which connects "
-                "processes without a GPU, cannot run megatron-core's alltoall over both",
-                "use --expert_tensor_parallel_size 1",
-            )
-        ]
-    return []
+        problem = (
+            f"--expert_model_parallel_size {ep} with --expert_tensor_parallel_size {etp}: gloo, which connects "
+            "processes without a GPU, cannot run megatron-core's alltoall over both"
+        )
+        raise OptionError([(problem, "use --expert_tensor_parallel_size 1")])
 
 
 def _mark_experts(chunks: list[GPTModel], layout: ParallelLayout) -> None:

@@ -30,7 +30,7 @@ from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.families import index
 from swiftlite.log import logger
-from swiftlite.model.build import build_model
+from swiftlite.model.build import build_model, check_computable
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
@@ -65,6 +65,7 @@ def _run(args: SftArgs, device: Device) -> int:
     hf_config = read_config(hf_dir)
     family = index.get(hf_config, hf_dir)
     plan = make_plan(args, dist.get_world_size(), family.mtp_depth(hf_config))
+    check_computable(plan.layout, device)
     dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
 
     tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=args.trust_remote_code)

@@ -78,7 +78,7 @@ def test_each_mtp_depth_sees_and_predicts_one_token_later():
 
 def test_a_packed_row_by_hand():
     """Each sequence is padded to 2, the row to 12, by a sequence of padding."""
-    samples = [LONG, SHORT, make_sample([11], [1])]
+    samples = [LONG, SHORT, make_sample([11], np.ones(1))]
     batch = collate_packed(samples, 3, mtp_num_layers=1, pad_each_to_multiple_of=2, pad_to_multiple_of=6)
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens.tolist() == [0, 4, 6, 8, 12]

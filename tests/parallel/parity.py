@@ -95,7 +95,7 @@ class Job:
     Attributes:
         out_dir: of its own; gradients of the first step and weights after the last are written there as HF files.
         options: of `swiftlite megatron sft`, on top of OPTIONS; MTP in a layout string stands for all MTP layers.
-        steps: the first and the last one.
+        steps: the first and the last one; none where the last comes before the first.
         resume: a checkpoint to go on from, of whatever layout.
         save: write `checkpoint-N` into out_dir after the last step.
     """
@@ -122,7 +122,7 @@ class Result:
     metrics: list[dict[str, float]]
     """Of each step."""
     gradients: dict[str, torch.Tensor]
-    """Of the first step, after clipping, by HF name."""
+    """Of the first step, after clipping, by HF name; empty where none was taken."""
     weights: dict[str, torch.Tensor]
     """After the last step, by HF name."""
 
@@ -162,7 +162,8 @@ def run(num_processes: int, jobs: Sequence[Job]) -> list[Result]:
     for job, *metrics in zip(jobs, *ranks, strict=True):
         first, *others = map(_without_speed, metrics)
         assert all(other == first for other in others), f"{job.out_dir}: ranks report different metrics"
-        results.append(Result(first, *(load_file(job.out_dir / part / "model.safetensors") for part in _PARTS)))
+        files = [job.out_dir / part / "model.safetensors" for part in _PARTS]
+        results.append(Result(first, *(load_file(file) if file.exists() else {} for file in files)))
     return results
 
 
@@ -231,9 +232,11 @@ def compute(job: Job) -> list[dict[str, float]]:
             load_checkpoint(job.resume, model, optimizer)
             scheduler.step(increment=first - 1)
             check_embeddings(model)
-        metrics = [trainer.step(first)]
-        _save_gradients(wrapped, model, job.out_dir / "gradients", family, hf_config)
-        metrics += [trainer.step(step) for step in range(first + 1, last + 1)]
+        metrics = []
+        for step in range(first, last + 1):
+            metrics.append(trainer.step(step))
+            if step == first:
+                _save_gradients(wrapped, model, job.out_dir / "gradients", family, hf_config)
         with whole_parameters(wrapped):
             if job.save:
                 checkpointer.save(last)

@@ -11,6 +11,7 @@ from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.args.memory import Setup, estimate
 from tests.parallel.launch import launch
 
+pytestmark = pytest.mark.gloo  # in processes of its own: a test session has one process group
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory.py"
 
 
@@ -52,14 +53,16 @@ def test_one_process(family, depth, parameter_bytes):
     setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, mtp_num_layers=depth)
     hf_config = config(family, tie_word_embeddings=depth == 2)
     (estimated,) = estimate(hf_config, setup)
-    check(measure(hf_config, setup), estimated)
+    (measured,) = launch(1, measure, hf_config, setup)
+    check(measured, estimated)
 
 
 def test_heads_only():
     setup = Setup(micro_batch_size=2, max_length=64, mtp_num_layers=1, mtp_mode="heads_only")
     hf_config = config("qwen3")
     (estimated,) = estimate(hf_config, setup)
-    check(measure(hf_config, setup), estimated)
+    (measured,) = launch(1, measure, hf_config, setup)
+    check(measured, estimated)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +79,10 @@ def test_heads_only():
 def test_recomputation(recompute):
     setup = Setup(micro_batch_size=2, max_length=64, recompute=recompute)
     (estimated,) = estimate(config("qwen3"), setup)
-    check(measure(config("qwen3"), setup), estimated)
+    (measured,) = launch(1, measure, config("qwen3"), setup)
+    check(measured, estimated)
 
 
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     "layout",
     [
@@ -100,7 +103,6 @@ def test_every_rank_of_a_layout(layout, tied):
         check(measured, estimated[rank if len(estimated) > 1 else 0])
 
 
-@pytest.mark.gloo
 def test_a_distributed_optimizer_shares_its_state():
     setup = Setup(num_gpus=2, micro_batch_size=2, max_length=64, use_distributed_optimizer=True)
     hf_config = config("qwen3")

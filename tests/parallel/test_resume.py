@@ -80,10 +80,12 @@ SAME = [
     Pair("glm4_moe", "EP2xTP2", "EP2xTP2"),
     Pair("deepseek_v3", "PP2+EP2+distopt", "PP2+EP2+distopt"),
 ]
-# In bfloat16 a stage computes the bits of one process; in which order gradients are summed, a layout decides.
-ACROSS_BFLOAT16 = [
+# Opened at another layout, saved there, and gone on with at the first one: every bit again. bfloat16: there the weights
+# that are computed with are not all that was saved.
+THERE_AND_BACK = [
     Pair("llama", "PP2", "DP2+distopt", options=BFLOAT16),
     Pair("llama", "DP2+distopt", "PP2", options=BFLOAT16),
+    Pair("glm4_moe", "EP2xTP2", "TP1+EP2+distopt"),
 ]
 
 
@@ -103,16 +105,15 @@ class Trained:
 def judge_of(pair: Pair) -> str:
     """The layout of the run that was never interrupted.
 
-    One process in float32. In bfloat16 the layout that saved: one process is another run by then, its gradients having
-    been summed in another order (losses 1e-4 apart at step 3).
+    One process, unless every bit is asked for.
     """
-    return pair.saved if pair in SAME or pair in ACROSS_BFLOAT16 else "alone"
+    return pair.saved if pair in SAME else "alone"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Trained:
     root = tmp_path_factory.mktemp("resume")
-    pairs = [*PAIRS, *SAME, *ACROSS_BFLOAT16]
+    pairs = [*PAIRS, *SAME]
     models = {
         key: parity.make_model(root / "-".join(map(str, key)), *key)
         for key in sorted({(pair.family, pair.depth, pair.tied) for pair in pairs})
@@ -178,13 +179,21 @@ def test_the_same_layout_goes_on_bit_for_bit(trained, pair):
     assert set(found.values()) == {0.0}, found
 
 
-@pytest.mark.parametrize("pair", ACROSS_BFLOAT16, ids=lambda pair: pair.name)
-def test_float32_main_weights_reach_another_layout(trained, pair):
-    """Losses of the first step follow from what was saved, to the last bit; later gradients are summed in another order
-    before they are rounded, which moved losses by 9e-6 at the last step."""
-    found = differences(trained, pair)
-    assert found["loss"] <= 1e-4, found
-    assert found["mtp_loss"] <= 1e-4, found
+@pytest.mark.parametrize("pair", THERE_AND_BACK, ids=lambda pair: pair.name)
+def test_another_layout_hands_on_every_bit(tmp_path, pair):
+    hf_dir = parity.make_model(tmp_path / "model", pair.family, pair.depth, pair.tied)
+    (num_saved, saved), (num_resumed, resumed) = LAYOUTS[pair.saved], LAYOUTS[pair.resumed]
+
+    def job(name: str, layout: dict[str, Any], steps: tuple[int, int], resume: str = "") -> Job:
+        checkpoint = tmp_path / resume / f"checkpoint-{SAVED_AT}" if resume else None
+        options = SMALL | layout | dict(pair.options)
+        return Job(hf_dir, tmp_path / name, options, steps, checkpoint, save=True)
+
+    whole, _ = parity.run(num_saved, [job("whole", saved, (1, parity.STEPS)), job("stopped", saved, (1, SAVED_AT))])
+    parity.run(num_resumed, [job("there", resumed, (SAVED_AT + 1, SAVED_AT), "stopped")])
+    (back,) = parity.run(num_saved, [job("back", saved, (SAVED_AT + 1, parity.STEPS), "there")])
+    assert back.metrics == whole.metrics[SAVED_AT:]
+    assert all(torch.equal(back.weights[name], tensor) for name, tensor in whole.weights.items())
 
 
 def test_the_name_appears_with_the_whole_checkpoint(tmp_path):
