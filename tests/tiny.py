@@ -148,8 +148,8 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
     return {role: f"{head}{part}.weight" for role, part in zip(roles, parts, strict=True)}, block
 
 
-def random_mtp_tensors(model: PreTrainedModel, family: str, depth: int, std: float = 0.2) -> dict[str, torch.Tensor]:
-    """`depth` random MTP heads under the family's names, in the dtype of `model`."""
+def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) -> dict[str, torch.Tensor]:
+    """`depth` random MTP heads under the family's names, in the dtype of `model`, one of transformers'."""
     hidden = model.config.hidden_size
     tensors = {}
     for k in range(depth):
@@ -162,7 +162,7 @@ def random_mtp_tensors(model: PreTrainedModel, family: str, depth: int, std: flo
             tensors[block + suffix] = offset + torch.randn(tensor.shape) * std
         if family in NEXT_LAYER_HEADS:  # the hub's files repeat the trunk's tensors in each head
             tensors[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
-            tensors[f"{block}shared_head.head.weight"] = model.get_output_embeddings().weight.detach().clone()
+            tensors[f"{block}shared_head.head.weight"] = model.lm_head.weight.detach().clone()
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
 
 

@@ -9,6 +9,7 @@ that passes beside them is arithmetic on both sides. Every token is learned, as 
 """
 
 import argparse
+import gc
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch.autograd.graph import saved_tensors_hooks
 
 from swiftlite.args import memory, plan
@@ -74,7 +76,8 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             activations, logits = _kept_by_autograd(chunks[0], hf_config, setup, device.torch_device)
         wrapped = wrap_model(chunks, dtype, DistributedArgs(use_distributed_optimizer=setup.use_distributed_optimizer))
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        gradients: Any = wrapped  # `buffers` is taken for torch's method
+        buffers = [buffer for chunk in gradients for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return Measured(
             parameters=sum(parameter.numel() for parameter in parameters),
             weights=_bytes(parameters),
@@ -116,7 +119,8 @@ def _optimizer_bytes(setup: memory.Setup, wrapped, device) -> int:
 
 
 def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, device) -> tuple[int, int]:
-    """(activations, logits) of one forward pass."""
+    """(activations, logits) of one forward pass: what autograd saves, and what the functions that it will call again
+    hold on to."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, torch.Tensor] = {}  # holds them, so that no address is used twice
 
@@ -130,9 +134,17 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, dev
     tokens_BS = torch.randint(hf_config["vocab_size"], shape, device=device)
     position_ids_BS = torch.arange(shape[1], device=device).expand(shape)
     ahead = [tokens_BS] * setup.mtp_num_layers
+    before = {id(tensor) for tensor in _tensors_alive()}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         losses = model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=ahead)
     assert isinstance(losses, Losses)
+    results = {id(tensor) for loss in (losses.main, *losses.mtp) for tensor in vars(loss).values()}
+    # What sequence parallelism gathers goes through one buffer, used again and again.
+    own |= {buffer.untyped_storage().data_ptr() for buffer in parallel_state.get_global_memory_buffer().buffer.values()}
+    for tensor in _tensors_alive():
+        # Bytes are the states of random generators, of one size whatever the model.
+        if id(tensor) not in before | results and tensor.dtype is not torch.uint8:
+            pack(tensor)
     vocab = hf_config["vocab_size"] // setup.layout.tensor_model_parallel_size
     of_loss = {
         address for address, tensor in kept.items() if tensor.dtype is torch.float32 and tensor.size(-1) == vocab
@@ -140,6 +152,11 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, dev
     logits = _bytes(kept[address] for address in of_loss)
     passing = tokens_BS.numel() * vocab * setup.parameter_bytes if setup.parameter_bytes < 4 else 0
     return _bytes(tensor for address, tensor in kept.items() if address not in of_loss), logits + passing
+
+
+def _tensors_alive() -> list[torch.Tensor]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
 
 
 def example(**sizes: int) -> dict[str, Any]:
@@ -168,11 +185,11 @@ def main() -> None:
         shapes = {str(args.model): json.loads((args.model / "config.json").read_text(encoding="utf-8"))}
     print(f"{'MB (1e6 bytes)':40} {'measured':>10} {'estimated':>10} {'ratio':>7}")
     for name, hf_config in shapes.items():
-        for parameter_bytes, recompute in ((2, "none"), (2, "full"), (4, "none")):
+        for parameter_bytes, recompute in ((2, RecomputeArgs()), (2, RecomputeArgs("full")), (4, RecomputeArgs())):
             # MTP layers in the rows without recomputing only: the trunk shows what that is about.
-            depth = args.mtp_num_layers if recompute == "none" else 0
+            depth = args.mtp_num_layers if recompute.recompute_granularity == "none" else 0
             setup = memory.Setup(
-                recompute=RecomputeArgs(recompute_granularity=recompute),
+                recompute=recompute,
                 micro_batch_size=args.micro_batch_size,
                 max_length=args.max_length,
                 parameter_bytes=parameter_bytes,
@@ -181,7 +198,7 @@ def main() -> None:
             (estimated,) = memory.estimate(hf_config, setup)
             measured = measure(hf_config, setup)
             dtype = {2: "bfloat16", 4: "float32"}[parameter_bytes]
-            print(f"{name}, {dtype}, recompute {recompute}, MTP depth {depth}")
+            print(f"{name}, {dtype}, recompute {recompute.recompute_granularity}, MTP depth {depth}")
             for what in ("weights", "gradients", "optimizer", "activations", "logits"):
                 found, expected = getattr(measured, what), getattr(estimated, what)
                 print(f"  {what:38} {found / 1e6:10.2f} {expected / 1e6:10.2f} {expected / found:7.3f}")

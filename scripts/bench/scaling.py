@@ -70,6 +70,7 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
 
     from swiftlite import families
     from swiftlite.args.commands import SftArgs
+    from swiftlite.args.flops import training_flops
     from swiftlite.args.plan import make_plan, make_schedule
     from swiftlite.bridge.hf_config import read_config
     from swiftlite.bridge.transfer import load_hf
@@ -107,6 +108,7 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
             schedule=schedule,
             mtp_loss_scaling_factor=0.1,
             train_batches=batches,
+            flops=training_flops(hf_config),
             eval_batches=[],
             device=device,
             sinks=[],

@@ -120,8 +120,6 @@ def load_train_val(
     Raises:
         UserError: a file that cannot be read, more bad rows than allowed, no row left, a tokenizer without a template.
     """
-    if not dataset and not val_dataset:
-        raise UserError("--dataset names no file", "give one or more: --dataset train.jsonl more.parquet#500")
     template = ChatTemplate(tokenizer, loss_scale)
     report = DataReport()
     train_rows = _read(dataset, report, system, seed)

@@ -1,7 +1,7 @@
 """`Sample`: one conversation as tokens, labels and weights. Plain numpy, so that workers need no torch."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,7 +39,10 @@ class Sample:
 
 
 def make_sample(
-    input_ids: list[int] | np.ndarray, weights: np.ndarray, source: str = "", channel: str | None = None
+    input_ids: Sequence[int] | np.ndarray,
+    weights: Sequence[float] | np.ndarray,
+    source: str = "",
+    channel: str | None = None,
 ) -> Sample:
     """Labels follow from the weights: a token trains where its weight is above 0."""
     ids = np.asarray(input_ids, dtype=np.int32)

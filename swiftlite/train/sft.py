@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,7 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.conversation import Conversation
-from swiftlite.data.dataset import Data, DataReport, Encoder, load_train_val
+from swiftlite.data.dataset import Data, Encoder, load_train_val
 from swiftlite.data.mock import mock_samples
 from swiftlite.data.sampler import Sampler
 from swiftlite.data.stream import Stream
@@ -195,15 +196,12 @@ def _check_agreement(args: SftArgs, data: Data, checkpoint: Path | None) -> None
 def _load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_config: dict[str, Any]) -> Data:
     """All samples; without the training ones if those are read while training goes on."""
     mock = args.sft_mock_dataset_config_json
-    if mock is not None:
-        samples = mock_samples(mock, hf_config["vocab_size"], seed=args.seed)
-        report = DataReport(train_samples=len(samples))
-        return Data(samples, [], [], report, digest({"lengths": samples.lengths.tolist(), "seed": args.seed}))
-    return load_train_val(
+    is_read_here = not args.streaming and mock is None
+    data = load_train_val(
         tokenizer,
-        () if args.streaming else args.dataset,
+        args.dataset if is_read_here else (),
         args.val_dataset,
-        split_dataset_ratio=0 if args.streaming else args.split_dataset_ratio,
+        split_dataset_ratio=args.split_dataset_ratio if is_read_here else 0,
         max_length=args.max_length,
         truncation_strategy=args.truncation_strategy,
         loss_scale=args.loss_scale,
@@ -212,6 +210,11 @@ def _load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_config: dic
         num_proc=args.dataset_num_proc,
         seed=args.seed,
     )
+    if mock is None:
+        return data
+    samples = mock_samples(mock, hf_config["vocab_size"], seed=args.seed)
+    data.report.train_samples = len(samples)
+    return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))
 
 
 def _open_stream(args: SftArgs, plan: Plan, tokenizer: PreTrainedTokenizerBase, state: dict[str, Any]) -> Stream:

@@ -39,10 +39,10 @@ class Trainer:
         model: the chunks of this rank, one per virtual pipeline stage.
         train_batches: step (from 0) -> this rank's micro-batches of it; a function of the step, or of `data_state`,
             which is what makes a resumed run continue with the very same data.
-        data_state: what a checkpoint keeps of the data, on the first rank.
         flops: operations of a step, for the metrics.
         eval_batches: this rank's share of the held-out rows.
         checkpointer: writes the checkpoints; None writes none.
+        data_state: what a checkpoint keeps of the data, on the first rank.
     """
 
     model: Sequence[DistributedDataParallel]
@@ -52,13 +52,13 @@ class Trainer:
     schedule: Schedule
     mtp_loss_scaling_factor: float
     train_batches: GetBatches
-    data_state: Callable[[], Mapping[str, Any]]
     flops: Flops
     eval_batches: Sequence[Batch]
     device: Device
     sinks: Sequence[Sink]
     logging_steps: int
     checkpointer: Checkpointer | None
+    data_state: Callable[[], Mapping[str, Any]] = dict
 
     def fit(self, first: int) -> int:
         """Steps `first` .. the last one of the schedule, saving and evaluating on the way.

@@ -224,10 +224,9 @@ def test_what_a_person_is_told(make_tokenizer, write_jsonl, rows, options, messa
     assert caught.value.exit_code == 1
 
 
-def test_no_file_given(make_tokenizer):
-    with pytest.raises(UserError) as caught:
-        load(make_tokenizer, [])
-    assert str(caught.value).startswith("--dataset names no file\n    give one or more: --dataset train.jsonl")
+def test_held_out_files_alone(make_tokenizer, write_jsonl):
+    data = load(make_tokenizer, [], [write_jsonl([row(1), row(2)], "val.jsonl")])
+    assert (len(data.train), len(data.val)) == (0, 2)
 
 
 def test_val_dataset_that_keeps_nothing(make_tokenizer, write_jsonl):

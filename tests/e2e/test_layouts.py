@@ -1,6 +1,7 @@
 """Whole commands over several processes: train at one layout, go on at another, export at a third."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.gloo
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     return make_tiny_hf(tmp_path / "model", "glm4_moe", depth=1, with_tokenizer=True, **sizes)
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from swiftlite import families
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
+from swiftlite.args.flops import training_flops
 from swiftlite.args.layout import group_of, layout_of, layout_problems, process_problems
 from swiftlite.args.plan import make_plan, make_schedule
 from swiftlite.bridge.hf_config import read_config
@@ -171,7 +172,7 @@ _PARTS = ("gradients", "weights")
 
 
 def _without_speed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: value for name, value in step.items() if name != "tokens_per_second"} for step in metrics]
+    return [{name: value for name, value in step.items() if not name.endswith("per_second")} for step in metrics]
 
 
 def compute_all(jobs: Sequence[Job], ports: Sequence[int]) -> list[list[dict[str, float]]]:
@@ -210,8 +211,9 @@ def compute(job: Job) -> list[dict[str, float]]:
         wrapped = wrap_model(model, dtype, args)
         schedule = make_schedule(args, len(samples))
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
-        sampler = Sampler(len(samples), plan.global_batch_size, args.seed, shuffle=False)
-        batches = Batches(plan, parallel_state.get_data_parallel_rank(), pad_token_id=0)
+        flops = training_flops(hf_config, depth)
+        batches = Batches(plan, parallel_state.get_data_parallel_rank(), 0, flops)
+        rows = batches.rows(samples)
         checkpointer = Checkpointer(job.out_dir, model, optimizer, {}, is_async=args.async_save)
         trainer = Trainer(
             model=wrapped,
@@ -220,7 +222,8 @@ def compute(job: Job) -> list[dict[str, float]]:
             plan=plan,
             schedule=schedule,
             mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
-            train_batches=partial(batches.train, samples, sampler),
+            train_batches=partial(batches.train, rows, Sampler(len(rows), plan.global_batch_size, args.seed, False)),
+            flops=flops,
             eval_batches=[],
             device=device,
             sinks=[],

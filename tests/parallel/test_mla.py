@@ -46,7 +46,7 @@ def attention(case: tuple[str, str], device: Device, tp_size: int, sequence_para
     hf_config = HF_CONFIG | VARIANTS[variant]
     architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
     config = build_config(architecture, device=device, dtype=torch.float32, mtp_num_layers=0)
-    spec = _attention_spec(config)
+    spec: Any = _attention_spec(config)
     if whose == "stock":
         spec.module = McoreMLASelfAttention
         known = {field.name for field in fields(McoreMLATransformerConfig)}

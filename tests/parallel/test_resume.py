@@ -212,7 +212,7 @@ def save_and_look(job: Job) -> list[list[str]]:
         save(self, step)
         seen.append(names(job.out_dir))
 
-    parity.Checkpointer.save = save_and_list
+    parity.Checkpointer.save = save_and_list  # type: ignore[assignment]
     parity.compute(Job(job.hf_dir, job.out_dir, job.options, job.steps, save=True))
     return [*seen, names(job.out_dir)]
 

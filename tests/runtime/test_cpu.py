@@ -26,6 +26,7 @@ STOCK = {"tensor_cuda": torch.Tensor.cuda}
 if sys.argv[1]:
     setattr(cpu, sys.argv[1], STOCK.get(sys.argv[1], lambda value=None: value))
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.flops import training_flops
 from swiftlite.args.plan import make_plan, make_schedule
 from swiftlite.families import index
 from swiftlite.model.build import build_model
@@ -55,8 +56,8 @@ def main():
         batch = collate([make_sample([1, 2, 3, 4], [0, 1, 1, 1])], 0, mtp_num_layers=1)
         trainer = Trainer(
             model=wrapped, optimizer=optimizer, scheduler=scheduler, plan=plan, schedule=schedule,
-            mtp_loss_scaling_factor=0.1, train_batches=lambda step: [batch], eval_batches=[], device=device, sinks=[],
-            logging_steps=1, checkpointer=None,
+            mtp_loss_scaling_factor=0.1, train_batches=lambda step: [batch], flops=training_flops(hf_config, 1),
+            eval_batches=[], device=device, sinks=[], logging_steps=1, checkpointer=None,
         )
         assert trainer.step(1)["grad_norm"] > 0
         Checkpointer(Path(sys.argv[2]), [model], optimizer, {}).save(1)

@@ -16,8 +16,10 @@ from swiftlite.args.layout import (
     num_experts,
     num_virtual_stages,
     process_problems,
+    sequence_multiple,
 )
-from swiftlite.args.plan import resolved_mtp_depth
+from swiftlite.args.mock import FLAG, check_mock_config
+from swiftlite.args.plan import holds_out, packing_of, resolved_mtp_depth
 from swiftlite.args.rules.common import (
     DATA_SUFFIXES,
     as_typed,
@@ -32,17 +34,87 @@ from swiftlite.args.rules.common import (
     without_effect,
 )
 from swiftlite.args.rules.ground import Ground, Problem, run_checkpoints
+from swiftlite.errors import UserError
 
 
 def dataset_files_exist(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    if args.sft_mock_dataset_config_json is not None:
+        if args.dataset:
+            yield "--dataset and --sft_mock_dataset_config_json: one run trains on one of them", "leave one out"
+        return
     if not args.dataset:
         yield "--dataset is required", "give one or more files: --dataset train.jsonl"
     for name in args.dataset:
         yield from file_problems("--dataset", name, DATA_SUFFIXES)
 
 
+def mock_dataset_is_described(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    mock = args.sft_mock_dataset_config_json
+    if mock is None:
+        return
+    try:
+        check_mock_config(mock)
+    except UserError as error:
+        yield error.problem, error.hint
+        return
+    longest = mock.get("max_seq_len", 0)
+    if longest > args.max_length:
+        yield (
+            f"{FLAG}: samples of up to {longest} tokens, over --max_length {args.max_length}",
+            f"--max_length {longest}",
+        )
+
+
+def packing_has_room(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    if any(numbers_out_of_range(args)) or not args.packing:
+        return
+    multiple = sequence_multiple(layout_of(args))
+    longest = -(-args.max_length // multiple) * multiple
+    length = args.packing_length or args.max_length
+    if longest > length:
+        shared = (
+            f", which {args.context_parallel_size} context-parallel ranks share as {longest}" if multiple > 1 else ""
+        )
+        yield (
+            f"a sample may have --max_length {args.max_length} tokens{shared}, a packed row --packing_length {length}",
+            f"--packing_length {longest}, or --max_length {length // multiple * multiple}",
+        )
+
+
+def packing_options_go_together(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    balanced = args.sequence_packing_scheduler != "none"
+    if balanced and not args.packing:
+        yield f"--sequence_packing_scheduler {args.sequence_packing_scheduler} needs --packing", "add --packing"
+    if not args.streaming:
+        return
+    if not args.packing:
+        yield "--streaming needs --packing: a stream has no batches but of packed rows", "add --packing"
+    if balanced:
+        yield (
+            f"--streaming with --sequence_packing_scheduler {args.sequence_packing_scheduler}: streamed rows are "
+            "packed as they are read",
+            "leave --sequence_packing_scheduler out",
+        )
+    if args.train_iters is None:
+        yield "--streaming needs --train_iters: how many rows the files hold shows at their end", "add --train_iters N"
+    if args.sft_mock_dataset_config_json is not None:
+        yield "--streaming reads --dataset, not --sft_mock_dataset_config_json", "leave --streaming out"
+
+
+def resume_packs_the_same_rows(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    for name, before, now in _changed_on_resume(args, ground):
+        if name == "context_parallel_size" and args.packing and args.sequence_packing_scheduler == "none":
+            yield (
+                f"--resume with --context_parallel_size {now}, but this run began with {before}: each sample of a "
+                "packed row is padded for it, so other rows would come",
+                f"--context_parallel_size {before}",
+            )
+
+
 def global_batch_divides(args: SftArgs, ground: Ground) -> Iterator[Problem]:
     micro, layout = args.micro_batch_size, layout_of(args)
+    if packing_of(args) == "step":
+        return  # it counts samples, and each rank gets as many as level the work
     if micro < 1 or args.global_batch_size < 1 or any(numbers_out_of_range(layout)):
         return  # another rule says so
     if process_problems(layout, ground.world_size):
@@ -97,6 +169,8 @@ def virtual_stages_have_micro_batches(args: SftArgs, ground: Ground) -> Iterator
         return  # other rules say so
     if num_virtual_stages(layout) is None or process_problems(layout, ground.world_size):
         return
+    if packing_of(args) == "step":
+        return  # the schedule rounds their number up
     unit = args.micro_batch_size * data_parallel_size(layout, ground.world_size)
     number = args.global_batch_size // unit
     if args.global_batch_size % unit == 0 and number % pp:
@@ -189,20 +263,33 @@ def _changed_on_resume(args: SftArgs, ground: Ground) -> Iterator[tuple[str, Any
 def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
     """Every setting that another one makes idle, when it was changed from its default."""
     no_heads = resolved_mtp_depth(args, ground.mtp_depth) == 0
-    holds_nothing_out = not args.val_dataset and args.split_dataset_ratio == 0
+    holds_nothing_out, packing = not holds_out(args), packing_of(args)
+    not_whole_read = args.streaming or args.sft_mock_dataset_config_json is not None
+    not_whole = "--streaming" if args.streaming else FLAG
+    why = "--split_dataset_ratio is 0" if args.split_dataset_ratio == 0 else f"{not_whole} without --val_dataset"
+    nothing = f"nothing is held out: {why}"
     no_experts = (bool(ground.hf_config) and not num_experts(ground.hf_config), "the model has no experts")
     idle = {
-        "split_dataset_ratio": (bool(args.val_dataset), "--val_dataset is given"),
+        "split_dataset_ratio": (
+            bool(args.val_dataset) or not_whole_read,
+            "--val_dataset is given" if args.val_dataset else f"{not_whole} is given",
+        ),
         "num_train_epochs": (args.train_iters is not None, "--train_iters is given"),
         "min_lr": (args.lr_decay_style == "constant", "--lr_decay_style is constant"),
         "mtp_loss_scaling_factor": (no_heads, "the model has no MTP layers"),
         "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
-        "eval_steps": (holds_nothing_out, "nothing is held out: --split_dataset_ratio is 0"),
-        "eval_iters": (holds_nothing_out, "nothing is held out: --split_dataset_ratio is 0"),
+        "eval_steps": (holds_nothing_out, nothing),
+        "eval_iters": (holds_nothing_out, nothing),
         "acceptance_samples": (
             no_heads or holds_nothing_out,
-            "the model has no MTP layers" if no_heads else "nothing is held out: --split_dataset_ratio is 0",
+            "the model has no MTP layers" if no_heads else nothing,
         ),
+        "micro_batch_size": (packing == "step", "micro-batches are as many as --packing_length needs"),
+        "packing_length": (not args.packing, "--packing is not given"),
+        "padding_free": (args.packing, "--packing leaves no padding"),
+        "streaming_buffer_size": (not args.streaming, "--streaming is not given"),
+        "dataset_shuffle": (args.streaming, "--streaming goes in the order of the files"),
+        "dataset_num_proc": (args.streaming, "--streaming tokenizes while training goes on"),
         "recompute_method": (args.recompute_granularity != "full", "--recompute_granularity is not full"),
         "recompute_num_layers": (args.recompute_granularity != "full", "--recompute_granularity is not full"),
         "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
@@ -223,6 +310,11 @@ def held_out_rows_are_trained_on(args: SftArgs, ground: Ground) -> Iterator[str]
             yield f"{name} is in --dataset and in --val_dataset: its evaluation measures memory"
 
 
+def streams_hold_nothing_out(args: SftArgs, ground: Ground) -> Iterator[str]:
+    if args.streaming and not args.val_dataset:
+        yield "--streaming without --val_dataset: nothing is held out, so nothing is evaluated"
+
+
 RULES = (
     hf_model_is_a_directory,
     dataset_files_exist,
@@ -231,6 +323,10 @@ RULES = (
     output_dir_fits_resume,
     resume_keeps_the_options,
     numbers_are_in_range,
+    mock_dataset_is_described,
+    packing_options_go_together,
+    packing_has_room,
+    resume_packs_the_same_rows,
     min_lr_is_below_lr,
     layout_fits,
     global_batch_divides,
@@ -240,4 +336,4 @@ RULES = (
     mtp_weights_have_a_source,
     mtp_options_have_heads,
 )
-NOTES = (sft_settings_without_effect, held_out_rows_are_trained_on)
+NOTES = (sft_settings_without_effect, held_out_rows_are_trained_on, streams_hold_nothing_out)
