@@ -1,0 +1,132 @@
+"""Runs that pack: each layout against one process, packed against padded, recomputed and resumed to the bit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swiftlite.data.schedule import schedule
+from tests.parallel import parity
+from tests.parallel.parity import BOUNDS, CASES, STEPS, TP2_SP, Job, Result
+
+pytestmark = pytest.mark.gloo
+
+SAVED_AT = 2
+QWEN3, MIXTURE = ("qwen3", 2, True), ("glm4_moe", 1, False)
+Model = tuple[str, int, bool]
+ROWS = {"packing": True, "packing_length": 64}
+BALANCED = ROWS | {"sequence_packing_scheduler": "dp_balanced"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: (CASES[name].num_processes, CASES[name].options) for name in ("PP2", "CP2", "DP2", "PP2xVPP2", "EP2")},
+    "TP2+SP": (2, TP2_SP),
+    "PP3 MTP middle": (3, CASES["PP3 MTP middle"].options),
+    "PP2xCP2": (4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),
+}
+# By model and layout, under the scheduler: micro-batches then differ in length, and their number from step to step.
+CHOSEN = {
+    QWEN3: ("PP2", "CP2", "DP2", "TP2+SP", "PP2xVPP2", "PP3 MTP middle", "PP2xCP2"),
+    MIXTURE: ("EP2", "CP2", "PP2"),
+}
+RESUMED = ("PP2", "CP2", "DP2", "TP2+SP", "PP2xCP2")
+RECOMPUTE = {
+    "uniform 2": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "block 1": {"recompute_granularity": "full", "recompute_method": "block"},
+    "selective": {"recompute_granularity": "selective"},
+}
+
+
+@dataclass
+class Computed:
+    models: dict[Model, Path]
+    results: dict[tuple[Model, str], Result]
+
+    def differences(self, model: Model, one: str, other: str) -> dict[str, float]:
+        source = load_file(self.models[model] / "model.safetensors")
+        return parity.compare(self.results[model, one], self.results[model, other], source)
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> Computed:
+    root = tmp_path_factory.mktemp("packed")
+    models = {model: parity.make_model(root / "-".join(map(str, model)), *model) for model in CHOSEN}
+    jobs: dict[int, dict[tuple[Model, str], Job]] = {}
+
+    def add(num_processes: int, model: Model, name: str, options: dict[str, Any], **more: Any) -> Job:
+        out_dir = root / "runs" / "-".join(map(str, (*model, name)))
+        job = Job(models[model], out_dir, options, **more)
+        jobs.setdefault(num_processes, {})[model, name] = job
+        return job
+
+    for model, layouts in CHOSEN.items():
+        add(1, model, "padded", {})
+        add(1, model, "padding_free", {"padding_free": True, "micro_batch_size": 4})
+        add(1, model, "balanced", BALANCED)
+        for layout in layouts:
+            num_processes, options = LAYOUTS[layout]
+            add(num_processes, model, layout, BALANCED | options)
+    add(1, QWEN3, "rows", ROWS)
+    for layout in ("PP2", "DP2"):
+        add(2, QWEN3, f"rows {layout}", ROWS | LAYOUTS[layout][1])
+    for name, recompute in RECOMPUTE.items():
+        for layout in ("PP2", "TP2+SP", "CP2"):
+            add(2, QWEN3, f"{layout} {name}", BALANCED | LAYOUTS[layout][1] | recompute)
+    for layout in RESUMED:
+        num_processes, options = LAYOUTS[layout]
+        stopped = add(num_processes, QWEN3, f"{layout} stopped", BALANCED | options, steps=(1, SAVED_AT), save=True)
+        add(  # computed after it: in order, in the same start of processes
+            num_processes,
+            QWEN3,
+            f"{layout} resumed",
+            BALANCED | options,
+            steps=(SAVED_AT + 1, STEPS),
+            resume=stopped.out_dir / f"checkpoint-{SAVED_AT}",
+        )
+    results = {}
+    for num_processes, chosen in jobs.items():
+        results |= zip(chosen, parity.run(num_processes, list(chosen.values())), strict=True)
+    return Computed(models, results)
+
+
+def assert_within(differences: dict[str, float]) -> None:
+    assert [name for name, bound in BOUNDS.items() if not differences[name] <= bound] == [], differences
+
+
+@pytest.mark.parametrize("name", ["padding_free", "balanced"])
+@pytest.mark.parametrize("model", CHOSEN)
+def test_packed_is_padded(computed, model, name):
+    """The same samples in each step, whichever way they lie side by side."""
+    assert_within(computed.differences(model, "padded", name))
+
+
+def test_steps_have_other_numbers_of_micro_batches():
+    lengths = [len(sample) for sample in parity.make_samples(128)]
+    steps = [lengths[start : start + 8] for start in range(0, len(lengths), 8)]
+    assert len({schedule(step, ROWS["packing_length"], 1).num_micro_batches for step in steps}) > 1
+
+
+@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model in CHOSEN for layout in CHOSEN[model]])
+def test_every_layout_computes_what_one_process_does(computed, model, layout):
+    assert_within(computed.differences(model, "balanced", layout))
+
+
+@pytest.mark.parametrize("layout", ["PP2", "DP2"])
+def test_rows_are_the_same_at_every_layout(computed, layout):
+    assert_within(computed.differences(QWEN3, "rows", f"rows {layout}"))
+    assert computed.results[QWEN3, "rows"].metrics[0] != computed.results[QWEN3, "balanced"].metrics[0]
+
+
+@pytest.mark.parametrize("layout", ["PP2", "TP2+SP", "CP2"])
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recomputing_changes_no_bit(computed, layout, name):
+    assert set(computed.differences(QWEN3, layout, f"{layout} {name}").values()) == {0.0}
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_a_resumed_run_goes_on_bit_for_bit(computed, layout):
+    whole, resumed = computed.results[QWEN3, layout], computed.results[QWEN3, f"{layout} resumed"]
+    assert resumed.metrics == whole.metrics[SAVED_AT:]
+    assert whole.weights.keys() == resumed.weights.keys()
+    assert all(torch.equal(resumed.weights[name], tensor) for name, tensor in whole.weights.items())
