@@ -1,4 +1,4 @@
-"""Training speed: swiftlite against a plain transformers loop, then the cost of one MTP layer.
+"""Training speed: against a plain transformers loop, the cost of one MTP layer, and packed against padded.
 
 Same model, rows, batch, precision and threads on both sides, and every row exactly `--max_length` tokens, so that both
 do the same arithmetic and nothing is padding. The contestants run as alternating subprocesses. A figure is the median
@@ -6,6 +6,7 @@ over all rounds of the steps after the warm-up, with the fastest step beside it:
 
     python scripts/bench/train.py                      # the quickstart's model, made on the spot
     python scripts/bench/train.py --model DIR --torch_dtype bfloat16
+    python scripts/bench/train.py --packing            # rows of their own lengths, tokens/s without padding
 """
 
 import argparse
@@ -16,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -72,16 +74,22 @@ def train_plain(args: argparse.Namespace) -> list[float]:
     return speed
 
 
-def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int) -> list[float]:
-    """Tokens/s of each step of `swiftlite megatron sft`, from the run's own metrics."""
+def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int, options: Sequence[object] = ()) -> list[float]:
+    """Tokens/s of each step of `swiftlite megatron sft`, from the run's own metrics.
+
+    Args:
+        options: on top of the rest; the dataset, if they name another source.
+    """
+    dataset = () if "--sft_mock_dataset_config_json" in options else ("--dataset", args.dataset)
     with tempfile.TemporaryDirectory() as output_dir:
         command = [
             *(sys.executable, "-m", "swiftlite", "megatron", "sft"),
-            *("--model", args.model, "--dataset", args.dataset, "--output_dir", output_dir),
+            *("--model", args.model, *dataset, "--output_dir", output_dir),
             *("--mtp_num_layers", mtp_num_layers, "--mtp_init", "random", "--torch_dtype", args.torch_dtype),
             *("--micro_batch_size", args.micro_batch_size, "--global_batch_size", args.micro_batch_size),
             *("--train_iters", args.steps, "--max_length", args.max_length, "--truncation_strategy", "right"),
             *("--split_dataset_ratio", 0, "--acceptance_samples", 0, "--logging_steps", 1, "--tensorboard", "false"),
+            *options,
         ]
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
         if done.returncode:
@@ -96,14 +104,51 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
     "swiftlite_mtp": lambda args: train_swiftlite(args, 1),
 }
 
+# The same samples in each step, side by side in another way.
+PACKING: dict[str, tuple[object, ...]] = {
+    "padded": (),
+    "padding_free": ("--padding_free",),
+    "packed": ("--packing", "--packing_length", 2048, "--sequence_packing_scheduler", "dp_balanced"),
+}
+MOCK = {
+    "mode": "distribution",
+    "type": "lognormal",
+    "min_seq_len": 16,
+    "max_seq_len": 1024,
+    "mean_seq_len": 256,
+    "lognormal_sigma": 1.1,
+}
+SOURCES: dict[str, tuple[object, ...]] = {
+    "quickstart": (),
+    "lognormal": ("--sft_mock_dataset_config_json", json.dumps(MOCK), "--max_length", MOCK["max_seq_len"]),
+}
+CONTESTANTS |= {
+    f"{way}, {source}": partial(train_swiftlite, mtp_num_layers=1, options=(*data, *options))
+    for source, data in SOURCES.items()
+    for way, options in PACKING.items()
+}
 
-def race(args: argparse.Namespace) -> dict[str, list[float]]:
+
+# (contestant, label, whom it is compared with, in words)
+ALONE = (
+    ("plain", "plain transformers loop", "plain", ""),
+    ("swiftlite", "swiftlite without MTP", "plain", "the plain loop"),
+    ("swiftlite_mtp", "swiftlite, one MTP layer", "swiftlite", "swiftlite without MTP"),
+)
+PACKED = tuple(
+    (f"{way}, {source}", f"{way}, {source}", f"padded, {source}", "" if way == "padded" else "padded")
+    for source in SOURCES
+    for way in PACKING
+)
+
+
+def race(args: argparse.Namespace, names: Iterable[str]) -> dict[str, list[float]]:
     """Tokens/s of every step that counts, per contestant. Each round runs all of them one after another in fresh
     processes, so that a slow spell of the machine hits all."""
-    speed: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    speed: dict[str, list[float]] = {name: [] for name in names}
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     for _ in range(args.rounds):
-        for name in CONTESTANTS:
+        for name in speed:
             command = [sys.executable, __file__, *sys.argv[1:], "--contestant", name]
             command += ["--model", str(args.model), "--dataset", str(args.dataset)]
             out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
@@ -125,24 +170,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--dataset", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--packing", action="store_true", help="packed against padded")
     args = parser.parse_args()
     if args.contestant:
         print(json.dumps(CONTESTANTS[args.contestant](args)))
         return
     with tempfile.TemporaryDirectory() as directory:
         args.dataset = Path(directory) / "rows.jsonl"
-        write_rows(args.dataset, args.steps * args.micro_batch_size, args.max_length)
+        if args.packing:
+            make_rows = [sys.executable, SCRIPTS / "make_docstring_dataset.py", "--output", args.dataset]
+            subprocess.run(make_rows, check=True, stdout=subprocess.DEVNULL)
+        else:
+            write_rows(args.dataset, args.steps * args.micro_batch_size, args.max_length)
         if args.model is None:
             args.model = Path(directory) / "model"
             make_model = [sys.executable, SCRIPTS / "make_tiny_model.py", "--output_dir", args.model]
             subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
-        speed = race(args)
+        compared = PACKED if args.packing else ALONE
+        speed = race(args, [name for name, *_ in compared])
     median = {name: statistics.median(values) for name, values in speed.items()}
-    for name, label, rival, than in (
-        ("plain", "plain transformers loop", "plain", ""),
-        ("swiftlite", "swiftlite without MTP", "plain", "the plain loop"),
-        ("swiftlite_mtp", "swiftlite, one MTP layer", "swiftlite", "swiftlite without MTP"),
-    ):
+    for name, label, rival, than in compared:
         ratio = f"   {median[name] / median[rival]:.2f}x {than}" if than else ""
         print(f"{label:<26}{median[name]:8.0f} tokens/s (fastest step {max(speed[name]):.0f}){ratio}")
 
