@@ -89,6 +89,12 @@ def patch_alltoall_dispatcher() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_to_numbers
 
 
+def run_eagerly() -> None:
+    """jit.py:21 compiles what it can fuse (routers among it), anew for rows of other lengths; on a CPU that takes a C++
+    compiler, and longer than it saves."""
+    torch.compiler.set_stance("force_eager")
+
+
 _mode: _CudaLiterals | None = None
 
 
@@ -102,5 +108,6 @@ def install() -> None:
     patch_current_stream()
     patch_rng_state()
     patch_alltoall_dispatcher()
+    run_eagerly()
     _mode = _CudaLiterals()
     _mode.__enter__()  # for the life of the process: megatron-core asks for CUDA at every step

@@ -113,8 +113,6 @@ def compute_all(
     sessions: Sequence[Sequence[Job]], ports: Sequence[int]
 ) -> list[tuple[list[torch.Tensor], dict[str, float]]]:
     """What each process does."""
-    # megatron-core's router is compiled anew for each length, 5 s; the numbers are the same.
-    torch.compiler.set_stance("force_eager")
     results = []
     for jobs, port in zip(sessions, ports, strict=True):
         prepare_session(port)

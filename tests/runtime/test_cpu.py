@@ -1,5 +1,6 @@
 """Every shim is needed: a training step and a save run with all of them, and fail without any one."""
 
+import os
 import subprocess
 import sys
 
@@ -38,9 +39,11 @@ from swiftlite.data.batch import collate
 from swiftlite.data.sample import make_sample
 
 hf_config = dict(
-    model_type="qwen3_moe", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-    num_attention_heads=2, rms_norm_eps=1e-6, max_position_embeddings=16, num_experts=2, num_experts_per_tok=1,
-    moe_intermediate_size=16,
+    model_type="glm4_moe", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, max_position_embeddings=16,
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=0,
+    n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0, partial_rotary_factor=0.5,
+    attention_bias=False, use_qk_norm=False,
 )
 args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, train_iters=1)
 
@@ -70,11 +73,11 @@ if __name__ == "__main__":
 """
 
 
-def run_without(shim: str, tmp_path) -> subprocess.CompletedProcess:
+def run_without(shim: str, tmp_path, **environment: str) -> subprocess.CompletedProcess:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-W", "ignore", str(program), shim, str(tmp_path / "out")]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 def test_a_step_and_a_save_run_with_all_shims(tmp_path):
@@ -89,3 +92,12 @@ def test_each_shim_is_needed(tmp_path, shim):
     # A torch built for CUDA says so as it loads; what is asked for is the error.
     said = [line for line in result.stderr.splitlines() if "No CUDA runtime is found" not in line]
     assert any(word in line for line in said for word in ("CUDA", "cuda", "NVIDIA")), result.stderr
+
+
+def test_no_compiler_is_needed(tmp_path):
+    nowhere = {"CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = run_without("", tmp_path, **nowhere)
+    assert done.returncode == 0, done.stderr
+    done = run_without("run_eagerly", tmp_path, **nowhere)
+    assert done.returncode != 0
+    assert "compiler" in done.stderr
