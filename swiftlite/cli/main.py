@@ -61,7 +61,10 @@ def _run(argv: list[str]) -> int:
     if rank == 0:
         notes += rules.check(args, world_size)
     if isinstance(args, SftArgs) and args.dry_run:
-        return _show(_dry_run(args, world_size)) if rank == 0 else 0
+        if rank > 0:
+            return 0
+        _log(notes, command, processes)
+        return _show(_dry_run(args, world_size))
     if processes.must_start and command.is_parallel:
         launch.start(processes, argv)
     if rank == 0:
@@ -79,7 +82,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _log(notes: list[str], command: Command, processes: launch.Processes) -> None:
-    if processes.must_start:
+    if processes.must_start and not command.is_parallel:
         notes = [*notes, f"NPROC_PER_NODE and NNODES have no effect: swiftlite {command.words} is one process"]
     for note in notes:
         log.logger.warning(note)

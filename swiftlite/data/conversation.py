@@ -4,6 +4,7 @@ Formats: `messages` (roles system, user, assistant, tool), ShareGPT `conversatio
 `response` with `history`. Files are read in `sources.py`; tokens are made in `template.py`.
 """
 
+import difflib
 import json
 import math
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from swiftlite.errors import UserError
 
 Message = dict[str, Any]
 
+FIELDS = {"messages", "conversations", "instruction", "input", "output", "query", "response", "history", "system"}
+FIELDS |= {"tools", "channel", "images", "videos", "audios"}
 FORMATS = 'messages, conversations, query + response, or instruction + output, as {"query": "...", "response": "..."}'
 
 SHAREGPT_ROLES = {
@@ -95,7 +98,8 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
     """Recognise a row's format by its fields and check every turn.
 
     Args:
-        row: one JSON object or table row; fields that are None count as absent, unknown ones are passed over.
+        row: one JSON object or table row; fields that are None count as absent, unknown ones are passed over unless
+            they look like a known one misspelt.
         system: system prompt for rows that bring none.
         needs_answer: whether the last turn must be the assistant's, as in training.
         source: `file:line`, kept on the result.
@@ -110,6 +114,7 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
         if row.get(media):
             raise RowError(media, "swiftlite trains on text alone")
 
+    _check_spelling(row)
     if "messages" in row:
         turns = _from_messages(row, "messages")
     elif "conversations" in row:
@@ -140,6 +145,15 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
         channel=channel,
         source=source,
     )
+
+
+def _check_spelling(row: dict[str, Any]) -> None:
+    """A field named almost as a known one that the row lacks is that field: passing it over would train on half."""
+    for name in row.keys() - FIELDS:
+        if close := difflib.get_close_matches(str(name), FIELDS - row.keys(), n=1, cutoff=0.8):
+            raise RowError(
+                str(name), "is no field of a row", f"did you mean {close[0]}? A field of your own needs another name"
+            )
 
 
 @dataclass

@@ -150,6 +150,13 @@ def test_dry_run_prints_the_plan_and_writes_nothing(swiftlite, model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_dry_run_says_what_has_no_effect(swiftlite, model):
+    argv = "megatron sft --model model --dataset train.jsonl --output_dir out --dry_run --packing_length 9".split()
+    result = swiftlite(*argv)
+    assert "--packing_length 9 has no effect: --packing is not given" in result.stderr
+    assert "packing" not in result.stdout
+
+
 def test_dry_run_of_a_sample(swiftlite, model):
     argv = "megatron sft --model model --dataset train.jsonl train.jsonl#12 --output_dir out --dry_run".split()
     assert "at most 2 = 32 rows x 1 / global batch" in swiftlite(*argv).stdout

@@ -123,6 +123,11 @@ def test_prompt_and_answer():
         ("x", "row: is text, not an object"),
         ({"text": "x"}, "row: has none of the known fields, only text\n    rows are messages, conversations, query"),
         ({}, "row: has none of the known fields, only nothing"),
+        (
+            {"instruction": "Add.", "inputs": "1 2", "output": "3"},
+            "inputs: is no field of a row\n    did you mean input? A field of your own needs another name",
+        ),
+        ({"query": "q", "respones": "r"}, "respones: is no field of a row\n    did you mean response?"),
         ({"query": "q", "response": "a", "images": ["x.png"]}, "images: swiftlite trains on text alone"),
         ({"query": "", "response": "a"}, "query: is empty"),
         ({"query": "q", "response": "  "}, "response: is empty"),
