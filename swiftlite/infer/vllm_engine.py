@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swiftlite.errors import UserError
+from swiftlite.families.conventions import convention
 from swiftlite.infer.engine import Completion, EngineConfig, Sampling, check_prompts
 from swiftlite.infer.served_model import ServedModel, read_model, require_heads
 from swiftlite.log import logger
@@ -132,8 +133,6 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
     Raises:
         UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
     """
-    from swiftlite.infer.vllm_plugin import check_draft_steps
-
     given = config.speculative_config
     if given is not None and given.get("method") != "mtp":
         return given  # another drafter, which needs nothing of our heads
@@ -141,30 +140,38 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
     if num_tokens == 0:
         return None
     require_heads(model)
-    runs_all = runs_all_heads(model)
+    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
+
+
+def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
+    """Tokens per step that this vLLM drafts with the heads that were trained for them; unset, one per head it runs.
+
+    Raises:
+        UserError: at one of the steps vLLM would run another head.
+    """
+    from swiftlite.infer.vllm_plugin import check_draft_steps
+
+    num_run = num_heads(model)
     if num_tokens is None:
-        num_tokens = model.mtp_depth if runs_all else 1
-        if num_tokens < model.mtp_depth:
+        if num_run < model.mtp_depth:
             logger.warning(
                 "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.mtp_depth
             )
+        return num_run
     try:
-        check_draft_steps(num_tokens, model.mtp_depth, runs_all)
+        check_draft_steps(num_tokens, model.mtp_depth, num_run == model.mtp_depth)
     except ValueError as error:
         raise UserError(str(error), "or --infer_backend transformers, which runs every head") from None
-    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens}
+    return num_tokens
 
 
-def runs_all_heads(model: ServedModel) -> bool:
-    """Whether this vLLM runs every MTP head at its own draft step; otherwise it has the first head for all.
+def num_heads(model: ServedModel) -> int:
+    """Distinct heads that draft in this vLLM; the classes of our plugin run all of them in its newer model runner."""
+    from swiftlite.infer.vllm_plugin import has_multi_module_runner
 
-    Its MiMo class has only the first; its classes of GLM-4.5 and DeepSeek-V3 were published with one, and nobody has
-    measured more. The classes of our plugin run all of them under vLLM's newer model runner.
-    """
-    from swiftlite.infer.vllm_plugin import DRAFTS, has_multi_module_runner
-
-    architecture = (model.hf_config.get("architectures") or [""])[0]
-    return architecture in DRAFTS and has_multi_module_runner()
+    known = convention("vllm", model.family.name)
+    can_run = 0 if known is None else known.num_heads(model.mtp_depth)
+    return can_run if has_multi_module_runner() else min(can_run, 1)
 
 
 def _require_plugin() -> None:

@@ -397,6 +397,32 @@ def test_doctor(here):
 
 
 @pytest.mark.parametrize(
+    ("args", "problem", "hint"),
+    [
+        (DoctorArgs(engine="sglang"), "--engine sglang needs a model", "add --model DIRECTORY"),
+        (DoctorArgs(engine="sglang", model="plain", plan=True), "--engine and --plan are two", "ask one at a time"),
+        (DoctorArgs(num_speculative_tokens=2), "--num_speculative_tokens 2 without an engine", "add --engine vllm"),
+        (DoctorArgs(torch_dtype="float32"), "--torch_dtype float32 without an engine", "add --engine vllm"),
+        (
+            DoctorArgs(engine="sglang", model="plain", num_speculative_tokens=2),
+            "--num_speculative_tokens 2 with --engine sglang",
+            "it is for --engine vllm",
+        ),
+    ],
+)
+def test_doctor_of_an_engine(here, args, problem, hint):
+    ((found, advice),) = problems_of(args)
+    assert found.startswith(problem)
+    assert advice.startswith(hint)
+
+
+def test_doctor_of_vllm_needs_vllm(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ((problem, _),) = problems_of(DoctorArgs(model="plain", engine="vllm"))
+    assert problem == "--engine vllm, but vLLM is not installed"
+
+
+@pytest.mark.parametrize(
     ("args", "note"),
     [
         (

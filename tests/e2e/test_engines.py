@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.errors import UserError
+from swiftlite.families.conventions import CONVENTIONS, Convention
 from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
 from tests.infer.reference import Reference, write_trained
 from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf
@@ -34,14 +35,12 @@ def expected_counts(counts):
     return counts.drafts, counts.drafted, counts.accepted_per_position
 
 
-# What vLLM 0.32 computes otherwise than training does; flags of Reference.
-OF_VLLM = {
-    # models/mimo.py, models/mimo_mtp.py: the head gets the trunk's state before its final norm.
-    "mimo": ("takes_state_before_norm", "zeroes_first_embedding"),
-    # models/glm4_moe_mtp.py: from the second draft on, the head gets its own state before its output norm.
-    "glm4_moe": ("recycles_state_before_norm", "zeroes_first_embedding"),
-    "deepseek_v3": ("zeroes_first_embedding",),
-}
+def follow(reference: Reference, convention: Convention) -> bool:
+    """Let the reference draft as the table says of an engine; whether that is another way than training's."""
+    reference.takes_state_before_norm = convention.takes == "before norm"
+    reference.recycles_state_before_norm = convention.recycles == "before norm"
+    reference.zeroes_first_embedding = convention.zeroes_first_embedding
+    return "before norm" in (convention.takes, convention.recycles) or convention.zeroes_first_embedding
 
 
 @pytest.mark.parametrize(
@@ -59,14 +58,11 @@ def test_tokens_and_counts_equal_the_reference(family, num_tokens, tied, tmp_pat
     sizes: dict[str, Any] = VLLM_LATENT_SIZES | {"lr": 2e-3} if family == "deepseek_v3" else {}
     prompts = write_trained(tmp_path, family, depth=1, tied=tied, **sizes)
     reference = Reference.load(tmp_path, family, depth=1)
-    other_counts = None
-    if family in OF_VLLM:
-        other_counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)[1]
-        for flag in OF_VLLM[family]:
-            setattr(reference, flag, True)
+    as_trained = reference.simulate(prompts, NEW_TOKENS, num_tokens)[1]
+    differs = follow(reference, CONVENTIONS["vllm"][family])
     expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
     assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
-    assert counts != other_counts
+    assert (counts != as_trained) is differs
 
     config = EngineConfig(tmp_path, "float32", num_speculative_tokens=num_tokens, max_model_len=256)
     engine = start_engine("vllm", config)
