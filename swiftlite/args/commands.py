@@ -19,6 +19,7 @@ from swiftlite.args.fields import (
     RunArgs,
     ServerArgs,
     SglangArgs,
+    SpeculationArgs,
     VllmArgs,
 )
 
@@ -65,12 +66,12 @@ class ExportArgs(ParallelLayout, ConversionArgs):
 
 
 @dataclass(frozen=True)
-class InferArgs(GenerationArgs, VllmArgs, EngineArgs, ModelArgs):
+class InferArgs(GenerationArgs, VllmArgs, SpeculationArgs, EngineArgs, ModelArgs):
     """Generate with an engine, MTP heads drafting, and report how many drafts were accepted."""
 
 
 @dataclass(frozen=True)
-class DeployArgs(SglangArgs, VllmArgs, ServerArgs, ModelArgs):
+class DeployArgs(SglangArgs, VllmArgs, SpeculationArgs, ServerArgs, ModelArgs):
     """Serve a Hugging Face model with an engine's own OpenAI-compatible server, MTP heads drafting."""
 
 
@@ -107,6 +108,5 @@ class ExaminationArgs:
 
 
 @dataclass(frozen=True)
-class DoctorArgs(RecomputeArgs, ParallelLayout, VllmArgs, ExaminationArgs):
-    """Tell what is installed and needed, whether a model directory keeps its promises, what an engine would make of it
-    (--engine), and what fits (--plan)."""
+class DoctorArgs(RecomputeArgs, ParallelLayout, VllmArgs, SpeculationArgs, ExaminationArgs):
+    """Tell what is installed and needed, whether a model keeps its promises, to an engine too, what fits (--plan)."""

@@ -230,11 +230,17 @@ class EngineArgs:
 
 
 @dataclass(frozen=True)
-class VllmArgs:
-    """vLLM, drafting"""
+class SpeculationArgs:
+    """Speculation"""
 
     num_speculative_tokens: int | None = None
     """Tokens drafted per step. Unset: one for each of the checkpoint's MTP heads that the engine runs."""
+
+
+@dataclass(frozen=True)
+class VllmArgs:
+    """Options of vLLM"""
+
     vllm_engine_kwargs: dict[str, Any] | None = None
     """JSON: keyword arguments for vLLM's engine, on top of what swiftlite sets; null removes one."""
     vllm_speculative_config: dict[str, Any] | None = None
@@ -243,7 +249,7 @@ class VllmArgs:
 
 @dataclass(frozen=True)
 class SglangArgs:
-    """SGLang"""
+    """Options of SGLang"""
 
     sglang_engine_kwargs: dict[str, Any] | None = None
     """JSON: options of SGLang's server by their names with underscores, on top of what swiftlite sets; null removes

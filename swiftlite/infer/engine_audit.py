@@ -15,7 +15,7 @@ from typing import Any
 from swiftlite.errors import UserError
 from swiftlite.families.conventions import convention
 from swiftlite.infer.engine import EngineConfig
-from swiftlite.infer.served_model import read_model
+from swiftlite.infer.served_model import ServedModel, read_model
 from swiftlite.infer.sglang_options import depth_problem
 
 
@@ -48,9 +48,10 @@ def audit(engine: str, config: EngineConfig) -> EngineReport:
     """What `engine` ("vllm" or "sglang") would make of a checkpoint; takes its imports and a second.
 
     Raises:
-        UserError: no model of a known family is there, or the engine's loader ended without a word.
+        UserError: no model of a known family is there, or the engine itself does not start to work here.
     """
-    return _audit_vllm(config) if engine == "vllm" else _audit_sglang(config)
+    model = read_model(config.model)
+    return _audit_vllm(config) if engine == "vllm" else _audit_sglang(model)
 
 
 def _audit_vllm(config: EngineConfig) -> EngineReport:
@@ -64,8 +65,7 @@ def _audit_vllm(config: EngineConfig) -> EngineReport:
     return EngineReport(**content)
 
 
-def _audit_sglang(config: EngineConfig) -> EngineReport:
-    model = read_model(config.model)
+def _audit_sglang(model: ServedModel) -> EngineReport:
     known = convention("sglang", model.family.name)
     problem = depth_problem(model)
     return EngineReport(

