@@ -407,7 +407,6 @@ def test_infer_two_answers_for_the_draft_length(here):
     [
         ({"model": "run"}, "holds megatron-core checkpoints", "export --to_hf"),
         ({"port": 0}, "--port 0 must be at least 1 and at most 65535", ""),
-        ({"dry_run": False}, "--infer_backend sglang, but it is not installed", "add --dry_run"),
         ({"vllm_engine_kwargs": {}}, "--vllm_engine_kwargs with --infer_backend sglang", "add --infer_backend vllm"),
         (
             {"model": "plain", "speculative": "mtp"},
@@ -458,8 +457,12 @@ def test_deploy_with_vllm(here, monkeypatch):
     assert problem.startswith("--num_speculative_tokens and --vllm_speculative_config both say")
 
 
-def test_deploy_with_vllm_asks_vllm_even_for_a_dry_run(here, monkeypatch):
+def test_deploy_needs_the_engine_but_to_print_a_command_for_sglang(here, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert rules.check(DEPLOY) == []
+    ((problem, hint),) = problems_of(dataclasses.replace(DEPLOY, dry_run=False))
+    assert problem == "--infer_backend sglang, but it is not installed"
+    assert hint.endswith("or add --dry_run")
     ((problem, _),) = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm"))
     assert problem == "--infer_backend vllm, but it is not installed"
 
