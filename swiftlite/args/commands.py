@@ -17,6 +17,10 @@ from swiftlite.args.fields import (
     ParallelLayout,
     RecomputeArgs,
     RunArgs,
+    ServerArgs,
+    SglangArgs,
+    SpeculationArgs,
+    VllmArgs,
 )
 
 
@@ -62,8 +66,13 @@ class ExportArgs(ParallelLayout, ConversionArgs):
 
 
 @dataclass(frozen=True)
-class InferArgs(GenerationArgs, EngineArgs, ModelArgs):
+class InferArgs(GenerationArgs, VllmArgs, SpeculationArgs, EngineArgs, ModelArgs):
     """Generate with an engine, MTP heads drafting, and report how many drafts were accepted."""
+
+
+@dataclass(frozen=True)
+class DeployArgs(SglangArgs, VllmArgs, SpeculationArgs, ServerArgs, ModelArgs):
+    """Serve a Hugging Face model with an engine's own OpenAI-compatible server, MTP heads drafting."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,11 @@ class ExaminationArgs:
     model: str | None = None
     """Directory of a Hugging Face model to audit: shards, index, MTP depth, config. With --plan config.json is
     enough."""
+    engine: Literal["vllm", "sglang"] | None = None
+    """Also run this engine's own configuration and weight loaders on --model, without starting it: what stays random,
+    what is never read, which class drafts with how many heads. Of SGLang, what is known of its classes."""
+    trust_remote_code: bool = False
+    """With --engine: allow Python files that come with the model to run."""
     plan: bool = False
     """Print what training --model would need on each rank, and whether it fits, instead; the options below say how."""
     num_gpus: int | None = None
@@ -86,7 +100,7 @@ class ExaminationArgs:
     max_length: int = 2048
     """As for megatron sft; every row is taken to be as long, and every token to be learned."""
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """As for megatron sft."""
+    """As for megatron sft, or for the engine."""
     mtp_num_layers: int | None = None
     """As for megatron sft. Unset: what the checkpoint has."""
     mtp_mode: MtpMode = "joint"
@@ -94,5 +108,5 @@ class ExaminationArgs:
 
 
 @dataclass(frozen=True)
-class DoctorArgs(RecomputeArgs, ParallelLayout, ExaminationArgs):
-    """Tell what is installed and needed, whether a model directory keeps its promises, and what fits (--plan)."""
+class DoctorArgs(RecomputeArgs, ParallelLayout, VllmArgs, SpeculationArgs, ExaminationArgs):
+    """Tell what is installed and needed, whether a model keeps its promises, to an engine too, what fits (--plan)."""

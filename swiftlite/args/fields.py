@@ -227,12 +227,59 @@ class EngineArgs:
     """Engine that generates."""
     speculative: Literal["none", "mtp"] = "none"
     """mtp: the checkpoint's own heads draft tokens, the trunk verifies them."""
+
+
+@dataclass(frozen=True)
+class SpeculationArgs:
+    """Speculation"""
+
     num_speculative_tokens: int | None = None
-    """Tokens drafted per step. Unset: the checkpoint's MTP depth."""
+    """Tokens drafted per step. Unset: one for each of the checkpoint's MTP heads that the engine runs."""
+
+
+@dataclass(frozen=True)
+class VllmArgs:
+    """Options of vLLM"""
+
     vllm_engine_kwargs: dict[str, Any] | None = None
     """JSON: keyword arguments for vLLM's engine, on top of what swiftlite sets; null removes one."""
     vllm_speculative_config: dict[str, Any] | None = None
     """JSON: vLLM's speculative_config, whole. Unset: built from the checkpoint."""
+
+
+@dataclass(frozen=True)
+class SglangArgs:
+    """Options of SGLang"""
+
+    sglang_engine_kwargs: dict[str, Any] | None = None
+    """JSON: options of SGLang's server by their names with underscores, on top of what swiftlite sets; null removes
+    one."""
+    sglang_speculative_algorithm: Literal["NEXTN", "EAGLE"] | None = None
+    """Algorithm that drafts with MTP heads; both are the same to SGLang. Unset: NEXTN."""
+    sglang_speculative_num_steps: int | None = None
+    """Tokens that the heads draft one after the other. The three numbers go together; unset: from the checkpoint."""
+    sglang_speculative_eagle_topk: int | None = None
+    """Branches at each drafted token. Unset: 1, a chain."""
+    sglang_speculative_num_draft_tokens: int | None = None
+    """Tokens verified at once, the newest one included; of a chain, one more than its steps."""
+
+
+@dataclass(frozen=True)
+class ServerArgs:
+    """Server"""
+
+    infer_backend: Literal["vllm", "sglang"] = "vllm"
+    """Engine whose own OpenAI-compatible server is started."""
+    speculative: Literal["none", "mtp"] | None = None
+    """mtp: the checkpoint's own heads draft tokens, the trunk verifies them. Unset: mtp when there are heads."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every address of this machine."""
+    port: int = 8000
+    """Port to listen on."""
+    max_model_len: int | None = None
+    """Longest prompt plus answer. Unset: the model's own limit."""
+    dry_run: bool = False
+    """Print the command that would be started, ready to paste, and start nothing."""
 
 
 @dataclass(frozen=True)

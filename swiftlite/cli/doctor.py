@@ -1,5 +1,5 @@
-"""`swiftlite doctor`: versions, what each part needs and whether it is here, whether a model keeps its promises, and
-what memory a training run needs (--plan).
+"""`swiftlite doctor`: versions, what each part needs and whether it is here, whether a model keeps its promises, what
+an engine would make of it (--engine), and what memory a training run needs (--plan).
 
 Installed packages are asked for by their metadata; torch loads only to audit a model.
 """
@@ -62,12 +62,15 @@ PARTS = (
 
 
 def run(args: DoctorArgs) -> int:
-    """Print the report; 1 when the main job cannot run here, the model breaks a promise or the plan does not fit."""
+    """Print the report; 1 when the main job cannot run here, the model breaks a promise, an engine would serve it
+    wrong or the plan does not fit."""
     if args.plan:
         return 0 if _report_plan(args) else 1
     is_well = _report_machine()
     if args.model is not None:
         is_well = _report_model(Path(args.model)) and is_well
+        if args.engine is not None:
+            is_well = _report_engine(args, Path(args.model)) and is_well
     return 0 if is_well else 1
 
 
@@ -186,6 +189,39 @@ def _report_model(directory: Path) -> bool:
     for problem in problems:
         print(f"    {problem}")
     return not problems
+
+
+def _report_engine(args: DoctorArgs, directory: Path) -> bool:
+    from swiftlite.errors import UserError
+    from swiftlite.infer.engine import EngineConfig
+    from swiftlite.infer.engine_audit import audit
+
+    assert args.engine is not None
+    config = EngineConfig(
+        directory,
+        args.torch_dtype,
+        args.trust_remote_code,
+        args.num_speculative_tokens,
+        engine_kwargs=args.vllm_engine_kwargs or {},
+        speculative_config=args.vllm_speculative_config,
+    )
+    try:
+        report = audit(args.engine, config)
+    except UserError as error:
+        print(f"  {error}")
+        return False
+    heads = f", {report.num_heads} of {report.depth} MTP heads" if report.draft else ""
+    _print_table(
+        [
+            ("  engine", report.engine),
+            ("  serves", report.target or "nothing: it stops before"),
+            ("  drafts", f"{report.draft}{heads}" if report.draft else "nothing"),
+            ("  verdict", f"{len(report.problems)} problems" if report.problems else report.verdict),
+        ]
+    )
+    for line in (*report.problems, *report.notes):
+        print(f"    {line}")
+    return not report.problems
 
 
 GB = 1e9

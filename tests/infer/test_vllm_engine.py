@@ -77,6 +77,12 @@ def test_a_given_config_is_taken_whole_but_checked(tmp_path, monkeypatch):
     assert derive(tmp_path / "3", "qwen3", 0, None, ngram) == ngram
 
 
+def test_the_target_as_its_own_draft_is_refused(tmp_path):
+    with pytest.raises(UserError, match="names the model as its own draft") as error:
+        derive(tmp_path, "qwen3", 0, None, {"model": str(tmp_path), "num_speculative_tokens": 1})
+    assert '{"method": "mtp"' in error.value.hint
+
+
 def test_heads_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(UserError, match="promises no MTP heads"):
         derive(tmp_path, "qwen3", 0, None)

@@ -9,6 +9,7 @@ import pytest
 from swiftlite.args.docs import options
 from swiftlite.cli.table import find
 from swiftlite.cli.tested import TESTED
+from swiftlite.families.conventions import CONVENTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))
@@ -39,7 +40,7 @@ def commands(text: str) -> list[list[str]]:
     """Every `swiftlite ...` command line of a page or script, continuation lines joined, as words."""
     text = re.sub(r"\\\n\s*", " ", text)
     before = r"^(?:\s*|show_and_run |[A-Z_]+=\S+ )"
-    lines = re.findall(before + r"swiftlite ((?:megatron sft|export|infer|doctor)\b.*)$", text, re.MULTILINE)
+    lines = re.findall(before + r"swiftlite ((?:megatron sft|export|infer|deploy|doctor)\b.*)$", text, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines]
 
 
@@ -49,6 +50,40 @@ def test_the_releases_it_was_run_with(language):
     first = next(number for number, line in enumerate(lines) if line.startswith("| Python |")) + 2
     shown = [line for line in lines[first : first + len(TESTED) + 1] if line]
     assert shown == [f"| {' | '.join(value or '-' for value in row)} |" for row in TESTED]
+
+
+# The words of the table of conventions in docs/*/serving.md.
+WORDS = {
+    "each": ("each its own step", "每个头各管一步"),
+    "first": ("the first, every step", "第一个头，每一步"),
+    "last": ("the last, every step", "最后一个头，每一步"),
+    "one": ("more than one is refused", "多于一个就拒绝"),
+    "before norm": ("before its norm", "归一化之前"),
+    "after norm": ("after its norm", "归一化之后"),
+    "embedding, hidden": ("embedding, state", "嵌入，状态"),
+    "hidden, embedding": ("state, embedding", "状态，嵌入"),
+}
+
+
+def convention_rows(language: str) -> list[str]:
+    """The table of docs/*/serving.md, as the code has it."""
+    number = ("en", "zh").index(language)
+    rows = []
+    for engine, families in CONVENTIONS.items():
+        for name, line in families.items():
+            words = [WORDS[value][number] for value in (line.heads, line.takes, line.recycles)]
+            zeros = (("zeros", "kept"), ("置零", "保留"))[number][0 if line.zeroes_first_embedding else 1]
+            known = (("counts", "source"), ("计数", "源码"))[number][0 if line.is_measured else 1]
+            cells = [engine, f"`{name}`", f"`{line.draft}`", *words, zeros, WORDS[line.projection][number], known]
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_what_engines_do_with_the_heads(language):
+    lines = (ROOT / "docs" / language / "serving.md").read_text(encoding="utf-8").splitlines()
+    engines = tuple(f"| {engine} |" for engine in CONVENTIONS)
+    assert [line for line in lines if line.startswith(engines)] == convention_rows(language)
 
 
 def test_both_languages_have_the_same_pages():

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
-from swiftlite.args.rules import doctor, export, infer, sft
+from swiftlite.args.commands import DeployArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.rules import deploy, doctor, export, infer, sft
 from swiftlite.args.rules.ground import Ground, Problem, config_directory, read_hf_config
 from swiftlite.errors import OptionError
 
@@ -38,6 +38,7 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
     SftArgs: sft.RULES,
     ExportArgs: export.RULES,
     InferArgs: infer.RULES,
+    DeployArgs: deploy.RULES,
     DoctorArgs: doctor.RULES,
 }
 _NOTES: dict[type, tuple[Callable[[Any, Ground], Iterator[str]], ...]] = {

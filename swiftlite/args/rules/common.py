@@ -54,10 +54,14 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "num_virtual_stages_per_pipeline_rank": (1, math.inf, "[)"),
     "packing_length": (2, math.inf, "[)"),
     "pipeline_model_parallel_size": (1, math.inf, "[)"),
+    "port": (1, 65535, "[]"),
     "recompute_num_layers": (1, math.inf, "[)"),
     "save_steps": (1, math.inf, "[)"),
     "save_total_limit": (1, math.inf, "[)"),
     "seed": (0, 2**32, "[)"),
+    "sglang_speculative_eagle_topk": (1, math.inf, "[)"),
+    "sglang_speculative_num_draft_tokens": (2, math.inf, "[)"),
+    "sglang_speculative_num_steps": (1, math.inf, "[)"),
     "split_dataset_ratio": (0, 1, "[)"),
     "streaming_buffer_size": (1, math.inf, "[)"),
     "temperature": (0, math.inf, "[)"),
@@ -189,3 +193,11 @@ def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str
 
 def as_typed(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def speculative_tokens_are_given_once(args: Any, ground: Ground) -> Iterator[Problem]:
+    if args.num_speculative_tokens is not None and args.vllm_speculative_config is not None:
+        yield (
+            "--num_speculative_tokens and --vllm_speculative_config both say how many tokens to draft",
+            'leave the first out, and write {"num_speculative_tokens": ...} in the second',
+        )

@@ -1,14 +1,22 @@
 """Rules of `doctor`."""
 
+import dataclasses
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.docs import options
+from swiftlite.args.fields import VllmArgs
 from swiftlite.args.layout import layout_of, layout_problems, process_problems
 from swiftlite.args.memory import planned_setup
-from swiftlite.args.rules.common import as_typed, numbers_are_in_range, recompute_options_fit
-from swiftlite.args.rules.ground import Ground, Problem, near_path
+from swiftlite.args.rules.common import (
+    as_typed,
+    numbers_are_in_range,
+    recompute_options_fit,
+    speculative_tokens_are_given_once,
+)
+from swiftlite.args.rules.ground import INSTALL_VLLM, Ground, Problem, near_path
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
@@ -17,12 +25,37 @@ def model_to_audit_is_a_directory(args: DoctorArgs, ground: Ground) -> Iterator[
         yield f"--model {path} is no directory", near_path(path) if not path.exists() else ""
 
 
+OF_ENGINE = (
+    "trust_remote_code",
+    "torch_dtype",
+    "num_speculative_tokens",
+    *(field.name for field in dataclasses.fields(VllmArgs)),
+)
+
+
 def plan_options_have_plan(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
     if args.plan:
         return
     for name, option in options(DoctorArgs).items():
-        if name not in ("model", "plan") and getattr(args, name) != option.default:
+        if name not in ("model", "plan", "engine", *OF_ENGINE) and getattr(args, name) != option.default:
             yield f"--{name} {as_typed(getattr(args, name))} without a plan", "add --plan"
+
+
+def engine_options_have_engine(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
+    if args.engine and args.plan:
+        yield "--engine and --plan are two different questions", "ask one at a time"
+    if args.engine and args.model is None:
+        yield f"--engine {args.engine} needs a model", "add --model DIRECTORY, a Hugging Face model's"
+    if args.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        yield "--engine vllm, but vLLM is not installed", INSTALL_VLLM
+    for name in OF_ENGINE:
+        value = getattr(args, name)
+        if value == options(DoctorArgs)[name].default or (name == "torch_dtype" and args.plan):
+            continue
+        if args.engine is None:
+            yield f"--{name} {as_typed(value)} without an engine", "add --engine vllm"
+        elif args.engine != "vllm":
+            yield f"--{name} {as_typed(value)} with --engine {args.engine}", "it is for --engine vllm"
 
 
 def plan_fits_the_model(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
@@ -45,6 +78,8 @@ RULES = (
     model_to_audit_is_a_directory,
     numbers_are_in_range,
     plan_options_have_plan,
+    engine_options_have_engine,
+    speculative_tokens_are_given_once,
     plan_fits_the_model,
     recompute_options_fit,
 )

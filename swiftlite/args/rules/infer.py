@@ -8,6 +8,7 @@ from swiftlite.args.commands import InferArgs
 from swiftlite.args.rules.common import (
     hf_model_is_a_directory,
     numbers_are_in_range,
+    speculative_tokens_are_given_once,
     val_dataset_files_exist,
     without_effect,
 )
@@ -34,14 +35,6 @@ def speculative_options_have_speculation(args: InferArgs, ground: Ground) -> Ite
         yield "--compare has nothing to compare without speculation", "add --speculative mtp"
     if args.acceptance_json is not None:
         yield "--acceptance_json has no acceptance to add without speculation", "add --speculative mtp"
-
-
-def speculative_tokens_are_given_once(args: InferArgs, ground: Ground) -> Iterator[Problem]:
-    if args.num_speculative_tokens is not None and args.vllm_speculative_config is not None:
-        yield (
-            "--num_speculative_tokens and --vllm_speculative_config both say how many tokens to draft",
-            'leave the first out, and write {"num_speculative_tokens": ...} in the second',
-        )
 
 
 def vllm_options_have_vllm(args: InferArgs, ground: Ground) -> Iterator[Problem]:

@@ -1,0 +1,79 @@
+"""`swiftlite doctor --engine`: what an engine would do with a checkpoint, and whether serving it would be right.
+
+Behind it: `vllm_audit.py`, which runs vLLM's own loaders in a process of its own, and for SGLang what is known of its
+draft classes (`families/conventions.py`).
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftlite.errors import UserError
+from swiftlite.families.conventions import convention
+from swiftlite.infer.engine import EngineConfig
+from swiftlite.infer.served_model import ServedModel, read_model
+from swiftlite.infer.sglang_options import depth_problem
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine makes of a checkpoint.
+
+    Attributes:
+        engine: name and version.
+        target: class that serves the trunk; None when it was not reached.
+        draft: class that drafts; None when none does.
+        depth: MTP heads that config.json promises.
+        num_heads: how many of them draft.
+        verdict: what was found out when there is no problem.
+        problems: why serving would be wrong, one line each.
+        notes: what is worth knowing and is not wrong.
+    """
+
+    engine: str
+    target: str | None
+    draft: str | None
+    depth: int
+    num_heads: int
+    verdict: str
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def audit(engine: str, config: EngineConfig) -> EngineReport:
+    """What `engine` ("vllm" or "sglang") would make of a checkpoint; takes its imports and a second.
+
+    Raises:
+        UserError: no model of a known family is there, or the engine itself does not start to work here.
+    """
+    model = read_model(config.model)
+    return _audit_vllm(config) if engine == "vllm" else _audit_sglang(model)
+
+
+def _audit_vllm(config: EngineConfig) -> EngineReport:
+    options = {key: value for key, value in dataclasses.asdict(config).items() if key != "model"}
+    command = [sys.executable, "-m", "swiftlite.infer.vllm_audit", str(config.model), json.dumps(options)]
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=quiet | os.environ, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UserError(f"vLLM cannot be asked here:\n{done.stderr.strip()[-2000:]}", "the last line says why")
+    content: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return EngineReport(**content)
+
+
+def _audit_sglang(model: ServedModel) -> EngineReport:
+    known = convention("sglang", model.family.name)
+    problem = depth_problem(model)
+    return EngineReport(
+        engine="sglang 0.5.23, as known to swiftlite; its loader was not run",
+        target=(model.hf_config.get("architectures") or [None])[0],
+        draft=known.draft if known and model.mtp_depth else None,
+        depth=model.mtp_depth,
+        num_heads=known.num_heads(model.mtp_depth) if known else 0,
+        verdict="nothing known speaks against it",
+        problems=[problem] if problem else [],
+    )

@@ -1,0 +1,74 @@
+"""What an engine's weight loader fills, and from which tensors, without a number being read or allocated.
+
+Parameters and the checkpoint's tensors are on torch's meta device; every copy that the loader makes is recorded. So the
+check of a model of any size takes the time of its loader's loops, and needs no memory for it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from swiftlite.bridge.tensors import Entry
+
+
+class WeightRecorder(TorchDispatchMode):
+    """A context in which an engine's `load_weights` runs on `weights()`.
+
+    Args:
+        entries: the checkpoint's tensors: HF key -> shape and dtype.
+
+    Attributes:
+        used: keys of which at least one number went into a parameter.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry]):
+        super().__init__()
+        self._tensors = {
+            key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()
+        }
+        # By storage: which keys its numbers come from, and which parts (offset, shape, strides) were written.
+        self._keys: dict[int, set[str]] = defaultdict(set)
+        self._written: dict[int, set[tuple]] = defaultdict(set)
+        self._kept: list[torch.Tensor] = []  # a storage that is freed would give its number to another one
+        for key, tensor in self._tensors.items():
+            self._keys[_storage(tensor)].add(key)
+        self.used: set[str] = set()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF key, tensor on the meta device), as an engine's loader is given them."""
+        yield from self._tensors.items()
+
+    def unfilled(self, model: nn.Module) -> dict[str, int]:
+        """Parameters that the loader left as they were, wholly or in part: name -> numbers that were not written."""
+        left = {
+            name: parameter.numel() - sum(torch.Size(shape).numel() for _, shape, _ in self._parts(parameter))
+            for name, parameter in model.named_parameters()
+        }
+        return {name: count for name, count in left.items() if count > 0}
+
+    def _parts(self, parameter: torch.Tensor) -> set[tuple]:
+        return self._written.get(_storage(parameter), set())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        keys = {key for tensor in tensors for key in self._keys.get(_storage(tensor), ())}
+        if func is torch.ops.aten.copy_.default:
+            target = args[0]
+            self._written[_storage(target)].add((target.storage_offset(), target.shape, target.stride()))
+            self.used |= keys
+        if keys:
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            for output in outputs:
+                self._keys[_storage(output)] |= keys
+            self._kept += outputs
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
