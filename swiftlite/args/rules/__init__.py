@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
-from swiftlite.args.rules import doctor, export, infer, sft
+from swiftlite.args.commands import DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.rules import doctor, evaluate, export, infer, sft
 from swiftlite.args.rules.ground import Ground, Problem, config_directory, read_hf_config
 from swiftlite.errors import OptionError
 
@@ -38,9 +38,12 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
     SftArgs: sft.RULES,
     ExportArgs: export.RULES,
     InferArgs: infer.RULES,
+    EvaluateArgs: evaluate.RULES,
     DoctorArgs: doctor.RULES,
 }
 _NOTES: dict[type, tuple[Callable[[Any, Ground], Iterator[str]], ...]] = {
+    ExportArgs: export.NOTES,
     SftArgs: sft.NOTES,
     InferArgs: infer.NOTES,
+    EvaluateArgs: evaluate.NOTES,
 }
