@@ -17,6 +17,7 @@ LEVELS = (
     {"model"},
     {"families"},
     {"train", "infer"},
+    {"evaluate"},
     {"export"},
     {"cli"},
 )

@@ -1,12 +1,13 @@
 """One class per command, composed of the groups in `fields.py`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftlite.args.fields import (
     DataArgs,
     DistributedArgs,
     EngineArgs,
+    EvaluationArgs,
     GenerationArgs,
     ModelArgs,
     MoeArgs,
@@ -58,6 +59,16 @@ class ConversionArgs:
     """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
     max_shard_size_gb: float = 5.0
     """Largest safetensors file, in GB (1e9 bytes)."""
+    val_dataset: list[str] = field(default_factory=list)
+    """Files of rows for the next two options."""
+    min_acceptance: float | None = None
+    """Refuse an export whose heads agree with its trunk on a smaller share of those rows (mean over depths, 0 to 1)."""
+    max_regression: float | None = None
+    """Refuse an export whose share is lower than that of --baseline by more than this (0 to 1)."""
+    baseline: str | None = None
+    """Directory of the Hugging Face model for --max_regression. Unset: the one that the run began with."""
+    force: bool = False
+    """Write the export although the two options refuse it; say so."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,11 @@ class InferArgs(GenerationArgs, VllmArgs, SpeculationArgs, EngineArgs, ModelArgs
 @dataclass(frozen=True)
 class DeployArgs(SglangArgs, VllmArgs, SpeculationArgs, ServerArgs, ModelArgs):
     """Serve a Hugging Face model with an engine's own OpenAI-compatible server, MTP heads drafting."""
+
+
+@dataclass(frozen=True)
+class EvaluateArgs(SpeculationArgs, EvaluationArgs, ModelArgs):
+    """Measure how often MTP heads are right, by depth and channel: against the trunk, and by an engine's counters."""
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,30 @@ class ServerArgs:
 
 
 @dataclass(frozen=True)
+class EvaluationArgs:
+    """Evaluation"""
+
+    dataset: list[str] = field(default_factory=list)
+    """Files of rows with answers (as for sft) that the model was not trained on; their channels are told apart."""
+    baseline: str | None = None
+    """Directory of a Hugging Face model to compare with, such as the one before training."""
+    output_dir: str = ""
+    """Directory for evaluation.json and evaluation.svg; it may exist."""
+    infer_backend: Literal["none", "transformers", "vllm"] = "none"
+    """An engine that generates answers to the prompts, whose own counters are read; none: teacher-forced alone."""
+    max_prompts: int = 64
+    """Prompts of each channel that the engine gets."""
+    max_new_tokens: int = 64
+    """Longest answer in tokens."""
+    max_length: int = 2048
+    """Longest row in tokens; longer ones are cut right."""
+    max_bad_rows: int = 0
+    """Rows that may be malformed before the command stops; each is named by file:line."""
+    system: str | None = None
+    """System prompt for rows that bring none."""
+
+
+@dataclass(frozen=True)
 class GenerationArgs:
     """Generation"""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.args.commands import DeployArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.errors import UserError
 
 
@@ -32,6 +32,7 @@ COMMANDS = (
     Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
     Command("infer", InferArgs, "swiftlite.infer.run:run", "generate, heads drafting, count what is accepted", False),
     Command("deploy", DeployArgs, "swiftlite.infer.deploy:run", "an engine's own server, heads drafting", False),
+    Command("evaluate", EvaluateArgs, "swiftlite.evaluate.run:run", "how often the heads are right, by channel", False),
     Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "what works here, and is this model whole", False),
 )
 

@@ -10,11 +10,13 @@ import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.layout import layout_of
+from swiftlite.args.rules.ground import model_of_run
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.errors import UserError
+from swiftlite.evaluate.gate import check_acceptance
 from swiftlite.families import index
 from swiftlite.families.family import Family
 from swiftlite.log import logger
@@ -38,7 +40,8 @@ def to_hf(args: ExportArgs, device: Device) -> None:
     """Write the checkpoint's weights with the configuration and tokenizer of the model that the run started from.
 
     Raises:
-        UserError: there is no checkpoint, or the audit of what was written found a problem (nothing is left behind).
+        UserError: there is no checkpoint, the audit of what was written found a problem, or its heads fall short of
+            what was asked for (nothing is left behind).
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     source, output_dir = checkpoint.parent / "source", Path(args.output_dir)
@@ -82,6 +85,17 @@ def to_hf(args: ExportArgs, device: Device) -> None:
         )
         if is_first:
             _audit(writing, family, hf_config, dtypes)
+            if args.min_acceptance is not None or args.max_regression is not None:
+                check_acceptance(
+                    writing,
+                    Path(args.baseline) if args.baseline else model_of_run(Path(args.model)),
+                    args.val_dataset,
+                    min_acceptance=args.min_acceptance,
+                    max_regression=args.max_regression,
+                    force=args.force,
+                    torch_dtype=state["torch_dtype"],
+                    device=device,
+                )
             output_dir.parent.mkdir(parents=True, exist_ok=True)
             if output_dir.exists():
                 output_dir.rmdir()  # only an empty one got past the option check

@@ -113,16 +113,9 @@ def answer(backend: str, config: EngineConfig, prompts: Sequence[Sequence[int]],
         start = time.perf_counter()
         completions = engine.generate(prompts, sampling, show_progress=True)
         seconds = time.perf_counter() - start
-        return Round(completions, seconds, _since(before, engine.draft_counts()))
+        return Round(completions, seconds, engine.draft_counts().since(before))
     finally:
         engine.close()
-
-
-def _since(before: DraftCounts, after: DraftCounts) -> DraftCounts:
-    pairs = zip(after.accepted_per_position, before.accepted_per_position, strict=True)
-    return DraftCounts(
-        after.drafts - before.drafts, after.drafted - before.drafted, tuple(now - then for now, then in pairs)
-    )
 
 
 def summary(result: Round, plain: Round | None = None) -> list[str]:

@@ -28,6 +28,13 @@ class DraftCounts:
             self.drafts + other.drafts, self.drafted + other.drafted, tuple(mine + its for mine, its in pairs)
         )
 
+    def since(self, before: "DraftCounts") -> "DraftCounts":
+        """What was counted after `before` was."""
+        pairs = zip(self.accepted_per_position, before.accepted_per_position, strict=True)
+        return DraftCounts(
+            self.drafts - before.drafts, self.drafted - before.drafted, tuple(now - then for now, then in pairs)
+        )
+
     def to_json(self) -> dict[str, object]:
         """The form of acceptance.json; rates are 0 when nothing was drafted."""
         steps = max(self.drafts, 1)

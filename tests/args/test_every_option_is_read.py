@@ -17,6 +17,7 @@ READERS = {
     "megatron sft": ["train", "model", "args/plan.py", "args/layout.py", "cli/main.py"],
     "export": ["export", "model", "args/layout.py"],
     "infer": ["infer"],
+    "evaluate": ["evaluate"],
     "doctor": ["cli/doctor.py", "args/memory.py"],
     "deploy": ["infer/deploy.py"],
 }

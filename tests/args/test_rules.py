@@ -12,6 +12,7 @@ from swiftlite.args import rules
 from swiftlite.args.commands import DeployArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.args.rules import common
+from swiftlite.cli.table import COMMANDS
 from swiftlite.errors import OptionError
 
 
@@ -255,7 +256,7 @@ def test_experts_have_a_key_of_each_family(here, key):
 def test_every_number_has_a_range():
     numbers = {
         name
-        for args_class in (SftArgs, ExportArgs, InferArgs, DeployArgs, DoctorArgs)
+        for args_class in (command.args_class for command in COMMANDS)
         for name, option in options(args_class).items()
         if option.type in (int, float, int | None, float | None)
     }

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DeployArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
-from swiftlite.args.rules import deploy, doctor, export, infer, sft
+from swiftlite.args.commands import DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.rules import deploy, doctor, evaluate, export, infer, sft
 from swiftlite.args.rules.ground import Ground, Problem, config_directory, read_hf_config
 from swiftlite.errors import OptionError
 
@@ -39,9 +39,12 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
     ExportArgs: export.RULES,
     InferArgs: infer.RULES,
     DeployArgs: deploy.RULES,
+    EvaluateArgs: evaluate.RULES,
     DoctorArgs: doctor.RULES,
 }
 _NOTES: dict[type, tuple[Callable[[Any, Ground], Iterator[str]], ...]] = {
+    ExportArgs: export.NOTES,
     SftArgs: sft.NOTES,
     InferArgs: infer.NOTES,
+    EvaluateArgs: evaluate.NOTES,
 }

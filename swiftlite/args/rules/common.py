@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs, InferArgs, SftArgs
+from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.args.layout import layout_of, layout_problems, num_experts, process_problems
 from swiftlite.args.plan import resolved_mtp_depth
@@ -41,8 +41,11 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "max_length": (2, math.inf, "[)"),
     "max_model_len": (2, math.inf, "[)"),
     "max_new_tokens": (1, math.inf, "[)"),
+    "max_regression": (0, 1, "[]"),
+    "max_prompts": (1, math.inf, "[)"),
     "max_shard_size_gb": (0, math.inf, "()"),
     "micro_batch_size": (1, math.inf, "[)"),
+    "min_acceptance": (0, 1, "[]"),
     "min_lr": (0, math.inf, "[)"),
     "moe_aux_loss_coeff": (0, math.inf, "[)"),
     "moe_router_bias_update_rate": (0, math.inf, "[)"),
@@ -160,7 +163,7 @@ def layout_fits(args: Any, ground: Ground) -> Iterator[Problem]:
     yield from process_problems(layout, ground.world_size)
 
 
-def val_dataset_files_exist(args: SftArgs | InferArgs, ground: Ground) -> Iterator[Problem]:
+def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs, ground: Ground) -> Iterator[Problem]:
     for name in args.val_dataset:
         yield from file_problems("--val_dataset", name, DATA_SUFFIXES)
 

@@ -4,8 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
-from swiftlite.args.rules.common import hf_model_is_a_directory, layout_fits, numbers_are_in_range, output_dir_is_given
-from swiftlite.args.rules.ground import Ground, Problem, is_run, near_path, run_checkpoints
+from swiftlite.args.rules.common import (
+    hf_model_is_a_directory,
+    layout_fits,
+    numbers_are_in_range,
+    output_dir_is_given,
+    val_dataset_files_exist,
+    without_effect,
+)
+from swiftlite.args.rules.ground import Ground, Problem, is_run, model_of_run, near_path, run_checkpoints
 
 
 def export_has_one_direction(args: ExportArgs, ground: Ground) -> Iterator[Problem]:
@@ -41,6 +48,33 @@ def export_output_is_empty(args: ExportArgs, ground: Ground) -> Iterator[Problem
         yield f"--output_dir {directory} is not empty", "name a new directory, or delete this one"
 
 
+def acceptance_can_be_measured(args: ExportArgs, ground: Ground) -> Iterator[Problem]:
+    asked = [f"--{name}" for name in ("min_acceptance", "max_regression") if vars(args)[name] is not None]
+    if not asked:
+        return
+    flags = " and ".join(asked)
+    if not args.to_hf or args.mtp == "strip":
+        yield f"{flags}: there are no heads to export" if args.to_hf else f"{flags} without --to_hf", "leave it out"
+    if not args.val_dataset:
+        yield f"{flags} needs rows to measure on", "add --val_dataset FILE"
+    yield from val_dataset_files_exist(args, ground)
+    if ground.world_size > 1:
+        yield f"{flags} with {ground.world_size} processes: one measures", "export with one process"
+    if args.baseline is not None and not (Path(args.baseline) / "config.json").is_file():
+        yield f"--baseline {args.baseline} has no config.json", "give the directory of a Hugging Face model"
+    elif args.max_regression is not None and not args.baseline and not model_of_run(Path(args.model)):
+        yield (
+            "--max_regression compares with the model that the run began with, and that is not there any more",
+            "add --baseline DIR",
+        )
+
+
+def export_settings_without_effect(args: ExportArgs, ground: Ground) -> Iterator[str]:
+    unmeasured = (args.min_acceptance is None and args.max_regression is None, "no acceptance is asked for")
+    idle = {"val_dataset": unmeasured, "force": unmeasured}
+    yield from without_effect(args, idle | {"baseline": (args.max_regression is None, "--max_regression is not given")})
+
+
 RULES = (
     export_has_one_direction,
     export_source_fits,
@@ -48,4 +82,6 @@ RULES = (
     export_output_is_empty,
     numbers_are_in_range,
     layout_fits,
+    acceptance_can_be_measured,
 )
+NOTES = (export_settings_without_effect,)

@@ -68,3 +68,10 @@ def near_path(path: Path) -> str:
         return f"the directory {path.parent} does not exist either"
     suggestion = near(path.name, sorted(entry.name for entry in path.parent.iterdir()))
     return f"did you mean {path.parent / suggestion}?" if suggestion else ""
+
+
+def model_of_run(run: Path) -> Path | None:
+    """The Hugging Face model that a run, or the run of a checkpoint, began with, if it is still there."""
+    path = (run.parent if run.name.startswith("checkpoint-") else run) / "args.json"
+    model = json.loads(path.read_text(encoding="utf-8")).get("model") if path.is_file() else None
+    return Path(model) if model and (Path(model) / "config.json").is_file() else None

@@ -1,0 +1,66 @@
+"""Rules of `evaluate`."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.commands import EvaluateArgs
+from swiftlite.args.rules.common import (
+    DATA_SUFFIXES,
+    file_problems,
+    hf_model_is_a_directory,
+    numbers_are_in_range,
+    without_effect,
+)
+from swiftlite.args.rules.ground import INSTALL_VLLM, MTP_DEPTH_KEY, Ground, Problem
+
+
+def there_are_rows(args: EvaluateArgs, ground: Ground) -> Iterator[Problem]:
+    if not args.dataset:
+        yield "--dataset is required", "give files of rows that the model was not trained on: --dataset val.jsonl"
+    for name in args.dataset:
+        yield from file_problems("--dataset", name, DATA_SUFFIXES)
+
+
+def there_are_heads(args: EvaluateArgs, ground: Ground) -> Iterator[Problem]:
+    if ground.hf_config and not ground.mtp_depth:
+        yield (
+            f"{Path(args.model) / 'config.json'} promises no MTP layer ({MTP_DEPTH_KEY}): there is nothing to measure",
+            "train heads first: swiftlite megatron sft --mtp_num_layers 1",
+        )
+
+
+def baseline_is_a_model(args: EvaluateArgs, ground: Ground) -> Iterator[Problem]:
+    if args.baseline is not None and not (Path(args.baseline) / "config.json").is_file():
+        yield f"--baseline {args.baseline} has no config.json", "give the directory of a Hugging Face model"
+
+
+def output_dir_can_be(args: EvaluateArgs, ground: Ground) -> Iterator[Problem]:
+    if not args.output_dir:
+        yield "--output_dir is required", "evaluation.json and evaluation.svg go there: --output_dir evaluation"
+    elif Path(args.output_dir).is_file():
+        yield f"--output_dir {args.output_dir} is a file", "name a directory"
+
+
+def engine_is_there(args: EvaluateArgs, ground: Ground) -> Iterator[Problem]:
+    if args.infer_backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        yield "--infer_backend vllm, but vLLM is not installed", INSTALL_VLLM
+
+
+def evaluate_settings_without_effect(args: EvaluateArgs, ground: Ground) -> Iterator[str]:
+    no_engine = (args.infer_backend == "none", "--infer_backend is none")
+    yield from without_effect(
+        args, dict.fromkeys(("num_speculative_tokens", "max_prompts", "max_new_tokens"), no_engine)
+    )
+
+
+RULES = (
+    hf_model_is_a_directory,
+    there_are_rows,
+    there_are_heads,
+    baseline_is_a_model,
+    output_dir_can_be,
+    numbers_are_in_range,
+    engine_is_there,
+)
+NOTES = (evaluate_settings_without_effect,)

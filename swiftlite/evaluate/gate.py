@@ -1,0 +1,63 @@
+"""`export --min_acceptance --max_regression`: whether heads are good enough to be shipped."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from swiftlite.errors import UserError
+from swiftlite.evaluate.picture import rates
+from swiftlite.evaluate.run import load_rows
+from swiftlite.evaluate.teacher_forced import ALL, teacher_forced
+from swiftlite.log import logger
+from swiftlite.runtime.device import Device
+
+
+def check_acceptance(
+    hf_dir: Path,
+    baseline: Path | None,
+    dataset: Sequence[str],
+    *,
+    min_acceptance: float | None,
+    max_regression: float | None,
+    force: bool,
+    torch_dtype: str,
+    device: Device,
+) -> None:
+    """Measure a model that is written, and the one before it, on the same rows.
+
+    Args:
+        min_acceptance: smallest mean over depths of the share of predictions that are the trunk's own.
+        max_regression: most that it may be below the baseline's.
+        force: warn, and raise nothing.
+
+    Raises:
+        UserError: it falls short.
+    """
+    found = _mean(hf_dir, dataset, torch_dtype, device)
+    problems = []
+    if min_acceptance is not None and found < min_acceptance:
+        problems.append(
+            f"the heads agree with the trunk on {found:.1%} of the tokens, under --min_acceptance {min_acceptance}"
+        )
+    if max_regression is not None:
+        assert baseline is not None
+        before = _mean(baseline, dataset, torch_dtype, device)
+        logger.info("acceptance on --val_dataset: %.1f %%, of %s %.1f %%", 100 * found, baseline, 100 * before)
+        if before - found > max_regression:
+            problems.append(
+                f"the heads agree with the trunk on {found:.1%} of the tokens, those of {baseline} on {before:.1%}: "
+                f"more than --max_regression {max_regression} below"
+            )
+    else:
+        logger.info("acceptance on --val_dataset: %.1f %%", 100 * found)
+    if problems and force:
+        for problem in problems:
+            logger.warning("%s; written nevertheless, as --force says", problem)
+    elif problems:
+        raise UserError("; ".join(problems), "nothing was written; train the heads on, or add --force")
+
+
+def _mean(hf_dir: Path, dataset: Sequence[str], torch_dtype: str, device: Device) -> float:
+    """Over depths; 0 of a model without heads."""
+    _, data = load_rows(hf_dir, dataset)
+    shares = rates("teacher_forced", teacher_forced(hf_dir, data.val, torch_dtype=torch_dtype, device=device)[ALL])
+    return sum(shares) / max(len(shares), 1)

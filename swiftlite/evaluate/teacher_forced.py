@@ -1,0 +1,85 @@
+"""How often each head agrees with its trunk on given rows, by channel: no engine, one pass over each row."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from swiftlite import families
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.transfer import load_hf
+from swiftlite.data.batch import collate_packed
+from swiftlite.data.packing import pack
+from swiftlite.data.sample import Sample
+from swiftlite.model.build import build_model
+from swiftlite.model.context_parallel import describe_packed
+from swiftlite.runtime.device import Device
+from swiftlite.train.objective import Statistics
+
+ALL = "all"
+"""Names the sum over all channels."""
+
+
+@torch.no_grad()
+def teacher_forced(
+    hf_dir: Path, samples: Sequence[Sample], *, torch_dtype: str, device: Device, row_length: int = 4096
+) -> dict[str, dict[str, object]]:
+    """The rows of one model, by channel, and `all` of them together.
+
+    Args:
+        hf_dir: a Hugging Face model, of which this process alone holds every part.
+        row_length: most tokens of a forward pass, or the longest sample if that has more.
+
+    Returns:
+        For each channel `samples`, `loss`, and per MTP depth `targets`, `loss` and `acceptance`: the share of its
+        predictions that are the trunk's own for the same token. Empty lists of a model without heads.
+    """
+    hf_config = read_config(hf_dir)
+    family = families.get(hf_config, hf_dir)
+    depth = family.mtp_depth(hf_config)
+    chunks = build_model(
+        family.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=getattr(torch, torch_dtype),
+        mtp_num_layers=depth,
+    )
+    load_hf(chunks, hf_dir, family, hf_config)
+    (model,) = (chunk.eval() for chunk in chunks)
+    by_channel: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_channel.setdefault(sample.channel or "", []).append(sample)
+    sums: dict[str, torch.Tensor] = {}
+    for channel, chosen in sorted(by_channel.items()):
+        rows = pack([len(sample) for sample in chosen], max(row_length, *map(len, chosen)))
+        parts = [_statistics(model, [chosen[i] for i in row.tolist()], depth, device) for row in rows]
+        sums[channel] = torch.stack(parts).sum(dim=0)
+    counts = {channel: len(chosen) for channel, chosen in by_channel.items()}
+    named = {channel: _describe(sums[channel], counts[channel]) for channel in sums if channel}
+    return {ALL: _describe(torch.stack(list(sums.values())).sum(dim=0), len(samples)), **named}
+
+
+def _statistics(model: torch.nn.Module, samples: Sequence[Sample], depth: int, device: Device) -> torch.Tensor:
+    """`Statistics.rows` of one packed row."""
+    batch = collate_packed(samples, 0, mtp_num_layers=depth).map(lambda tensor: tensor.to(device.torch_device))
+    losses = model(
+        batch.tokens_KBS[0],
+        batch.position_ids_BS,
+        labels=batch.labels_KBS[0],
+        mtp_input_ids=batch.tokens_KBS[1:],
+        mtp_labels=batch.labels_KBS[1:],
+        packed_seq_params=describe_packed(batch.cu_seqlens),
+    )
+    return Statistics.of(losses, batch.loss_scale_KBS, batch.cu_seqlens).rows.cpu()
+
+
+def _describe(rows: torch.Tensor, num_samples: int) -> dict[str, object]:
+    (loss, targets, _), *heads = rows.tolist()
+    return {
+        "samples": num_samples,
+        "loss": loss / max(targets, 1),
+        "heads": [
+            {"targets": int(count), "loss": loss / max(count, 1), "acceptance": hits / max(count, 1)}
+            for loss, count, hits in heads
+        ],
+    }

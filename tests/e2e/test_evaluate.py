@@ -1,0 +1,48 @@
+"""`evaluate` and the gate of `export` as commands, on heads that learned and on the same ones damaged."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.gloo
+
+
+def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_path):
+    learned = [*sft, "--train_iters", 60, "--save_steps", 60, "--lr", 3e-3, "--mtp_loss_scaling_factor", 1]
+    commands.ok(*learned, "--output_dir", "run")
+    gate = ["--val_dataset", dataset, "--max_regression", 0.02]
+    commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "good", *gate, "--min_acceptance", 0.2)
+
+    done = commands.ok(
+        *("evaluate", "--model", "good", "--baseline", "model", "--dataset", dataset, "--output_dir", "out"),
+        *("--torch_dtype", "float32", "--infer_backend", "transformers", "--max_prompts", 4, "--max_new_tokens", 12),
+    )
+    report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    shares = {name: report[name]["teacher_forced"]["all"]["heads"][0]["acceptance"] for name in ("model", "baseline")}
+    assert shares["model"] > shares["baseline"] + 0.1
+    assert f"{shares['model']:.1%} (+{100 * (shares['model'] - shares['baseline']):.1f})" in done.stdout
+    assert report["model"]["transformers"]["all"]["prompts"] == 4
+    assert (tmp_path / "out" / "evaluation.svg").stat().st_size > 1000
+
+    shutil.copytree(tmp_path / "good", tmp_path / "best")
+    tensors = load_file(tmp_path / "good" / "model.safetensors")
+    torch.manual_seed(0)
+    for name in [name for name in tensors if name.startswith("mtp.fc")]:
+        tensors[name] = torch.randn_like(tensors[name])
+    save_file(tensors, tmp_path / "good" / "model.safetensors", metadata={"format": "pt"})
+    commands.ok("export", "--to_mcore", "--model", "good", "--output_dir", "damaged")
+    refused = commands.run(
+        "export", "--to_hf", "--model", "damaged", "--output_dir", "bad", *gate, "--baseline", "best"
+    )
+    assert refused.returncode == 1
+    assert "more than --max_regression 0.02 below" in refused.stderr
+    assert not (tmp_path / "bad").exists()
+    assert not list(tmp_path.glob(".bad*"))
+    forced = commands.ok(
+        "export", "--to_hf", "--model", "damaged", "--output_dir", "bad", *gate, "--baseline", "best", "--force"
+    )
+    assert "written nevertheless, as --force says" in forced.stderr
+    assert (tmp_path / "bad" / "config.json").exists()

@@ -1,0 +1,159 @@
+"""Acceptance by channel: against predictions made one sample at a time, by engines, as a table, and as a gate."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftlite import families
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.transfer import load_hf
+from swiftlite.data.sample import IGNORED
+from swiftlite.errors import UserError
+from swiftlite.evaluate.by_engine import by_engine
+from swiftlite.evaluate.gate import check_acceptance
+from swiftlite.evaluate.picture import draw
+from swiftlite.evaluate.run import load_rows, table
+from swiftlite.evaluate.teacher_forced import teacher_forced
+from swiftlite.infer.engine import EngineConfig
+from swiftlite.model.build import build_model
+from tests.tiny import make_tiny_hf
+
+CHANNELS = ("sum", "sum", "tale", None)
+
+
+@pytest.fixture
+def rows(tmp_path) -> str:
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        {"query": f"What is {n}?", "response": "It is " + "so " * n + "much.", "channel": CHANNELS[n % 4]}
+        for n in range(12)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_teacher_forced_is_what_single_samples_say(tmp_path, device, rows, family):
+    hf_dir = make_tiny_hf(tmp_path / "model", family, depth=2, with_tokenizer=True)
+    _, data = load_rows(hf_dir, [rows])
+    found = teacher_forced(hf_dir, data.val, torch_dtype="float32", device=device, row_length=100)
+    assert list(found) == ["all", "sum", "tale"]
+    assert [channel["samples"] for channel in found.values()] == [12, 6, 3]
+
+    hf_config = read_config(hf_dir)
+    kind = families.get(hf_config)
+    chunks = build_model(
+        kind.transformer_config(hf_config), hf_config, device=device, dtype=torch.float32, mtp_num_layers=2
+    )
+    load_hf(chunks, hf_dir, kind, hf_config)
+    hits, targets = {"all": [0, 0], "sum": [0, 0]}, {"all": [0, 0], "sum": [0, 0]}
+    for sample in data.val:
+        ids, length = torch.from_numpy(sample.input_ids).long()[None], len(sample)
+        with torch.no_grad():
+            logits = chunks[0].eval()(ids, torch.arange(length)[None])
+        trunk = logits.main[0].argmax(-1)
+        for depth, head in enumerate(logits.mtp):
+            for position in range(length - 2 - depth):
+                # This head predicts the token two (or more) later; the trunk does one step before it.
+                if sample.labels[position + 2 + depth] == IGNORED:
+                    continue
+                agrees = int(head[0, position].argmax() == trunk[position + 1 + depth])
+                for channel in {"all", sample.channel} & {"all", "sum"}:
+                    hits[channel][depth] += agrees
+                    targets[channel][depth] += 1
+    for channel in hits:
+        heads = found[channel]["heads"]
+        assert isinstance(heads, list)
+        assert [head["targets"] for head in heads] == targets[channel]
+        assert [round(head["acceptance"] * head["targets"]) for head in heads] == hits[channel]
+
+
+def test_an_engine_counts_by_channel(tmp_path, device, rows):
+    hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
+    tokenizer, data = load_rows(hf_dir, [rows])
+    config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
+    found = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=2)
+    assert {channel: each["prompts"] for channel, each in found.items()} == {"all": 6, "sum": 2, "tale": 2}
+    named = [found["sum"]["drafts"], found["tale"]["drafts"]]
+    assert all(isinstance(number, int) and number > 0 for number in named)
+    again = by_engine(
+        "transformers",
+        config,
+        [chat for chat in data.val_conversations if chat.channel == "tale"],
+        tokenizer,
+        max_new_tokens=8,
+        max_prompts=2,
+    )
+    assert again["tale"] == again["all"] == found["tale"]
+
+
+def figures(*rates: float) -> dict:
+    return {"samples": 3, "loss": 1.0, "heads": [{"targets": 10, "loss": 1.0, "acceptance": rate} for rate in rates]}
+
+
+def test_table_and_picture():
+    results = {
+        "model": {"teacher_forced": {"all": figures(0.5, 0.25), "code": figures(0.75, 0.5)}},
+        "baseline": {"teacher_forced": {"all": figures(0.4)}},
+    }
+    assert table(results).splitlines() == [
+        "measured by     channel  rows  depth 1        depth 2",
+        "teacher_forced  all      3     50.0% (+10.0)  25.0%",
+        "teacher_forced  code     3     75.0%          50.0%",
+    ]
+    picture = draw(results)
+    assert picture.startswith(b"<?xml")
+    assert draw(results | {"baseline": {}}) != picture
+
+
+def test_the_gate(tmp_path, device, rows, caplog):
+    good = make_tiny_hf(tmp_path / "good", "mimo", depth=1, with_tokenizer=True)
+    shares = {}
+
+    def check(hf_dir: Path, baseline: Path | None = None, force: bool = False, **limits: float) -> None:
+        asked = {"min_acceptance": None, "max_regression": None} | limits
+        check_acceptance(hf_dir, baseline, [rows], **asked, force=force, torch_dtype="float32", device=device)
+
+    for share in (0.0, 1.0):
+        try:
+            check(good, min_acceptance=share)
+            shares[share] = "passed"
+        except UserError as error:
+            shares[share] = error.problem
+    assert shares[0.0] == "passed"
+    assert shares[1.0].startswith("the heads agree with the trunk on ")
+    assert shares[1.0].endswith("% of the tokens, under --min_acceptance 1.0")
+    check(good, good, max_regression=0.0)
+    check(good, min_acceptance=1.0, force=True)
+    assert "written nevertheless" in caplog.text
+
+
+def test_a_model_without_heads_is_a_baseline_of_nothing(tmp_path, device, rows):
+    bare = make_tiny_hf(tmp_path / "bare", "qwen3", with_tokenizer=True)
+    headed = make_tiny_hf(tmp_path / "headed", "qwen3", depth=1, with_tokenizer=True)
+    _, data = load_rows(bare, [rows])
+    assert teacher_forced(bare, data.val, torch_dtype="float32", device=device)["all"]["heads"] == []
+    check_acceptance(
+        headed,
+        bare,
+        [rows],
+        min_acceptance=None,
+        max_regression=0.0,
+        force=False,
+        torch_dtype="float32",
+        device=device,
+    )
+
+
+def test_rows_without_a_channel_are_in_all_alone(tmp_path, device, rows):
+    hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
+    _, data = load_rows(hf_dir, [rows])
+    plain = [replace(sample, channel=None) for sample in data.val]
+    found = teacher_forced(hf_dir, plain, torch_dtype="float32", device=device)
+    named = teacher_forced(hf_dir, data.val, torch_dtype="float32", device=device)
+    assert list(found) == ["all"]
+    (one,), (other,) = found["all"]["heads"], named["all"]["heads"]  # type: ignore[misc]
+    assert one == pytest.approx(other)  # sums in another order
