@@ -36,6 +36,11 @@ class MtpArgs:
     """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the MTP loss (mean over depths) beside the main loss."""
+    mtp_unroll: int = 1
+    """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
+    state. `infer` drafts as many."""
+    mtp_unroll_beta: float = 0.6
+    """With --mtp_unroll: weight of each drafted token's loss, relative to the one before."""
 
 
 @dataclass(frozen=True)

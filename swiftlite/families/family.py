@@ -25,12 +25,15 @@ class MtpLayout:
         block: HF prefix of the decoder layer inside head k.
         frame_rows: bridge rows of the rest of head k: projection and norms.
         copies: HF keys of head k that repeat a tensor of the trunk, each with the trunk's key.
+        recycles_before_norm: engines that let a head go on alone feed it its own state before its output norm; others
+            the one after it.
     """
 
     head_of: Callable[[HfConfig, str], int | None]
     block: Callable[[HfConfig, int], str]
     frame_rows: Callable[[HfConfig, int], list[Row]]
     copies: Callable[[HfConfig, int], dict[str, str]] = no_copies
+    recycles_before_norm: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from swiftlite.data.batch import ahead
 from swiftlite.model.context_parallel import padded_cu_seqlens
 from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, token_loss
+from swiftlite.model.mtp import Unroll
 from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
 
@@ -50,11 +51,18 @@ class GPTModel(McoreGPTModel):
     Args:
         hf_config: the model's config.json, for the rotary frequencies.
         heads_only: run embedding, decoder and the trunk's loss without gradient; only MTP layers learn.
+        unroll: how often the one MTP layer is applied, if more than once.
         kwargs: of megatron-core's GPTModel.
     """
 
     def __init__(
-        self, *, config: TransformerConfig, hf_config: dict[str, Any], heads_only: bool = False, **kwargs: Any
+        self,
+        *,
+        config: TransformerConfig,
+        hf_config: dict[str, Any],
+        heads_only: bool = False,
+        unroll: Unroll = Unroll(),
+        **kwargs: Any,
     ):
         # Made first: it notes in the config what the attention of megatron-core 0.19 reads in its constructor.
         rotary_pos_emb = None if config.multi_latent_attention else RotaryEmbedding(hf_config, config)
@@ -62,7 +70,8 @@ class GPTModel(McoreGPTModel):
         self.decoder.__class__ = TransformerBlock  # ours only adds a method, and the stock constructor names its own
         if rotary_pos_emb is not None:  # latent attention has one of its own in each layer
             self.rotary_pos_emb = rotary_pos_emb
-        self.heads_only = heads_only
+        self.heads_only, self.unroll = heads_only, unroll
+        self.mtp_depths = (config.mtp_num_layers or 0) * unroll.steps
         if heads_only:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(name.startswith("mtp."))
@@ -100,7 +109,7 @@ class GPTModel(McoreGPTModel):
         Returns:
             On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
         """
-        depth = self.config.mtp_num_layers or 0
+        depth = self.mtp_depths
         cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
         if mtp_input_ids is None:
             mtp_input_ids = ahead(input_ids, depth, 0, cu_seqlens)[1:]
@@ -174,6 +183,15 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> list[torch.Tensor]:
         """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1."""
+        if self.unroll.steps > 1:
+            (layer,) = self.mtp.layers
+            return layer.forward_steps(
+                hidden_SBH,
+                [self.embedding(input_ids=ids, position_ids=position_ids) for ids in mtp_input_ids],
+                [self._angles(position_ids, packed_seq_params, step) for step in range(self.unroll.steps)],
+                packed_seq_params,
+                recycles_before_norm=self.unroll.recycles_before_norm,
+            )
         states = []
         for layer, input_ids in zip(self.mtp.layers, mtp_input_ids, strict=True):
             hidden_SBH, *_ = layer(
@@ -187,6 +205,16 @@ class GPTModel(McoreGPTModel):
             )
             states.append(hidden_SBH)
         return states
+
+    def _angles(
+        self, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None, offset: int
+    ) -> torch.Tensor | None:
+        """Rotary angles as `forward_preprocess` gives them, for rows that begin at position `offset`."""
+        if self.config.multi_latent_attention:
+            return None
+        if packed_seq_params is not None:
+            return self.rotary_pos_emb.packed(padded_cu_seqlens(packed_seq_params), offset)
+        return self.rotary_pos_emb(position_ids.size(1) * self.config.context_parallel_size, offset=offset)
 
     def forward_postprocess(
         self, states_SBH: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None

@@ -32,6 +32,7 @@ from swiftlite.errors import UserError
 from swiftlite.families import index
 from swiftlite.log import logger
 from swiftlite.model.build import build_model, check_computable
+from swiftlite.model.mtp import Unroll
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
@@ -71,7 +72,7 @@ def _run(args: SftArgs, device: Device) -> int:
 
     tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=args.trust_remote_code)
     data = _load_data(args, tokenizer, hf_config)
-    flops = training_flops(hf_config, plan.mtp_num_layers, heads_only=args.mtp_mode == "heads_only")
+    flops = training_flops(hf_config, plan.mtp_depths, heads_only=args.mtp_mode == "heads_only")
     batches = Batches(plan, parallel_state.get_data_parallel_rank(), tokenizer.pad_token_id or 0, flops)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
@@ -86,6 +87,7 @@ def _run(args: SftArgs, device: Device) -> int:
         layout=plan.layout,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
+        unroll=Unroll(args.mtp_unroll, family.mtp.recycles_before_norm),
     )
     checkpoint = resolve_checkpoint(output_dir) if args.resume else None
     _check_agreement(args, data, checkpoint)
@@ -244,7 +246,7 @@ class _Acceptance:
         trainer: Trainer,
     ):
         self.path = Path(args.output_dir) / ACCEPTANCE_FILE
-        self.depth = plan.mtp_num_layers
+        self.depth = plan.mtp_depths
         self.trainer = trainer
         template = ChatTemplate(tokenizer)
         chosen = conversations[: args.acceptance_samples]

@@ -48,6 +48,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "moe_router_bias_update_rate": (0, math.inf, "[)"),
     "mtp_loss_scaling_factor": (0, math.inf, "()"),
     "mtp_num_layers": (0, math.inf, "[)"),
+    "mtp_unroll": (1, math.inf, "[)"),
+    "mtp_unroll_beta": (0, 1, "(]"),
     "num_gpus": (1, math.inf, "[)"),
     "num_speculative_tokens": (1, math.inf, "[)"),
     "num_train_epochs": (0, math.inf, "()"),
