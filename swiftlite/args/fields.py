@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
 MtpMode = Literal["joint", "heads_only"]
+MtpLoss = Literal["ce", "kl", "tv"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
 
 
@@ -36,6 +37,9 @@ class MtpArgs:
     """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the MTP loss (mean over depths) beside the main loss."""
+    mtp_loss: MtpLoss = "ce"
+    """What heads learn. ce: the data's tokens. kl, tv: the trunk's own distribution of them, by KL(trunk || head) or by
+    total variation, which is the share of drafts that sampling rejects."""
     mtp_unroll: int = 1
     """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
     state. `infer` drafts as many."""
@@ -233,7 +237,7 @@ class EngineArgs:
     speculative: Literal["none", "mtp"] = "none"
     """mtp: the checkpoint's own heads draft tokens, the trunk verifies them."""
     num_speculative_tokens: int | None = None
-    """Tokens drafted per step. Unset: the checkpoint's MTP depth."""
+    """Tokens drafted per step. Unset: as many as the heads were trained for (their depth, or --mtp_unroll)."""
     vllm_engine_kwargs: dict[str, Any] | None = None
     """JSON: keyword arguments for vLLM's engine, on top of what swiftlite sets; null removes one."""
     vllm_speculative_config: dict[str, Any] | None = None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.layout import layout_of
+from swiftlite.args.rules.ground import MTP_UNROLL_KEY
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
@@ -58,7 +59,7 @@ def to_hf(args: ExportArgs, device: Device) -> None:
 
     writing = output_dir.with_name(f".{output_dir.name}.writing")
     is_first = dist.get_rank() == 0
-    changes = family.mtp_depth_change(hf_config, depth)
+    changes = family.mtp_depth_change(hf_config, depth, hf_config.get(MTP_UNROLL_KEY, 1) if depth else 1)
     if args.torch_dtype:
         changes |= dtype_change(hf_config, args.torch_dtype)
     dtypes = source_dtypes(source)

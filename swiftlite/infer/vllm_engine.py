@@ -143,7 +143,7 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
     require_heads(model)
     runs_all = runs_all_heads(model)
     if num_tokens is None:
-        num_tokens = model.mtp_depth if runs_all else 1
+        num_tokens = model.num_drafts if runs_all or model.mtp_depth == 1 else 1
         if num_tokens < model.mtp_depth:
             logger.warning(
                 "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.mtp_depth

@@ -33,9 +33,7 @@ def count_targets(batches: Sequence[Batch], mtp_depths: int) -> torch.Tensor:
     return counts
 
 
-def mtp_coefficients(
-    counts: torch.Tensor, mtp_loss_scaling_factor: float, mtp_weights: Sequence[float]
-) -> list[float]:
+def mtp_coefficients(counts: torch.Tensor, mtp_loss_scaling_factor: float, mtp_weights: Sequence[float]) -> list[float]:
     """c_k of each depth from the global counts of `count_targets` and `Plan.mtp_weights`."""
     main, *mtp = counts.tolist()
     return [

@@ -88,6 +88,7 @@ def _run(args: SftArgs, device: Device) -> int:
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
         unroll=Unroll(args.mtp_unroll, family.mtp.recycles_before_norm),
+        mtp_loss=args.mtp_loss,
     )
     checkpoint = resolve_checkpoint(output_dir) if args.resume else None
     _check_agreement(args, data, checkpoint)
@@ -115,7 +116,7 @@ def _run(args: SftArgs, device: Device) -> int:
         scheduler.step(increment=first)
         logger.info("going on from %s", checkpoint)
     elif is_first:
-        write_source(hf_dir, output_dir, family, hf_config, plan.mtp_num_layers)
+        write_source(hf_dir, output_dir, family, hf_config, plan.mtp_num_layers, args.mtp_unroll)
         write_config(args, output_dir / "args.json")
 
     if args.streaming:

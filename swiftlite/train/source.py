@@ -14,11 +14,18 @@ TENSORS_FILE = "tensors.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def write_source(hf_dir: Path, run_dir: Path, family: Family, hf_config: dict[str, Any], mtp_num_layers: int) -> Path:
+def write_source(
+    hf_dir: Path,
+    run_dir: Path,
+    family: Family,
+    hf_config: dict[str, Any],
+    mtp_num_layers: int,
+    mtp_unroll: int = 1,
+) -> Path:
     """Copy every small file of the model directory, and note the name, dtype and shape of every tensor.
 
-    config.json is copied with the run's MTP depth and without quantisation, which exports do not have; nothing else in
-    it changes.
+    config.json is copied with the run's MTP depth and unroll, and without quantisation, which exports do not have;
+    nothing else in it changes.
 
     Raises:
         UserError: the directory cannot be made.
@@ -34,7 +41,7 @@ def write_source(hf_dir: Path, run_dir: Path, family: Family, hf_config: dict[st
         is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weight and path.name != "config.json":
             shutil.copy2(path, source / path.name)
-    changes = family.mtp_depth_change(hf_config, mtp_num_layers) | quantization_change(hf_config)
+    changes = family.mtp_depth_change(hf_config, mtp_num_layers, mtp_unroll) | quantization_change(hf_config)
     write_patched(hf_dir, source, changes)
     write_durably(source / TENSORS_FILE, json.dumps(describe(hf_dir), indent=1).encode())
     return source

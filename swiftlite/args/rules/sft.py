@@ -158,6 +158,15 @@ def mtp_options_have_heads(args: SftArgs, ground: Ground) -> Iterator[Problem]:
         yield f"--mtp_init {args.mtp_init} has no head to fill: {why}, --mtp_num_layers is not set", _add_heads(args)
 
 
+def one_layer_is_unrolled(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    layers = resolved_mtp_depth(args, ground.mtp_depth)
+    if ground.hf_config and args.mtp_unroll > 1 and layers > 1:
+        yield (
+            f"--mtp_unroll {args.mtp_unroll} applies one MTP layer again and again, but there are {layers}",
+            "leave --mtp_unroll out, or start from one layer: --mtp_num_layers 1 --mtp_init copy_last_layer",
+        )
+
+
 def _add_heads(args: SftArgs) -> str:
     init = args.mtp_init if args.mtp_init != "checkpoint" else "copy_last_layer"
     return f"add --mtp_num_layers 1 --mtp_init {init}"
@@ -277,6 +286,9 @@ def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
         "num_train_epochs": (args.train_iters is not None, "--train_iters is given"),
         "min_lr": (args.lr_decay_style == "constant", "--lr_decay_style is constant"),
         "mtp_loss_scaling_factor": (no_heads, "the model has no MTP layers"),
+        "mtp_loss": (no_heads, "the model has no MTP layers"),
+        "mtp_unroll": (no_heads, "the model has no MTP layers"),
+        "mtp_unroll_beta": (args.mtp_unroll == 1, "--mtp_unroll is 1"),
         "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
         "eval_steps": (holds_nothing_out, nothing),
         "eval_iters": (holds_nothing_out, nothing),
@@ -335,5 +347,6 @@ RULES = (
     recompute_options_fit,
     mtp_weights_have_a_source,
     mtp_options_have_heads,
+    one_layer_is_unrolled,
 )
 NOTES = (sft_settings_without_effect, held_out_rows_are_trained_on, streams_hold_nothing_out)
