@@ -7,7 +7,7 @@ an answer the user gave; what follows from the answers is a `Plan`.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
+MtpInit = Literal["checkpoint", "random", "copy_last_layer", "graft"]
 MtpMode = Literal["joint", "heads_only"]
 MtpLoss = Literal["ce", "kl", "tv"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
@@ -32,7 +32,11 @@ class MtpArgs:
     mtp_num_layers: int | None = None
     """MTP depth: layers that predict tokens 2, 3, ... ahead. Unset: what the checkpoint has. 0: drop the heads."""
     mtp_init: MtpInit = "checkpoint"
-    """Where MTP weights come from: the checkpoint, random numbers, or a copy of the last decoder layer."""
+    """Where MTP weights come from: the checkpoint, random numbers, a copy of the last decoder layer, or the model that
+    --mtp_graft_from names."""
+    mtp_graft_from: str | None = None
+    """With --mtp_init graft: directory of a Hugging Face model whose MTP heads are taken over, such as the one that the
+    trunk was fine-tuned from. Same family and shapes."""
     mtp_mode: MtpMode = "joint"
     """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
     mtp_loss_scaling_factor: float = 0.1

@@ -152,6 +152,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint_depth: int) -> list[tuple
         "checkpoint": f"the checkpoint, which has {checkpoint_depth}",
         "random": "random initialisation",
         "copy_last_layer": "a copy of the last decoder layer",
+        "graft": f"{args.mtp_graft_from}",
     }
     if depth:
         mtp = f"{depth}, weights from {sources[args.mtp_init]}"

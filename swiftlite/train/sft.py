@@ -92,9 +92,18 @@ def _run(args: SftArgs, device: Device) -> int:
     )
     checkpoint = resolve_checkpoint(output_dir) if args.resume else None
     _check_agreement(args, data, checkpoint)
-    load_report = load_hf(model, hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed).over_all_ranks()
+    load_report = load_hf(
+        model,
+        hf_dir,
+        family,
+        hf_config,
+        mtp_init=args.mtp_init,
+        graft_from=args.mtp_graft_from,
+        seed=args.seed,
+    ).over_all_ranks()
     logger.info("%s", load_report)
-    if args.mtp_num_layers is None and any(family.is_mtp(hf_config, key) for key in load_report.dropped):
+    heads_were_forgotten = args.mtp_num_layers is None and plan.mtp_num_layers == 0
+    if heads_were_forgotten and any(family.is_mtp(hf_config, key) for key in load_report.dropped):
         raise UserError(
             f"{hf_dir} has MTP tensors, but its config.json promises no MTP layer",
             "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",
@@ -116,7 +125,7 @@ def _run(args: SftArgs, device: Device) -> int:
         scheduler.step(increment=first)
         logger.info("going on from %s", checkpoint)
     elif is_first:
-        write_source(hf_dir, output_dir, family, hf_config, plan.mtp_num_layers, args.mtp_unroll)
+        write_source(hf_dir, output_dir, family, hf_config, plan.mtp_num_layers, args.mtp_unroll, args.mtp_graft_from)
         write_config(args, output_dir / "args.json")
 
     if args.streaming:
@@ -182,7 +191,7 @@ def _run(args: SftArgs, device: Device) -> int:
 
 def _check_agreement(args: SftArgs, data: Data, checkpoint: Path | None) -> None:
     """Every rank must be about to do the same; nodes have files of their own."""
-    where = ("model", "output_dir", "dataset", "val_dataset")  # may differ from node to node
+    where = ("model", "mtp_graft_from", "output_dir", "dataset", "val_dataset")  # may differ from node to node
     options = {f"--{name}": str(value) for name, value in to_config(args).items() if name not in where}
     versions = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
     check_agreement(

@@ -50,23 +50,17 @@ def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_onl
     batch = make_batch(2, packed)
     tokens, positions, labels = batch.tokens_KBS, batch.position_ids_BS, batch.labels_KBS
     inputs: dict[str, Any] = {"mtp_input_ids": tokens[1:], "packed_seq_params": describe_packed(batch.cu_seqlens)}
-    ours = model(
-        batch.tokens_KBS[0],
-        batch.position_ids_BS,
-        labels=batch.labels_KBS[0],
-        mtp_labels=batch.labels_KBS[1:],
-        **inputs,
-    )
-    sum(head.loss_BS.sum() for head in ours.mtp).backward()
+    ours = model(tokens[0], positions, labels=labels[0], mtp_labels=labels[1:], **inputs)
+    torch.stack([head.loss_BS.sum() for head in ours.mtp]).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert {name.startswith("mtp.") for name in gradients} == ({True} if heads_only else {True, False})
     model.zero_grad(set_to_none=True)
-    expected = dense_losses(model(batch.tokens_KBS[0], batch.position_ids_BS, **inputs), batch, kind)
+    expected = dense_losses(model(tokens[0], positions, **inputs), batch, kind)
     for head, dense in zip(ours.mtp, expected, strict=True):
         # The definition is in float64: 1e-6 is what float32 logits of some tens leave of a loss of ten.
         torch.testing.assert_close(head.loss_BS.double(), dense, rtol=1e-5, atol=1e-6)
         assert float(dense.sum()) > 0.5
-    sum(dense.sum() for dense in expected).backward()
+    torch.stack(expected).sum().backward()
     for name, gradient in gradients.items():
         theirs = dict(model.named_parameters())[name].grad
         assert theirs is not None

@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
-from swiftlite.args.rules.common import hf_model_is_a_directory, layout_fits, numbers_are_in_range, output_dir_is_given
+from swiftlite.args.rules.common import (
+    graft_has_heads,
+    hf_model_is_a_directory,
+    layout_fits,
+    numbers_are_in_range,
+    output_dir_is_given,
+)
 from swiftlite.args.rules.ground import Ground, Problem, is_run, near_path, run_checkpoints
 
 
@@ -41,6 +47,11 @@ def export_output_is_empty(args: ExportArgs, ground: Ground) -> Iterator[Problem
         yield f"--output_dir {directory} is not empty", "name a new directory, or delete this one"
 
 
+def graft_is_not_stripped(args: ExportArgs, ground: Ground) -> Iterator[Problem]:
+    if args.mtp_graft_from is not None and args.mtp == "strip":
+        yield "--mtp_graft_from brings heads that --mtp strip leaves out", "leave one of them out"
+
+
 RULES = (
     export_has_one_direction,
     export_source_fits,
@@ -48,4 +59,6 @@ RULES = (
     export_output_is_empty,
     numbers_are_in_range,
     layout_fits,
+    graft_has_heads,
+    graft_is_not_stripped,
 )
