@@ -11,8 +11,8 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 IGNORE_INDEX = -100
-MAX_POSITIONS = 512
-"""Positions whose trunk logits `distillation_loss` has in memory at one time."""
+MAX_POSITIONS = 256
+"""Positions whose trunk logits `distillation_loss` has in memory at one time, in float32 and in two copies."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,7 @@ class _Distillation(torch.autograd.Function):
         loss_N = gradient_NV.new_zeros(len(gradient_NV))
         for start in range(0, len(gradient_NV), MAX_POSITIONS):
             rows = slice(start, start + MAX_POSITIONS)
-            head = _log_softmax_(gradient_NV[rows])  # a view: what follows turns it into the gradient
-            trunk = _log_softmax_(trunk_logits(rows).float())
-            if kind == "kl":
-                difference = trunk - head
-                loss_N[rows] = _sum_over_vocabulary(trunk.exp_(), difference)
-                head.exp_().sub_(trunk)
-            else:
-                difference = head.exp_() - trunk.exp_()
-                direction = difference.sign().mul_(0.5)
-                loss_N[rows] = _sum_over_vocabulary(difference, direction)
-                head.mul_(direction.sub_(_sum_over_vocabulary(head, direction)[:, None]))
+            loss_N[rows] = _distance_(gradient_NV[rows], trunk_logits(rows).float(), kind)
         ctx.save_for_backward(gradient_NV)
         return loss_N
 
@@ -113,22 +103,38 @@ class _Distillation(torch.autograd.Function):
         return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None
 
 
+def _distance_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, kind: str) -> torch.Tensor:
+    """[N] from both's logits; puts the gradient in the place of the head's, and uses up the trunk's."""
+    head, trunk = _log_softmax_(head_NV), _log_softmax_(trunk_NV)
+    if kind == "kl":
+        difference = trunk - head
+        loss_N = _sum_over_vocabulary(trunk.exp_(), difference)
+        head.exp_().sub_(trunk)
+        return loss_N
+    difference = trunk.exp_().neg_().add_(head.exp_())
+    loss_N = _sum_over_ranks(torch.linalg.vector_norm(difference, 1, dim=-1)) / 2
+    direction = difference.sign_().div_(2)
+    head.mul_(direction.sub_(_sum_over_vocabulary(head, direction)[:, None]))
+    return loss_N
+
+
 def _log_softmax_(logits_NV: torch.Tensor) -> torch.Tensor:
     """In place, over the whole vocabulary."""
     largest_N = logits_NV.amax(dim=-1)
     group = parallel_state.get_tensor_model_parallel_group()
     torch.distributed.all_reduce(largest_N, torch.distributed.ReduceOp.MAX, group=group)
     logits_NV.sub_(largest_N[:, None])
-    sum_N = logits_NV.exp().sum(dim=-1)
-    torch.distributed.all_reduce(sum_N, group=group)
-    return logits_NV.sub_(sum_N.log()[:, None])
+    return logits_NV.sub_(_sum_over_ranks(logits_NV.exp().sum(dim=-1)).log()[:, None])
 
 
 def _sum_over_vocabulary(one_NV: torch.Tensor, other_NV: torch.Tensor) -> torch.Tensor:
     """[N], of the products, over all ranks."""
-    sum_N = torch.linalg.vecdot(one_NV, other_NV)
-    torch.distributed.all_reduce(sum_N, group=parallel_state.get_tensor_model_parallel_group())
-    return sum_N
+    return _sum_over_ranks(torch.bmm(one_NV[:, None], other_NV[:, :, None])[:, 0, 0])  # makes no [N, V], as vecdot does
+
+
+def _sum_over_ranks(part_N: torch.Tensor) -> torch.Tensor:
+    torch.distributed.all_reduce(part_N, group=parallel_state.get_tensor_model_parallel_group())
+    return part_N
 
 
 def _laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, picked_BS: torch.Tensor) -> TokenLoss:

@@ -1,5 +1,7 @@
 """`--mtp_loss kl` and `tv` against their definitions, written densely."""
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -92,3 +94,37 @@ def test_total_variation_is_what_rejection_sampling_rejects(device):
         q.log()[None], lambda rows: p.log()[None], "tv", torch.ones(1, 1, dtype=torch.bool)
     ).loss_BS
     assert float(found) == pytest.approx(1 - float(kept.float().mean()), abs=0.002)  # four standard deviations
+
+
+def peak_bytes(compute: Callable[[], object]) -> int:
+    """The most that tensors made by this call hold at one time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        compute()
+    assert profile.profiler is not None
+    events: Any = profile.profiler.kineto_results
+    changes = [(event.start_ns(), event.nbytes()) for event in events.events() if event.name() == "[memory]"]
+    return max(accumulate(change for _, change in sorted(changes)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["kl", "tv"])
+def test_memory_is_that_of_cross_entropy_and_one_call_of_the_trunk(kind, dtype, device):
+    num_positions, vocab_size, hidden = 8 * loss.MAX_POSITIONS, 2048, 16
+    weight = torch.randn(vocab_size, hidden, dtype=dtype, requires_grad=True)
+    head = torch.randn(num_positions, hidden, dtype=dtype, requires_grad=True)
+    trunk, picked = torch.randn(num_positions, hidden, dtype=dtype), torch.ones(1, num_positions, dtype=torch.bool)
+
+    def cross_entropy() -> None:
+        targets = torch.zeros(num_positions, dtype=torch.int64)
+        loss.token_loss(head @ weight.T, targets, picked).loss_BS.sum().backward()
+
+    def distillation() -> None:
+        found = loss.distillation_loss(head @ weight.T, lambda rows: trunk[rows] @ weight.T, kind, picked)
+        found.loss_BS.sum().backward()
+
+    cross_entropy()  # what the first call allocates once
+    one_call = loss.MAX_POSITIONS * vocab_size * 4
+    ce, distilled = peak_bytes(cross_entropy), peak_bytes(distillation)
+    assert ce >= 8 * one_call
+    # The trunk's logits and one more of their size; a hundredth for what has no vocabulary.
+    assert distilled - ce <= 2.01 * one_call, (ce / one_call, distilled / one_call)
