@@ -12,16 +12,17 @@ from torch.nn.functional import cross_entropy
 
 from swiftlite.args.fields import RecomputeArgs
 from swiftlite.args.plan import mtp_weights
-from swiftlite.bridge.transfer import save_hf
-from swiftlite.data.batch import collate, collate_packed
+from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.data.batch import collate, collate_packed, shift_left
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.families import index
 from swiftlite.model import draft_attention
+from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.mtp import Unroll
 from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
-from tests.infer.reference import Reference
+from tests.infer.reference import Reference, write_trained
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -171,3 +172,42 @@ def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypat
     for name, gradient in gradients.items():
         bound = 1e-5 * float(gradient.abs().max()) + 1e-8
         torch.testing.assert_close(gradients_of_cuts[name], gradient, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
+def test_later_drafts_are_accepted_more_often(family, tmp_path, device):
+    """Same trunk, same fresh head, same steps on the trunk's own text; counted as an engine that drafts 3 would."""
+    prompts = write_trained(tmp_path / "trained", family, depth=1)
+    teacher = Reference.load(tmp_path / "trained", family, depth=1)
+    rows_BS = torch.tensor([prompt[:1] + teacher.greedy(prompt[:1], 31) for prompt in prompts])
+    hf_config = json.loads((tmp_path / "trained" / "config.json").read_text())
+    accepted = {}
+    for steps in (1, STEPS):
+        (model,) = build_model(
+            index.get(hf_config).transformer_config(hf_config),
+            hf_config,
+            device=device,
+            dtype=torch.float32,
+            mtp_num_layers=1,
+            heads_only=True,
+            unroll=Unroll(steps, index.get(hf_config).mtp.recycles_before_norm),
+        )
+        load_hf([model], tmp_path / "trained", index.get(hf_config), hf_config, mtp_init="random")
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
+        weights = mtp_weights(1, steps, BETA)
+        for _ in range(60):
+            losses = model(rows_BS, torch.arange(32).expand_as(rows_BS), labels=shift_left(rows_BS, fill=-100))
+            means = torch.stack([head.loss_BS.mean() for head in losses.mtp])
+            loss = (torch.tensor(weights) * means).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        out_dir = tmp_path / str(steps)
+        save_hf([model], out_dir, index.get(hf_config), hf_config)
+        (out_dir / "config.json").write_text(json.dumps(hf_config))
+        served = Reference.load(out_dir, family, depth=1)
+        served.recycles_state_before_norm = family == "glm4_moe"
+        counts = served.simulate([row[:4].tolist() for row in rows_BS], 24, STEPS)[1]
+        accepted[steps] = [count / counts.drafts for count in counts.accepted_per_position]
+    assert accepted[STEPS][1] > accepted[1][1] + 0.1
+    assert accepted[STEPS][2] > accepted[1][2] + 0.1
