@@ -68,9 +68,10 @@ def run(args: InferArgs) -> None:
         _read_acceptance(Path(args.acceptance_json))
     if args.speculative == "mtp" and (args.num_speculative_tokens or 0) > model.num_drafts > 0:
         logger.info(
-            "drafting %d tokens with MTP heads that were trained for %d: the last one goes on from its own state, so "
-            "fewer are accepted at each further position (sft --mtp_unroll trains one head for several)",
+            "drafting %d tokens with %d MTP heads: the last one goes on from its own state, which it was not trained "
+            "for after token %d, so fewer are accepted at each further position (sft --mtp_unroll trains it for that)",
             args.num_speculative_tokens,
+            model.mtp_depth,
             model.num_drafts,
         )
     if args.val_dataset:
