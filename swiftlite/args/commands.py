@@ -55,6 +55,8 @@ class ConversionArgs:
     """Write a megatron-core distributed checkpoint, as a run's checkpoints are; `export --to_hf` turns it back."""
     mtp: Literal["keep", "strip"] = "keep"
     """keep: the export has exactly the heads that were trained. strip: no heads, and a config that promises none."""
+    mtp_graft_from: str | None = None
+    """Directory of a Hugging Face model whose MTP heads the result gets instead, as in megatron sft."""
     torch_dtype: Literal["bfloat16", "float32"] | None = None
     """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
     max_shard_size_gb: float = 5.0

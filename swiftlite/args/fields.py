@@ -7,8 +7,9 @@ an answer the user gave; what follows from the answers is a `Plan`.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
+MtpInit = Literal["checkpoint", "random", "copy_last_layer", "graft"]
 MtpMode = Literal["joint", "heads_only"]
+MtpLoss = Literal["ce", "kl", "tv"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
 
 
@@ -31,11 +32,23 @@ class MtpArgs:
     mtp_num_layers: int | None = None
     """MTP depth: layers that predict tokens 2, 3, ... ahead. Unset: what the checkpoint has. 0: drop the heads."""
     mtp_init: MtpInit = "checkpoint"
-    """Where MTP weights come from: the checkpoint, random numbers, or a copy of the last decoder layer."""
+    """Where MTP weights come from: the checkpoint, random numbers, a copy of the last decoder layer, or the model that
+    --mtp_graft_from names."""
+    mtp_graft_from: str | None = None
+    """With --mtp_init graft: directory of a Hugging Face model whose MTP heads are taken over, such as the one that the
+    trunk was fine-tuned from. Same family and shapes."""
     mtp_mode: MtpMode = "joint"
     """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the MTP loss (mean over depths) beside the main loss."""
+    mtp_loss: MtpLoss = "ce"
+    """What heads learn. ce: the data's tokens. kl, tv: the trunk's own distribution of them, by KL(trunk || head) or by
+    total variation, which is the share of drafts that sampling rejects."""
+    mtp_unroll: int = 1
+    """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
+    state. `infer` drafts as many."""
+    mtp_unroll_beta: float = 0.6
+    """With --mtp_unroll: weight of each drafted token's loss, relative to the one before."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +247,7 @@ class SpeculationArgs:
     """Speculation"""
 
     num_speculative_tokens: int | None = None
-    """Tokens drafted per step. Unset: one for each of the checkpoint's MTP heads that the engine runs."""
+    """Tokens drafted per step. Unset: as many as the heads were trained for (their depth, or --mtp_unroll)."""
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,19 @@ class Plan:
     packing_length: int
     """Most tokens of a row, or of a micro-batch where each step is packed anew."""
     mtp_num_layers: int
-    """MTP depth of the run; 0 is a model without heads."""
+    """MTP layers of the run; 0 is a model without heads."""
+    mtp_weights: tuple[float, ...]
+    """Weight of each MTP depth in the MTP loss; they add up to 1. There is one depth per layer, or per time that
+    --mtp_unroll applies the one layer."""
     lr: float
     min_lr: float
     save_steps: int
     eval_steps: int
+
+    @property
+    def mtp_depths(self) -> int:
+        """Tokens that are predicted beyond the next one."""
+        return len(self.mtp_weights)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ def make_plan(args: SftArgs, world_size: int, checkpoint_mtp_depth: int) -> Plan
     """
     layout = layout_of(args)
     replicas = data_parallel_size(layout, world_size)
+    num_layers = resolved_mtp_depth(args, checkpoint_mtp_depth)
     return Plan(
         world_size=world_size,
         layout=layout,
@@ -69,12 +78,19 @@ def make_plan(args: SftArgs, world_size: int, checkpoint_mtp_depth: int) -> Plan
         global_batch_size=args.global_batch_size,
         packing=packing_of(args),
         packing_length=args.packing_length or args.max_length,
-        mtp_num_layers=resolved_mtp_depth(args, checkpoint_mtp_depth),
+        mtp_num_layers=num_layers,
+        mtp_weights=mtp_weights(num_layers, args.mtp_unroll, args.mtp_unroll_beta),
         lr=args.lr,
         min_lr=_min_lr(args),
         save_steps=args.save_steps,
         eval_steps=args.eval_steps or args.save_steps,
     )
+
+
+def mtp_weights(mtp_num_layers: int, mtp_unroll: int = 1, beta: float = 1.0) -> tuple[float, ...]:
+    """Weight of each MTP depth: `beta**(j - 1)` of the j-th time that the layer is applied, the same of each layer."""
+    powers = [beta**step for step in range(mtp_unroll)] * mtp_num_layers
+    return tuple(power / sum(powers) for power in powers)
 
 
 def holds_out(args: SftArgs) -> bool:
@@ -136,6 +152,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint_depth: int) -> list[tuple
         "checkpoint": f"the checkpoint, which has {checkpoint_depth}",
         "random": "random initialisation",
         "copy_last_layer": "a copy of the last decoder layer",
+        "graft": f"{args.mtp_graft_from}",
     }
     if depth:
         mtp = f"{depth}, weights from {sources[args.mtp_init]}"
@@ -150,6 +167,9 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint_depth: int) -> list[tuple
         ("MTP depth", mtp),
         ("trains", mode[args.mtp_mode] if depth else "the whole model"),
     ]
+    if depth and args.mtp_unroll > 1:
+        weights = ", ".join(f"{weight:.3g}" for weight in plan.mtp_weights)
+        lines.append(("drafts", f"{plan.mtp_depths} tokens with the one MTP layer, losses weighted {weights}"))
     if depth and args.mtp_mode == "joint":
         lines.append(("MTP loss weight", f"{args.mtp_loss_scaling_factor:g}"))
     return lines

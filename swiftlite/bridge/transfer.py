@@ -17,13 +17,14 @@ from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
 from swiftlite.bridge.fp8 import block_size
+from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.packing import fold, packed_name
 from swiftlite.bridge.plan import Binding, bind, report_missing
 from swiftlite.bridge.rows import Family, Row
 from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles, some
 from swiftlite.errors import UserError
 
-MtpInit = Literal["checkpoint", "random", "copy_last_layer"]
+MtpInit = Literal["checkpoint", "random", "copy_last_layer", "graft"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class LoadReport:
 
     Args:
         loaded: Megatron parameters read from the checkpoint.
-        initialised: Megatron parameters that got their numbers elsewhere, with where: "random", "copy_last_layer".
+        initialised: Megatron parameters that got their numbers elsewhere, with where: "random", "copy_last_layer",
+            "graft".
         dropped: HF keys declared as not needed: heads that were not asked for, buffers that follow from the config.
     """
 
@@ -66,6 +68,7 @@ def load_hf(
     hf_config: Mapping[str, Any],
     *,
     mtp_init: MtpInit = "checkpoint",
+    graft_from: str | Path | None = None,
     seed: int = 42,
 ) -> LoadReport:
     """Fill a Megatron model from a Hugging Face directory; each rank reads its slices, cast to the parameter's dtype.
@@ -77,14 +80,69 @@ def load_hf(
         hf_dir: directory with model.safetensors, or shards and their index.
         hf_config: content of its config.json.
         mtp_init: "checkpoint": heads come from the checkpoint, which must have exactly as many. "copy_last_layer":
-            heads start as the last decoder layer. "random": heads start from `seed`. See `mtp_init.py`.
+            heads start as the last decoder layer. "random": heads start from `seed`. See `mtp_init.py`. "graft": heads
+            are those of another checkpoint.
+        graft_from: directory of that checkpoint, see `graft_heads`.
 
     Raises:
         UserError: the checkpoint cannot be read, does not match the model, or has other MTP heads than asked for; or an
             `lm_head.weight` of a tied model differs from the embedding.
     """
     with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
-        return _load(model_chunks, checkpoint, family, hf_config, mtp_init, seed)
+        report = _load(model_chunks, checkpoint, family, hf_config, mtp_init, seed)
+    if mtp_init == "graft" and placement.mtp_num_layers(model_chunks):
+        assert graft_from is not None
+        graft_heads(model_chunks, graft_from, family, hf_config)
+    return report
+
+
+@torch.no_grad()
+def graft_heads(
+    model_chunks: Sequence[nn.Module], graft_from: str | Path, family: Family, hf_config: Mapping[str, Any]
+) -> None:
+    """Fill the model's MTP heads from another checkpoint of its family, which must have as many and of the same shapes.
+
+    Args:
+        graft_from: a Hugging Face directory, such as the base model that the trunk was fine-tuned from.
+        hf_config: the model's own config.json.
+
+    Raises:
+        UserError: another family, number or shape of heads; names what differs.
+    """
+    base_config = read_config(Path(graft_from))
+    kinds = [str(config.get("model_type")) for config in (base_config, hf_config)]
+    if kinds[0] != kinds[1]:
+        raise UserError(
+            f"{graft_from} is a model of type {kinds[0]}, the trunk one of type {kinds[1]}",
+            "take heads from the model that the trunk was fine-tuned from",
+        )
+    depth = placement.mtp_num_layers(model_chunks)
+    with Checkpoint(graft_from, block_size(base_config)) as base:
+        _check_mtp_depth(depth, base, family, base_config)
+        rows = [row for head in range(depth) for row in family.head_rows(base_config, head)]
+        _check_same_shapes(rows, [row for head in range(depth) for row in family.head_rows(hf_config, head)], base)
+        names = {row.mcore for row in rows}
+        shards = [shard for shard in placement.shards_of(model_chunks) if shard.name in names]
+        _read(bind(shards, rows, others_hold=lambda name: True), base, family, base_config)
+
+
+def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpoint) -> None:
+    """The heads on disk, `rows`, fill exactly the parameters that the trunk's config asks for."""
+    shapes = {row.mcore: list(row.hf.values()) for row in wanted}
+    problems = [f"{row.mcore} has no place in this model" for row in rows if row.mcore not in shapes]
+    problems += [f"{name} is not in it" for name in shapes.keys() - {row.mcore for row in rows}]
+    problems += [
+        f"{key} has shape {list(base.entries[key].shape)}, this model takes {list(shape)}"
+        for row in rows
+        if row.mcore in shapes
+        for key, shape in zip(row.hf, shapes[row.mcore], strict=True)
+        if tuple(base.entries[key].shape) != tuple(shape)
+    ]
+    if problems:
+        raise UserError(
+            f"the MTP heads of {base.hf_dir} do not fit:\n  " + "\n  ".join(some(problems)),
+            "take heads from the model that the trunk was fine-tuned from",
+        )
 
 
 def _load(
@@ -109,11 +167,13 @@ def _load(
         if mtp_init == "copy_last_layer":
             borrowed = fresh_heads.copied_rows(family, hf_config, depth)
             fills = fresh_heads.pass_through(depth)
-        else:
+        elif mtp_init != "graft":
             drawn = [row for head in range(depth) for row in family.head_rows(hf_config, head)]
 
     shards = placement.shards_of(model_chunks)
     made = {*fills, *(row.mcore for row in drawn)}
+    if mtp_init == "graft":  # the caller fills them
+        made = {row.mcore for head in range(depth) for row in family.head_rows(hf_config, head)}
     bindings = bind(
         shards,
         rows,

@@ -54,7 +54,7 @@ def run(args: EvaluateArgs) -> None:
                 continue
             tokenizer, rows = data[name]
             positions = model.hf_config["max_position_embeddings"]
-            drafts = 1 + (args.num_speculative_tokens or model.mtp_depth)
+            drafts = 1 + (args.num_speculative_tokens or model.num_drafts)
             config = EngineConfig(
                 model=model.directory,
                 torch_dtype=args.torch_dtype,

@@ -13,6 +13,7 @@ from swiftlite.data.packing import pack
 from swiftlite.data.sample import Sample
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.mtp import Unroll
 from swiftlite.runtime.device import Device
 from swiftlite.train.objective import Statistics
 
@@ -36,13 +37,14 @@ def teacher_forced(
     """
     hf_config = read_config(hf_dir)
     family = families.get(hf_config, hf_dir)
-    depth = family.mtp_depth(hf_config)
+    layers, depth = family.mtp_depth(hf_config), family.num_drafts(hf_config)
     chunks = build_model(
         family.transformer_config(hf_config),
         hf_config,
         device=device,
         dtype=getattr(torch, torch_dtype),
-        mtp_num_layers=depth,
+        mtp_num_layers=layers,
+        unroll=Unroll(depth // max(layers, 1), family.mtp.recycles_before_norm),
     )
     load_hf(chunks, hf_dir, family, hf_config)
     (model,) = (chunk.eval() for chunk in chunks)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.layout import layout_of
-from swiftlite.args.rules.ground import model_of_run
+from swiftlite.args.rules.ground import MTP_UNROLL_KEY, model_of_run
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.bridge.transfer import graft_heads, load_hf, save_hf
 from swiftlite.errors import UserError
 from swiftlite.evaluate.gate import check_acceptance
 from swiftlite.families import index
@@ -24,7 +24,7 @@ from swiftlite.model.build import build_model
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
-from swiftlite.train.source import TENSORS_FILE, source_dtypes, write_source
+from swiftlite.train.source import TENSORS_FILE, describe_heads, source_dtypes, write_source
 
 
 def run(args: ExportArgs) -> None:
@@ -48,7 +48,12 @@ def to_hf(args: ExportArgs, device: Device) -> None:
     hf_config = read_config(source)
     family = index.get(hf_config, source)
     state = read_state(checkpoint)
-    depth = 0 if args.mtp == "strip" else state["mtp_num_layers"]
+    depth, unroll = state["mtp_num_layers"], hf_config.get(MTP_UNROLL_KEY) or 1
+    if args.mtp_graft_from:
+        base_config = read_config(Path(args.mtp_graft_from))
+        depth, unroll = family.mtp_depth(base_config), base_config.get(MTP_UNROLL_KEY) or 1
+    if args.mtp == "strip":
+        depth, unroll = 0, 1
     model = build_model(
         family.transformer_config(hf_config),
         hf_config,
@@ -57,14 +62,19 @@ def to_hf(args: ExportArgs, device: Device) -> None:
         mtp_num_layers=depth,
         layout=layout_of(args),
     )
-    load_checkpoint(checkpoint, model)
+    load_checkpoint(checkpoint, model, with_heads=not args.mtp_graft_from)
+    if args.mtp_graft_from:
+        graft_heads(model, args.mtp_graft_from, family, hf_config)
 
     writing = output_dir.with_name(f".{output_dir.name}.writing")
     is_first = dist.get_rank() == 0
-    changes = family.mtp_depth_change(hf_config, depth)
+    changes = family.mtp_depth_change(hf_config, depth, unroll)
     if args.torch_dtype:
         changes |= dtype_change(hf_config, args.torch_dtype)
     dtypes = source_dtypes(source)
+    if args.mtp_graft_from:
+        heads = describe_heads(args.mtp_graft_from, family, hf_config)
+        dtypes |= {key: tensor["dtype"] for key, tensor in heads.items()}
     if is_first:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
@@ -124,7 +134,10 @@ def to_mcore(args: ExportArgs, device: Device) -> None:
     hf_dir, output_dir = Path(args.model), Path(args.output_dir)
     hf_config = read_config(hf_dir)
     family = index.get(hf_config, hf_dir)
-    depth = 0 if args.mtp == "strip" else family.mtp_depth(hf_config)
+    heads_config = read_config(Path(args.mtp_graft_from)) if args.mtp_graft_from else hf_config
+    depth, unroll = family.mtp_depth(heads_config), heads_config.get(MTP_UNROLL_KEY) or 1
+    if args.mtp == "strip":
+        depth, unroll = 0, 1
     dtype = args.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
     model = build_model(
         family.transformer_config(hf_config),
@@ -134,7 +147,9 @@ def to_mcore(args: ExportArgs, device: Device) -> None:
         mtp_num_layers=depth,
         layout=layout_of(args),
     )
-    logger.info("%s", load_hf(model, hf_dir, family, hf_config).over_all_ranks())
+    mtp_init = "graft" if args.mtp_graft_from else "checkpoint"
+    report = load_hf(model, hf_dir, family, hf_config, mtp_init=mtp_init, graft_from=args.mtp_graft_from)
+    logger.info("%s", report.over_all_ranks())
     if dist.get_rank() == 0:
-        write_source(hf_dir, output_dir, family, hf_config, depth)
+        write_source(hf_dir, output_dir, family, hf_config, depth, unroll, args.mtp_graft_from)
     Checkpointer(output_dir, model, None, {"mtp_num_layers": depth, "torch_dtype": dtype}).save(0)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftlite.args.rules.ground import MTP_DEPTH_KEY
+from swiftlite.args.rules.ground import MTP_DEPTH_KEY, MTP_UNROLL_KEY
 from swiftlite.bridge.rows import Row, lift
 
 HfConfig = Mapping[str, Any]
@@ -25,12 +25,15 @@ class MtpLayout:
         block: HF prefix of the decoder layer inside head k.
         frame_rows: bridge rows of the rest of head k: projection and norms.
         copies: HF keys of head k that repeat a tensor of the trunk, each with the trunk's key.
+        recycles_before_norm: engines that let a head go on alone feed it its own state before its output norm; others
+            the one after it.
     """
 
     head_of: Callable[[HfConfig, str], int | None]
     block: Callable[[HfConfig, int], str]
     frame_rows: Callable[[HfConfig, int], list[Row]]
     copies: Callable[[HfConfig, int], dict[str, str]] = no_copies
+    recycles_before_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,15 @@ class Family:
         """MTP heads that config.json promises."""
         return hf_config.get(MTP_DEPTH_KEY) or 0
 
-    def mtp_depth_change(self, hf_config: HfConfig, depth: int) -> dict[str, int]:
-        """The change of config.json that promises `depth` heads; empty when it does already."""
-        return {} if self.mtp_depth(hf_config) == depth else {MTP_DEPTH_KEY: depth}
+    def num_drafts(self, hf_config: HfConfig) -> int:
+        """Tokens that these heads were trained to draft in one step of an engine."""
+        return self.mtp_depth(hf_config) * (hf_config.get(MTP_UNROLL_KEY) or 1)
+
+    def mtp_depth_change(self, hf_config: HfConfig, depth: int, unroll: int = 1) -> dict[str, int]:
+        """The change of config.json that promises `depth` heads, one of them unrolled over `unroll` tokens; empty when
+        it does already."""
+        change = {} if self.mtp_depth(hf_config) == depth else {MTP_DEPTH_KEY: depth}
+        return change if (hf_config.get(MTP_UNROLL_KEY) or 1) == unroll else change | {MTP_UNROLL_KEY: unroll}
 
     def head_of(self, hf_config: HfConfig, hf_key: str) -> int | None:
         """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""

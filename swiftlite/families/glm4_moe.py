@@ -2,6 +2,7 @@
 levelled by a bias, shared experts, dense layers first, and MTP heads of its own.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from swiftlite.bridge.rows import Row
@@ -45,6 +46,6 @@ GLM4_MOE = Family(
     transformer_config=_transformer_config,
     layer_rows=_layer_rows,
     outer_rows=dense.outer_rows,
-    mtp=moe.NEXT_LAYER_HEADS,
+    mtp=replace(moe.NEXT_LAYER_HEADS, recycles_before_norm=True),
     is_derived=dense.is_derived,
 )

@@ -41,7 +41,7 @@ class MtpHead(nn.Module):
         self.transformer_layer.self_attn.layer_idx = 0  # every head has a cache of its own, of one layer
 
     def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
-        """State [B, S, H] after the output norm: goes to the trunk's output layer and to the next depth.
+        """State [B, S, H] before the output norm.
 
         Args:
             embedding_BSH: of the token that follows the newest one seen so far, at each position.
@@ -49,7 +49,7 @@ class MtpHead(nn.Module):
             layer_kwargs: of the decoder layer.
         """
         fused_BSH = self.eh_proj(torch.cat((self.enorm(embedding_BSH), self.hnorm(hidden_BSH)), dim=-1))
-        return self.final_layernorm(self.transformer_layer(fused_BSH, **layer_kwargs))
+        return self.transformer_layer(fused_BSH, **layer_kwargs)
 
 
 def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
@@ -86,20 +86,30 @@ class MtpCandidateGenerator(CandidateGenerator):
     the tokens that came.
 
     With more tokens than heads, the last head goes on alone: its own state takes the place of the state before it, one
-    position further each time. With one head this is what vLLM does.
+    position further each time. With one head this is what vLLM does; in some families that state is the one before its
+    output norm.
 
     Args:
         decoder: the trunk without its output layer; must be the one whose states `get_candidates` is given.
         output_layer: the trunk's, shared by all heads.
         heads: from `load_heads`.
         num_tokens: tokens to draft per round.
+        recycles_before_norm: `MtpLayout.recycles_before_norm` of the family.
     """
 
     requires_model_outputs = True
     model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
 
-    def __init__(self, decoder: Any, output_layer: nn.Module, heads: nn.ModuleList, num_tokens: int):
+    def __init__(
+        self,
+        decoder: Any,
+        output_layer: nn.Module,
+        heads: nn.ModuleList,
+        num_tokens: int,
+        recycles_before_norm: bool = False,
+    ):
         self._decoder = decoder
+        self._recycles_before_norm = recycles_before_norm
         self._output_layer = output_layer
         self._heads = list(heads)[:num_tokens]
         self._num_tokens = num_tokens
@@ -137,10 +147,11 @@ class MtpCandidateGenerator(CandidateGenerator):
             if (waiting := self._waiting[depth]) is not None:
                 hidden = torch.cat((waiting, hidden), dim=1)
             rows.append(hidden)
-            hidden = self._run(head, self._caches[depth], hidden, ids[:, begins[depth] + depth + 1 :])
+            before, hidden = self._run(head, self._caches[depth], hidden, ids[:, begins[depth] + depth + 1 :])
             ids = self._append_draft(ids, hidden)
         for _ in range(len(self._heads), self._num_tokens):
-            hidden = self._run(self._heads[-1], self._caches[-1], hidden[:, -1:], ids[:, -1:])
+            own = before if self._recycles_before_norm else hidden
+            before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids[:, -1:])
             ids = self._append_draft(ids, hidden)
 
         for depth, cache in enumerate(self._caches):
@@ -153,7 +164,10 @@ class MtpCandidateGenerator(CandidateGenerator):
                 self._waiting[depth] = rows[depth][:, first:last]
         return ids, None
 
-    def _run(self, head: nn.Module, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self, head: Any, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States before and after the output norm; the second goes to the output layer and to the next depth."""
         embedding = self._decoder.get_input_embeddings()(ids)
         begin = cache.get_seq_length()
         position_ids = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
@@ -164,7 +178,7 @@ class MtpCandidateGenerator(CandidateGenerator):
             past_key_values=cache,
             position_ids=position_ids,
         )
-        return head(
+        before = head(
             embedding,
             hidden,
             attention_mask=mask,
@@ -173,6 +187,7 @@ class MtpCandidateGenerator(CandidateGenerator):
             use_cache=True,
             position_embeddings=self._decoder.rotary_emb(hidden, position_ids),
         )
+        return before, head.final_layernorm(before)
 
     def _append_draft(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat((ids, self._output_layer(hidden[:, -1:]).argmax(dim=-1)), dim=1)

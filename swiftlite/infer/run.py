@@ -66,12 +66,13 @@ def run(args: InferArgs) -> None:
     _check_result_path(args)
     if args.acceptance_json:
         _read_acceptance(Path(args.acceptance_json))
-    if args.speculative == "mtp" and (args.num_speculative_tokens or 0) > model.mtp_depth > 0:
+    if args.speculative == "mtp" and (args.num_speculative_tokens or 0) > model.num_drafts > 0:
         logger.info(
             "drafting %d tokens with %d MTP heads: the last one goes on from its own state, which it was not trained "
-            "for, so fewer are accepted at each further position",
+            "for after token %d, so fewer are accepted at each further position (sft --mtp_unroll trains it for that)",
             args.num_speculative_tokens,
             model.mtp_depth,
+            model.num_drafts,
         )
     if args.val_dataset:
         _answer_files(args, model, template, sampling)
@@ -229,7 +230,7 @@ def _needed_length(
                 "shorten it, or leave the row out",
             )
     # vLLM stops drafting where drafts would not fit: leave it room behind the last token.
-    drafts = 1 + (args.num_speculative_tokens or model.mtp_depth)
+    drafts = 1 + (args.num_speculative_tokens or model.num_drafts)
     return args.max_model_len or min(limit, max(map(len, prompts)) + args.max_new_tokens + drafts)
 
 

@@ -32,6 +32,11 @@ class ServedModel:
     family: Family
     mtp_depth: int
 
+    @property
+    def num_drafts(self) -> int:
+        """Tokens to draft per step, unless the user says otherwise: as many as the heads were trained for."""
+        return self.family.num_drafts(self.hf_config)
+
 
 def read_model(directory: str | Path) -> ServedModel:
     """Look at a directory without reading a tensor.

@@ -55,7 +55,8 @@ def speculative_options(
         raise UserError(problem, "serve it with --infer_backend vllm")
     known = convention("sglang", model.family.name)
     assert known is not None  # depth_problem says so
-    num_steps = num_steps or known.num_heads(model.mtp_depth)
+    num_run = known.num_heads(model.mtp_depth)
+    num_steps = num_steps or (model.num_drafts if num_run == model.mtp_depth else num_run)
     return {
         "speculative_algorithm": algorithm or "NEXTN",
         "speculative_num_steps": num_steps,

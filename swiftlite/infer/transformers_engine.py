@@ -39,7 +39,7 @@ class TransformersEngine:
 
     def __init__(self, config: EngineConfig):
         model = read_model(config.model)
-        num_tokens = model.mtp_depth if config.num_speculative_tokens is None else config.num_speculative_tokens
+        num_tokens = model.num_drafts if config.num_speculative_tokens is None else config.num_speculative_tokens
         if num_tokens or config.num_speculative_tokens is None:
             require_heads(model)
         self.num_speculative_tokens = num_tokens
@@ -50,7 +50,9 @@ class TransformersEngine:
         self._drafter = None
         if num_tokens:
             heads = load_heads(model, self._decoder)
-            self._drafter = MtpCandidateGenerator(self._decoder, self._output_layer, heads, num_tokens)
+            self._drafter = MtpCandidateGenerator(
+                self._decoder, self._output_layer, heads, num_tokens, model.family.mtp.recycles_before_norm
+            )
         self._counts = DraftCounts(0, 0, (0,) * num_tokens)
 
     def generate(

@@ -143,7 +143,7 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
 
 
 def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
-    """Tokens per step that this vLLM drafts with the heads that were trained for them; unset, one per head it runs.
+    """Tokens per step that this vLLM drafts with heads that were trained for them; unset, all that they were.
 
     Raises:
         UserError: at one of the steps vLLM would run another head.
@@ -156,7 +156,8 @@ def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
             logger.warning(
                 "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.mtp_depth
             )
-        return num_run
+            return num_run
+        num_tokens = model.num_drafts
     try:
         check_draft_steps(num_tokens, model.mtp_depth, num_run == model.mtp_depth)
     except ValueError as error:

@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.args.fields import MoeArgs, ParallelLayout, RecomputeArgs
+from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
 from swiftlite.args.layout import (
     decoder_layers_per_stage,
     layout_problems,
@@ -17,6 +17,7 @@ from swiftlite.args.layout import (
 from swiftlite.errors import OptionError
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mla import MLATransformerConfig
+from swiftlite.model.mtp import Unroll
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime.device import Device
 
@@ -114,8 +115,14 @@ def build_model(
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
+    unroll: Unroll | None = None,
+    mtp_loss: MtpLoss = "ce",
 ) -> list[GPTModel]:
     """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
+
+    Args:
+        unroll: how often the one MTP layer is applied, if more than once.
+        mtp_loss: what the heads learn, see GPTModel.
 
     Raises:
         OptionError: the model cannot be laid out so.
@@ -135,13 +142,20 @@ def build_model(
             recompute=recompute,
             moe=moe,
         )
-        chunks.append(_build_stage(config, hf_config, layout, vp_stage, heads_only).to(device.torch_device))
+        stage = _build_stage(config, hf_config, layout, vp_stage, heads_only, unroll, mtp_loss)
+        chunks.append(stage.to(device.torch_device))
     _mark_experts(chunks, layout)
     return chunks
 
 
 def _build_stage(
-    config: TransformerConfig, hf_config: dict[str, Any], layout: ParallelLayout, vp_stage: int, heads_only: bool
+    config: TransformerConfig,
+    hf_config: dict[str, Any],
+    layout: ParallelLayout,
+    vp_stage: int,
+    heads_only: bool,
+    unroll: Unroll | None,
+    mtp_loss: MtpLoss,
 ) -> GPTModel:
     pp_rank, pp_size = parallel_state.get_pipeline_model_parallel_rank(), layout.pipeline_model_parallel_size
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
@@ -152,8 +166,10 @@ def _build_stage(
         config=config,
         hf_config=hf_config,
         heads_only=heads_only,
+        unroll=unroll,
+        mtp_loss=mtp_loss,
         transformer_layer_spec=decoder_spec(config, sum(per_stage[:stage]), per_stage[stage]),
-        mtp_block_spec=mtp_spec(config) if has_mtp else None,
+        mtp_block_spec=mtp_spec(config, unroll is not None and unroll.steps > 1) if has_mtp else None,
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),

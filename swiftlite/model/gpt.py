@@ -13,14 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel as McoreGPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.args.fields import MtpLoss
 from swiftlite.data.batch import ahead
-from swiftlite.model.context_parallel import padded_cu_seqlens
-from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, token_loss
+from swiftlite.model.context_parallel import (
+    gather_sequence,
+    padded_cu_seqlens,
+    sequence_lengths,
+    zigzag_positions,
+)
+from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, distillation_loss, token_loss
+from swiftlite.model.mtp import Unroll, UnrolledLayer
 from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
 
@@ -50,11 +58,21 @@ class GPTModel(McoreGPTModel):
     Args:
         hf_config: the model's config.json, for the rotary frequencies.
         heads_only: run embedding, decoder and the trunk's loss without gradient; only MTP layers learn.
+        unroll: how often the one MTP layer is applied, if more than once.
+        mtp_loss: what the heads learn: the data's tokens by cross-entropy (ce), or the trunk's own distribution of
+            them, from which no gradient flows back (kl, tv: `distillation_loss`).
         kwargs: of megatron-core's GPTModel.
     """
 
     def __init__(
-        self, *, config: TransformerConfig, hf_config: dict[str, Any], heads_only: bool = False, **kwargs: Any
+        self,
+        *,
+        config: TransformerConfig,
+        hf_config: dict[str, Any],
+        heads_only: bool = False,
+        unroll: Unroll | None = None,
+        mtp_loss: MtpLoss = "ce",
+        **kwargs: Any,
     ):
         # Made first: it notes in the config what the attention of megatron-core 0.19 reads in its constructor.
         rotary_pos_emb = None if config.multi_latent_attention else RotaryEmbedding(hf_config, config)
@@ -62,7 +80,9 @@ class GPTModel(McoreGPTModel):
         self.decoder.__class__ = TransformerBlock  # ours only adds a method, and the stock constructor names its own
         if rotary_pos_emb is not None:  # latent attention has one of its own in each layer
             self.rotary_pos_emb = rotary_pos_emb
-        self.heads_only = heads_only
+        self.heads_only, self.unroll = heads_only, unroll or Unroll()
+        self.mtp_loss: MtpLoss = mtp_loss
+        self.mtp_depths = (config.mtp_num_layers or 0) * self.unroll.steps
         if heads_only:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(name.startswith("mtp."))
@@ -100,7 +120,7 @@ class GPTModel(McoreGPTModel):
         Returns:
             On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
         """
-        depth = self.config.mtp_num_layers or 0
+        depth = self.mtp_depths
         cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
         if mtp_input_ids is None:
             mtp_input_ids = ahead(input_ids, depth, 0, cu_seqlens)[1:]
@@ -126,7 +146,7 @@ class GPTModel(McoreGPTModel):
             states_SBH = list(hidden_SBH.chunk(1 + depth))
         if not self.post_process:
             return torch.cat(states_SBH)
-        return self.forward_postprocess(states_SBH, head_labels)
+        return self.forward_postprocess(states_SBH, head_labels, cu_seqlens)
 
     def forward_preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
@@ -174,6 +194,16 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> list[torch.Tensor]:
         """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1."""
+        if self.unroll.steps > 1:
+            (layer,) = self.mtp.layers
+            assert isinstance(layer, UnrolledLayer)
+            return layer.forward_steps(
+                hidden_SBH,
+                [self.embedding(input_ids=ids, position_ids=position_ids) for ids in mtp_input_ids],
+                [self._angles(position_ids, packed_seq_params, step) for step in range(self.unroll.steps)],
+                packed_seq_params,
+                recycles_before_norm=self.unroll.recycles_before_norm,
+            )
         states = []
         for layer, input_ids in zip(self.mtp.layers, mtp_input_ids, strict=True):
             hidden_SBH, *_ = layer(
@@ -188,34 +218,68 @@ class GPTModel(McoreGPTModel):
             states.append(hidden_SBH)
         return states
 
+    def _angles(
+        self, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None, offset: int
+    ) -> torch.Tensor | None:
+        """Rotary angles as `forward_preprocess` gives them, for rows that begin at position `offset`."""
+        if self.config.multi_latent_attention:
+            return None
+        if packed_seq_params is not None:
+            return self.rotary_pos_emb.packed(padded_cu_seqlens(packed_seq_params), offset)
+        return self.rotary_pos_emb(position_ids.size(1) * self.config.context_parallel_size, offset=offset)
+
     def forward_postprocess(
-        self, states_SBH: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None
+        self,
+        states_SBH: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor] | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> Logits | Losses:
         """The output layer over the trunk's and the heads' states: losses with labels, else logits.
 
         Args:
             states_SBH: the trunk's, then each depth's.
             labels: [B, S] for the trunk, then for each depth.
+            cu_seqlens: of a packed row: where its padded sequences start, in the whole row.
         """
         if labels is None:
             main, *mtp = (self.logits(self._whole(hidden)).transpose(0, 1) for hidden in states_SBH)
             return Logits(main, mtp)
-        losses = []
-        for depth, (hidden, head_labels) in enumerate(zip(states_SBH, labels, strict=True)):
-            with torch.no_grad() if self.heads_only and depth == 0 else nullcontext():
-                losses.append(self._loss(hidden, head_labels))
-        return Losses(losses[0], losses[1:])
+        with torch.no_grad() if self.heads_only else nullcontext():
+            main = self._loss(states_SBH[0], labels[0])
+        if self.mtp_loss == "ce":
+            return Losses(main, [self._loss(*head) for head in zip(states_SBH[1:], labels[1:], strict=True)])
+        group: Any = parallel_state.get_context_parallel_group()
+        lengths = sequence_lengths(labels[0].size(1) * group.size(), cu_seqlens)
+        positions_S = zigzag_positions(lengths, group.rank(), group.size(), labels[0].device)
+        trunk_SBH = self._whole(states_SBH[0].detach())
+        if group.size() > 1:
+            trunk_SBH = gather_sequence(trunk_SBH, lengths, group)
+        mtp = []
+        for depth, (hidden, head_labels) in enumerate(zip(states_SBH[1:], labels[1:], strict=True), start=1):
+            row_N, place_N = (head_labels != IGNORE_INDEX).nonzero(as_tuple=True)
+            # Where the trunk predicts the same token; a label says that it is in the same sequence.
+            mtp.append(self._loss(hidden, head_labels, trunk_SBH[positions_S[place_N] + depth, row_N]))
+        return Losses(main, mtp)
 
     def logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """[S, B, V] for this rank's part of the vocabulary."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden_SBH, weight=weight)[0]
 
-    def _loss(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> TokenLoss:
+    def _loss(
+        self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, trunk_NH: torch.Tensor | None = None
+    ) -> TokenLoss:
+        """Cross-entropy; with the trunk's states for the same targets, the distance to what it predicts of them."""
         # Only positions that have a target meet the vocabulary: prompts and padding are often half of a batch.
         picked_BS = labels_BS != IGNORE_INDEX
         hidden_NH = self._whole(hidden_SBH).transpose(0, 1)[picked_BS]
-        return token_loss(self.logits(hidden_NH[:, None])[:, 0], labels_BS[picked_BS], picked_BS)
+        logits_NV = self.logits(hidden_NH[:, None])[:, 0]
+        if trunk_NH is None:
+            return token_loss(logits_NV, labels_BS[picked_BS], picked_BS)
+        assert self.mtp_loss != "ce"
+        return distillation_loss(
+            logits_NV, lambda rows: self.logits(trunk_NH[rows][:, None])[:, 0], self.mtp_loss, picked_BS
+        )
 
     def _whole(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """All positions of the row, gathered over sequence-parallel ranks."""

@@ -71,6 +71,7 @@ class MLASelfAttention(McoreMLASelfAttention):
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.rotary_pos_emb = RotaryEmbedding(config.hf_rope)
+        self.rotary_offset = 0  # position of the first token; other layers are handed their angles
 
     def get_query_key_value_tensors(
         self,
@@ -91,10 +92,10 @@ class MLASelfAttention(McoreMLASelfAttention):
             rotary_seq_len = self.rotary_pos_emb.get_rotary_seq_len(
                 *(None, None, hidden_states, config)  # pyright: ignore[reportArgumentType]
             )
-            rotary_pos_emb = self.rotary_pos_emb(rotary_seq_len)
+            rotary_pos_emb = self.rotary_pos_emb(rotary_seq_len, offset=self.rotary_offset)
         else:
             cu_seqlens = padded_cu_seqlens(packed_seq_params)
-            rotary_pos_emb = self.rotary_pos_emb.packed(cu_seqlens)
+            rotary_pos_emb = self.rotary_pos_emb.packed(cu_seqlens, self.rotary_offset)
 
         query_latent = hidden_states
         if config.q_lora_rank is not None:

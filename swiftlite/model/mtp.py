@@ -6,8 +6,10 @@ Rotary positions are the trunk's (s, not s+k), as the engines use them when they
 Shapes: S sequence, B batch, H hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as McoreMultiTokenPredictionLayer
 
 from swiftlite.model.recompute import checkpoint
+from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 
 class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
@@ -73,7 +76,79 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         def forward(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
             return self._proj_and_transformer_layer(hidden_states=hidden_states, decoder_input=decoder_input, **closure)
 
+        return self._checkpoint(forward, hidden_states, decoder_input)
+
+    def _checkpoint(self, forward: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         # Delayed scaling updates its factors on leaving the outermost context, which must be once per call.
         is_delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
         with get_fp8_context(self.config) if is_delayed else nullcontext():
-            return checkpoint(self.config, forward, hidden_states, decoder_input)
+            return checkpoint(self.config, forward, *tensors)
+
+
+@dataclass(frozen=True)
+class Unroll:
+    """How often one MTP layer is applied, and how.
+
+    Attributes:
+        steps: tokens that it drafts, each from the state that it made for the one before.
+        recycles_before_norm: it goes on from its state before its output norm (`MtpLayout.recycles_before_norm`).
+    """
+
+    steps: int = 1
+    recycles_before_norm: bool = False
+
+
+class UnrolledLayer(MultiTokenPredictionLayer):
+    """A head that drafts several tokens, computed as engines do: step j (from 1) from position s stands at s + j - 1,
+    and sees what `DraftAttention` says."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # Later steps read the keys of the first: neither they nor what made them may be computed anew in between.
+        self._attention.checkpoint_core_attention = False
+        self._attention.recompute_up_proj = False
+
+    @property
+    def _attention(self) -> Any:
+        return getattr(self, MTP_INNER_LAYER).self_attention
+
+    def _postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Nothing: the norm is left to `forward_steps`, since not every engine recycles what it makes."""
+        return hidden_states
+
+    def forward_steps(
+        self,
+        hidden_SBH: torch.Tensor,
+        decoder_inputs_SBH: Sequence[torch.Tensor],
+        rotary_pos_embs: Sequence[torch.Tensor | None],
+        packed_seq_params: PackedSeqParams | None,
+        *,
+        recycles_before_norm: bool,
+    ) -> list[torch.Tensor]:
+        """States [S, B, H] of each step, after the output norm.
+
+        Args:
+            hidden_SBH: the trunk's.
+            decoder_inputs_SBH: of each step, embeddings of the tokens j places further on.
+            rotary_pos_embs: of each step, angles from position j - 1 on; None with latent attention.
+        """
+
+        def forward(hidden_SBH: torch.Tensor, *decoder_inputs_SBH: torch.Tensor) -> torch.Tensor:
+            states = []
+            with self._attention.core_attention.drafting():
+                for step, inputs in enumerate(zip(decoder_inputs_SBH, rotary_pos_embs, strict=True)):
+                    self._attention.rotary_offset = step
+                    before = self._proj_and_transformer_layer(
+                        hidden_states=hidden_SBH,
+                        decoder_input=inputs[0],
+                        rotary_pos_emb=inputs[1],
+                        packed_seq_params=packed_seq_params,
+                    )
+                    states.append(super(UnrolledLayer, self)._postprocess(before))
+                    hidden_SBH = before if recycles_before_norm else states[-1]
+            return torch.cat(states)  # a checkpoint returns one tensor
+
+        # All steps share one checkpoint, because they share keys.
+        is_recomputed = self.config.recompute_granularity == "full" and self.training
+        run = partial(self._checkpoint, forward) if is_recomputed else forward
+        return list(run(hidden_SBH, *decoder_inputs_SBH).chunk(len(decoder_inputs_SBH)))

@@ -47,14 +47,18 @@ class RotaryEmbedding(McoreRotaryEmbedding):
             return Glm4MoeRotaryEmbedding.compute_default_rope_parameters(self.hf)  # type: ignore[arg-type]
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=seq_len)
 
-    def packed(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    def packed(self, cu_seqlens: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """Angles for the sequences of a packed row, as megatron-core's layers take them: of the longest,
         [max_seqlen, 1, 1, D], each sequence starting at its first; or of the whole row, [T, 1, 1, D], where a
-        sequence's frequencies depend on its own length (rope_utils.py:206 of 0.16.1)."""
+        sequence's frequencies depend on its own length (rope_utils.py:206 of 0.16.1).
+
+        Args:
+            offset: position of each sequence's first token.
+        """
         lengths = [length for length in cu_seqlens.diff().tolist() if length]
         if self.rope_type in LENGTH_DEPENDENT:
-            return torch.cat([self(length, packed_seq=True) for length in lengths])
-        return self(max(lengths), packed_seq=True)
+            return torch.cat([self(length, offset=offset, packed_seq=True) for length in lengths])
+        return self(max(lengths), offset=offset, packed_seq=True)
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles [max_seq_len, D / 2]."""

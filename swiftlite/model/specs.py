@@ -20,10 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from swiftlite.model.attention import CoreAttention
+from swiftlite.model.draft_attention import DraftAttention
 from swiftlite.model.experts import SequentialMLP
 from swiftlite.model.linear import ColumnParallelLinear
 from swiftlite.model.mla import LatentRMSNorm, MLASelfAttention
-from swiftlite.model.mtp import MultiTokenPredictionLayer
+from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.norm import RMSNorm
 from swiftlite.model.router import TopKRouter
 from swiftlite.runtime.compat import MTP_INNER_LAYER
@@ -53,7 +54,9 @@ def is_moe_layer(config: TransformerConfig, layer: int) -> bool:
     return bool(config.moe_layer_freq[layer])
 
 
-def decoder_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
+def decoder_layer_spec(
+    config: TransformerConfig, is_moe: bool, core_attention: type[CoreAttention] = CoreAttention
+) -> ModuleSpec:
     """One decoder layer: attention, and a dense gated MLP or a mixture of experts."""
     # Checkpoint names that megatron-core's other specs write too, so checkpoints can be exchanged; with latent
     # attention those are the modules' own.
@@ -65,7 +68,7 @@ def decoder_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_attention_spec(config),
+            self_attention=_attention_spec(config, core_attention),
             # Functions here, as in megatron-core's own specs, though its annotation says class.
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=RMSNorm,
@@ -76,7 +79,7 @@ def decoder_layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     )
 
 
-def _attention_spec(config: TransformerConfig) -> ModuleSpec:
+def _attention_spec(config: TransformerConfig, core_attention: type[CoreAttention]) -> ModuleSpec:
     """Grouped-query attention, or multi-latent attention if the config says so."""
     if config.multi_latent_attention:
         return ModuleSpec(
@@ -89,7 +92,7 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
                 linear_q_up_proj=ColumnParallelLinear,
                 linear_kv_down_proj=McoreColumnParallelLinear,
                 linear_kv_up_proj=ColumnParallelLinear,
-                core_attention=CoreAttention,
+                core_attention=core_attention,
                 linear_proj=RowParallelLinear,
                 q_layernorm=LatentRMSNorm,
                 kv_layernorm=LatentRMSNorm,
@@ -101,7 +104,7 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CoreAttention,
+            core_attention=core_attention,
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
@@ -115,18 +118,19 @@ def decoder_spec(config: TransformerConfig, first: int, count: int) -> Transform
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=RMSNorm))
 
 
-def mtp_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules | None:
+def mtp_spec(config: TransformerConfig, is_unrolled: bool = False) -> MultiTokenPredictionBlockSubmodules | None:
     """`mtp_num_layers` heads, each with a block like the decoder's last; None at depth 0."""
     if not config.mtp_num_layers:
         return None
+    is_moe = is_moe_layer(config, config.num_layers - 1)
     layer = ModuleSpec(
-        module=MultiTokenPredictionLayer,
+        module=UnrolledLayer if is_unrolled else MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=RMSNorm,
             hnorm=RMSNorm,
             eh_proj=ColumnParallelLinear,
             layer_norm=RMSNorm,
-            **{MTP_INNER_LAYER: decoder_layer_spec(config, is_moe_layer(config, config.num_layers - 1))},
+            **{MTP_INNER_LAYER: decoder_layer_spec(config, is_moe, DraftAttention if is_unrolled else CoreAttention)},
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)

@@ -79,13 +79,13 @@ class Batches:
             return collate(
                 samples or [NO_SAMPLE],
                 self.pad_token_id,
-                mtp_num_layers=plan.mtp_num_layers,
+                mtp_num_layers=plan.mtp_depths,
                 pad_to_multiple_of=length_multiple(layout),
             )
         return collate_packed(
             samples,
             self.pad_token_id,
-            mtp_num_layers=plan.mtp_num_layers,
+            mtp_num_layers=plan.mtp_depths,
             pad_each_to_multiple_of=sequence_multiple(layout),
             pad_to_multiple_of=length_multiple(layout),
         )

@@ -123,14 +123,26 @@ class Checkpointer:
 
 
 def load_checkpoint(
-    checkpoint: Path, chunks: Sequence[MegatronModule], optimizer: MegatronOptimizer | None = None
+    checkpoint: Path,
+    chunks: Sequence[MegatronModule],
+    optimizer: MegatronOptimizer | None = None,
+    *,
+    with_heads: bool = True,
 ) -> None:
     """Read weights, and optimizer state if asked, into the objects of this rank.
+
+    Args:
+        with_heads: read MTP layers too; else they stay as they are.
 
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
     """
     tensors = _model_state(chunks)
+    if not with_heads:
+        tensors = {
+            name: {key: tensor for key, tensor in state.items() if not key.startswith("mtp.")}
+            for name, state in tensors.items()
+        }
     slots = slots_of(optimizer) if optimizer is not None else []
     if slots:
         tensors["optimizer"] = state_to_load(slots, dict(tensors))
@@ -143,7 +155,7 @@ def load_checkpoint(
             "use the checkpoint before it, or the model that the run began with",
         ) from error
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
-        chunk.load_state_dict(loaded[name])
+        chunk.load_state_dict(loaded[name], strict=with_heads)
     if slots:
         set_state(slots, loaded["optimizer"], read_state(checkpoint)["step"])
 

@@ -1,13 +1,14 @@
 """The loss of a global batch: next-token loss plus weighted MTP losses, each a mean over its own valid targets.
 
-For depth k of D, with N_k the number of valid targets of that depth in the whole global batch (N_0: the trunk's):
+For depth k of D, with N_k the number of valid targets of that depth in the whole global batch (N_0: the trunk's) and
+a_k the weight of the depth (`Plan.mtp_weights`: 1 / D, unless one layer is unrolled over D steps):
 
-    loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor / D * sum_k( sum(w * CE_k) / N_k )
+    loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * CE_k) / N_k )
 
 The counts are known before the first forward pass, so the loss depends neither on how the batch is cut into
 micro-batches, nor on data parallelism, nor on padding; a depth with no target contributes exactly 0.
 megatron-core divides all gradients by N_0 at the end of the step (`calculate_per_token_loss`), so what is summed here
-is `sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` with `c_k = mtp_loss_scaling_factor / D * N_0 / N_k`.
+is `sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` with `c_k = mtp_loss_scaling_factor * a_k * N_0 / N_k`.
 
 Shapes: K the trunk and each MTP depth, B batch, S sequence (this context-parallel rank's part in the pipeline).
 """
@@ -24,18 +25,21 @@ from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.train.ranks import from_last_stage, whole_rows
 
 
-def count_targets(batches: Sequence[Batch], mtp_num_layers: int) -> torch.Tensor:
-    """Valid targets of the trunk and of each MTP depth in these batches: int64 [1 + mtp_num_layers]."""
-    counts = torch.zeros(1 + mtp_num_layers, dtype=torch.int64)
+def count_targets(batches: Sequence[Batch], mtp_depths: int) -> torch.Tensor:
+    """Valid targets of the trunk and of each MTP depth in these batches: int64 [1 + mtp_depths]."""
+    counts = torch.zeros(1 + mtp_depths, dtype=torch.int64)
     for batch in batches:
         counts += (batch.labels_KBS != IGNORE_INDEX).sum(dim=(1, 2)).cpu()
     return counts
 
 
-def mtp_coefficients(counts: torch.Tensor, mtp_loss_scaling_factor: float) -> list[float]:
-    """c_k of each depth from the global counts of `count_targets`."""
+def mtp_coefficients(counts: torch.Tensor, mtp_loss_scaling_factor: float, mtp_weights: Sequence[float]) -> list[float]:
+    """c_k of each depth from the global counts of `count_targets` and `Plan.mtp_weights`."""
     main, *mtp = counts.tolist()
-    return [mtp_loss_scaling_factor / len(mtp) * main / count if count else 0.0 for count in mtp]
+    return [
+        mtp_loss_scaling_factor * weight * main / count if count else 0.0
+        for weight, count in zip(mtp_weights, mtp, strict=True)
+    ]
 
 
 class Statistics:
@@ -50,7 +54,7 @@ class Statistics:
 
     @staticmethod
     def of(losses: Losses, loss_scale_KBS: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> "Statistics":
-        """The sums of one micro-batch, float64 [1 + mtp_num_layers, 3].
+        """The sums of one micro-batch, float64 [1 + mtp_depths, 3].
 
         Only losses are local: predictions are compared on whole rows, and counted by the first context-parallel rank.
 

@@ -32,6 +32,7 @@ from swiftlite.errors import UserError
 from swiftlite.families import index
 from swiftlite.log import logger
 from swiftlite.model.build import build_model, check_computable
+from swiftlite.model.mtp import Unroll
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
@@ -71,7 +72,7 @@ def _run(args: SftArgs, device: Device) -> int:
 
     tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=args.trust_remote_code)
     data = _load_data(args, tokenizer, hf_config)
-    flops = training_flops(hf_config, plan.mtp_num_layers, heads_only=args.mtp_mode == "heads_only")
+    flops = training_flops(hf_config, plan.mtp_depths, heads_only=args.mtp_mode == "heads_only")
     batches = Batches(plan, parallel_state.get_data_parallel_rank(), tokenizer.pad_token_id or 0, flops)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
@@ -86,12 +87,23 @@ def _run(args: SftArgs, device: Device) -> int:
         layout=plan.layout,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
+        unroll=Unroll(args.mtp_unroll, family.mtp.recycles_before_norm),
+        mtp_loss=args.mtp_loss,
     )
     checkpoint = resolve_checkpoint(output_dir) if args.resume else None
     _check_agreement(args, data, checkpoint)
-    load_report = load_hf(model, hf_dir, family, hf_config, mtp_init=args.mtp_init, seed=args.seed).over_all_ranks()
+    load_report = load_hf(
+        model,
+        hf_dir,
+        family,
+        hf_config,
+        mtp_init=args.mtp_init,
+        graft_from=args.mtp_graft_from,
+        seed=args.seed,
+    ).over_all_ranks()
     logger.info("%s", load_report)
-    if args.mtp_num_layers is None and any(family.is_mtp(hf_config, key) for key in load_report.dropped):
+    heads_were_forgotten = args.mtp_num_layers is None and plan.mtp_num_layers == 0
+    if heads_were_forgotten and any(family.is_mtp(hf_config, key) for key in load_report.dropped):
         raise UserError(
             f"{hf_dir} has MTP tensors, but its config.json promises no MTP layer",
             "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",
@@ -113,7 +125,7 @@ def _run(args: SftArgs, device: Device) -> int:
         scheduler.step(increment=first)
         logger.info("going on from %s", checkpoint)
     elif is_first:
-        write_source(hf_dir, output_dir, family, hf_config, plan.mtp_num_layers)
+        write_source(hf_dir, output_dir, family, hf_config, plan.mtp_num_layers, args.mtp_unroll, args.mtp_graft_from)
         write_config(args, output_dir / "args.json")
 
     if args.streaming:
@@ -179,7 +191,7 @@ def _run(args: SftArgs, device: Device) -> int:
 
 def _check_agreement(args: SftArgs, data: Data, checkpoint: Path | None) -> None:
     """Every rank must be about to do the same; nodes have files of their own."""
-    where = ("model", "output_dir", "dataset", "val_dataset")  # may differ from node to node
+    where = ("model", "mtp_graft_from", "output_dir", "dataset", "val_dataset")  # may differ from node to node
     options = {f"--{name}": str(value) for name, value in to_config(args).items() if name not in where}
     versions = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
     check_agreement(
@@ -244,7 +256,7 @@ class _Acceptance:
         trainer: Trainer,
     ):
         self.path = Path(args.output_dir) / ACCEPTANCE_FILE
-        self.depth = plan.mtp_num_layers
+        self.depth = plan.mtp_depths
         self.trainer = trainer
         template = ChatTemplate(tokenizer)
         chosen = conversations[: args.acceptance_samples]

@@ -14,11 +14,22 @@ TENSORS_FILE = "tensors.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def write_source(hf_dir: Path, run_dir: Path, family: Family, hf_config: dict[str, Any], mtp_num_layers: int) -> Path:
+def write_source(
+    hf_dir: Path,
+    run_dir: Path,
+    family: Family,
+    hf_config: dict[str, Any],
+    mtp_num_layers: int,
+    mtp_unroll: int = 1,
+    graft_from: str | Path | None = None,
+) -> Path:
     """Copy every small file of the model directory, and note the name, dtype and shape of every tensor.
 
-    config.json is copied with the run's MTP depth and without quantisation, which exports do not have; nothing else in
-    it changes.
+    config.json is copied with the run's MTP depth and unroll, and without quantisation, which exports do not have;
+    nothing else in it changes.
+
+    Args:
+        graft_from: the model that the heads came from; their dtypes are noted too.
 
     Raises:
         UserError: the directory cannot be made.
@@ -34,10 +45,16 @@ def write_source(hf_dir: Path, run_dir: Path, family: Family, hf_config: dict[st
         is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weight and path.name != "config.json":
             shutil.copy2(path, source / path.name)
-    changes = family.mtp_depth_change(hf_config, mtp_num_layers) | quantization_change(hf_config)
+    changes = family.mtp_depth_change(hf_config, mtp_num_layers, mtp_unroll) | quantization_change(hf_config)
     write_patched(hf_dir, source, changes)
-    write_durably(source / TENSORS_FILE, json.dumps(describe(hf_dir), indent=1).encode())
+    tensors = describe(hf_dir) | (describe_heads(graft_from, family, hf_config) if graft_from else {})
+    write_durably(source / TENSORS_FILE, json.dumps(tensors, indent=1).encode())
     return source
+
+
+def describe_heads(hf_dir: str | Path, family: Family, hf_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Dtype and shape of each tensor of the MTP heads."""
+    return {key: tensor for key, tensor in describe(Path(hf_dir)).items() if family.is_mtp(hf_config, key)}
 
 
 def source_dtypes(source: Path) -> dict[str, str]:

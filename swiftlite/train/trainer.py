@@ -147,14 +147,13 @@ class Trainer:
                 chunk.train()
 
     def _count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Of the whole global batch: int64 [1 + mtp_num_layers], the same on every rank."""
-        counts = count_targets(batches, self.plan.mtp_num_layers).to(self.device.torch_device)
+        """Of the whole global batch: int64 [1 + mtp_depths], the same on every rank."""
+        counts = count_targets(batches, self.plan.mtp_depths).to(self.device.torch_device)
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         return from_last_stage(counts)
 
     def _forward_backward(self, batches: Sequence[Batch], counts: torch.Tensor, *, forward_only: bool) -> Statistics:
-        depth = self.plan.mtp_num_layers
-        coefficients = mtp_coefficients(counts, self.mtp_loss_scaling_factor)
+        coefficients = mtp_coefficients(counts, self.mtp_loss_scaling_factor, self.plan.mtp_weights)
         parts: list[Statistics] = []
         if batches:
             # Each virtual stage walks over the micro-batches on its own.
@@ -169,7 +168,7 @@ class Trainer:
                 micro_batch_size=batches[0].position_ids_BS.size(0),
                 forward_only=forward_only,
             )
-        return Statistics.total(parts, 1 + depth, self.device.torch_device)
+        return Statistics.total(parts, 1 + self.plan.mtp_depths, self.device.torch_device)
 
     def _on_this_rank(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """On the device, and of each row the part that this context-parallel rank computes."""

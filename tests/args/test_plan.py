@@ -22,6 +22,14 @@ def test_mtp_depth(asked, present, depth):
     assert make_plan(SftArgs(mtp_num_layers=asked), 1, present).mtp_num_layers == depth
 
 
+def test_weights_of_depths():
+    assert make_plan(SftArgs(), 1, 0).mtp_weights == ()
+    assert make_plan(SftArgs(), 1, 2).mtp_weights == (0.5, 0.5)
+    plan = make_plan(SftArgs(mtp_unroll=3, mtp_unroll_beta=0.5), 1, 1)
+    assert plan.mtp_weights == pytest.approx((4 / 7, 2 / 7, 1 / 7))
+    assert (plan.mtp_num_layers, plan.mtp_depths) == (1, 3)
+
+
 def test_constant_learning_rate_ends_where_it_began():
     args = SftArgs(lr=1e-3, lr_decay_style="constant", min_lr=1e-6)
     assert make_plan(args, 1, 0).min_lr == 1e-3

@@ -60,6 +60,9 @@ def problems_of(args, world_size=1):
         dataclasses.replace(SFT, dataset=["train.jsonl#2"], val_dataset=["val.jsonl"]),
         dataclasses.replace(SFT, mtp_num_layers=1, mtp_init="copy_last_layer"),
         dataclasses.replace(SFT, model="mtp2"),
+        dataclasses.replace(SFT, mtp_num_layers=1, mtp_init="random", mtp_unroll=3, mtp_loss="kl"),
+        dataclasses.replace(SFT, mtp_num_layers=2, mtp_init="graft", mtp_graft_from="mtp2"),
+        dataclasses.replace(EXPORT, mtp_graft_from="mtp2"),
         dataclasses.replace(SFT, model="mtp2", mtp_num_layers=2, mtp_mode="heads_only"),
         dataclasses.replace(SFT, model="mtp2", mtp_num_layers=1, mtp_init="random"),
         dataclasses.replace(SFT, model="mtp2", mtp_num_layers=0),
@@ -152,6 +155,36 @@ def test_an_empty_directory_may_be_written(here):
             {"model": "mtp2", "mtp_num_layers": 0, "mtp_mode": "heads_only"},
             "--mtp_mode heads_only trains MTP heads alone, but --mtp_num_layers is 0",
             "add --mtp_num_layers 1",
+        ),
+        (
+            {"model": "mtp2", "mtp_unroll": 3},
+            "--mtp_unroll 3 applies one MTP layer again and again, but there are 2",
+            "--mtp_num_layers 1 --mtp_init copy_last_layer",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "graft"},
+            "--mtp_init graft does not say whose heads to take",
+            "add --mtp_graft_from DIR",
+        ),
+        (
+            {"model": "mtp2", "mtp_graft_from": "mtp2"},
+            "--mtp_graft_from without --mtp_init graft: heads come from checkpoint",
+            "add --mtp_init graft",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "mtp2"},
+            "--mtp_graft_from mtp2 has MTP depth 2, this run 1",
+            "--mtp_num_layers 2",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "plain"},
+            "--mtp_graft_from plain: its config.json promises no MTP layer",
+            "give a model that has heads",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "nowhere"},
+            "--mtp_graft_from nowhere is not a directory",
+            "",
         ),
         (
             {"mtp_init": "random"},
@@ -275,6 +308,8 @@ def test_every_number_has_a_range():
         ({"micro_batch_size": 0}, "--micro_batch_size 0 must be at least 1"),
         ({"tensor_model_parallel_size": 0}, "--tensor_model_parallel_size 0 must be at least 1"),
         ({"mtp_num_layers": -1}, "--mtp_num_layers -1 must be at least 0"),
+        ({"mtp_unroll": 0}, "--mtp_unroll 0 must be at least 1"),
+        ({"mtp_unroll_beta": 0.0}, "--mtp_unroll_beta 0.0 must be above 0 and at most 1"),
         ({"mtp_loss_scaling_factor": 0.0}, "--mtp_loss_scaling_factor 0.0 must be above 0"),
         ({"seed": -1}, "--seed -1 must be at least 0 and below 4294967296"),
     ],
@@ -517,6 +552,18 @@ def test_doctor_of_vllm_needs_vllm(here, monkeypatch):
         (
             dataclasses.replace(SFT, mtp_loss_scaling_factor=0.3),
             "--mtp_loss_scaling_factor 0.3 has no effect: the model has no MTP layers",
+        ),
+        (
+            dataclasses.replace(SFT, mtp_unroll=3),
+            "--mtp_unroll 3 has no effect: the model has no MTP layers",
+        ),
+        (
+            dataclasses.replace(SFT, model="mtp2", mtp_unroll_beta=0.5),
+            "--mtp_unroll_beta 0.5 has no effect: --mtp_unroll is 1",
+        ),
+        (
+            dataclasses.replace(SFT, mtp_loss="tv"),
+            "--mtp_loss tv has no effect: the model has no MTP layers",
         ),
         (
             dataclasses.replace(SFT, model="mtp2", mtp_num_layers=0, mtp_init="random"),

@@ -33,3 +33,10 @@ def test_the_projection_is_the_one_of_the_files(engine, name):
 )
 def test_heads_that_draft(heads, depth, drafting):
     assert Convention("AnyDraft", heads).num_heads(depth) == drafting
+
+
+@pytest.mark.parametrize("name", CONVENTIONS["vllm"])
+def test_training_recycles_what_vllm_does(name):
+    """`--mtp_unroll` lets a head go on as this engine will."""
+    before = index.FAMILIES[name].mtp.recycles_before_norm
+    assert CONVENTIONS["vllm"][name].recycles == ("before norm" if before else "after norm")

@@ -12,6 +12,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from swiftlite.families import deepseek_v3, dense
+from swiftlite.model.attention import CoreAttention
 from swiftlite.model.build import build_config
 from swiftlite.model.mla import MLASelfAttention
 from swiftlite.model.specs import _attention_spec
@@ -56,7 +57,7 @@ def mcore_attention(theirs: DeepseekV3Attention, device) -> MLASelfAttention:
     hf_config = theirs.config.to_dict()
     architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
     config = build_config(architecture, device=device, dtype=torch.float32, mtp_num_layers=0)
-    attention = build_module(_attention_spec(config), config=config, layer_number=1)
+    attention = build_module(_attention_spec(config, CoreAttention), config=config, layer_number=1)
     weights = theirs.state_dict(prefix="self_attn.")
     renamed = {row.mcore: weights.pop(name) for row in deepseek_v3.attention_rows(hf_config) for name in row.hf}
     assert not weights

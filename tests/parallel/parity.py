@@ -29,6 +29,7 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sampler import Sampler
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.mtp import Unroll
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
@@ -206,12 +207,14 @@ def compute(job: Job) -> list[dict[str, float]]:
             recompute=group_of(args, RecomputeArgs),
             moe=group_of(args, MoeArgs),
             heads_only=args.mtp_mode == "heads_only",
+            unroll=Unroll(args.mtp_unroll, family.mtp.recycles_before_norm),
+            mtp_loss=args.mtp_loss,
         )
         load_hf(model, job.hf_dir, family, hf_config)
         wrapped = wrap_model(model, dtype, args)
         schedule = make_schedule(args, len(samples))
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
-        flops = training_flops(hf_config, depth)
+        flops = training_flops(hf_config, plan.mtp_depths)
         batches = Batches(plan, parallel_state.get_data_parallel_rank(), 0, flops)
         rows = batches.rows(samples)
         checkpointer = Checkpointer(job.out_dir, model, optimizer, {}, is_async=args.async_save)

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig as
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families import deepseek_v3, dense
 from swiftlite.model import mla
+from swiftlite.model.attention import CoreAttention
 from swiftlite.model.build import build_config
 from swiftlite.model.specs import _attention_spec
 from swiftlite.runtime.device import Device
@@ -46,7 +47,7 @@ def attention(case: tuple[str, str], device: Device, tp_size: int, sequence_para
     hf_config = HF_CONFIG | VARIANTS[variant]
     architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
     config = build_config(architecture, device=device, dtype=torch.float32, mtp_num_layers=0)
-    spec: Any = _attention_spec(config)
+    spec: Any = _attention_spec(config, CoreAttention)
     if whose == "stock":
         spec.module = McoreMLASelfAttention
         known = {field.name for field in fields(McoreMLATransformerConfig)}

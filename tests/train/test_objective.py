@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from swiftlite.args.plan import mtp_weights
 from swiftlite.data.batch import NO_SAMPLE, Batch, collate
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.model.gpt import Losses
@@ -32,7 +33,7 @@ def make_samples(num: int, seed: int = 0) -> list[Sample]:
 def batch_loss_and_gradients(model, batches: list[Batch], depth: int):
     """What a step computes: gradients of all micro-batches, divided by the trunk's targets as megatron-core does."""
     counts = count_targets(batches, depth)
-    coefficients = mtp_coefficients(counts, SCALE) if depth else []
+    coefficients = mtp_coefficients(counts, SCALE, mtp_weights(depth)) if depth else []
     model.zero_grad()
     parts, total = [], 0.0
     for batch in batches:
@@ -115,7 +116,7 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, dept
     ]
     losses = model.forward_postprocess([hidden.detach(), *heads], list(batch.labels_KBS))
     assert isinstance(losses, Losses)
-    coefficients = mtp_coefficients(count_targets([batch], depth), SCALE)
+    coefficients = mtp_coefficients(count_targets([batch], depth), SCALE, mtp_weights(depth))
     total_loss(losses, batch.loss_scale_KBS, coefficients).backward()
     seen = 0
     for k, head in enumerate(heads, start=1):

@@ -10,7 +10,15 @@ from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.args.layout import layout_of, layout_problems, num_experts, process_problems
 from swiftlite.args.plan import resolved_mtp_depth
-from swiftlite.args.rules.ground import Ground, Problem, is_run, near_path, run_checkpoints
+from swiftlite.args.rules.ground import (
+    Ground,
+    Problem,
+    is_run,
+    mtp_depth,
+    near_path,
+    read_hf_config,
+    run_checkpoints,
+)
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
@@ -51,6 +59,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "moe_router_bias_update_rate": (0, math.inf, "[)"),
     "mtp_loss_scaling_factor": (0, math.inf, "()"),
     "mtp_num_layers": (0, math.inf, "[)"),
+    "mtp_unroll": (1, math.inf, "[)"),
+    "mtp_unroll_beta": (0, 1, "(]"),
     "num_gpus": (1, math.inf, "[)"),
     "num_speculative_tokens": (1, math.inf, "[)"),
     "num_train_epochs": (0, math.inf, "()"),
@@ -152,6 +162,26 @@ def output_dir_is_given(args: Any, ground: Ground) -> Iterator[Problem]:
         yield "--output_dir is required", "name the directory to write"
     elif Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
         yield f"--output_dir {args.output_dir} is a file", "name a directory"
+
+
+def graft_has_heads(args: SftArgs | ExportArgs, ground: Ground) -> Iterator[Problem]:
+    """--mtp_graft_from names a model of the same type that promises heads."""
+    if args.mtp_graft_from is None:
+        return
+    base = Path(args.mtp_graft_from)
+    config = read_hf_config(base)
+    if not base.is_dir():
+        yield f"--mtp_graft_from {base} is not a directory", near_path(base)
+    elif not config:
+        yield f"--mtp_graft_from {base} has no config.json", "give the directory of a Hugging Face model"
+    elif not mtp_depth(config):
+        yield f"--mtp_graft_from {base}: its config.json promises no MTP layer", "give a model that has heads"
+    elif ground.hf_config and config.get("model_type") != ground.hf_config.get("model_type"):
+        yield (
+            f"--mtp_graft_from {base} is of type {config.get('model_type')}, --model of type "
+            f"{ground.hf_config.get('model_type')}",
+            "heads read their trunk's states: take them from the model that --model was fine-tuned from",
+        )
 
 
 def layout_fits(args: Any, ground: Ground) -> Iterator[Problem]:

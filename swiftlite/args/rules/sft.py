@@ -24,6 +24,7 @@ from swiftlite.args.rules.common import (
     DATA_SUFFIXES,
     as_typed,
     file_problems,
+    graft_has_heads,
     hf_model_is_a_directory,
     layout_fits,
     numbers_are_in_range,
@@ -33,7 +34,7 @@ from swiftlite.args.rules.common import (
     val_dataset_files_exist,
     without_effect,
 )
-from swiftlite.args.rules.ground import Ground, Problem, run_checkpoints
+from swiftlite.args.rules.ground import Ground, Problem, mtp_depth, read_hf_config, run_checkpoints
 from swiftlite.errors import UserError
 
 
@@ -158,6 +159,32 @@ def mtp_options_have_heads(args: SftArgs, ground: Ground) -> Iterator[Problem]:
         yield f"--mtp_init {args.mtp_init} has no head to fill: {why}, --mtp_num_layers is not set", _add_heads(args)
 
 
+def graft_is_asked_for_once(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    if args.mtp_init == "graft" and args.mtp_graft_from is None:
+        yield "--mtp_init graft does not say whose heads to take", "add --mtp_graft_from DIR"
+    elif args.mtp_init != "graft" and args.mtp_graft_from is not None:
+        yield f"--mtp_graft_from without --mtp_init graft: heads come from {args.mtp_init}", "add --mtp_init graft"
+    elif args.mtp_graft_from is not None and ground.hf_config:
+        wanted, present = (
+            resolved_mtp_depth(args, ground.mtp_depth),
+            mtp_depth(read_hf_config(Path(args.mtp_graft_from))),
+        )
+        if wanted and present and wanted != present:
+            yield (
+                f"--mtp_graft_from {args.mtp_graft_from} has MTP depth {present}, this run {wanted}",
+                f"--mtp_num_layers {present}",
+            )
+
+
+def one_layer_is_unrolled(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    layers = resolved_mtp_depth(args, ground.mtp_depth)
+    if ground.hf_config and args.mtp_unroll > 1 and layers > 1:
+        yield (
+            f"--mtp_unroll {args.mtp_unroll} applies one MTP layer again and again, but there are {layers}",
+            "leave --mtp_unroll out, or start from one layer: --mtp_num_layers 1 --mtp_init copy_last_layer",
+        )
+
+
 def _add_heads(args: SftArgs) -> str:
     init = args.mtp_init if args.mtp_init != "checkpoint" else "copy_last_layer"
     return f"add --mtp_num_layers 1 --mtp_init {init}"
@@ -277,6 +304,9 @@ def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
         "num_train_epochs": (args.train_iters is not None, "--train_iters is given"),
         "min_lr": (args.lr_decay_style == "constant", "--lr_decay_style is constant"),
         "mtp_loss_scaling_factor": (no_heads, "the model has no MTP layers"),
+        "mtp_loss": (no_heads, "the model has no MTP layers"),
+        "mtp_unroll": (no_heads, "the model has no MTP layers"),
+        "mtp_unroll_beta": (args.mtp_unroll == 1, "--mtp_unroll is 1"),
         "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
         "eval_steps": (holds_nothing_out, nothing),
         "eval_iters": (holds_nothing_out, nothing),
@@ -335,5 +365,8 @@ RULES = (
     recompute_options_fit,
     mtp_weights_have_a_source,
     mtp_options_have_heads,
+    one_layer_is_unrolled,
+    graft_has_heads,
+    graft_is_asked_for_once,
 )
 NOTES = (sft_settings_without_effect, held_out_rows_are_trained_on, streams_hold_nothing_out)

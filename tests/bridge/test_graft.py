@@ -1,0 +1,71 @@
+"""Heads of one checkpoint on the trunk of another, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swiftlite.bridge.tensors import describe
+from swiftlite.errors import UserError
+from tests.bridge.test_transfer import build, load, read_all, save
+from tests.tiny import make_tiny_hf
+
+
+@pytest.mark.parametrize("own", [0, 2], ids=["without heads", "with heads of its own"])
+@pytest.mark.parametrize("family", ["qwen3", "mimo", "glm4_moe"])
+def test_heads_are_the_base_s_and_the_trunk_is_the_model_s(family, own, tmp_path, device):
+    tuned = make_tiny_hf(tmp_path / "tuned", family, depth=own, seed=0, dtype=torch.bfloat16)
+    base = make_tiny_hf(tmp_path / "base", family, depth=2, seed=1, dtype=torch.bfloat16)
+    model = build(tuned, device, depth=2, dtype=torch.bfloat16)
+    report = load(model, tuned, mtp_init="graft", graft_from=base)
+    assert set(report.initialised.values()) == {"graft"}
+    dtypes = {key: tensor["dtype"] for directory in (base, tuned) for key, tensor in describe(directory).items()}
+    save(model, tuned, tmp_path / "out", dtypes=dtypes)
+    result, trunk, heads = (read_all(directory) for directory in (tmp_path / "out", tuned, base))
+    assert result.keys() == heads.keys()
+    from_trunk, from_base = [], []
+    for key, tensor in result.items():
+        is_head = key.startswith(("mtp.", "model.mtp_layers.", "model.layers.2.", "model.layers.3."))
+        if is_head and key.endswith(("embed_tokens.weight", "shared_head.head.weight")):  # copies of the trunk's
+            assert torch.equal(tensor, trunk["lm_head.weight" if "head.head" in key else "model.embed_tokens.weight"])
+        elif is_head:
+            from_base.append(torch.equal(tensor, heads[key]))
+        else:
+            from_trunk.append(torch.equal(tensor, trunk[key]))
+            assert not torch.equal(tensor, heads[key])
+    assert len(from_base) > 20
+    assert len(from_trunk) > 20
+    assert all(from_base + from_trunk)
+
+
+def graft(tmp_path: Path, device, base: Path, depth: int = 1) -> str:
+    tuned = make_tiny_hf(tmp_path / "tuned", "qwen3", depth=0)
+    with pytest.raises(UserError) as caught:
+        load(build(tuned, device, depth), tuned, mtp_init="graft", graft_from=base)
+    return str(caught.value)
+
+
+def test_other_shapes_are_named(tmp_path, device):
+    message = graft(tmp_path, device, make_tiny_hf(tmp_path / "base", "qwen3", depth=1, intermediate_size=80))
+    assert "mtp.layers.0.mlp.gate_proj.weight has shape [80, 64], this model takes [96, 64]" in message
+    assert "q_proj" not in message
+
+
+def test_another_number_of_heads_is_refused(tmp_path, device):
+    message = graft(tmp_path, device, make_tiny_hf(tmp_path / "base", "qwen3", depth=2))
+    assert "--mtp_num_layers 1, but config.json of" in message
+    assert "promises 2 MTP layers" in message
+
+
+def test_another_family_is_refused(tmp_path, device):
+    message = graft(tmp_path, device, make_tiny_hf(tmp_path / "base", "llama", depth=1))
+    assert "is a model of type llama, the trunk one of type qwen3" in message
+
+
+def test_missing_tensors_are_named(tmp_path, device):
+    base = make_tiny_hf(tmp_path / "base", "qwen3", depth=1)
+    tensors = load_file(base / "model.safetensors")
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    assert "mtp.fc.weight" in graft(tmp_path, device, base)

@@ -1,0 +1,130 @@
+"""`--mtp_loss kl` and `tv` against their definitions, written densely."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swiftlite.data.batch import Batch, collate, collate_packed
+from swiftlite.data.sample import make_sample
+from swiftlite.model import loss
+from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.gpt import Logits
+from tests.model.test_logits import load_megatron
+from tests.tiny import make_tiny_hf
+
+
+def make_batch(depth: int, packed: bool) -> Batch:
+    random = np.random.RandomState(0)
+    samples = []
+    for length in (9, 5, 12):
+        weights = np.ones(length, np.float32)
+        weights[: length // 3] = 0
+        samples.append(make_sample(random.randint(0, 128, length), weights))
+    return (collate_packed if packed else collate)(samples, 0, mtp_num_layers=depth)
+
+
+def dense_losses(logits: Logits, batch: Batch, kind: str) -> list[torch.Tensor]:
+    """[B, S] of each depth k: at s the head's distribution of token s + k + 1 against the trunk's, made at s + k."""
+    trunk = logits.main.detach().double().log_softmax(-1)
+    losses = []
+    for depth, head in enumerate(logits.mtp, start=1):
+        target = trunk.roll(-depth, dims=1)
+        head = head.double().log_softmax(-1)
+        if kind == "kl":
+            distance = (target.exp() * (target - head)).sum(-1)
+        else:
+            distance = (target.exp() - head.exp()).abs().sum(-1) / 2
+        losses.append(distance * (batch.labels_KBS[depth] != -100))
+    return losses
+
+
+@pytest.mark.parametrize("heads_only", [False, True], ids=["joint", "heads_only"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["kl", "tv"])
+def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_only, tmp_path, device, monkeypatch):
+    monkeypatch.setattr(loss, "MAX_POSITIONS", 3)
+    directory = make_tiny_hf(tmp_path, "qwen3", depth=2)
+    model = load_megatron(directory, device, torch.float32, mtp_loss=kind, heads_only=heads_only)
+    batch = make_batch(2, packed)
+    tokens, positions, labels = batch.tokens_KBS, batch.position_ids_BS, batch.labels_KBS
+    inputs: dict[str, Any] = {"mtp_input_ids": tokens[1:], "packed_seq_params": describe_packed(batch.cu_seqlens)}
+    ours = model(tokens[0], positions, labels=labels[0], mtp_labels=labels[1:], **inputs)
+    torch.stack([head.loss_BS.sum() for head in ours.mtp]).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert {name.startswith("mtp.") for name in gradients} == ({True} if heads_only else {True, False})
+    model.zero_grad(set_to_none=True)
+    expected = dense_losses(model(tokens[0], positions, **inputs), batch, kind)
+    for head, dense in zip(ours.mtp, expected, strict=True):
+        # The definition is in float64: 1e-6 is what float32 logits of some tens leave of a loss of ten.
+        torch.testing.assert_close(head.loss_BS.double(), dense, rtol=1e-5, atol=1e-6)
+        assert float(dense.sum()) > 0.5
+    torch.stack(expected).sum().backward()
+    for name, gradient in gradients.items():
+        theirs = dict(model.named_parameters())[name].grad
+        assert theirs is not None
+        # Float32 sums in another order.
+        torch.testing.assert_close(gradient, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()) + 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv"])
+def test_a_head_that_is_the_trunk_has_no_loss(kind, device):
+    logits = torch.randn(7, 50)
+    picked = torch.ones(1, 7, dtype=torch.bool)
+    head = logits.clone().requires_grad_()
+    # A constant on all logits is the same distribution.
+    found = loss.distillation_loss(head * 1.0, lambda rows: logits[rows] + 3, kind, picked)
+    found.loss_BS.sum().backward()
+    torch.testing.assert_close(found.loss_BS, torch.zeros(1, 7), rtol=0, atol=1e-6)
+    assert torch.equal(found.prediction_BS[0], logits.argmax(-1))
+    other = loss.distillation_loss(head * 2.0, lambda rows: logits[rows], kind, picked)
+    assert float(other.loss_BS.min()) > 0.01
+
+
+def test_total_variation_is_what_rejection_sampling_rejects(device):
+    """A draft x from q is kept with probability min(1, p(x) / q(x)); of a million, the share that is not."""
+    torch.manual_seed(0)
+    p, q = torch.randn(20).softmax(-1), torch.randn(20).softmax(-1)
+    drafts = torch.multinomial(q, 1_000_000, replacement=True)
+    kept = torch.rand(len(drafts)) < p[drafts] / q[drafts]
+    found = loss.distillation_loss(
+        q.log()[None], lambda rows: p.log()[None], "tv", torch.ones(1, 1, dtype=torch.bool)
+    ).loss_BS
+    assert float(found) == pytest.approx(1 - float(kept.float().mean()), abs=0.002)  # four standard deviations
+
+
+def peak_bytes(compute: Callable[[], object]) -> int:
+    """The most that tensors made by this call hold at one time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        compute()
+    assert profile.profiler is not None
+    events: Any = profile.profiler.kineto_results
+    changes = [(event.start_ns(), event.nbytes()) for event in events.events() if event.name() == "[memory]"]
+    return max(accumulate(change for _, change in sorted(changes)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["kl", "tv"])
+def test_memory_is_that_of_cross_entropy_and_one_call_of_the_trunk(kind, dtype, device):
+    num_positions, vocab_size, hidden = 8 * loss.MAX_POSITIONS, 2048, 16
+    weight = torch.randn(vocab_size, hidden, dtype=dtype, requires_grad=True)
+    head = torch.randn(num_positions, hidden, dtype=dtype, requires_grad=True)
+    trunk, picked = torch.randn(num_positions, hidden, dtype=dtype), torch.ones(1, num_positions, dtype=torch.bool)
+
+    def cross_entropy() -> None:
+        targets = torch.zeros(num_positions, dtype=torch.int64)
+        loss.token_loss(head @ weight.T, targets, picked).loss_BS.sum().backward()
+
+    def distillation() -> None:
+        found = loss.distillation_loss(head @ weight.T, lambda rows: trunk[rows] @ weight.T, kind, picked)
+        found.loss_BS.sum().backward()
+
+    cross_entropy()  # what the first call allocates once
+    one_call = loss.MAX_POSITIONS * vocab_size * 4
+    ce, distilled = peak_bytes(cross_entropy), peak_bytes(distillation)
+    assert ce >= 8 * one_call
+    # The trunk's logits and one more of their size; a hundredth for what has no vocabulary.
+    assert distilled - ce <= 2.01 * one_call, (ce / one_call, distilled / one_call)

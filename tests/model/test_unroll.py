@@ -1,0 +1,213 @@
+"""`--mtp_unroll`: one head that goes on from its own state, against the reference that engines' counts are held to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from swiftlite.args.fields import RecomputeArgs
+from swiftlite.args.plan import mtp_weights
+from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.data.batch import collate, collate_packed, shift_left
+from swiftlite.data.sample import Sample, make_sample
+from swiftlite.families import index
+from swiftlite.model import draft_attention
+from swiftlite.model.build import build_model
+from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.gpt import GPTModel, Logits
+from swiftlite.model.mtp import Unroll
+from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
+from tests.infer.reference import Reference, write_trained
+from tests.model.test_logits import load_megatron
+from tests.tiny import make_tiny_hf
+
+STEPS, BETA, SCALE = 3, 0.6, 0.3
+FAMILIES = ("qwen3", "mimo", "glm4_moe", "deepseek_v3")
+
+
+def make_samples() -> list[Sample]:
+    """Rows whose first third is a prompt; some labels weigh a half or twice."""
+    random = np.random.RandomState(0)
+    samples = []
+    for length in (9, 5, 12):
+        weights = random.choice([0.5, 1.0, 2.0], length).astype(np.float32)
+        weights[: length // 3] = 0
+        samples.append(make_sample(random.randint(0, 128, length), weights))
+    return samples
+
+
+def load(directory: Path, family: str, device, **options) -> tuple[GPTModel, Reference]:
+    reference = Reference.load(directory, family, depth=1)
+    reference.recycles_state_before_norm = family == "glm4_moe"  # as vLLM does: tests/e2e/test_engines.py
+    unroll = Unroll(STEPS, index.get(json.loads((directory / "config.json").read_text())).mtp.recycles_before_norm)
+    return load_megatron(directory, device, torch.float32, unroll=unroll, **options), reference
+
+
+def drafted_logits(reference: Reference, ids: list[int]) -> list[list[torch.Tensor]]:
+    """logits[j][s] of step j + 1 from position s: what `Reference.draft` computes, of the tokens that stand there."""
+    logits: list[list[torch.Tensor]] = [[] for _ in range(STEPS)]
+    whole, _ = reference.trunk_states(torch.tensor([ids]))
+    for start in range(len(ids)):
+        fed = whole[:, : start + 1]
+        for step in range(min(STEPS, len(ids) - start - 1)):
+            read = torch.tensor([ids[1 : start + step + 2]])
+            states, after = reference.head_states(0, fed, read)
+            logits[step].append(reference.trunk.lm_head(after[0, -1]))
+            fed = torch.cat((fed, states[:, -1:]), dim=1)
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_an_engine(family, tmp_path, device):
+    directory = make_tiny_hf(tmp_path, family, depth=1)
+    model, reference = load(directory, family, device)
+    ids = make_samples()[2].input_ids.tolist()
+    with torch.no_grad():
+        expected = drafted_logits(reference, ids)
+        ours = model(torch.tensor([ids]), torch.arange(len(ids))[None])
+    assert isinstance(ours, Logits)
+    assert len(ours.mtp) == STEPS
+    for step, logits in enumerate(ours.mtp):
+        wanted = torch.stack(expected[step])
+        # Float32 sums in another order, on logits of some tens.
+        torch.testing.assert_close(logits[0, : len(wanted)], wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+
+
+def naive_loss(reference: Reference, samples: list[Sample]) -> torch.Tensor:
+    """The definition, one target at a time."""
+    heads = STEPS + 1
+    sums, counts = [torch.zeros(())] * heads, [0] * heads
+    for sample in samples:
+        ids = sample.input_ids.tolist()
+        _, after = reference.trunk_states(torch.tensor([ids]))
+        rows = [list(reference.trunk.lm_head(after[0])), *drafted_logits(reference, ids)]
+        for head, row in enumerate(rows):
+            for position, logits in enumerate(row[: max(len(ids) - head - 1, 0)]):
+                target = position + head + 1
+                if sample.labels[target] != -100:
+                    loss = cross_entropy(logits, torch.tensor(ids[target]))
+                    sums[head] = sums[head] + float(sample.loss_scale[target]) * loss
+                    counts[head] += 1
+    powers = [BETA**step for step in range(STEPS)]
+    mtp = sum(p * s / c for p, s, c in zip(powers, sums[1:], counts[1:], strict=True)) / sum(powers)
+    return sums[0] / counts[0] + SCALE * mtp
+
+
+def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss, and gradients by HF name: the bridge writes them as if they were the weights."""
+    counts = count_targets([batch], STEPS)
+    model.train()
+    losses: Any = model(
+        batch.tokens_KBS[0],
+        batch.position_ids_BS,
+        labels=batch.labels_KBS[0],
+        packed_seq_params=describe_packed(batch.cu_seqlens),
+    )
+    coefficients = mtp_coefficients(counts, SCALE, mtp_weights(1, STEPS, BETA))
+    loss = total_loss(losses, batch.loss_scale_KBS, coefficients) / int(counts[0])
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    hf_config = json.loads((directory / "config.json").read_text())
+    save_hf([model], out_dir, index.get(hf_config), hf_config)
+    return float(loss.detach()), load_file(out_dir / "model.safetensors")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, device):
+    directory = make_tiny_hf(tmp_path / "model", family, depth=1)
+    model, reference = load(directory, family, device)
+    samples = make_samples()
+    expected_loss = naive_loss(reference, samples)
+    expected_loss.backward()
+    batch = (collate_packed if packed else collate)(samples, 0, mtp_num_layers=STEPS)
+    loss, ours = our_gradients(model, batch, directory, tmp_path / "gradients")
+    assert loss == pytest.approx(float(expected_loss.detach()), rel=1e-5)
+    for parameter in reference.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    theirs = {name: tensor for name, tensor in reference.mtp_tensors().items() if name in ours}
+    copies = ("embed_tokens", "shared_head.head")
+    theirs = {name: tensor for name, tensor in theirs.items() if not any(copy in name for copy in copies)}
+    theirs["model.embed_tokens.weight"] = reference.trunk.model.embed_tokens.weight
+    theirs["lm_head.weight"] = reference.trunk.lm_head.weight
+    theirs["model.norm.weight"] = reference.trunk.model.norm.weight
+    assert len(theirs) > 12
+    for name, gradient in theirs.items():
+        if name.endswith("e_score_correction_bias"):
+            continue  # not learned by gradient
+        assert float(gradient.abs().max()) > 0 or ".experts." in name
+        # Float32 sums in another order, through steps that feed each other.
+        bound = 2e-5 * float(gradient.abs().max()) + 1e-8
+        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=bound, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypatch):
+    """Recomputed, selectively or in full: the same bits. In calls of few queries: the same up to the order of sums."""
+    directory = make_tiny_hf(tmp_path / "model", family, depth=1)
+    batch = collate_packed(make_samples(), 0, mtp_num_layers=STEPS)
+    selective = ["core_attn", "mlp", "mla_up_proj"] if family == "deepseek_v3" else ["core_attn", "mlp"]
+    results = []
+    for name, recompute in {
+        "none": RecomputeArgs(),
+        "full": RecomputeArgs(recompute_granularity="full"),
+        "selective": RecomputeArgs(recompute_granularity="selective", recompute_modules=selective),
+        "cut": RecomputeArgs(),
+    }.items():
+        if name == "cut":
+            monkeypatch.setattr(draft_attention, "MAX_QUERIES", 4)
+        model, _ = load(directory, family, device, recompute=recompute)
+        results.append(our_gradients(model, batch, directory, tmp_path / name))
+    (loss, gradients), *recomputed, (loss_of_cuts, gradients_of_cuts) = results
+    for other_loss, other in recomputed:
+        assert other_loss == loss
+        assert [name for name in gradients if not torch.equal(other[name], gradients[name])] == []
+    assert loss_of_cuts == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        bound = 1e-5 * float(gradient.abs().max()) + 1e-8
+        torch.testing.assert_close(gradients_of_cuts[name], gradient, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
+def test_later_drafts_are_accepted_more_often(family, tmp_path, device):
+    """Same trunk, same fresh head, same steps on the trunk's own text; counted as an engine that drafts 3 would."""
+    prompts = write_trained(tmp_path / "trained", family, depth=1)
+    teacher = Reference.load(tmp_path / "trained", family, depth=1)
+    rows_BS = torch.tensor([prompt[:1] + teacher.greedy(prompt[:1], 31) for prompt in prompts])
+    hf_config = json.loads((tmp_path / "trained" / "config.json").read_text())
+    accepted = {}
+    for steps in (1, STEPS):
+        (model,) = build_model(
+            index.get(hf_config).transformer_config(hf_config),
+            hf_config,
+            device=device,
+            dtype=torch.float32,
+            mtp_num_layers=1,
+            heads_only=True,
+            unroll=Unroll(steps, index.get(hf_config).mtp.recycles_before_norm),
+        )
+        load_hf([model], tmp_path / "trained", index.get(hf_config), hf_config, mtp_init="random")
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
+        weights = mtp_weights(1, steps, BETA)
+        for _ in range(60):
+            losses = model(rows_BS, torch.arange(32).expand_as(rows_BS), labels=shift_left(rows_BS, fill=-100))
+            means = torch.stack([head.loss_BS.mean() for head in losses.mtp])
+            loss = (torch.tensor(weights) * means).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        out_dir = tmp_path / str(steps)
+        save_hf([model], out_dir, index.get(hf_config), hf_config)
+        (out_dir / "config.json").write_text(json.dumps(hf_config))
+        served = Reference.load(out_dir, family, depth=1)
+        served.recycles_state_before_norm = family == "glm4_moe"
+        counts = served.simulate([row[:4].tolist() for row in rows_BS], 24, STEPS)[1]
+        accepted[steps] = [count / counts.drafts for count in counts.accepted_per_position]
+    assert accepted[STEPS][1] > accepted[1][1] + 0.1
+    assert accepted[STEPS][2] > accepted[1][2] + 0.1

@@ -1,0 +1,68 @@
+"""One head unrolled over several tokens, and distillation: at every kind of layout as in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.parallel import parity
+from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
+
+pytestmark = pytest.mark.gloo
+
+UNROLL = {"mtp_unroll": 3}
+PACKED = {"padding_free": True, "micro_batch_size": 2}
+# Each with its own single process: (family, depth, options).
+WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "unroll": ("qwen3", 1, UNROLL),
+    "unroll, packed": ("qwen3", 1, UNROLL | PACKED),
+    "unroll, latent": ("deepseek_v3", 1, UNROLL),
+    "unroll, kl, heads": ("glm4_moe", 1, UNROLL | {"mtp_loss": "kl", "mtp_mode": "heads_only"}),
+    "kl": ("qwen3", 2, {"mtp_loss": "kl"}),
+    "tv, packed": ("qwen3", 2, {"mtp_loss": "tv"} | PACKED),
+}
+CHOSEN = {
+    "unroll": ("TP2+SP", "PP2", "CP2", "PP2 MTP apart"),
+    "unroll, packed": ("TP2", "CP2"),
+    "unroll, latent": ("TP2+SP", "CP2"),
+    "unroll, kl, heads": ("TP2+SP", "PP2", "CP2", "PP2 MTP apart"),
+    "kl": ("TP2", "PP2", "CP2", "DP2"),
+    "tv, packed": ("TP2+SP", "CP2"),
+}
+LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "PP2 MTP apart")} | {"TP2+SP": TP2_SP}
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str, str], Result]]:
+    """Models by way, and results by way and layout; one process is "alone"."""
+    root = tmp_path_factory.mktemp("heads")
+    models = {way: parity.make_model(root / way, family, depth) for way, (family, depth, _) in WAYS.items()}
+    jobs: dict[int, dict[tuple[str, str], dict]] = {1: {}, 2: {}}
+    for way, (_, _, options) in WAYS.items():
+        jobs[1][way, "alone"] = options
+        for name in CHOSEN[way]:
+            jobs[2][way, name] = options | LAYOUTS[name]
+    results = {}
+    for num_processes, chosen in jobs.items():
+        queue = [Job(models[way], root / way / name, options) for (way, name), options in chosen.items()]
+        results |= zip(chosen, parity.run(num_processes, queue), strict=True)
+    return models, results
+
+
+@pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in CHOSEN.items() for name in names])
+def test_a_layout_changes_nothing(computed, way, name):
+    models, results = computed
+    source = load_file(models[way] / "model.safetensors")
+    found = parity.compare(results[way, "alone"], results[way, name], source)
+    assert [bound for bound in BOUNDS if not found[bound] <= BOUNDS[bound]] == [], found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_depth_is_measured(computed, way):
+    _, results = computed
+    for step in results[way, "alone"].metrics:
+        depths = {name for name in step if name.startswith("mtp_")}
+        count = 3 if way.startswith("unroll") else 2
+        assert depths == {f"mtp_{k}_{what}" for k in range(1, count + 1) for what in ("loss", "acceptance")}
+        assert all(step[f"mtp_{k}_loss"] > 0.1 for k in range(1, count + 1))
