@@ -25,13 +25,15 @@ def parse_stages(pipeline_model_parallel_layout: str) -> list[str]:
     """Stages of a layout string with repetitions written out: "Et*2|(t|)*2mL" is ["Ett", "t", "t", "mL"].
 
     Raises:
-        ValueError: a character that stands for nothing.
+        ValueError: a character that stands for nothing, a number that is none of layers.
     """
     text = re.sub(r"[\s,]", "", pipeline_model_parallel_layout)
     for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
+        if many := re.search(r"\*(\d{5,})", text):
+            raise ValueError(f"{many[1]} repetitions are more than any model has layers")
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     if unknown := sorted(set(text) - set("EtmL|")):
-        raise ValueError(f"{unknown[0]!r} stands for nothing; known are E, t, m, L, | and *N")
+        raise ValueError(f"{unknown[0]!r} stands for nothing; known are E, t, m, L, |, brackets and *N")
     return text.split("|")
 
 
@@ -203,6 +205,13 @@ def _pipeline_problems(
     except ValueError as error:
         return [(f"{flag}: {error}", example)]
     problems = []
+    if pp == 1 and len(stages) > 1:
+        return [
+            (
+                f"{flag} has {len(stages)} stages, but --pipeline_model_parallel_size is 1",
+                f"add --pipeline_model_parallel_size {len(stages)}",
+            )
+        ]
     if len(stages) % pp:
         problems.append(
             (

@@ -51,6 +51,8 @@ def check_mock_config(config: dict[str, Any]) -> None:
         value = config[key]
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
             raise _wrong(config, key, "is not a number of at least 0")
+    if config["lognormal_sigma"] > 10:  # the middle two thirds of lengths are e^20 apart
+        raise _wrong(config, "lognormal_sigma", "is over 10")
     low, mean, high = config["min_seq_len"], config["mean_seq_len"], config["max_seq_len"]
     if low > high:
         raise _wrong(config, "min_seq_len", f"is over max_seq_len, {high}")

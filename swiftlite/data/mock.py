@@ -89,7 +89,7 @@ def _read_lengths(path: Path) -> np.ndarray:
         text = line.strip()
         if not text or (number == 1 and not any(character.isdecimal() for character in text)):
             continue
-        if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        if not text.isascii() or not text.isdecimal() or not 0 < int(text) < 2**31:
             raise UserError(f"{path}:{number}: {text!r} is no length", "one whole number of at least 1 on each line")
         lengths.append(int(text))
     if not lengths:

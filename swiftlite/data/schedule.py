@@ -62,7 +62,7 @@ def schedule(
     linear: float = 1.0,
     square: float = 0.0,
     multiple: int = 1,
-    multiple_of: int = 1,
+    num_multiple_of: int = 1,
 ) -> Schedule:
     """Assign the sequences of a global batch to micro-batches of data-parallel ranks; the same on every process.
 
@@ -73,7 +73,7 @@ def schedule(
         packing_length: most tokens of a micro-batch.
         linear, square: work per token and per token squared, in any one unit.
         multiple: what each sequence will be padded to; the padding counts, as tokens and as work.
-        multiple_of: what the number of micro-batches must be a multiple of: the pipeline's size, with virtual stages.
+        num_multiple_of: what divides the number of micro-batches: the pipeline's size, with virtual stages.
 
     Raises:
         UserError: see `packing.check_lengths`.
@@ -83,10 +83,10 @@ def schedule(
     by_size = np.argsort(-sizes, kind="stable")
     sizes_of, work_of = sizes.tolist(), work.tolist()
 
-    step, dp = multiple_of, data_parallel_size
+    dp = data_parallel_size
     number = max(1, -(-int(sizes.sum()) // (dp * packing_length)))
     while True:
-        number = -(-number // step) * step
+        number = -(-number // num_multiple_of) * num_multiple_of
         ranks = _level(by_size.tolist(), work_of, dp, at_least=number)
         found = [_micro_batches(mine, sizes_of, work_of, number, packing_length) for mine in ranks]
         slots = [rank for rank in found if rank is not None]

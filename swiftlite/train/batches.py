@@ -93,11 +93,12 @@ class Batches:
     def _cut(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
         """The samples of each of this rank's micro-batches."""
         if self.plan.packing == "step":
-            return self._level([sample for row in indices if row != NO_INDEX for sample in rows[row]])
+            return self._schedule([sample for row in indices if row != NO_INDEX for sample in rows[row]])
         mine = micro_batches(indices, self.plan.micro_batch_size, self.data_parallel_rank, self.plan.data_parallel_size)
         return [[sample for row in chosen if row != NO_INDEX for sample in rows[row]] for chosen in mine]
 
-    def _level(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+    def _schedule(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """The samples of a step, level over ranks: those of each of this rank's micro-batches."""
         layout = self.plan.layout
         scheduled = schedule(
             [len(sample) for sample in samples],
@@ -106,6 +107,6 @@ class Batches:
             linear=self.flops.per_token,
             square=self.flops.square,
             multiple=sequence_multiple(layout),
-            multiple_of=layout.pipeline_model_parallel_size if num_virtual_stages(layout) else 1,
+            num_multiple_of=layout.pipeline_model_parallel_size if num_virtual_stages(layout) else 1,
         )
         return [[samples[index] for index in slot.tolist()] for slot in scheduled.rank(self.data_parallel_rank)]

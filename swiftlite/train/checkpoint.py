@@ -44,8 +44,15 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What trainer_state.json says: step, model depth and precision."""
-    return json.loads((checkpoint / STATE_FILE).read_text())
+    """What trainer_state.json says: step, model depth and precision.
+
+    Raises:
+        UserError: it is not there, or damaged.
+    """
+    try:
+        return json.loads((checkpoint / STATE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{checkpoint / STATE_FILE} is damaged: {error}", "use the checkpoint before it") from None
 
 
 @dataclass
@@ -146,9 +153,10 @@ def load_checkpoint(
     slots = slots_of(optimizer) if optimizer is not None else []
     if slots:
         tensors["optimizer"] = state_to_load(slots, dict(tensors))
+    damages = (OSError, EOFError, ValueError, dist_checkpointing.core.CheckpointingException, CheckpointException)
     try:
         loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
-    except (OSError, EOFError, dist_checkpointing.core.CheckpointingException, CheckpointException) as error:
+    except damages as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
             f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",

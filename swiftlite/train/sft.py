@@ -101,7 +101,8 @@ def _run(args: SftArgs, device: Device) -> int:
         graft_from=args.mtp_graft_from,
         seed=args.seed,
     ).over_all_ranks()
-    logger.info("%s", load_report)
+    if not checkpoint:  # which replaces what was loaded or initialised
+        logger.info("%s", load_report)
     heads_were_forgotten = args.mtp_num_layers is None and plan.mtp_num_layers == 0
     if heads_were_forgotten and any(family.is_mtp(hf_config, key) for key in load_report.dropped):
         raise UserError(
@@ -225,6 +226,11 @@ def _load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_config: dic
     if mock is None:
         return data
     samples = mock_samples(mock, hf_config["vocab_size"], seed=args.seed)
+    if (longest := int(samples.lengths.max())) > args.max_length:
+        raise UserError(
+            f"--sft_mock_dataset_config_json: a sample of {longest} tokens, over --max_length {args.max_length}",
+            f"--max_length {longest}",
+        )
     data.report.train_samples = len(samples)
     return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))
 

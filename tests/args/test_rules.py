@@ -594,7 +594,7 @@ def test_a_setting_without_effect_is_noted(here, args, note):
 
 def test_resume_keeps_what_makes_the_run(here):
     """Other heads, data or schedule would be another run; how often it saves, or how work is cut up, may change."""
-    began = dataclasses.replace(SFT, model="mtp2", output_dir="run", train_iters=10)
+    began = dataclasses.replace(SFT, model="mtp2", output_dir="run", train_iters=30)
     Path("run/args.json").write_text(json.dumps(dataclasses.asdict(began)))
     again = dataclasses.replace(began, resume=True)
     assert rules.check(again) == []
@@ -608,5 +608,40 @@ def test_resume_keeps_what_makes_the_run(here):
         "--resume with --dataset train.jsonl val.jsonl, but this run began with train.jsonl",
         "--resume with --lr 0.001, but this run began with 1e-05",
     ]
-    (note,) = rules.check(dataclasses.replace(again, train_iters=20))
-    assert note.startswith("--train_iters was 10 and is 20")
+    (note,) = rules.check(dataclasses.replace(again, train_iters=40))
+    assert note.startswith("--train_iters was 30 and is 40")
+
+
+@pytest.mark.parametrize(("content", "state"), [("{", "damaged"), ("[]", "damaged"), (None, "not there")])
+def test_resume_needs_what_the_run_began_with(here, content, state):
+    path = Path("run/args.json")
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, output_dir="run", resume=True))
+    assert problem == f"--resume: run/args.json, what this run began with, is {state}"
+
+
+def test_resume_has_steps_left(here):
+    resumed = dataclasses.replace(SFT, output_dir="run", resume=True, train_iters=10)
+    assert problems_of(resumed) == [("--train_iters 10, but run/checkpoint-20 is past it", "--train_iters 20 or more")]
+
+
+def test_a_place_that_cannot_be_made(here):
+    ((problem, hint),) = problems_of(dataclasses.replace(SFT, output_dir="train.jsonl/run"))
+    assert problem.startswith("--output_dir train.jsonl/run cannot be made: ")
+    assert problem.endswith("train.jsonl is a file")
+    assert hint == "name a place you may write"
+
+
+def test_stages_need_a_pipeline(here):
+    Path("plain/config.json").write_text(json.dumps({"num_hidden_layers": 4}))
+    staged = dataclasses.replace(SFT, pipeline_model_parallel_layout="Et*2|t*2L")
+    assert problems_of(staged) == [
+        (
+            "--pipeline_model_parallel_layout Et*2|t*2L has 2 stages, but --pipeline_model_parallel_size is 1",
+            "add --pipeline_model_parallel_size 2",
+        )
+    ]
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, pipeline_model_parallel_layout="Et*99999999999|tL"))
+    assert "99999999999 repetitions are more than any model has layers" in problem

@@ -126,7 +126,7 @@ def test_resuming_keeps_the_rows(args):
     ("change", "note"),
     [
         ({"packing_length": 4096}, "--packing_length 4096 has no effect: --packing is not given"),
-        ({"packing": True, "padding_free": True}, "--padding_free True has no effect: --packing leaves no padding"),
+        ({"packing": True, "padding_free": True}, "--padding_free true has no effect: --packing leaves no padding"),
         (
             {"packing": True, "sequence_packing_scheduler": "dp_balanced", "micro_batch_size": 4},
             "--micro_batch_size 4 has no effect: micro-batches are as many as --packing_length needs",
@@ -140,3 +140,22 @@ def test_resuming_keeps_the_rows(args):
 )
 def test_notes(args, change, note):
     assert rules.check(dataclasses.replace(args, **change)) == [note]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("train.jsonl#2", "--dataset train.jsonl#2 with --streaming: a sample needs the whole file"),
+        ("train.csv", "--dataset train.csv with --streaming: only .jsonl and .parquet are read row by row"),
+    ],
+)
+def test_a_stream_is_read_row_by_row(args, name, problem):
+    Path("train.csv").write_text("query,response\nq,r\n")
+    streamed = dataclasses.replace(args, dataset=[name], packing=True, streaming=True, train_iters=3)
+    assert [found for found, _ in problems_of(streamed)] == [problem]
+
+
+def test_a_file_of_lengths_that_is_not_there(args):
+    mock = {"mode": "file", "path": "lengths.csv"}
+    ((problem, _),) = problems_of(dataclasses.replace(args, dataset=[], sft_mock_dataset_config_json=mock))
+    assert problem == "--sft_mock_dataset_config_json: lengths.csv is no file"

@@ -22,15 +22,15 @@ def lognormal(number: int, mean: float, longest: int) -> np.ndarray:
     ranks=st.integers(1, 7),
     square=st.sampled_from([0.0, 0.01, 10.0]),
     multiple=st.sampled_from([1, 2, 8]),
-    multiple_of=st.integers(1, 4),
+    num_multiple_of=st.integers(1, 4),
 )
-def test_what_holds_for_any_lengths(lengths, packing_length, ranks, square, multiple, multiple_of):
-    options = {"square": square, "multiple": multiple, "multiple_of": multiple_of}
+def test_what_holds_for_any_lengths(lengths, packing_length, ranks, square, multiple, num_multiple_of):
+    options = {"square": square, "multiple": multiple, "num_multiple_of": num_multiple_of}
     plan = schedule(lengths, packing_length, ranks, **options)
     sizes = padded(np.array(lengths), multiple)
     number = plan.num_micro_batches
     assert plan.work.shape == (number, ranks)
-    assert number % multiple_of == 0
+    assert number % num_multiple_of == 0
     slots = [plan.micro_batch(index, rank) for index in range(number) for rank in range(ranks)]
     assert sorted(np.concatenate(slots).tolist()) == list(range(len(lengths)))
     assert all(sizes[slot].sum() <= packing_length for slot in slots)
@@ -95,7 +95,7 @@ def test_few_micro_batches():
 
 
 def test_fewer_sequences_than_slots():
-    plan = schedule([5, 3, 1], 8, 4, multiple_of=2)
+    plan = schedule([5, 3, 1], 8, 4, num_multiple_of=2)
     assert plan.num_micro_batches == 2
     assert [len(plan.micro_batch(0, rank)) for rank in range(4)] == [1, 1, 1, 0]
     assert not any(len(plan.micro_batch(1, rank)) for rank in range(4))

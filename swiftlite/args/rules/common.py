@@ -1,6 +1,7 @@
 """Rules that more than one command has."""
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,13 @@ def output_dir_is_given(args: Any, ground: Ground) -> Iterator[Problem]:
         yield "--output_dir is required", "name the directory to write"
     elif Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
         yield f"--output_dir {args.output_dir} is a file", "name a directory"
+    else:
+        place = next(
+            path for path in (Path(args.output_dir), *Path(args.output_dir).absolute().parents) if path.exists()
+        )
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            why = "may not be written" if place.is_dir() else "is a file"
+            yield f"--output_dir {args.output_dir} cannot be made: {place} {why}", "name a place you may write"
 
 
 def graft_has_heads(args: SftArgs | ExportArgs, ground: Ground) -> Iterator[Problem]:
@@ -221,10 +229,12 @@ def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str
     values, known = vars(args), options(type(args))
     for name, (is_idle, why) in idle.items():
         if is_idle and values[name] != known[name].default:
-            yield f"--{name} {values[name]} has no effect: {why}"
+            yield f"--{name} {as_typed(values[name])} has no effect: {why}"
 
 
 def as_typed(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -75,5 +75,8 @@ def near_path(path: Path) -> str:
 def model_of_run(run: Path) -> Path | None:
     """The Hugging Face model that a run, or the run of a checkpoint, began with, if it is still there."""
     path = (run.parent if run.name.startswith("checkpoint-") else run) / "args.json"
-    model = json.loads(path.read_text(encoding="utf-8")).get("model") if path.is_file() else None
-    return Path(model) if model and (Path(model) / "config.json").is_file() else None
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Path(model) if (Path(model) / "config.json").is_file() else None

@@ -49,6 +49,15 @@ def dataset_files_exist(args: SftArgs, ground: Ground) -> Iterator[Problem]:
         yield from file_problems("--dataset", name, DATA_SUFFIXES)
 
 
+def streamed_files_have_rows(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    for name in args.dataset if args.streaming else ():
+        file, _, sample = name.partition("#")
+        if sample:
+            yield f"--dataset {name} with --streaming: a sample needs the whole file", f"give the file: {file}"
+        elif Path(file).suffix.lower() not in (".jsonl", ".parquet"):
+            yield f"--dataset {name} with --streaming: only .jsonl and .parquet are read row by row", "convert it"
+
+
 def mock_dataset_is_described(args: SftArgs, ground: Ground) -> Iterator[Problem]:
     mock = args.sft_mock_dataset_config_json
     if mock is None:
@@ -58,6 +67,8 @@ def mock_dataset_is_described(args: SftArgs, ground: Ground) -> Iterator[Problem
     except UserError as error:
         yield error.problem, error.hint
         return
+    if mock["mode"] == "file" and not Path(mock["path"]).is_file():
+        yield f"{FLAG}: {mock['path']} is no file", "one length on each line, as 1024"
     longest = mock.get("max_seq_len", 0)
     if longest > args.max_length:
         yield (
@@ -269,12 +280,39 @@ def resume_keeps_the_options(args: SftArgs, ground: Ground) -> Iterator[Problem]
             )
 
 
+def resume_knows_the_options(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    path = Path(args.output_dir) / "args.json"
+    if args.resume and run_checkpoints(path.parent) and _saved_options(args) is None:
+        yield (
+            f"--resume: {path}, what this run began with, is {'damaged' if path.exists() else 'not there'}",
+            "put it back; or start anew from an export of the newest checkpoint",
+        )
+
+
+def resume_has_steps_left(args: SftArgs, ground: Ground) -> Iterator[Problem]:
+    checkpoints = run_checkpoints(Path(args.output_dir)) if args.resume and args.output_dir else []
+    if checkpoints and args.train_iters is not None:
+        done = int(checkpoints[-1].name.rpartition("-")[2])
+        if done > args.train_iters:
+            yield f"--train_iters {args.train_iters}, but {checkpoints[-1]} is past it", f"--train_iters {done} or more"
+
+
+def _saved_options(args: SftArgs) -> dict[str, Any] | None:
+    """args.json of the run that goes on; None where there is none that can be read."""
+    if not args.resume:
+        return None
+    try:
+        saved = json.loads((Path(args.output_dir or ".") / "args.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return saved if isinstance(saved, dict) else None
+
+
 def _changed_on_resume(args: SftArgs, ground: Ground) -> Iterator[tuple[str, Any, Any]]:
     """Options with another value than args.json of the run has: (name, before, now)."""
-    path = Path(args.output_dir or ".") / "args.json"
-    if not (args.resume and path.is_file()):
+    saved = _saved_options(args)
+    if saved is None:
         return
-    saved = json.loads(path.read_text(encoding="utf-8"))
     for name, now in vars(args).items():
         before = saved.get(name, now)
         if name == "mtp_num_layers":  # unset is the checkpoint's depth: spelling it out changes nothing
@@ -311,7 +349,7 @@ def sft_settings_without_effect(args: SftArgs, ground: Ground) -> Iterator[str]:
         "eval_steps": (holds_nothing_out, nothing),
         "eval_iters": (holds_nothing_out, nothing),
         "acceptance_samples": (
-            no_heads or holds_nothing_out,
+            args.acceptance_samples > 0 and (no_heads or holds_nothing_out),
             "the model has no MTP layers" if no_heads else nothing,
         ),
         "micro_batch_size": (packing == "step", "micro-batches are as many as --packing_length needs"),
@@ -351,9 +389,12 @@ RULES = (
     val_dataset_files_exist,
     output_dir_is_given,
     output_dir_fits_resume,
+    resume_knows_the_options,
+    resume_has_steps_left,
     resume_keeps_the_options,
     numbers_are_in_range,
     mock_dataset_is_described,
+    streamed_files_have_rows,
     packing_options_go_together,
     packing_has_room,
     resume_packs_the_same_rows,
