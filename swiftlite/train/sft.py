@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from swiftlite.args.layout import group_of, layout_of, sequence_multiple
 from swiftlite.args.plan import Plan, make_plan, make_schedule
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import load_hf
+from swiftlite.bridge.transfer import LoadReport, load_hf
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import Data, Encoder, load_train_val
 from swiftlite.data.mock import mock_samples
@@ -30,8 +31,10 @@ from swiftlite.data.stream import Stream
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.families import index
+from swiftlite.families.family import Family
 from swiftlite.log import logger
 from swiftlite.model.build import build_model, check_computable
+from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mtp import Unroll
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.device import Device
@@ -92,23 +95,9 @@ def _run(args: SftArgs, device: Device) -> int:
     )
     checkpoint = resolve_checkpoint(output_dir) if args.resume else None
     _check_agreement(args, data, checkpoint)
-    load_report = load_hf(
-        model,
-        hf_dir,
-        family,
-        hf_config,
-        mtp_init=args.mtp_init,
-        graft_from=args.mtp_graft_from,
-        seed=args.seed,
-    ).over_all_ranks()
+    load_report = _load_weights(args, plan, model, family, hf_config)
     if not checkpoint:  # which replaces what was loaded or initialised
         logger.info("%s", load_report)
-    heads_were_forgotten = args.mtp_num_layers is None and plan.mtp_num_layers == 0
-    if heads_were_forgotten and any(family.is_mtp(hf_config, key) for key in load_report.dropped):
-        raise UserError(
-            f"{hf_dir} has MTP tensors, but its config.json promises no MTP layer",
-            "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",
-        )
     hashes = hash_tensors(model)
     wrapped = wrap_model(model, dtype, args)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
@@ -171,23 +160,47 @@ def _run(args: SftArgs, device: Device) -> int:
     with whole_parameters(wrapped):
         tensors = compare_tensors(model, hashes)
     if is_first:
-        report = {
-            "steps": schedule.steps,
-            "seconds": round(seconds, 1),
-            "data": data.report.as_dict(),
-            "data_sha256": data.digest,
-            "weights": {
-                "loaded": len(load_report.loaded),
-                "initialised": dict(load_report.initialised),
-                "dropped": list(load_report.dropped),
-            },
-            "tensors": tensors,
-            "evaluation": evaluation,
-        }
-        write_json(output_dir / REPORT_FILE, report)
+        measured = {"steps": schedule.steps, "seconds": round(seconds, 1), "evaluation": evaluation}
+        write_json(output_dir / REPORT_FILE, {**measured, **_account(data, load_report), "tensors": tensors})
     check_frozen(tensors)
     logger.info("done. Next: swiftlite export --to_hf --model %s --output_dir %s-hf", output_dir, output_dir)
     return 0
+
+
+def _load_weights(
+    args: SftArgs, plan: Plan, model: Sequence[GPTModel], family: Family, hf_config: dict[str, Any]
+) -> LoadReport:
+    """From --model, heads from where --mtp_init says.
+
+    Raises:
+        UserError: there are heads that nothing asked for, and nothing said to drop.
+    """
+    report = load_hf(
+        model,
+        Path(args.model),
+        family,
+        hf_config,
+        mtp_init=args.mtp_init,
+        graft_from=args.mtp_graft_from,
+        seed=args.seed,
+    ).over_all_ranks()
+    heads_were_forgotten = args.mtp_num_layers is None and plan.mtp_num_layers == 0
+    if heads_were_forgotten and any(family.is_mtp(hf_config, key) for key in report.dropped):
+        raise UserError(
+            f"{args.model} has MTP tensors, but its config.json promises no MTP layer",
+            "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",
+        )
+    return report
+
+
+def _account(data: Data, loaded: LoadReport) -> dict[str, Any]:
+    """What became of every row and of every tensor."""
+    weights = {
+        "loaded": len(loaded.loaded),
+        "initialised": dict(loaded.initialised),
+        "dropped": list(loaded.dropped),
+    }
+    return {"data": data.report.as_dict(), "data_sha256": data.digest, "weights": weights}
 
 
 def _check_agreement(args: SftArgs, data: Data, checkpoint: Path | None) -> None:
