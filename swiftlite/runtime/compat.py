@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from packaging.version import Version
 
@@ -26,6 +27,12 @@ ROTARY_IN_PAIRS: dict[str, Any] = (
     {"mla_rotary_interleaved": True}
     if "mla_rotary_interleaved" in inspect.signature(apply_rotary_pos_emb).parameters
     else {}
+)
+
+# Who writes an asynchronous checkpoint: since 0.19 another package unless megatron-core's own writer is asked for
+# (dist_checkpointing/serialization.py).
+ASYNC_WRITER: dict[str, Any] = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
 # Said by 0.19 wherever a model is built, trained or saved, and nothing that a user could change: it wants HybridModel,

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from swiftlite.args.rules.ground import run_checkpoints
 from swiftlite.errors import UserError
 from swiftlite.log import logger
-from swiftlite.runtime.compat import write_common
+from swiftlite.runtime.compat import ASYNC_WRITER, write_common
 from swiftlite.train.optimizer_state import set_state, slots_of, state_to_load, state_to_save
 
 STATE_FILE = "trainer_state.json"
@@ -94,7 +94,7 @@ class Checkpointer:
         slots = slots_of(self.optimizer) if self.optimizer is not None else []
         if slots and (slot_state := state_to_save(slots, dict(tensors))):  # another rank may have it all
             tensors["optimizer"] = slot_state
-        request = dist_checkpointing.save(tensors, str(temporary), async_sharded_save=self.is_async)
+        request = dist_checkpointing.save(tensors, str(temporary), async_sharded_save=self.is_async, **ASYNC_WRITER)
         if request is None:
             self._publish(state)
         else:

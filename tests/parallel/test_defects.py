@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel as StockGPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as StockMtpLayer
+from packaging.version import Version
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
@@ -22,6 +23,7 @@ from swiftlite.model import build
 from swiftlite.model.build import build_config, build_model
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime import distributed
+from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint import Checkpointer
 from tests.parallel import parity
@@ -57,6 +59,10 @@ def stock_model(hf_dir: Path, device: Any, per_token: bool = True) -> Any:
     return model
 
 
+# What the stock class gets wrong in one release it may get right in a later one: then ours is not needed there.
+MENDED = pytest.mark.skipif(Version("0.19") <= MCORE_VERSION, reason="mended in megatron-core 0.19")
+
+
 def our_model(hf_dir: Path, device: Any, **options: Any):
     hf_config = read_config(hf_dir)
     family = families.get(hf_config)
@@ -72,6 +78,7 @@ def our_model(hf_dir: Path, device: Any, **options: Any):
     return model
 
 
+@MENDED
 def test_stock_model_gives_no_logits_of_heads(tmp_path, device):
     hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'clone'"):
@@ -82,6 +89,7 @@ def test_stock_model_gives_no_logits_of_heads(tmp_path, device):
     assert logits.mtp[0].isfinite().all()
 
 
+@MENDED
 def test_a_micro_batch_without_targets(tmp_path, device, monkeypatch):
     """0 / 0 in the stock model's own mode; ours is 0 (tests/train/test_objective.py)."""
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
@@ -177,6 +185,7 @@ def without_marks(job: parity.Job) -> list[dict[str, float]]:
     return parity.compute(job)
 
 
+@MENDED
 @pytest.mark.gloo
 def test_stock_experts_that_are_not_shared_lose_half_of_their_gradient(tmp_path):
     hf_dir = parity.make_model(tmp_path / "model", "qwen3_moe")

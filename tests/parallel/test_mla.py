@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
+from packaging.version import Version
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families import deepseek_v3, dense
@@ -20,6 +20,7 @@ from swiftlite.model import mla
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.build import build_config
 from swiftlite.model.specs import _attention_spec
+from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
 from tests.parallel.launch import launch
@@ -53,8 +54,6 @@ def attention(case: tuple[str, str], device: Device, tp_size: int, sequence_para
         known = {field.name for field in fields(McoreMLATransformerConfig)}
         config = McoreMLATransformerConfig(**{key: value for key, value in vars(config).items() if key in known})
         config.qk_layernorm = True  # with its own specs, what turns the norms of the latents on
-        if config.q_lora_rank is None:
-            spec.submodules.q_layernorm = IdentityOp  # megatron-core 0.19 refuses a norm that it would not use
     config.tensor_model_parallel_size, config.sequence_parallel = tp_size, sequence_parallel
     return build_module(spec, config=config, layer_number=1)
 
@@ -100,7 +99,9 @@ def gradients(case: tuple[str, str], device: Device, tp_size: int, sequence_para
     return result
 
 
-CASES = list(product(["ours", "stock"], VARIANTS))
+# Without a latent of the queries megatron-core 0.19 can be built of Transformer Engine's layers alone.
+IS_019 = Version("0.19") <= MCORE_VERSION
+CASES = [case for case in product(["ours", "stock"], VARIANTS) if not (IS_019 and case == ("stock", "q_direct"))]
 
 
 def all_gradients(tp_size: int) -> dict[tuple[tuple[str, str], bool], Gradients]:
@@ -138,7 +139,7 @@ def test_gradients_are_those_of_one_process(computed, variant, sequence_parallel
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
-@pytest.mark.parametrize("variant", ["pairs", "q_direct"])
+@pytest.mark.parametrize("variant", ["pairs"] if IS_019 else ["pairs", "q_direct"])
 def test_megatron_core_does_not_sum_the_gradient_of_the_rotary_key(computed, variant, sequence_parallel):
     """Why MLASelfAttention is ours. When this fails, megatron-core has mended it."""
     alone, ranks = computed

@@ -144,16 +144,13 @@ def test_bfloat16_on_a_pipeline(computed, model):
     """A stage computes what one process does: losses of the first step are the same bits.
 
     Gradients of shared tensors are summed in another order before they are rounded to bfloat16 (2^-8 = 4e-3 of a
-    number); from the second step on some weights differ by that, so losses do by a part of it. Of a mixture nothing is
-    asked after the first step: such a difference may send a token to another expert.
+    number). From the second step on some weights differ by that, so of later losses nothing is asked.
     """
     one, two = computed.results[model, "bfloat16"], computed.results[model, "bfloat16 PP2"]
     losses = [name for name in one.metrics[0] if name.endswith("loss")]
     assert {name: one.metrics[0][name] for name in losses} == {name: two.metrics[0][name] for name in losses}
     differences = computed.differences(model, "bfloat16 PP2", base="bfloat16")
     assert_within(differences, {"grad_norm_1": 1e-5, "gradients": 2**-7})
-    if model == QWEN3:
-        assert_within(differences, {"loss": 1e-3, "mtp_loss": 1e-3})
     # Not float32 in disguise: precision shows against the float32 run.
     assert computed.differences(model, "bfloat16")["loss"] > 1e-5
 
