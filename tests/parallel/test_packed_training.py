@@ -1,6 +1,7 @@
 """Runs that pack: each layout against one process, packed against padded, recomputed and resumed to the bit."""
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,16 @@ CHOSEN = {
 }
 RESUMED = ("PP2", "CP2", "DP2", "TP2+SP", "PP2xCP2")
 RECOMPUTE = {
-    "uniform 2": {"recompute_granularity": "full", "recompute_num_layers": 2},
-    "block 1": {"recompute_granularity": "full", "recompute_method": "block"},
-    "selective": {"recompute_granularity": "selective"},
-}
+    f"{method} {number}": {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": number,
+    }
+    for method in ("uniform", "block")
+    for number in (1, 2, 4)
+} | {"selective": {"recompute_granularity": "selective"}}
+# By model (MTP depth 2 and 1) and layout; "balanced" is one process.
+RECOMPUTED = {QWEN3: ("balanced", "PP2", "TP2+SP", "CP2"), MIXTURE: ("balanced", "PP2")}
 
 
 @dataclass
@@ -70,9 +77,10 @@ def computed(tmp_path_factory) -> Computed:
     add(1, QWEN3, "rows", ROWS)
     for layout in ("PP2", "DP2"):
         add(2, QWEN3, f"rows {layout}", ROWS | LAYOUTS[layout][1])
-    for name, recompute in RECOMPUTE.items():
-        for layout in ("PP2", "TP2+SP", "CP2"):
-            add(2, QWEN3, f"{layout} {name}", BALANCED | LAYOUTS[layout][1] | recompute)
+    for model, layouts in RECOMPUTED.items():
+        for layout, (name, recompute) in product(layouts, RECOMPUTE.items()):
+            num_processes, options = LAYOUTS.get(layout, (1, {}))
+            add(num_processes, model, f"{layout} {name}", BALANCED | options | recompute)
     for layout in RESUMED:
         num_processes, options = LAYOUTS[layout]
         stopped = add(num_processes, QWEN3, f"{layout} stopped", BALANCED | options, steps=(1, SAVED_AT), save=True)
@@ -118,10 +126,10 @@ def test_rows_are_the_same_at_every_layout(computed, layout):
     assert computed.results[QWEN3, "rows"].metrics[0] != computed.results[QWEN3, "balanced"].metrics[0]
 
 
-@pytest.mark.parametrize("layout", ["PP2", "TP2+SP", "CP2"])
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recomputing_changes_no_bit(computed, layout, name):
-    assert set(computed.differences(QWEN3, layout, f"{layout} {name}").values()) == {0.0}
+@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model in RECOMPUTED for layout in RECOMPUTED[model]])
+def test_recomputing_changes_no_bit(computed, model, layout, name):
+    assert set(computed.differences(model, layout, f"{layout} {name}").values()) == {0.0}
 
 
 @pytest.mark.parametrize("layout", RESUMED)
