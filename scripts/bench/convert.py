@@ -53,7 +53,8 @@ def make_checkpoint(directory: Path, gigabytes: float) -> None:
     for num_layers in (1, 2):
         rows = families.FAMILIES["qwen3"].rows(HF_CONFIG | {"num_hidden_layers": num_layers})
         sizes.append(sum(2 * torch.Size(shape).numel() for row in rows for shape in row.hf.values()))
-    num_layers = 1 + round((gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0]))
+    per_layer = sizes[1] - sizes[0]
+    num_layers = 2 * max(1, round((gigabytes * 1e9 - sizes[0] + per_layer) / per_layer / 2))  # even: for two stages
     config = HF_CONFIG | {"num_hidden_layers": num_layers}
     rows = families.get(config).rows(config)
     tensors = {key: torch.randn(shape).bfloat16() for row in rows for key, shape in row.hf.items()}
@@ -153,7 +154,9 @@ def run_apart(what: str, source: Path, processes: int = 1) -> dict[str, dict[str
         command += ["--step", what, "--dir", str(source), "--out", out_dir]
         threads = str(THREADS if processes == 1 else 1)
         environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore"}
-        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
