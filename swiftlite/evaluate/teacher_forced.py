@@ -12,10 +12,9 @@ from swiftlite.data.batch import collate_packed
 from swiftlite.data.packing import pack
 from swiftlite.data.sample import Sample
 from swiftlite.model.build import build_model
-from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.mtp import Unroll
 from swiftlite.runtime.device import Device
-from swiftlite.train.objective import Statistics
+from swiftlite.train.objective import Statistics, forward
 
 ALL = "all"
 """Names the sum over all channels."""
@@ -64,15 +63,7 @@ def teacher_forced(
 def _statistics(model: torch.nn.Module, samples: Sequence[Sample], depth: int, device: Device) -> torch.Tensor:
     """`Statistics.rows` of one packed row."""
     batch = collate_packed(samples, 0, mtp_num_layers=depth).map(lambda tensor: tensor.to(device.torch_device))
-    losses = model(
-        batch.tokens_KBS[0],
-        batch.position_ids_BS,
-        labels=batch.labels_KBS[0],
-        mtp_input_ids=batch.tokens_KBS[1:],
-        mtp_labels=batch.labels_KBS[1:],
-        packed_seq_params=describe_packed(batch.cu_seqlens),
-    )
-    return Statistics.of(losses, batch.loss_scale_KBS, batch.cu_seqlens).rows.cpu()
+    return Statistics.of(forward(model, batch), batch.loss_scale_KBS, batch.cu_seqlens).rows.cpu()
 
 
 def _describe(rows: torch.Tensor, num_samples: int) -> dict[str, object]:

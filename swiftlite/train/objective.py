@@ -106,19 +106,24 @@ def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Seque
     return total
 
 
+def forward(model: torch.nn.Module, batch: Batch):
+    """What the model makes of a micro-batch: Losses on the last pipeline stage."""
+    return model(
+        batch.tokens_KBS[0],
+        batch.position_ids_BS,
+        labels=batch.labels_KBS[0],
+        mtp_input_ids=batch.tokens_KBS[1:],
+        mtp_labels=batch.labels_KBS[1:],
+        packed_seq_params=describe_packed(batch.cu_seqlens),
+    )
+
+
 def make_forward_step(coefficients: Sequence[float]) -> Callable:
     """The function that megatron-core's pipeline schedule calls for each micro-batch of a step."""
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
         batch = next(batches)
-        output = model(
-            batch.tokens_KBS[0],
-            batch.position_ids_BS,
-            labels=batch.labels_KBS[0],
-            mtp_input_ids=batch.tokens_KBS[1:],
-            mtp_labels=batch.labels_KBS[1:],
-            packed_seq_params=describe_packed(batch.cu_seqlens),
-        )
+        output = forward(model, batch)
 
         def loss_func(losses: Losses):
             num_tokens = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()
