@@ -103,7 +103,7 @@ def to_hf(args: ExportArgs, device: Device) -> None:
                     min_acceptance=args.min_acceptance,
                     max_regression=args.max_regression,
                     force=args.force,
-                    torch_dtype=state["torch_dtype"],
+                    torch_dtype=args.torch_dtype or state["torch_dtype"],
                     device=device,
                 )
             output_dir.parent.mkdir(parents=True, exist_ok=True)
