@@ -1,6 +1,7 @@
 """What an engine accepts of the heads' drafts, by its own counters and by channel."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -8,6 +9,8 @@ from swiftlite.data.conversation import Conversation
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.evaluate.teacher_forced import ALL
 from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
+from swiftlite.infer.run import encode_prompt, needed_length
+from swiftlite.infer.served_model import read_model
 from swiftlite.model.acceptance import DraftCounts
 
 
@@ -23,15 +26,30 @@ def by_engine(
     """`DraftCounts.to_json` for each channel, and for `all` together; the engine is started once.
 
     Args:
+        config: its max_model_len is found here.
         conversations: their last assistant turn is what is generated.
         max_prompts: of each channel, the first ones.
+
+    Raises:
+        UserError: a prompt that the template cannot render, or that leaves no room for an answer; names its row.
     """
     template = ChatTemplate(tokenizer)
-    by_channel: dict[str, list[list[int]]] = {}
+    asked: dict[str, list[Conversation]] = {}
     for chat in conversations:
-        prompts = by_channel.setdefault(chat.channel or "", [])
-        if len(prompts) < max_prompts:
-            prompts.append(template.encode_prompt(chat.prompt().messages, chat.tools))
+        chosen = asked.setdefault(chat.channel or "", [])
+        if len(chosen) < max_prompts:
+            chosen.append(chat.prompt())
+    by_channel = {channel: [encode_prompt(template, chat) for chat in chosen] for channel, chosen in asked.items()}
+    config = replace(
+        config,
+        max_model_len=needed_length(
+            read_model(config.model),
+            [chat for chosen in asked.values() for chat in chosen],
+            [prompt for prompts in by_channel.values() for prompt in prompts],
+            max_new_tokens=max_new_tokens,
+            num_speculative_tokens=config.num_speculative_tokens,
+        ),
+    )
     ends = {*stop_token_ids(tokenizer, config.model), template.end_token_id} - {None}
     sampling = Sampling(max_new_tokens, stop_token_ids=tuple(sorted(ends)))
     engine = start_engine(backend, config)

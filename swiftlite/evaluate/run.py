@@ -53,14 +53,11 @@ def run(args: EvaluateArgs) -> None:
                 logger.info("%s has no heads: no engine is started for it", model.directory)
                 continue
             tokenizer, rows = data[name]
-            positions = model.hf_config["max_position_embeddings"]
-            drafts = 1 + (args.num_speculative_tokens or model.num_drafts)
             config = EngineConfig(
                 model=model.directory,
                 torch_dtype=args.torch_dtype,
                 trust_remote_code=args.trust_remote_code,
                 num_speculative_tokens=args.num_speculative_tokens,
-                max_model_len=min(positions, args.max_length + args.max_new_tokens + drafts),
             )
             results[name][args.infer_backend] = by_engine(
                 args.infer_backend,

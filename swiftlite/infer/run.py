@@ -82,8 +82,19 @@ def run(args: InferArgs) -> None:
 
 def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:
     asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system, seed=args.seed)]
-    prompts = [_encode(template, chat) for chat in asked]
-    config = _engine_config(args, model, _needed_length(args, model, asked, prompts))
+    prompts = [encode_prompt(template, chat) for chat in asked]
+    config = _engine_config(
+        args,
+        model,
+        needed_length(
+            model,
+            asked,
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            num_speculative_tokens=args.num_speculative_tokens,
+            max_model_len=args.max_model_len,
+        ),
+    )
     plain = None
     if args.compare:
         logger.info("without speculation:")
@@ -176,7 +187,7 @@ def _chat(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling:
             if not line.strip():
                 continue
             messages.append({"role": "user", "content": line.strip()})
-            prompt = _encode(template, Conversation(messages, source="stdin"))
+            prompt = encode_prompt(template, Conversation(messages, source="stdin"))
             (completion,) = engine.generate([prompt], sampling)
             text = _decode(template.tokenizer, completion)
             messages.append({"role": "assistant", "content": text})
@@ -213,28 +224,43 @@ def _without_drafts(config: EngineConfig) -> EngineConfig:
     return replace(config, num_speculative_tokens=0, speculative_config=None)
 
 
-def _needed_length(
-    args: InferArgs, model: ServedModel, asked: Sequence[Conversation], prompts: Sequence[Sequence[int]]
+def needed_length(
+    model: ServedModel,
+    asked: Sequence[Conversation],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    num_speculative_tokens: int | None,
+    max_model_len: int | None = None,
 ) -> int:
     """Longest sequence that these prompts can become, within the model's limit.
+
+    Args:
+        asked: the prompts as conversations.
+        max_model_len: the answer, if the user gave it.
 
     Raises:
         UserError: a prompt leaves no room for an answer; names its row.
     """
-    limit = args.max_model_len or model.hf_config["max_position_embeddings"]
+    limit = max_model_len or model.hf_config["max_position_embeddings"]
     for chat, prompt in zip(asked, prompts, strict=True):
         if len(prompt) >= limit:
-            name = "--max_model_len" if args.max_model_len else "max_position_embeddings"
+            name = "--max_model_len" if max_model_len else "max_position_embeddings"
             raise UserError(
                 f"{chat.source}: the prompt has {len(prompt)} tokens; {name} {limit} leaves no room for an answer",
                 "shorten it, or leave the row out",
             )
     # vLLM stops drafting where drafts would not fit: leave it room behind the last token.
-    drafts = 1 + (args.num_speculative_tokens or model.num_drafts)
-    return args.max_model_len or min(limit, max(map(len, prompts)) + args.max_new_tokens + drafts)
+    drafts = 1 + (num_speculative_tokens or model.num_drafts)
+    return max_model_len or min(limit, max(map(len, prompts)) + max_new_tokens + drafts)
 
 
-def _encode(template: ChatTemplate, chat: Conversation) -> list[int]:
+def encode_prompt(template: ChatTemplate, chat: Conversation) -> list[int]:
+    """A conversation as the tokens that ask for its next turn.
+
+    Raises:
+        UserError: the template cannot render it; names its row.
+    """
     try:
         return template.encode_prompt(chat.messages, chat.tools)
     except RowError as error:

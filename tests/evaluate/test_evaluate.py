@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from swiftlite import families
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
+from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sample import IGNORED
 from swiftlite.errors import UserError
 from swiftlite.evaluate.by_engine import by_engine
@@ -88,6 +90,17 @@ def test_an_engine_counts_by_channel(tmp_path, device, rows):
         max_prompts=2,
     )
     assert again["tale"] == again["all"] == found["tale"]
+
+
+def test_a_prompt_that_leaves_no_room_is_named(tmp_path, device):
+    hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True, max_position_embeddings=64)
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"query": "very " * 200, "response": "Yes."}))
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    conversations = load_prompts([str(path)])
+    config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
+    with pytest.raises(UserError, match=r"long\.jsonl:1: the prompt has .* max_position_embeddings 64 leaves no room"):
+        by_engine("transformers", config, conversations, tokenizer, max_new_tokens=8, max_prompts=2)
 
 
 def figures(*rates: float) -> dict:
