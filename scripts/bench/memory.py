@@ -102,7 +102,7 @@ def _optimizer_bytes(setup: memory.Setup, wrapped, device) -> int:
         train_iters=2,
         global_batch_size=setup.num_gpus,
     )
-    schedule = plan.Schedule(num_samples=2, steps=2, warmup_steps=1, epochs=1.0)
+    schedule = plan.Schedule(num_samples=2, steps=2, warmup_steps=1)
     optimizer, _ = make_optimizer(args, plan.make_plan(args, setup.num_gpus, 0), schedule, wrapped, device)
     optimizer.step()
     held: list[torch.Tensor] = []

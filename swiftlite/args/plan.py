@@ -52,8 +52,6 @@ class Schedule:
     """Training rows that remain after reading, tokenizing and packing; 0 where they are read while training goes on."""
     steps: int
     warmup_steps: int
-    epochs: float
-    """Passes over the rows that these steps make, if their number is known."""
 
 
 def resolved_mtp_depth(args: SftArgs, checkpoint_depth: int) -> int:
@@ -122,7 +120,6 @@ def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
         num_samples=num_samples,
         steps=steps,
         warmup_steps=math.ceil(steps * args.lr_warmup_fraction),
-        epochs=steps * args.global_batch_size / num_samples if num_samples else 0.0,
     )
 
 

@@ -37,10 +37,6 @@ class Sampler:
             batch[chosen] = self._order(int(epoch))[places[chosen]]
         return batch
 
-    def epoch(self, step: int) -> float:
-        """Passes over the samples that are complete before a step."""
-        return step * self.global_batch_size / self.num_samples
-
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
             # Only the newest stays: steps go forward, and 10 million samples are 80 MB.

@@ -37,11 +37,6 @@ def test_the_order_never_changes_between_versions():
     assert Sampler(8, 8, seed=42).global_batch(1).tolist() == [1, 2, 5, 6, 0, 3, 4, 7]
 
 
-def test_epoch():
-    sampler = Sampler(8, 6, seed=0)
-    assert [sampler.epoch(step) for step in (0, 1, 4)] == [0, 0.75, 3]
-
-
 def test_large_data_is_permuted_once_per_epoch():
     sampler = Sampler(5_000_000, 512, seed=0)
     sampler.global_batch(0)

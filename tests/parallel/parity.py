@@ -90,6 +90,18 @@ CASES: dict[str, Case] = {
 }
 
 
+# Recomputation of whole layers, by method and number.
+FULL = {
+    f"{method} {number}": {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": number,
+    }
+    for method in ("uniform", "block")
+    for number in (1, 2, 4)
+}
+
+
 @dataclass(frozen=True)
 class Job:
     """Some steps of a model at a layout.

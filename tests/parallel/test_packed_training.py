@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from swiftlite.data.schedule import schedule
 from tests.parallel import parity
-from tests.parallel.parity import BOUNDS, CASES, STEPS, TP2_SP, Job, Result
+from tests.parallel.parity import BOUNDS, CASES, FULL, STEPS, TP2_SP, Job, Result
 
 pytestmark = pytest.mark.gloo
 
@@ -32,15 +32,7 @@ CHOSEN = {
     MIXTURE: ("EP2", "CP2", "PP2"),
 }
 RESUMED = ("PP2", "CP2", "DP2", "TP2+SP", "PP2xCP2")
-RECOMPUTE = {
-    f"{method} {number}": {
-        "recompute_granularity": "full",
-        "recompute_method": method,
-        "recompute_num_layers": number,
-    }
-    for method in ("uniform", "block")
-    for number in (1, 2, 4)
-} | {"selective": {"recompute_granularity": "selective"}}
+RECOMPUTE = FULL | {"selective": {"recompute_granularity": "selective"}}
 # By model (MTP depth 2 and 1) and layout; "balanced" is one process.
 RECOMPUTED = {QWEN3: ("balanced", "PP2", "TP2+SP", "CP2"), MIXTURE: ("balanced", "PP2")}
 

@@ -12,7 +12,7 @@ from swiftlite.model.build import build_config
 from swiftlite.runtime.device import Device
 from tests.parallel import parity
 from tests.parallel.launch import launch
-from tests.parallel.parity import BOUNDS, CASES, Job, Result
+from tests.parallel.parity import BOUNDS, CASES, FULL, Job, Result
 
 pytestmark = pytest.mark.gloo
 
@@ -26,15 +26,6 @@ CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("deepseek_v3", 1, False): ("EP2", "TP2+SP", "PP2xVPP2", "PP2xTP2"),
 }
 RECOMPUTE = ("full uniform 1", "full uniform 2", "full block 1", "selective")
-FULL = {
-    f"{method} {number}": {
-        "recompute_granularity": "full",
-        "recompute_method": method,
-        "recompute_num_layers": number,
-    }
-    for method in ("uniform", "block")
-    for number in (1, 2, 4)
-}
 PP2 = CASES["PP2"].options
 HEADS_ONLY = {"mtp_mode": "heads_only"}
 BFLOAT16 = {"torch_dtype": "bfloat16"}
