@@ -30,5 +30,9 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$tier" = all ]; then
     bash scripts/check.sh || status=1
 fi
-python -m pytest -m "$markers" "$@" || status=1
+# Two files at a time: much of the engine tier is waiting for servers. A file's tests share what they trained, so they
+# stay together. A later -n wins.
+workers=2
+[ "$tier" != gpu ] || workers=0
+python -m pytest -n $workers --dist loadfile --no-loadscope-reorder -m "$markers" "$@" || status=1
 exit $status
