@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import jinja2
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from swiftlite.data.conversation import Conversation, Message, RowError
@@ -31,6 +31,25 @@ MARK = "@@swiftlite marks this turn@@"
 SURROGATE = re.compile("[\ud800-\udfff]")
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_WAYS = '--loss_scale last_round trains the last answer alone; or give that turn "loss": false'
+
+
+def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's directory.
+
+    Raises:
+        UserError: it has none (transformers would make an empty one up), or one that cannot be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of a dozen kinds, among them bare Exception from the library in Rust
+        raise UserError(f"the tokenizer in {hf_dir} cannot be read: {error}", "copy its files again") from error
+    names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
+    if not any((Path(hf_dir) / name).is_file() for name in names):
+        raise UserError(
+            f"{hf_dir} has no tokenizer: none of {', '.join(sorted(names))} is there",
+            "copy the tokenizer's files from the model that this one was made from",
+        )
+    return tokenizer
 
 
 class ChatTemplate:

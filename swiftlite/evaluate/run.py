@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.dataset import Data, load_train_val
+from swiftlite.data.template import load_tokenizer
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.picture import draw, rates
 from swiftlite.evaluate.teacher_forced import teacher_forced
@@ -90,7 +91,7 @@ def load_rows(
     Raises:
         UserError: as `load_train_val`.
     """
-    tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(hf_dir, trust_remote_code)
     data = load_train_val(
         tokenizer,
         (),

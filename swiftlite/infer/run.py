@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import InferArgs
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.conversation import Conversation, RowError
 from swiftlite.data.dataset import load_prompts
-from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.infer.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.infer.served_model import ServedModel, read_model
@@ -57,9 +57,7 @@ def run(args: InferArgs) -> None:
         UserError: before any engine starts, where that is possible.
     """
     model = read_model(args.model)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        model.directory, trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
     template = ChatTemplate(tokenizer)
     ends = {*stop_token_ids(tokenizer, model.directory), template.end_token_id} - {None}
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, tuple(sorted(ends)))

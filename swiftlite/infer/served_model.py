@@ -42,7 +42,8 @@ def read_model(directory: str | Path) -> ServedModel:
     """Look at a directory without reading a tensor.
 
     Raises:
-        UserError: no Hugging Face model there (a training run is told apart), or an unknown family.
+        UserError: no Hugging Face model there (a training run is told apart), an unknown family, or a file that is
+            damaged, which engines tell by a traceback.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -55,6 +56,8 @@ def read_model(directory: str | Path) -> ServedModel:
         )
     hf_config = read_config(directory)
     family = families.get(hf_config, directory)
+    with Checkpoint(directory, block_size(hf_config)):
+        pass
     return ServedModel(directory, hf_config, family, family.mtp_depth(hf_config))
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import to_config, write_config
@@ -28,7 +28,7 @@ from swiftlite.data.dataset import Data, Encoder, load_train_val
 from swiftlite.data.mock import mock_samples
 from swiftlite.data.sampler import Sampler
 from swiftlite.data.stream import Stream
-from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.families import index
 from swiftlite.families.family import Family
@@ -73,10 +73,10 @@ def _run(args: SftArgs, device: Device) -> int:
     check_computable(plan.layout, device)
     dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
 
-    tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=args.trust_remote_code)
+    tokenizer = load_tokenizer(hf_dir, args.trust_remote_code)
     data = _load_data(args, tokenizer, hf_config)
     flops = training_flops(hf_config, plan.mtp_depths, heads_only=args.mtp_mode == "heads_only")
-    batches = Batches(plan, parallel_state.get_data_parallel_rank(), tokenizer.pad_token_id or 0, flops)
+    batches = Batches(plan, parallel_state.get_data_parallel_rank(), cast(int, tokenizer.pad_token_id or 0), flops)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
 

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from swiftlite.data.conversation import RowError, parse_row
-from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
 from tests.data.templates import ALPACA, CHATML, CHATML_GENERATION, GLM, LLAMA3, MISTRAL, OPEN_THINK, QWEN3, R1
 
@@ -352,3 +352,14 @@ def test_tokenizer_without_a_usable_template(make_tokenizer, chat_template, mess
     with pytest.raises(UserError) as caught:
         ChatTemplate(make_tokenizer(chat_template))
     assert str(caught.value).startswith(message)
+
+
+def test_a_directory_without_a_tokenizer(tmp_path):
+    """transformers makes an empty one up for it."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(UserError) as error:
+        load_tokenizer(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path} has no tokenizer: none of merges.txt, tokenizer.json, vocab.json")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(tmp_path)

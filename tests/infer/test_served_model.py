@@ -50,6 +50,13 @@ def test_an_unknown_family(tmp_path):
         read_model(tmp_path)
 
 
+def test_a_file_cut_short(tmp_path):
+    file = make_tiny_hf(tmp_path, "qwen3") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"model\.safetensors: cut short"):
+        read_model(tmp_path)
+
+
 def test_no_heads_promised(tmp_path):
     with pytest.raises(UserError) as error:
         require_heads(read_model(make_tiny_hf(tmp_path, "qwen3")))
