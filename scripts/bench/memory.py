@@ -66,6 +66,7 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             heads_only=setup.mtp_mode == "heads_only",
             layout=setup.layout,
             recompute=setup.recompute,
+            drafting=family.mtp.drafting,
         )
         with torch.no_grad():
             for chunk in chunks:

@@ -12,7 +12,6 @@ from swiftlite.data.batch import collate_packed
 from swiftlite.data.packing import pack
 from swiftlite.data.sample import Sample
 from swiftlite.model.build import build_model
-from swiftlite.model.mtp import Unroll
 from swiftlite.runtime.device import Device
 from swiftlite.train.objective import Statistics, forward
 
@@ -43,7 +42,8 @@ def teacher_forced(
         device=device,
         dtype=getattr(torch, torch_dtype),
         mtp_num_layers=layers,
-        unroll=Unroll(depth // max(layers, 1), family.mtp.recycles_before_norm),
+        drafting=family.mtp.drafting,
+        mtp_unroll=depth // max(layers, 1),
     )
     load_hf(chunks, hf_dir, family, hf_config)
     (model,) = (chunk.eval() for chunk in chunks)

@@ -47,10 +47,10 @@ CONVENTIONS: dict[str, dict[str, Convention]] = {
         "llama": Convention("MtpHead"),
         "qwen2": Convention("MtpHead"),
         "qwen3": Convention("MtpHead"),
-        "mimo": Convention("MtpHead", projection="hidden, embedding"),
+        "mimo": Convention("MtpHead", takes="before norm", zeroes_first_embedding=True, projection="hidden, embedding"),
         "qwen3_moe": Convention("MtpHead"),
-        "glm4_moe": Convention("MtpHead"),
-        "deepseek_v3": Convention("MtpHead"),
+        "glm4_moe": Convention("MtpHead", recycles="before norm", zeroes_first_embedding=True),
+        "deepseek_v3": Convention("MtpHead", zeroes_first_embedding=True),
     },
     "vllm": {
         "llama": Convention("LlamaMTPModel"),

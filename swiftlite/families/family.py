@@ -6,6 +6,7 @@ from typing import Any
 
 from swiftlite.args.rules.ground import MTP_DEPTH_KEY, MTP_UNROLL_KEY
 from swiftlite.bridge.rows import Row, lift
+from swiftlite.model.drafting import Drafting
 
 HfConfig = Mapping[str, Any]
 
@@ -25,15 +26,14 @@ class MtpLayout:
         block: HF prefix of the decoder layer inside head k.
         frame_rows: bridge rows of the rest of head k: projection and norms.
         copies: HF keys of head k that repeat a tensor of the trunk, each with the trunk's key.
-        recycles_before_norm: engines that let a head go on alone feed it its own state before its output norm; others
-            the one after it.
+        drafting: what the heads are fed, in training as in vLLM.
     """
 
     head_of: Callable[[HfConfig, str], int | None]
     block: Callable[[HfConfig, int], str]
     frame_rows: Callable[[HfConfig, int], list[Row]]
     copies: Callable[[HfConfig, int], dict[str, str]] = no_copies
-    recycles_before_norm: bool = False
+    drafting: Drafting = Drafting()
 
 
 @dataclass(frozen=True)

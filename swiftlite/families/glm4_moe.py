@@ -8,6 +8,7 @@ from typing import Any
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig
+from swiftlite.model.drafting import Drafting
 
 
 def _options(hf_config: HfConfig) -> dict[str, bool]:
@@ -46,6 +47,6 @@ GLM4_MOE = Family(
     transformer_config=_transformer_config,
     layer_rows=_layer_rows,
     outer_rows=dense.outer_rows,
-    mtp=replace(moe.NEXT_LAYER_HEADS, recycles_before_norm=True),
+    mtp=replace(moe.NEXT_LAYER_HEADS, drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True)),
     is_derived=dense.is_derived,
 )

@@ -11,6 +11,7 @@ from swiftlite.bridge.layout import SwapHalves
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig, MtpLayout
+from swiftlite.model.drafting import Drafting
 
 
 def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
@@ -35,6 +36,11 @@ MIMO = Family(
     transformer_config=partial(dense.transformer_config, qkv_bias=True),
     layer_rows=partial(dense.layer_rows, qkv_bias=True),
     outer_rows=dense.outer_rows,
-    mtp=MtpLayout(_head_of, lambda hf_config, head: f"model.mtp_layers.{head}.", _frame_rows),
+    mtp=MtpLayout(
+        _head_of,
+        lambda hf_config, head: f"model.mtp_layers.{head}.",
+        _frame_rows,
+        drafting=Drafting(takes_before_norm=True, zeroes_first_embedding=True),
+    ),
     is_derived=dense.is_derived,
 )

@@ -10,6 +10,7 @@ from typing import Any
 from swiftlite.bridge.rows import Row
 from swiftlite.families.dense import missing_numbers, mlp_rows
 from swiftlite.families.family import HfConfig, MtpLayout
+from swiftlite.model.drafting import Drafting
 
 
 def expert_rows(num_experts: int, hidden: int, ffn: int) -> list[Row]:
@@ -155,4 +156,4 @@ def _copies(hf_config: HfConfig, head: int) -> dict[str, str]:
     }
 
 
-NEXT_LAYER_HEADS = MtpLayout(_head_of, _prefix, _frame_rows, _copies)
+NEXT_LAYER_HEADS = MtpLayout(_head_of, _prefix, _frame_rows, _copies, Drafting(zeroes_first_embedding=True))

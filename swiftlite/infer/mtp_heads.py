@@ -22,6 +22,7 @@ from swiftlite.bridge.packing import stack
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.infer.served_model import ServedModel
+from swiftlite.model.drafting import Drafting
 
 
 class MtpHead(nn.Module):
@@ -45,7 +46,7 @@ class MtpHead(nn.Module):
 
         Args:
             embedding_BSH: of the token that follows the newest one seen so far, at each position.
-            hidden_BSH: state of the depth before, or of the trunk after its final norm.
+            hidden_BSH: state of the depth before, or of the trunk.
             layer_kwargs: of the decoder layer.
         """
         fused_BSH = self.eh_proj(torch.cat((self.enorm(embedding_BSH), self.hnorm(hidden_BSH)), dim=-1))
@@ -86,15 +87,14 @@ class MtpCandidateGenerator(CandidateGenerator):
     the tokens that came.
 
     With more tokens than heads, the last head goes on alone: its own state takes the place of the state before it, one
-    position further each time. With one head this is what vLLM does; in some families that state is the one before its
-    output norm.
+    position further each time. With one head this is what vLLM does.
 
     Args:
         decoder: the trunk without its output layer; must be the one whose states `get_candidates` is given.
         output_layer: the trunk's, shared by all heads.
         heads: from `load_heads`.
         num_tokens: tokens to draft per round.
-        recycles_before_norm: `MtpLayout.recycles_before_norm` of the family.
+        drafting: what the heads are fed, `MtpLayout.drafting` of the family.
     """
 
     requires_model_outputs = True
@@ -106,10 +106,10 @@ class MtpCandidateGenerator(CandidateGenerator):
         output_layer: nn.Module,
         heads: nn.ModuleList,
         num_tokens: int,
-        recycles_before_norm: bool = False,
+        drafting: Drafting,
     ):
         self._decoder = decoder
-        self._recycles_before_norm = recycles_before_norm
+        self._drafting = drafting
         self._output_layer = output_layer
         self._heads = list(heads)[:num_tokens]
         self._num_tokens = num_tokens
@@ -132,8 +132,8 @@ class MtpCandidateGenerator(CandidateGenerator):
         """Append the drafts to `input_ids` [1, S]; no logits are given, so a draft counts as certain.
 
         Args:
-            model_outputs: of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H], of which the
-                first belong to tokens that were kept.
+            model_outputs: of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H], as
+                `Drafting` says, of which the first belong to tokens that were kept.
             is_first_iteration: a new sequence, which the trunk has not seen yet: nothing is drafted.
         """
         if is_first_iteration:
@@ -150,7 +150,7 @@ class MtpCandidateGenerator(CandidateGenerator):
             before, hidden = self._run(head, self._caches[depth], hidden, ids[:, begins[depth] + depth + 1 :])
             ids = self._append_draft(ids, hidden)
         for _ in range(len(self._heads), self._num_tokens):
-            own = before if self._recycles_before_norm else hidden
+            own = before if self._drafting.recycles_before_norm else hidden
             before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids[:, -1:])
             ids = self._append_draft(ids, hidden)
 
@@ -171,6 +171,8 @@ class MtpCandidateGenerator(CandidateGenerator):
         embedding = self._decoder.get_input_embeddings()(ids)
         begin = cache.get_seq_length()
         position_ids = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
+        if self._drafting.zeroes_first_embedding:
+            embedding = embedding.masked_fill((position_ids == 0)[..., None], 0)
         mask = create_causal_mask(
             config=self._decoder.config,
             inputs_embeds=embedding,

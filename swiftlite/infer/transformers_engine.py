@@ -47,12 +47,12 @@ class TransformersEngine:
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
         longest = trunk.config.max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
-        self._drafter = None
+        self._drafter, self._drafting = None, model.family.mtp.drafting
         if num_tokens:
             heads = load_heads(model, self._decoder)
-            self._drafter = MtpCandidateGenerator(
-                self._decoder, self._output_layer, heads, num_tokens, model.family.mtp.recycles_before_norm
-            )
+            self._drafter = MtpCandidateGenerator(self._decoder, self._output_layer, heads, num_tokens, self._drafting)
+        # Some heads take the state before it, which transformers does not return.
+        self._norm, self._decoder.norm = self._decoder.norm, torch.nn.Identity()
         self._counts = DraftCounts(0, 0, (0,) * num_tokens)
 
     def generate(
@@ -70,7 +70,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Drop the weights."""
-        del self._decoder, self._output_layer, self._drafter
+        del self._decoder, self._norm, self._output_layer, self._drafter
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -87,16 +87,17 @@ class TransformersEngine:
                     ids, model_outputs=outputs, is_first_iteration=outputs is None
                 )
             num_drafted = drafted_ids.shape[1] - ids.shape[1]
-            hidden = self._decoder(
+            before = self._decoder(
                 input_ids=drafted_ids[:, cache.get_seq_length() :], past_key_values=cache, use_cache=True
             ).last_hidden_state
+            hidden = self._norm(before)
             logits = self._output_layer(hidden[0, -num_drafted - 1 :])
             chosen = _choose(logits, sampling, generator)
             num_accepted = int((chosen[:-1] == drafted_ids[0, ids.shape[1] :]).cumprod(0).sum())
             self._count(num_drafted, num_accepted)
             if num_drafted > num_accepted:
                 cache.crop(num_accepted - num_drafted)
-            outputs = BaseModelOutput(hidden_states=(hidden,))
+            outputs = BaseModelOutput(hidden_states=(before if self._drafting.takes_before_norm else hidden,))
             for token in chosen[: num_accepted + 1].tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
                 if token in sampling.stop_token_ids or ids.shape[1] >= limit:

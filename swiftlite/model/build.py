@@ -15,9 +15,9 @@ from swiftlite.args.layout import (
     parse_stages,
 )
 from swiftlite.errors import OptionError
+from swiftlite.model.drafting import Drafting
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mla import MLATransformerConfig
-from swiftlite.model.mtp import Unroll
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime.device import Device
 
@@ -115,13 +115,15 @@ def build_model(
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
-    unroll: Unroll | None = None,
+    drafting: Drafting = Drafting(),
+    mtp_unroll: int = 1,
     mtp_loss: MtpLoss = "ce",
 ) -> list[GPTModel]:
     """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
 
     Args:
-        unroll: how often the one MTP layer is applied, if more than once.
+        drafting: what MTP layers are fed; of no consequence where nothing is computed.
+        mtp_unroll: how often the one MTP layer is applied.
         mtp_loss: what the heads learn, see GPTModel.
 
     Raises:
@@ -142,7 +144,7 @@ def build_model(
             recompute=recompute,
             moe=moe,
         )
-        stage = _build_stage(config, hf_config, layout, vp_stage, heads_only, unroll, mtp_loss)
+        stage = _build_stage(config, hf_config, layout, vp_stage, heads_only, drafting, mtp_unroll, mtp_loss)
         chunks.append(stage.to(device.torch_device))
     _mark_experts(chunks, layout)
     return chunks
@@ -154,7 +156,8 @@ def _build_stage(
     layout: ParallelLayout,
     vp_stage: int,
     heads_only: bool,
-    unroll: Unroll | None,
+    drafting: Drafting,
+    mtp_unroll: int,
     mtp_loss: MtpLoss,
 ) -> GPTModel:
     pp_rank, pp_size = parallel_state.get_pipeline_model_parallel_rank(), layout.pipeline_model_parallel_size
@@ -166,10 +169,11 @@ def _build_stage(
         config=config,
         hf_config=hf_config,
         heads_only=heads_only,
-        unroll=unroll,
+        drafting=drafting,
+        mtp_unroll=mtp_unroll,
         mtp_loss=mtp_loss,
-        transformer_layer_spec=decoder_spec(config, sum(per_stage[:stage]), per_stage[stage]),
-        mtp_block_spec=mtp_spec(config, unroll is not None and unroll.steps > 1) if has_mtp else None,
+        transformer_layer_spec=decoder_spec(config, sum(per_stage[:stage]), per_stage[stage], drafting),
+        mtp_block_spec=mtp_spec(config, mtp_unroll > 1) if has_mtp else None,
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),

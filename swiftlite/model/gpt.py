@@ -27,8 +27,9 @@ from swiftlite.model.context_parallel import (
     sequence_lengths,
     zigzag_positions,
 )
+from swiftlite.model.drafting import Drafting
 from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, distillation_loss, token_loss
-from swiftlite.model.mtp import Unroll, UnrolledLayer
+from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
 
@@ -58,7 +59,8 @@ class GPTModel(McoreGPTModel):
     Args:
         hf_config: the model's config.json, for the rotary frequencies.
         heads_only: run embedding, decoder and the trunk's loss without gradient; only MTP layers learn.
-        unroll: how often the one MTP layer is applied, if more than once.
+        drafting: what MTP layers are fed.
+        mtp_unroll: how often the one MTP layer is applied.
         mtp_loss: what the heads learn: the data's tokens by cross-entropy (ce), or the trunk's own distribution of
             them, from which no gradient flows back (kl, tv: `distillation_loss`).
         kwargs: of megatron-core's GPTModel.
@@ -70,7 +72,8 @@ class GPTModel(McoreGPTModel):
         config: TransformerConfig,
         hf_config: dict[str, Any],
         heads_only: bool = False,
-        unroll: Unroll | None = None,
+        drafting: Drafting = Drafting(),
+        mtp_unroll: int = 1,
         mtp_loss: MtpLoss = "ce",
         **kwargs: Any,
     ):
@@ -80,9 +83,9 @@ class GPTModel(McoreGPTModel):
         self.decoder.__class__ = TransformerBlock  # ours only adds a method, and the stock constructor names its own
         if rotary_pos_emb is not None:  # latent attention has one of its own in each layer
             self.rotary_pos_emb = rotary_pos_emb
-        self.heads_only, self.unroll = heads_only, unroll or Unroll()
+        self.heads_only, self.drafting, self.mtp_unroll = heads_only, drafting, mtp_unroll
         self.mtp_loss: MtpLoss = mtp_loss
-        self.mtp_depths = (config.mtp_num_layers or 0) * self.unroll.steps
+        self.mtp_depths = (config.mtp_num_layers or 0) * mtp_unroll
         if heads_only:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(name.startswith("mtp."))
@@ -132,15 +135,24 @@ class GPTModel(McoreGPTModel):
         # Behind the MTP stage there is no trunk left, only states that pass through to the loss.
         is_behind_mtp = bool(depth) and self.post_process and not self.mtp_process
         is_frozen = self.heads_only and not is_behind_mtp
+        takes_before_norm = self.mtp_process and self.drafting.takes_before_norm
+        before_SBH: torch.Tensor | None = None  # the trunk's states before its final norm
+        if takes_before_norm and self.decoder.final_layernorm is None:
+            received: Any = self.decoder.input_tensor  # the stage before had the norm, and sent both
+            before_SBH, after_SBH = received.chunk(2)
+            self.decoder.set_input_tensor(after_SBH)
         with torch.no_grad() if is_frozen else nullcontext():
             hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids, packed_seq_params)
             hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, attention_mask, packed_seq_params)
         if is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
+        if takes_before_norm and before_SBH is None:
+            before_SBH, hidden_SBH = hidden_SBH.chunk(2)
         states_SBH = [hidden_SBH]
         if self.mtp_process:
+            taken_SBH = hidden_SBH if before_SBH is None else before_SBH
             states_SBH += self.forward_mtp(
-                hidden_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
+                taken_SBH.detach() if is_frozen else taken_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
             )
         elif is_behind_mtp:
             states_SBH = list(hidden_SBH.chunk(1 + depth))
@@ -172,7 +184,8 @@ class GPTModel(McoreGPTModel):
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """The trunk's states [S, B, H] after this stage's layers; after the last layer, also after the final norm.
+        """The trunk's states [S, B, H] after this stage's layers; after the last layer, also after the final norm, or
+        those before and after it [2S, B, H] if MTP layers take the former.
 
         Args:
             hidden_SBH: embeddings; on later pipeline stages None, they take what `set_input_tensor` was given.
@@ -193,16 +206,23 @@ class GPTModel(McoreGPTModel):
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> list[torch.Tensor]:
-        """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1."""
-        if self.unroll.steps > 1:
+        """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1.
+
+        Args:
+            hidden_SBH: the trunk's, as `Drafting` says.
+        """
+        if self.mtp_unroll > 1:
             (layer,) = self.mtp.layers
             assert isinstance(layer, UnrolledLayer)
+            first, *later = mtp_input_ids  # from position 0, step j stands at position j - 1
+            embeddings = [self._embed_for_head(first, position_ids)]
+            embeddings += [self.embedding(input_ids=ids, position_ids=position_ids) for ids in later]
             return layer.forward_steps(
                 hidden_SBH,
-                [self.embedding(input_ids=ids, position_ids=position_ids) for ids in mtp_input_ids],
-                [self._angles(position_ids, packed_seq_params, step) for step in range(self.unroll.steps)],
+                embeddings,
+                [self._angles(position_ids, packed_seq_params, step) for step in range(self.mtp_unroll)],
                 packed_seq_params,
-                recycles_before_norm=self.unroll.recycles_before_norm,
+                recycles_before_norm=self.drafting.recycles_before_norm,
             )
         states = []
         for layer, input_ids in zip(self.mtp.layers, mtp_input_ids, strict=True):
@@ -213,10 +233,21 @@ class GPTModel(McoreGPTModel):
                 attention_mask=attention_mask,
                 rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=packed_seq_params,
-                embedding=self.embedding,
+                embedding=self._embed_for_head,
             )
             states.append(hidden_SBH)
         return states
+
+    def _embed_for_head(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [S, B, H] as a head is given them: of nothing, at the position where its engine gives it none."""
+        embeddings_SBH = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if not self.drafting.zeroes_first_embedding:
+            return embeddings_SBH
+        is_first_SB1 = (position_ids == 0).T[..., None]
+        if self.config.sequence_parallel:
+            rank, size = parallel_state.get_tensor_model_parallel_rank(), self.config.tensor_model_parallel_size
+            is_first_SB1 = is_first_SB1.chunk(size)[rank]
+        return embeddings_SBH.masked_fill(is_first_SB1, 0)
 
     def _angles(
         self, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None, offset: int

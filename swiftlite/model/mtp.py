@@ -8,7 +8,6 @@ Shapes: S sequence, B batch, H hidden size.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -83,19 +82,6 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         is_delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
         with get_fp8_context(self.config) if is_delayed else nullcontext():
             return checkpoint(self.config, forward, *tensors)
-
-
-@dataclass(frozen=True)
-class Unroll:
-    """How often one MTP layer is applied, and how.
-
-    Attributes:
-        steps: tokens that it drafts, each from the state that it made for the one before.
-        recycles_before_norm: it goes on from its state before its output norm (`MtpLayout.recycles_before_norm`).
-    """
-
-    steps: int = 1
-    recycles_before_norm: bool = False
 
 
 class UnrolledLayer(MultiTokenPredictionLayer):

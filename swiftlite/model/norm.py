@@ -24,3 +24,11 @@ class RMSNorm(nn.Module):
         hidden_fp32 = hidden.float()
         variance = hidden_fp32.pow(2).mean(-1, keepdim=True)
         return self.weight * (hidden_fp32 * torch.rsqrt(variance + self.eps)).to(hidden.dtype)
+
+
+class KeepingRMSNorm(RMSNorm):
+    """The norm behind the trunk where MTP heads take the state before it: its input and its output [2S, B, H], one
+    after the other, so that a pipeline sends both to the stage of the heads."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat((hidden, super().forward(hidden)))

@@ -21,11 +21,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.draft_attention import DraftAttention
+from swiftlite.model.drafting import Drafting
 from swiftlite.model.experts import SequentialMLP
 from swiftlite.model.linear import ColumnParallelLinear
 from swiftlite.model.mla import LatentRMSNorm, MLASelfAttention
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
-from swiftlite.model.norm import RMSNorm
+from swiftlite.model.norm import KeepingRMSNorm, RMSNorm
 from swiftlite.model.router import TopKRouter
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 
@@ -112,10 +113,11 @@ def _attention_spec(config: TransformerConfig, core_attention: type[CoreAttentio
     )
 
 
-def decoder_spec(config: TransformerConfig, first: int, count: int) -> TransformerBlockSubmodules:
+def decoder_spec(config: TransformerConfig, first: int, count: int, drafting: Drafting) -> TransformerBlockSubmodules:
     """The trunk, or the pipeline stage of it that holds `count` decoder layers from number `first` (from 0) on."""
     layers = [decoder_layer_spec(config, is_moe_layer(config, layer)) for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=RMSNorm))
+    norm = KeepingRMSNorm if config.mtp_num_layers and drafting.takes_before_norm else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=norm))
 
 
 def mtp_spec(config: TransformerConfig, is_unrolled: bool = False) -> MultiTokenPredictionBlockSubmodules | None:

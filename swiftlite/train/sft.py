@@ -35,7 +35,6 @@ from swiftlite.families.family import Family
 from swiftlite.log import logger
 from swiftlite.model.build import build_model, check_computable
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.mtp import Unroll
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
@@ -90,7 +89,8 @@ def _run(args: SftArgs, device: Device) -> int:
         layout=plan.layout,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
-        unroll=Unroll(args.mtp_unroll, family.mtp.recycles_before_norm),
+        drafting=family.mtp.drafting,
+        mtp_unroll=args.mtp_unroll,
         mtp_loss=args.mtp_loss,
     )
     checkpoint = resolve_checkpoint(output_dir) if args.resume else None

@@ -48,7 +48,12 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, device, rows, famil
     hf_config = read_config(hf_dir)
     kind = families.get(hf_config)
     chunks = build_model(
-        kind.transformer_config(hf_config), hf_config, device=device, dtype=torch.float32, mtp_num_layers=2
+        kind.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=torch.float32,
+        mtp_num_layers=2,
+        drafting=kind.mtp.drafting,
     )
     load_hf(chunks, hf_dir, kind, hf_config)
     hits, targets = {"all": [0, 0], "sum": [0, 0]}, {"all": [0, 0], "sum": [0, 0]}

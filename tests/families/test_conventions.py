@@ -9,6 +9,7 @@ import pytest
 from swiftlite.bridge.layout import SwapHalves
 from swiftlite.families import index
 from swiftlite.families.conventions import CONVENTIONS, Convention, convention
+from swiftlite.model.drafting import Drafting
 
 
 @pytest.mark.parametrize("engine", CONVENTIONS)
@@ -36,7 +37,10 @@ def test_heads_that_draft(heads, depth, drafting):
 
 
 @pytest.mark.parametrize("name", CONVENTIONS["vllm"])
-def test_training_recycles_what_vllm_does(name):
-    """`--mtp_unroll` lets a head go on as this engine will."""
-    before = index.FAMILIES[name].mtp.recycles_before_norm
-    assert CONVENTIONS["vllm"][name].recycles == ("before norm" if before else "after norm")
+def test_training_feeds_heads_what_vllm_does(name):
+    line = CONVENTIONS["vllm"][name]
+    assert index.FAMILIES[name].mtp.drafting == Drafting(
+        takes_before_norm=line.takes == "before norm",
+        recycles_before_norm=line.recycles == "before norm",
+        zeroes_first_embedding=line.zeroes_first_embedding,
+    )

@@ -1,7 +1,7 @@
 """Speculative decoding with MTP heads, written to be obviously right: no cache, all computed anew at every step.
 
-Shares nothing with the product but the tensor names of a checkpoint. Also trains a tiny model in seconds, because
-drafts of random heads are always wrong, and counts of zero prove nothing.
+Shares nothing with the product but the tensor names of a checkpoint and the table of conventions. Also trains a tiny
+model in seconds, because drafts of random heads are always wrong, and counts of zero prove nothing.
 """
 
 import json
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from swiftlite.families.conventions import Convention
 from tests.tiny import NEXT_LAYER_HEADS, make_tiny_model, mtp_names, per_expert, random_mtp_tensors, write_hf
 
 
@@ -156,6 +157,14 @@ class Reference(nn.Module):
                 done += hits + 1
             completions.append(row[:max_new_tokens])
         return completions, Counts(drafts, drafts * num_tokens, tuple(accepted))
+
+
+def follow(reference: Reference, line: Convention) -> Reference:
+    """Let the reference draft as a line of the table says."""
+    reference.takes_state_before_norm = line.takes == "before norm"
+    reference.recycles_state_before_norm = line.recycles == "before norm"
+    reference.zeroes_first_embedding = line.zeroes_first_embedding
+    return reference
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,10 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
+from swiftlite.families.conventions import CONVENTIONS
 from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
 from swiftlite.infer.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.infer.served_model import read_model
-from tests.infer.reference import Reference
+from swiftlite.model.drafting import Drafting
+from tests.infer.reference import Reference, follow
 from tests.tiny import CLASSES, make_tiny_hf, mtp_names
 
 
@@ -30,7 +32,7 @@ def test_counts_equal_a_reference_without_cache(trained, family, depth, num_toke
     engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=num_tokens))
     completions = engine.generate(prompts, Sampling(20))
     reference = Reference.load(directory, family, depth)
-    reference.recycles_state_before_norm = family == "glm4_moe"  # as in vLLM
+    follow(reference, CONVENTIONS["transformers"][family])
     expected, counts = reference.simulate(prompts, 20, num_tokens)
     assert [completion.token_ids for completion in completions] == expected
     assert engine.draft_counts().drafts == counts.drafts
@@ -73,18 +75,18 @@ def test_the_drafter_works_in_the_loop_of_transformers(trained):
     directory, prompts = trained("qwen3", 2)
     accepted = []
 
-    class Drafting(Qwen3ForCausalLM):
+    class WithHeads(Qwen3ForCausalLM):
         def _get_candidate_generator(self, **kwargs):
-            drafter: Any = MtpCandidateGenerator(self.model, self.lm_head, heads, num_tokens=2)
+            drafter: Any = MtpCandidateGenerator(self.model, self.lm_head, heads, num_tokens=2, drafting=Drafting())
             drafter.update_candidate_strategy = lambda ids, scores, num_matches: accepted.append(int(num_matches))
             return drafter
 
-    model: Any = Drafting.from_pretrained(directory).eval()
+    model: Any = WithHeads.from_pretrained(directory).eval()
     heads = load_heads(read_model(directory), model.model)
     greedy: Any = Qwen3ForCausalLM.from_pretrained(directory).eval()
     for prompt in prompts:
         ids = torch.tensor([prompt])
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
-        # use_mtp only chooses assisted generation here; Drafting brings the heads
+        # use_mtp only chooses assisted generation here; WithHeads brings the heads
         assert model.generate(ids, use_mtp=True, **options).tolist() == greedy.generate(ids, **options).tolist()
     assert sum(accepted) > 20

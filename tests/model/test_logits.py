@@ -118,14 +118,19 @@ def test_trunk_logits_equal_transformers(tmp_path, device, family, tied, rope, d
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("family", CLASSES)
 def test_mtp_logits_equal_a_short_reference(tmp_path, device, family, depth, dtype):
+    """Fed as the family's engine feeds them."""
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
+    drafting = index.FAMILIES[family].mtp.drafting
     hf, tensors = load_transformers(directory, family, dtype), load_file(directory / "model.safetensors")
     input_ids, position_ids = ids_and_positions(20)
     with torch.no_grad():
-        ours = load_megatron(directory, device, dtype)(input_ids, position_ids).mtp
-        hidden = hf.model(input_ids).last_hidden_state
+        ours = load_megatron(directory, device, dtype, drafting=drafting)(input_ids, position_ids).mtp
+        before: list[torch.Tensor] = []
+        hf.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        after = hf.model(input_ids).last_hidden_state
+        hidden = before[0] if drafting.takes_before_norm else after
         for k in range(depth):
-            hidden = reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids)
+            hidden = reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting)
             theirs = hf.lm_head(hidden)
             # What a depth has no input token for (the end of the row) is never a target.
             ends = 20 - k - 1
@@ -152,7 +157,7 @@ def stacked(tensors: dict[str, torch.Tensor], layer: torch.nn.Module) -> dict[st
     return {name: collect(name) for name in layer.state_dict()}
 
 
-def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids):
+def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting):
     """One MTP depth with transformers' own decoder layer: norm both inputs, project, block, norm."""
     names, block = mtp_names(family, k)
 
@@ -167,6 +172,8 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids):
     prefix = len(block)
     layer.load_state_dict(stacked({key[prefix:]: t for key, t in tensors.items() if key.startswith(block)}, layer))
     token = hf.model.embed_tokens(torch.roll(input_ids, -(k + 1), dims=1))
+    if drafting.zeroes_first_embedding:
+        token[:, 0] = 0
     halves = [norm("embedding_norm", token), norm("hidden_norm", hidden)]
     if family == "mimo":
         halves.reverse()

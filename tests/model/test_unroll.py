@@ -16,13 +16,13 @@ from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.batch import collate, collate_packed, shift_left
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.families import index
+from swiftlite.families.conventions import CONVENTIONS
 from swiftlite.model import draft_attention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
-from swiftlite.model.mtp import Unroll
 from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
-from tests.infer.reference import Reference, write_trained
+from tests.infer.reference import Reference, follow, write_trained
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -43,9 +43,9 @@ def make_samples() -> list[Sample]:
 
 def load(directory: Path, family: str, device, **options) -> tuple[GPTModel, Reference]:
     reference = Reference.load(directory, family, depth=1)
-    reference.recycles_state_before_norm = family == "glm4_moe"  # as vLLM does: tests/e2e/test_engines.py
-    unroll = Unroll(STEPS, index.get(json.loads((directory / "config.json").read_text())).mtp.recycles_before_norm)
-    return load_megatron(directory, device, torch.float32, unroll=unroll, **options), reference
+    follow(reference, CONVENTIONS["vllm"][family])
+    drafting = index.FAMILIES[family].mtp.drafting
+    return load_megatron(directory, device, torch.float32, drafting=drafting, mtp_unroll=STEPS, **options), reference
 
 
 def drafted_logits(reference: Reference, ids: list[int]) -> list[list[torch.Tensor]]:
@@ -190,7 +190,8 @@ def test_later_drafts_are_accepted_more_often(family, tmp_path, device):
             dtype=torch.float32,
             mtp_num_layers=1,
             heads_only=True,
-            unroll=Unroll(steps, index.get(hf_config).mtp.recycles_before_norm),
+            drafting=index.get(hf_config).mtp.drafting,
+            mtp_unroll=steps,
         )
         load_hf([model], tmp_path / "trained", index.get(hf_config), hf_config, mtp_init="random")
         optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
@@ -206,7 +207,7 @@ def test_later_drafts_are_accepted_more_often(family, tmp_path, device):
         save_hf([model], out_dir, index.get(hf_config), hf_config)
         (out_dir / "config.json").write_text(json.dumps(hf_config))
         served = Reference.load(out_dir, family, depth=1)
-        served.recycles_state_before_norm = family == "glm4_moe"
+        follow(served, CONVENTIONS["vllm"][family])
         counts = served.simulate([row[:4].tolist() for row in rows_BS], 24, STEPS)[1]
         accepted[steps] = [count / counts.drafts for count in counts.accepted_per_position]
     assert accepted[STEPS][1] > accepted[1][1] + 0.1

@@ -143,6 +143,7 @@ def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, flo
         dtype=torch.float32,
         mtp_num_layers=depth,
         layout=layout,
+        drafting=family.mtp.drafting,
         recompute=RecomputeArgs(**job.recompute),
     )
     load_hf(model, job.hf_dir, family, hf_config)

@@ -29,7 +29,6 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sampler import Sampler
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.mtp import Unroll
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
@@ -219,7 +218,8 @@ def compute(job: Job) -> list[dict[str, float]]:
             recompute=group_of(args, RecomputeArgs),
             moe=group_of(args, MoeArgs),
             heads_only=args.mtp_mode == "heads_only",
-            unroll=Unroll(args.mtp_unroll, family.mtp.recycles_before_norm),
+            drafting=family.mtp.drafting,
+            mtp_unroll=args.mtp_unroll,
             mtp_loss=args.mtp_loss,
         )
         load_hf(model, job.hf_dir, family, hf_config)

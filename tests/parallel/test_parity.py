@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gloo
 CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("llama", 1, False): ("TP2", "PP2xVPP2", "DP2+distopt", "PP4"),
     ("qwen3", 2, True): ("TP2+SP", "PP2", "PP2xVPP2", "CP2", "PP2 MTP apart", "PP3 MTP middle", "PP2xTP2"),
-    ("mimo", 1, False): ("TP2", "DP2+overlap", "CP2", "PP2 MTP apart"),
+    ("mimo", 1, False): ("TP2+SP", "DP2+overlap", "CP2", "PP2", "PP2 MTP apart", "PP3 MTP middle"),
     ("qwen3_moe", 1, False): ("EP2", "EP2xTP2", "ETP2xTP2", "TP2+SP", "DP2"),
     ("glm4_moe", 1, False): ("EP2xTP2", "PP2", "CP2", "PP3 MTP middle"),
     ("deepseek_v3", 1, False): ("EP2", "TP2+SP", "PP2xVPP2", "PP2xTP2"),
@@ -44,7 +44,7 @@ class Computed:
         return parity.compare(self.results[model, base], self.results[model, name], source)
 
 
-QWEN3, MIXTURE = ("qwen3", 2, True), ("glm4_moe", 1, False)
+QWEN3, MIMO, MIXTURE = ("qwen3", 2, True), ("mimo", 1, False), ("glm4_moe", 1, False)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,10 @@ def computed(tmp_path_factory) -> Computed:
     jobs[2] |= {(MIXTURE, f"PP2 {name}"): PP2 | options for name, options in FULL.items()}
     # The same job once more, after many others in the same processes.
     jobs[2][QWEN3, "PP2 again"] = PP2
-    jobs[1][QWEN3, "heads"] = HEADS_ONLY
-    jobs[2][QWEN3, "heads PP2"] = HEADS_ONLY | PP2
-    jobs[2][QWEN3, "heads PP2 MTP apart"] = HEADS_ONLY | CASES["PP2 MTP apart"].options
+    for model in (QWEN3, MIMO):
+        jobs[1][model, "heads"] = HEADS_ONLY
+        jobs[2][model, "heads PP2"] = HEADS_ONLY | PP2
+        jobs[2][model, "heads PP2 MTP apart"] = HEADS_ONLY | CASES["PP2 MTP apart"].options
     for model in (QWEN3, MIXTURE):
         jobs[1][model, "bfloat16"] = BFLOAT16
         jobs[2][model, "bfloat16 PP2"] = BFLOAT16 | PP2
@@ -126,8 +127,9 @@ def test_a_frozen_trunk_stays(computed, name):
 
 
 @pytest.mark.parametrize("name", ["heads PP2", "heads PP2 MTP apart"])
-def test_heads_alone_learn_the_same_on_a_pipeline(computed, name):
-    assert_within(computed.differences(QWEN3, name, base="heads"), BOUNDS)
+@pytest.mark.parametrize("model", [QWEN3, MIMO], ids=lambda model: model[0])
+def test_heads_alone_learn_the_same_on_a_pipeline(computed, model, name):
+    assert_within(computed.differences(model, name, base="heads"), BOUNDS)
 
 
 @pytest.mark.parametrize("model", [QWEN3, MIXTURE])
