@@ -224,7 +224,7 @@ def memory_on_cpu() -> dict[str, str]:
 
 @contextmanager
 def outside_torchrun() -> Iterator[None]:
-    """Hide torchrun's variables: vLLM's processes would take them for theirs and wait for a store that is not theirs."""
+    """Without torchrun's variables: vLLM's processes would take them for theirs, and wait for a store in vain."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}

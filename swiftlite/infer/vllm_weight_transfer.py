@@ -19,8 +19,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 
 @dataclass
@@ -42,16 +44,16 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
 
     def start_weight_update(self) -> None:
         """Take the model's parameters back to the form in which they are loaded."""
+        initialize_layerwise_reload(self.model)
+        _repack_experts(self.model)
         self._is_draft = self.model is not self._default_model
-        self._expected = {name for name, parameter in self.model.named_parameters()}
-        if self._is_draft:
-            # The target's embedding and output layer, which vLLM gives to every MTP draft.
-            own = {id(parameter) for parameter in self._default_model.parameters()}
-            self._expected -= {name for name, parameter in self.model.named_parameters() if id(parameter) in own}
+        # vLLM gives the target's embedding and output layer to every MTP draft.
+        shared = {id(parameter) for parameter in self._default_model.parameters()} if self._is_draft else ()
+        # In the form in which they are loaded, so without those that vLLM makes of others (W_UV of latent attention).
+        self._expected = {name for name, tensor in self.model.named_parameters() if id(tensor) not in shared}
         self._loaded: set[str] = set()
         self._unread: list[str] = []
         self._draft_tensors: dict[str, torch.Tensor] = {}
-        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileInfo) -> None:
         """Load one bucket. Those of a draft wait for the last one, because drafts refuse heads that are not whole."""
@@ -108,18 +110,26 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _repack_experts(model: nn.Module) -> None:
+    """Let experts be packed anew.
+
+    vLLM 0.32 packs them for a CPU when it builds their kernel, and keeps the kernel when it reloads (_setup_kernel in
+    layers/fused_moe/unquantized_fused_moe_method.py): the new weights would be read as if they were packed.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and current_platform.is_cpu():
+            method.moe_kernel = None
+
+
 def _repack_tied(model: nn.Module) -> None:
     """Pack the output layer of a tied model anew.
 
     vLLM reloads a shared parameter through the first layer that has it (limitation 2 in model_loader/reload/__init__.py
     of 0.32), so on a CPU the output layer would compute with what was packed of the old embedding.
     """
-    owners: dict[int, list[nn.Module]] = {}
-    for layer in model.modules():
-        for parameter in layer.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(layer)
-    for layers in owners.values():
-        for layer in layers[1:]:
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, QuantizeMethodBase):
-                method.process_weights_after_loading(layer)
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+    for layer in layers:
+        if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings:
+            layer.quant_method.process_weights_after_loading(layer)

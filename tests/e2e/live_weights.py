@@ -31,7 +31,7 @@ def read_prompts(model: str, rows: str) -> list[list[int]]:
 
 
 def refused(engine: VllmEngine, prompts: list[list[int]]) -> list[str]:
-    """The message for heads in the place of the trunk, and what an engine says that was left with half of its weights."""
+    """What the engine says of a trunk without tensors, and of a question after that."""
     messages = []
     for action in (
         lambda: engine.update_weights(iter(()), None),
