@@ -44,13 +44,15 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
 
     def start_weight_update(self) -> None:
         """Take the model's parameters back to the form in which they are loaded."""
-        initialize_layerwise_reload(self.model)
-        _repack_experts(self.model)
         self._is_draft = self.model is not self._default_model
         # vLLM gives the target's embedding and output layer to every MTP draft.
         shared = {id(parameter) for parameter in self._default_model.parameters()} if self._is_draft else ()
-        # In the form in which they are loaded, so without those that vLLM makes of others (W_UV of latent attention).
-        self._expected = {name for name, tensor in self.model.named_parameters() if id(tensor) not in shared}
+        served = {name for name, parameter in self.model.named_parameters() if id(parameter) not in shared}
+        initialize_layerwise_reload(self.model)
+        _repack_experts(self.model)
+        # What is loaded and served: before, a tied output layer had no name of its own; now, what vLLM makes of others
+        # (W_UV of latent attention) has none.
+        self._expected = served & {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         self._unread: list[str] = []
         self._draft_tensors: dict[str, torch.Tensor] = {}
