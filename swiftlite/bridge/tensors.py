@@ -236,7 +236,7 @@ class ShardedFiles:
         self.entries: dict[str, Entry] = {}
         self._headers: dict[str, bytes] = {}
         self._files = _OpenFiles("r+b")
-        shards = _split(tensors, max_shard_bytes)
+        shards = split(tensors, max_shard_bytes)
         for number, keys in enumerate(shards, start=1):
             file = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             # Wide dtypes first keep every tensor aligned to its own size, as the safetensors package does it.
@@ -394,7 +394,7 @@ def _make_header(
     return len(encoded).to_bytes(8, "little") + encoded, entries
 
 
-def _split(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int) -> list[list[str]]:
+def split(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int) -> list[list[str]]:
     """Keys file by file, in order, each file within max_bytes unless one tensor alone is larger."""
     shards: list[list[str]] = [[]]
     filled = 0

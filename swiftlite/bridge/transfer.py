@@ -1,12 +1,14 @@
-"""`load_hf` and `save_hf`: a Hugging Face directory into a live Megatron model, and back, bit for bit.
+"""`load_hf` and `save_hf`: a Hugging Face directory into a live Megatron model, and back, bit for bit. `stream_hf`: the
+same tensors without a directory, for an engine that is running.
 
-Every rank reads and writes only the slices it holds. Both directions first bind the family's rows to the model's
+Every rank reads and writes only the slices it holds. All directions first bind the family's rows to the model's
 parameters (`plan.py`); nothing is touched unless both sides match completely.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +23,11 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.packing import fold, packed_name
 from swiftlite.bridge.plan import Binding, bind, report_missing
 from swiftlite.bridge.rows import Family, Row
-from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles, some
+from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles, some, split
 from swiftlite.errors import UserError
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "graft"]
+Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ def save_hf(
     family: Family,
     hf_config: Mapping[str, Any],
     *,
-    dtypes: Mapping[str, str | torch.dtype] | str | torch.dtype | None = None,
+    dtypes: Dtypes = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> list[str]:
     """Write a Megatron model as Hugging Face safetensors; every rank writes its own slices into the files in place.
@@ -237,22 +240,11 @@ def save_hf(
     Raises:
         UserError: the directory already holds safetensors, cannot be written, or the disk has not the space.
     """
-    depth = placement.mtp_num_layers(model_chunks)
-    rows = family.rows(hf_config, depth)
-    shards = placement.shards_of(model_chunks)
-    bindings = bind(
-        shards,
-        rows,
-        others_hold=placement.others_hold(model_chunks, shards),
-        what="config.json",
-        hint="check that this config.json belongs to the model",
-    )
-    if isinstance(dtypes, Mapping):
-        source_dtypes, other = dtypes, Counter(dtypes.values()).most_common(1)[0][0]
-    else:
-        source_dtypes, other = {}, dtypes or shards[0].tensor.dtype
+    rows, bindings = _bind_all(model_chunks, family, hf_config)
+    source_dtypes = dtypes if isinstance(dtypes, Mapping) else {}
+    dtype_of = _dtype_of(dtypes, bindings)
     tensors = {
-        key: (_dtype(source_dtypes.get(packed_name(key)) or source_dtypes.get(key, other)), shape)
+        key: (dtype_of(key), shape)
         for row in rows
         for key, shape in row.hf_shapes().items()
         if key in row.hf or key in source_dtypes or family.is_mtp(hf_config, key)
@@ -268,10 +260,10 @@ def save_hf(
     placement.barrier()
     try:
         if placement.all_ranks_see(out_dir):
-            for piece in _pieces(bindings, files):
+            for piece in _pieces(bindings, files.entries):
                 files.write(*piece)
         else:
-            placement.bring_to_first_rank(_pieces(bindings, files), files.write)
+            placement.bring_to_first_rank(_pieces(bindings, files.entries), files.write)
         files.flush()
         placement.barrier()
         if placement.is_first_rank():
@@ -281,6 +273,53 @@ def save_hf(
         files.discard()
         raise
     return files.files
+
+
+@torch.no_grad()
+def stream_hf(
+    model_chunks: Sequence[nn.Module],
+    family: Family,
+    hf_config: Mapping[str, Any],
+    part: Literal["trunk", "heads"],
+    *,
+    dtypes: Dtypes = None,
+    bucket_bytes: int = 1_000_000_000,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights of a live Megatron model as whole Hugging Face tensors, brought to the first rank; collective.
+
+    Every rank must run through it to the end; only the first one is given anything. Each number comes once: neither
+    copies of a tied embedding nor those that MTP heads hold are among the tensors. Experts come one by one.
+
+    Args:
+        part: the trunk, or all MTP heads that the model has.
+        dtypes: as for `save_hf`.
+        bucket_bytes: most of what the first rank holds at once; a larger tensor is a bucket of its own.
+
+    Yields:
+        Buckets of HF key -> tensor on the CPU, which the caller may keep.
+    """
+    rows, bindings = _bind_all(model_chunks, family, hf_config)
+    dtype_of = _dtype_of(dtypes, bindings)
+    tensors = {
+        key: (dtype_of(key), shape)
+        for row in rows
+        for key, shape in row.hf.items()
+        if family.is_mtp(hf_config, key) is (part == "heads")
+    }
+    pieces = defaultdict(list)  # views, no numbers
+    for key, index, tensor in _pieces(bindings, ()):
+        pieces[key].append((key, index, tensor))
+    for keys in split(tensors, bucket_bytes) if tensors else ():
+        bucket: dict[str, torch.Tensor] = {}
+        if placement.is_first_rank():
+            bucket = {key: torch.empty(tensors[key][1], dtype=tensors[key][0]) for key in keys}
+        placement.bring_to_first_rank((piece for key in keys for piece in pieces[key]), partial(_place, bucket))
+        if placement.is_first_rank():
+            yield bucket
+
+
+def _place(bucket: Mapping[str, torch.Tensor], key: str, index: Index, tensor: torch.Tensor) -> None:
+    bucket[key][index] = tensor
 
 
 def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]) -> None:
@@ -317,12 +356,28 @@ def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
     )
 
 
-def _pieces(bindings: Sequence[Binding], files: ShardedFiles) -> Iterator[tuple[str, Index, torch.Tensor]]:
-    """What this rank has to write: HF key, where in that tensor, the numbers."""
+def _bind_all(
+    model_chunks: Sequence[nn.Module], family: Family, hf_config: Mapping[str, Any]
+) -> tuple[list[Row], list[Binding]]:
+    """The whole table for this model, and this rank's part of it."""
+    rows = family.rows(hf_config, placement.mtp_num_layers(model_chunks))
+    shards = placement.shards_of(model_chunks)
+    bindings = bind(
+        shards,
+        rows,
+        others_hold=placement.others_hold(model_chunks, shards),
+        what="config.json",
+        hint="check that this config.json belongs to the model",
+    )
+    return rows, bindings
+
+
+def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[tuple[str, Index, torch.Tensor]]:
+    """What this rank has to write: HF key, where in that tensor, the numbers; of copies, those among `keys`."""
     for binding in bindings:
         if not binding.shard.writes or binding.is_copy:
             continue
-        copy_keys = [key for key in binding.row.hf_copies if key in files.entries]
+        copy_keys = [key for key in binding.row.hf_copies if key in keys]
         for shard, local_index, hf_key, hf_index in binding.copies():
             if hf_key is not None:
                 for key in (hf_key, *copy_keys):
@@ -347,6 +402,15 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: Family, hf_conf
         raise UserError(
             f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:{report_missing(missing)}", start_anew
         )
+
+
+def _dtype_of(dtypes: Dtypes, bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:
+    """HF key -> the dtype it is written in; see `save_hf`."""
+    if isinstance(dtypes, Mapping):
+        by_key, other = dtypes, Counter(dtypes.values()).most_common(1)[0][0]
+    else:
+        by_key, other = {}, dtypes or bindings[0].shard.tensor.dtype
+    return lambda key: _dtype(by_key.get(packed_name(key)) or by_key.get(key, other))
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:

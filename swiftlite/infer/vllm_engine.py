@@ -6,7 +6,8 @@ vLLM keeps its own worker processes; this process only sends token ids. What vLL
 
 import importlib.metadata
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from swiftlite.errors import UserError
 from swiftlite.families.conventions import convention
 from swiftlite.infer.engine import Completion, EngineConfig, Sampling, check_prompts
 from swiftlite.infer.served_model import ServedModel, read_model, require_heads
+from swiftlite.infer.weight_update import Bucket, WeightUpdate
 from swiftlite.log import logger
 from swiftlite.model.acceptance import DraftCounts
 
@@ -35,6 +37,8 @@ class VllmEngine:
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
         from vllm import LLM
 
+        from swiftlite.infer.vllm_plugin import WEIGHT_TRANSFER
+
         os.environ.update(memory_on_cpu())
         options = {
             "model": str(model.directory),
@@ -48,9 +52,11 @@ class VllmEngine:
             "disable_log_stats": False,  # the counts of drafts are among the statistics
             "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
             "speculative_config": speculative_config(model, config),
+            "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
         } | config.engine_kwargs
         try:
-            self._llm = LLM(**{name: value for name, value in options.items() if value is not None})
+            with outside_torchrun():
+                self._llm = LLM(**{name: value for name, value in options.items() if value is not None})
         except (TypeError, ValueError) as error:  # pydantic's are ValueErrors
             raise UserError(f"vLLM refuses its options: {error}", "see --vllm_engine_kwargs") from error
         except RuntimeError as error:
@@ -60,6 +66,8 @@ class VllmEngine:
         vllm_config = self._llm.llm_engine.vllm_config
         self.num_speculative_tokens: int = vllm_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
+        method = vllm_config.speculative_config and vllm_config.speculative_config.method
+        self._weights = WeightUpdate(self._llm, model, drafts=method == "mtp")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
@@ -71,6 +79,7 @@ class VllmEngine:
         """
         from vllm import SamplingParams, TokensPrompt
 
+        self._weights.check_whole()
         check_prompts(prompts, self._max_length)
         if sampling.temperature > 0 and self.num_speculative_tokens and verifies_greedily_only():
             raise UserError(
@@ -97,6 +106,21 @@ class VllmEngine:
             Completion(list(answer.token_ids), "stop" if answer.finish_reason == "stop" else "length")
             for answer in answers
         ]
+
+    def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
+        """Give the running engine new weights, target and draft each in a transfer of its own.
+
+        The next `generate` computes with them, and with nothing that was cached. If it fails, the engine answers no
+        more.
+
+        Args:
+            target: the trunk as HF tensors, all of them; None keeps the one it has.
+            draft: the MTP heads, all of them; None keeps those it has, which were made for another trunk.
+
+        Raises:
+            UserError: not the tensors that the engine was started with, or it was started without heads.
+        """
+        self._weights.run(target, draft)
 
     def draft_counts(self) -> DraftCounts:
         """See `Engine`."""
@@ -196,6 +220,20 @@ def memory_on_cpu() -> dict[str, str]:
     """Environment variables without which vLLM takes half of the machine's memory for its key-value cache."""
     name = "VLLM_CPU_KVCACHE_SPACE"
     return {name: os.environ.get(name, "1")} if is_on_cpu() else {}
+
+
+@contextmanager
+def outside_torchrun() -> Iterator[None]:
+    """Without torchrun's variables: vLLM's processes would take them for theirs, and wait for a store in vain."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def require_plugin() -> None:

@@ -1,5 +1,5 @@
-"""What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, and MTP drafts for Llama, Qwen2, Qwen3 and
-Qwen3 MoE.
+"""What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Qwen2, Qwen3 and
+Qwen3 MoE, and a way to take new weights while it runs on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
 
@@ -9,14 +9,17 @@ works wherever swiftlite is installed. For a model whose config.json promises no
 classes are in `vllm_models.py` and are imported when a checkpoint asks for them.
 """
 
+from contextlib import suppress
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, Qwen2Config
 from vllm import ModelRegistry, envs
 from vllm.config.speculative import SpeculativeConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.triton_utils import HAS_TRITON
 
 _MODELS = "swiftlite.infer.vllm_models"
+WEIGHT_TRANSFER = "swiftlite"  # a backend of vLLM's weight-transfer API, see vllm_weight_transfer.py
 # architecture of the trunk -> architecture of its draft; both are classes of _MODELS
 DRAFTS = {
     "LlamaForCausalLM": "LlamaMTPModel",
@@ -103,3 +106,6 @@ def register() -> None:
         ModelRegistry.register_model(trunk, f"{_MODELS}:{trunk}")
         ModelRegistry.register_model(draft, f"{_MODELS}:{draft}")
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
+    with suppress(ValueError):  # registered before
+        transfer = ("swiftlite.infer.vllm_weight_transfer", "FileTransfer")
+        WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, *transfer)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -41,10 +41,11 @@ from swiftlite.runtime.distributed import session
 from swiftlite.train.acceptance import measure_acceptance
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
+from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.report import check_frozen, compare_tensors, hash_tensors, write_json
 from swiftlite.train.sinks import open_sinks
-from swiftlite.train.source import write_source
+from swiftlite.train.source import describe_heads, write_source
 from swiftlite.train.streaming import StreamedBatches
 from swiftlite.train.trainer import Trainer, whole_parameters
 
@@ -52,8 +53,12 @@ ACCEPTANCE_FILE = "acceptance.json"
 REPORT_FILE = "run_report.json"
 
 
-def run(args: SftArgs) -> int:
-    """Fine-tune; returns 0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved)."""
+def run(args: SftArgs, after_step: Callable[[int, LiveWeights], None] | None = None) -> int:
+    """Fine-tune; returns 0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
+
+    Args:
+        after_step: called on every rank after each step with its number and the weights as they are then.
+    """
     hf_config = read_config(Path(args.model))
     with session(
         layout_of(args),
@@ -61,10 +66,10 @@ def run(args: SftArgs) -> int:
         seed=args.seed,
         timeout_minutes=args.distributed_timeout_minutes,
     ) as device:
-        return _run(args, device)
+        return _run(args, device, after_step)
 
 
-def _run(args: SftArgs, device: Device) -> int:
+def _run(args: SftArgs, device: Device, after_step: Callable[[int, LiveWeights], None] | None) -> int:
     hf_dir, output_dir, is_first = Path(args.model), Path(args.output_dir), dist.get_rank() == 0
     hf_config = read_config(hf_dir)
     family = index.get(hf_config, hf_dir)
@@ -143,6 +148,9 @@ def _run(args: SftArgs, device: Device) -> int:
             output_dir, model, optimizer, checkpoint_state, args.save_total_limit, args.async_save
         ),
     )
+    if after_step:
+        live = LiveWeights(wrapped, family, hf_config, _hf_dtypes(args, family, hf_config))
+        trainer.after_step = lambda step: after_step(step, live)
     acceptance = _Acceptance(args, plan, data.val_conversations, tokenizer, hf_dir, trainer)
     if not args.resume:
         acceptance.measure("before", trainer.evaluate())
@@ -191,6 +199,14 @@ def _load_weights(
             "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",
         )
     return report
+
+
+def _hf_dtypes(args: SftArgs, family: Family, hf_config: dict[str, Any]) -> dict[str, str]:
+    """Precision of each tensor in an export of this run, by HF name."""
+    tensors = describe(Path(args.model))
+    if args.mtp_graft_from:
+        tensors |= describe_heads(args.mtp_graft_from, family, hf_config)
+    return {key: tensor["dtype"] for key, tensor in tensors.items()}
 
 
 def _account(data: Data, loaded: LoadReport) -> dict[str, Any]:

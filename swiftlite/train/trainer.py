@@ -43,6 +43,7 @@ class Trainer:
         eval_batches: this rank's share of the held-out rows.
         checkpointer: writes the checkpoints; None writes none.
         data_state: what a checkpoint keeps of the data, on the first rank.
+        after_step: called on every rank with the number of each step, once it is taken and logged.
     """
 
     model: Sequence[DistributedDataParallel]
@@ -59,6 +60,7 @@ class Trainer:
     logging_steps: int
     checkpointer: Checkpointer | None
     data_state: Callable[[], Mapping[str, Any]] = dict
+    after_step: Callable[[int], None] | None = None
 
     def fit(self, first: int) -> int:
         """Steps `first` .. the last one of the schedule, saving and evaluating on the way.
@@ -71,6 +73,8 @@ class Trainer:
                 metrics = self.step(step)
                 if step % self.logging_steps == 0 or step == self.schedule.steps:
                     self._log(step, metrics)
+                if self.after_step:
+                    self.after_step(step)
                 stopping = largest(stop.received, self.device.torch_device)  # all stop at the same step
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
                     self._save(step)

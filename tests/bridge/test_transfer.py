@@ -15,7 +15,7 @@ from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.placement import global_name
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import LoadReport, load_hf, save_hf
+from swiftlite.bridge.transfer import LoadReport, load_hf, save_hf, stream_hf
 from swiftlite.errors import UserError
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
@@ -144,6 +144,31 @@ def test_dtypes_of_an_export(tmp_path, device):
     # A tensor that the source lacked follows most of the others.
     trunk = {key: "float16" for key in read_all(source) if not key.startswith("mtp.")}
     assert dtypes_written("most", trunk) == {torch.float16}
+
+
+def test_streamed_buckets(tmp_path, device):
+    """Whole tensors, no bucket above its size unless one tensor alone is; precisions are those of an export."""
+    source = make_tiny_hf(tmp_path / "source", "qwen3", depth=1, tied=True)
+    hf_config, original = read_config(source), read_all(source)
+    model = build(source, device, 1)
+    load(model, source)
+    family, limit = families.get(hf_config), 20_000
+    dtypes: dict[str, Any] = dict.fromkeys(original, "float32") | {"mtp.fc.weight": "bfloat16"}
+    streamed: dict[str, torch.Tensor] = {}
+    for part in ("trunk", "heads"):
+        buckets = list(stream_hf([model], family, hf_config, part, dtypes=dtypes, bucket_bytes=limit))
+        sizes = [sum(tensor.nbytes for tensor in bucket.values()) for bucket in buckets]
+        assert all(len(bucket) == 1 or size <= limit for bucket, size in zip(buckets, sizes, strict=True))
+        assert all(family.is_mtp(hf_config, key) is (part == "heads") for bucket in buckets for key in bucket)
+        assert any(len(bucket) > 1 for bucket in buckets)
+        for bucket in buckets:
+            assert streamed.keys().isdisjoint(bucket)
+            streamed |= bucket
+    original["mtp.fc.weight"] = original["mtp.fc.weight"].bfloat16()
+    assert_same_tensors(streamed, original)
+    streamed["model.norm.weight"].zero_()  # what was handed out is the caller's
+    assert dict(tensors_of(model))["decoder.final_layernorm.weight"].all()
+    assert list(stream_hf([build(source, device, 0)], family, hf_config, "heads")) == []
 
 
 def test_mimo_halves_are_swapped(tmp_path, device):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite import families
@@ -18,7 +18,8 @@ from swiftlite.args.fields import ParallelLayout
 from swiftlite.args.layout import layout_problems, num_experts
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf
+from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf, stream_hf
+from swiftlite.families import Family
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.device import Device
@@ -203,7 +204,20 @@ def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None
                         parameter.data.fill_(float("nan"))
                     load_checkpoint(out_dir / "checkpoint-1", model)
                     save_hf(model, out_dir / "hf", family, hf_config, dtypes="float32")
+                    stream(model, out_dir, family, hf_config)
                 dist.barrier()
+
+
+def stream(model: list[GPTModel], out_dir: Path, family: Family, hf_config: dict[str, Any]) -> None:
+    """Write what the first rank is given to trunk.safetensors and heads.safetensors; the others are given nothing."""
+    for part in ("trunk", "heads"):
+        tensors = {}
+        for bucket in stream_hf(model, family, hf_config, part, bucket_bytes=20_000):
+            tensors |= bucket
+        if dist.get_rank() == 0:
+            save_file(tensors, out_dir / f"{part}.safetensors")
+        else:
+            assert not tensors
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +244,21 @@ def test_over_a_checkpoint_to_another_layout(resharded, number):
     original, written = read_all(root / name(family, tied, 1)), read_all(root / str(number) / "hf")
     assert written.keys() == original.keys()
     assert [key for key in original if not torch.equal(written[key], original[key])] == [], pairs[number]
+
+
+@pytest.mark.parametrize("number", range(PAIRS_PER_FAMILY * len(families.FAMILIES)))
+def test_an_engine_is_given_the_same_tensors_at_any_layout(resharded, number):
+    root, pairs = resharded
+    family, tied, *_ = pairs[number]
+    hf_config = read_config(root / name(family, tied, 1))
+    known = families.get(hf_config)
+    original = read_all(root / name(family, tied, 1))
+    for part in ("trunk", "heads"):
+        streamed = load_file(root / str(number) / f"{part}.safetensors")
+        wanted = {key for key in original if known.is_mtp(hf_config, key) is (part == "heads")}
+        copies = known.mtp.copies(hf_config, 0)
+        assert streamed.keys() == wanted - copies.keys()
+        assert [key for key in streamed if not torch.equal(streamed[key], original[key])] == [], pairs[number]
 
 
 def fail_on_second_rank() -> None:

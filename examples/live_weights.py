@@ -1,0 +1,74 @@
+"""Train beside an engine: every EVERY steps a running vLLM gets the weights as they are then, trunk and heads each in a
+transfer of its own, and says how many drafts it accepts with them. Nothing is restarted, nothing exported.
+
+Hardware: 2 CPU cores, 4 GB of memory; no GPU
+Time:     5 minutes
+Expect:   a line every 50 steps; the share of drafts accepted rises from near 0, as heads that are drawn anew learn
+Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+Run:      python examples/live_weights.py; further options are those of `swiftlite megatron sft`, and over two ranks
+          torchrun --nproc_per_node 2 examples/live_weights.py --pipeline_model_parallel_size 2
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from swiftlite.args import rules
+from swiftlite.args.commands import SftArgs
+from swiftlite.cli.parse import parse
+from swiftlite.infer.engine import EngineConfig, Sampling
+from swiftlite.infer.vllm_engine import VllmEngine
+from swiftlite.train import sft
+from swiftlite.train.live_weights import LiveWeights
+
+MODEL = os.environ.get("MODEL", "out/quickstart/hf")
+DATASET = os.environ.get("DATASET", "out/quickstart/data/train.jsonl")
+OUT = os.environ.get("OUT", "out/live_weights")
+EVERY = int(os.environ.get("EVERY", "50"))
+OPTIONS = (
+    f"--model {MODEL} --dataset {DATASET} --output_dir {OUT} --torch_dtype float32 --mtp_num_layers 1 "
+    "--mtp_init random --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 200 --lr 1e-3"
+).split()
+
+
+class Service:
+    """An engine that goes on answering while its weights change."""
+
+    def __init__(self) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        self.stop = (tokenizer.eos_token_id,)
+        questions = [json.loads(line)["query"] for line in Path(DATASET).read_text().splitlines()[:32]]
+        chats = [[{"role": "user", "content": question}] for question in questions]
+        self.prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+        self.engine = VllmEngine(EngineConfig(Path(MODEL), "float32", num_speculative_tokens=1, max_model_len=512))
+
+    def report(self, step: int) -> None:
+        before = self.engine.draft_counts()
+        self.engine.generate(self.prompts, Sampling(max_new_tokens=32, stop_token_ids=self.stop))
+        counts = self.engine.draft_counts().since(before)
+        print(f"step {step:4}: {100 * counts.accepted / counts.drafted:5.1f} % of drafts accepted", flush=True)
+
+
+def main() -> None:
+    args, _ = parse(SftArgs, OPTIONS + sys.argv[1:])
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        rules.check(args, int(os.environ.get("WORLD_SIZE", "1")))
+    service = Service() if is_first else None
+
+    def sync(step: int, weights: LiveWeights) -> None:
+        if step == 1 or step % EVERY == 0:
+            weights.send(service and service.engine)  # every rank takes part, the first one has the engine
+            if service:
+                service.report(step)
+
+    sft.run(args, after_step=sync)
+    if service:
+        service.engine.close()
+
+
+if __name__ == "__main__":  # vLLM starts its processes by importing this file
+    main()

@@ -1,0 +1,68 @@
+"""The weights of a run while it goes on, for an engine that is running: `sft.run(args, after_step=...)` hands them out.
+
+The engine's side is `infer/weight_update.py`; neither knows the other.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from swiftlite.bridge.placement import is_first_rank
+from swiftlite.bridge.transfer import Dtypes, stream_hf
+from swiftlite.families.family import Family
+from swiftlite.train.trainer import whole_parameters
+
+Bucket = Mapping[str, torch.Tensor]
+
+
+class Receiver(Protocol):
+    """An engine that takes weights while it runs; `VllmEngine` is one."""
+
+    def update_weights(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
+        """Take HF tensors for the model that verifies and for the one that drafts; None leaves one as it is."""
+        ...
+
+
+@dataclass(frozen=True)
+class LiveWeights:
+    """The model of a run as Hugging Face tensors, at any layout, as the last step left it.
+
+    Args:
+        model: the chunks of this rank.
+        dtypes: of the tensors, see `bridge.transfer.save_hf`: those of an export, so that an engine computes as it
+            would with that.
+        bucket_bytes: most of what the first rank holds of them at once, and of what is on its disk.
+    """
+
+    model: Sequence[DistributedDataParallel]
+    family: Family
+    hf_config: Mapping[str, Any]
+    dtypes: Dtypes = None
+    bucket_bytes: int = 1_000_000_000
+
+    def stream(self, part: Literal["trunk", "heads"]) -> Iterator[Bucket]:
+        """Bucket after bucket on the first rank, nothing on the others; collective: run through it on all of them."""
+        with whole_parameters(self.model):
+            yield from stream_hf(
+                self.model, self.family, self.hf_config, part, dtypes=self.dtypes, bucket_bytes=self.bucket_bytes
+            )
+
+    def send(self, engine: Receiver | None, *, target: bool = True, draft: bool = True) -> None:
+        """Put the weights into an engine that runs, the trunk's before the heads'; collective.
+
+        Args:
+            engine: on the first rank; None on the others.
+            target: whether the trunk is sent. Not needed when the heads alone train.
+            draft: whether the heads are sent. Drafts of heads that lag behind their trunk are not accepted.
+        """
+        streams = [self.stream("trunk") if target else None, self.stream("heads") if draft else None]
+        if is_first_rank():
+            assert engine is not None, "the first rank has the engine"
+            engine.update_weights(*streams)
+        else:
+            for stream in streams:
+                deque(stream or (), maxlen=0)

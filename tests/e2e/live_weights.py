@@ -1,0 +1,86 @@
+"""Trains a tiny model beside a vLLM that is running on it, and gives the engine the weights of the last step.
+
+    python live_weights.py MODEL ROWS OUTPUT_DIR
+
+Prints a line of JSON: the prompts; by stage, the accepted share of drafts, the counts and the completions; what the
+engine said of tensors that are not its own.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.errors import UserError
+from swiftlite.infer.engine import EngineConfig, Sampling
+from swiftlite.infer.vllm_engine import VllmEngine
+from swiftlite.train import sft
+from swiftlite.train.live_weights import LiveWeights
+
+NEW_TOKENS = 24
+STEPS = 120
+
+
+def read_prompts(model: str, rows: str) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    questions = [json.loads(line)["query"] for line in Path(rows).read_text().splitlines()]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+
+
+def refused(engine: VllmEngine, prompts: list[list[int]]) -> list[str]:
+    """What the engine says of a trunk without tensors, and of a question after that."""
+    messages = []
+    for action in (
+        lambda: engine.update_weights(iter(()), None),
+        lambda: engine.generate(prompts, Sampling(1)),
+    ):
+        try:
+            action()
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def main(model: str, rows: str, output_dir: str) -> None:
+    prompts, stages = read_prompts(model, rows), {}
+    engine = VllmEngine(EngineConfig(Path(model), "float32", num_speculative_tokens=1, max_model_len=256))
+
+    def measure(stage: str) -> None:
+        before = engine.draft_counts()
+        completions = engine.generate(prompts, Sampling(NEW_TOKENS))
+        counts = engine.draft_counts().since(before)
+        stages[stage] = {
+            "acceptance": counts.accepted / counts.drafted,
+            "counts": [counts.drafts, counts.drafted, list(counts.accepted_per_position)],
+            "completions": [completion.token_ids for completion in completions],
+        }
+
+    def sync(step: int, weights: LiveWeights) -> None:
+        if step == STEPS:
+            weights.send(engine, draft=False)
+            measure("target alone")
+            weights.send(engine)
+            measure("both")
+
+    args = SftArgs(
+        model=model,
+        dataset=[rows],
+        output_dir=output_dir,
+        torch_dtype="float32",
+        micro_batch_size=4,
+        global_batch_size=4,
+        train_iters=STEPS,
+        lr=5e-3,
+        mtp_loss_scaling_factor=1.0,
+    )
+    measure("before")
+    sft.run(args, sync)
+    print(json.dumps({"prompts": prompts, "stages": stages, "refused": refused(engine, prompts)}))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
