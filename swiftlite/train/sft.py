@@ -163,6 +163,7 @@ def _run(args: SftArgs, device: Device, after_step: Callable[[int, LiveWeights],
         return 128 + stopped_by
 
     evaluation = trainer.evaluate()
+    trainer.log(schedule.steps, evaluation)
     acceptance.measure("after", evaluation)
     trainer.close()
     with whole_parameters(wrapped):

@@ -63,7 +63,7 @@ class Trainer:
     after_step: Callable[[int], None] | None = None
 
     def fit(self, first: int) -> int:
-        """Steps `first` .. the last one of the schedule, saving and evaluating on the way.
+        """Steps `first` .. the last one of the schedule, saving and evaluating on the way; not after the last one.
 
         Returns:
             The number of a signal that asked to stop (a checkpoint was saved), or 0.
@@ -72,7 +72,7 @@ class Trainer:
             for step in range(first + 1, self.schedule.steps + 1):
                 metrics = self.step(step)
                 if step % self.logging_steps == 0 or step == self.schedule.steps:
-                    self._log(step, metrics)
+                    self.log(step, metrics)
                 if self.after_step:
                     self.after_step(step)
                 stopping = largest(stop.received, self.device.torch_device)  # all stop at the same step
@@ -80,8 +80,8 @@ class Trainer:
                     self._save(step)
                 if stopping:
                     return stopping
-                if step % self.plan.eval_steps == 0 or step == self.schedule.steps:
-                    self._log(step, self.evaluate())
+                if step % self.plan.eval_steps == 0 and step < self.schedule.steps:
+                    self.log(step, self.evaluate())
                 if self.checkpointer:
                     self.checkpointer.poll()
         return 0
@@ -185,7 +185,8 @@ class Trainer:
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total.tolist()
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Give metrics to all sinks."""
         if metrics:
             for sink in self.sinks:
                 sink.log(step, metrics)
