@@ -36,7 +36,7 @@ def numbers_of_tokens_can_be_compared(args: BenchArgs, ground: Ground) -> Iterat
 def concurrency_can_be(args: BenchArgs, ground: Ground) -> Iterator[Problem]:
     numbers = args.concurrency
     text = ",".join(map(str, numbers))
-    if min(numbers, default=0) < 1:
+    if not numbers or min(numbers) < 1:
         yield f"--concurrency {text}: at least one request must be under way", "for example --concurrency 1,8"
     if len(set(numbers)) < len(numbers):
         yield f"--concurrency {text} names a number twice", "name it once; --rounds repeats what is measured"
