@@ -61,16 +61,16 @@ def convert(option: Option, value: Any) -> Any:
         UserError: the problem begins with what the option takes; the caller puts the option's name before it.
     """
     kind, may_be_none = split_type(option.type)
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if isinstance(value, str) and value in choices:  # "none" may be one of them
+        return value
     empty = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
     if empty and may_be_none:
         return None
     if typing.get_origin(kind) is list:
         value = [] if empty or value in (["none"], ["null"]) else value
         return _to_ints(value) if typing.get_args(kind) == (int,) else _to_list(value)
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value in choices:
-            return value
+    if choices:
         suggestion = near(str(value), choices)
         raise UserError(
             f"takes {' or '.join(choices)}, not {_show(value)}", f"did you mean {suggestion}?" if suggestion else ""

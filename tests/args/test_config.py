@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from swiftlite.args.commands import BenchArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, DeployArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import convert, from_config, near, read_file, to_config, write_config
 from swiftlite.args.docs import options
 from swiftlite.errors import OptionError, UserError
@@ -49,6 +49,14 @@ def test_convert(name, value, expected):
     result = convert(OPTIONS[name], value)
     assert result == expected
     assert type(result) is type(expected)
+
+
+def test_none_is_a_choice_before_it_is_no_value():
+    """`deploy` drafts when --speculative is unset, and does not when it is none."""
+    speculative = options(DeployArgs)["speculative"]
+    assert convert(speculative, "none") == "none"
+    assert convert(speculative, None) is None
+    assert convert(speculative, "null") is None
 
 
 @pytest.mark.parametrize(
