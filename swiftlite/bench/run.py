@@ -210,7 +210,7 @@ def to_json(args: BenchArgs, runs: Sequence[Run], is_complete: bool) -> dict[str
 def describe_surroundings(args: BenchArgs) -> dict[str, Any]:
     """What was asked, of which versions, on what machine."""
     distributions = importlib.metadata.packages_distributions()
-    names = ["torch", "transformers", *distributions[args.infer_backend]]
+    names = ["torch", "transformers", *distributions.get(args.infer_backend, ())]
     gpus = []
     if shutil.which("nvidia-smi"):  # torch would take memory of the GPU to answer
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 
 import pytest
 
@@ -21,13 +22,16 @@ from swiftlite.bench.run import (
     deploy_line,
     ends_at_sigterm,
     load,
+    measure,
     recommendations,
     table,
     to_json,
 )
+from swiftlite.bench.server import free_url
 from swiftlite.cli.parse import parse
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
+from swiftlite.infer.engine import Sampling
 from swiftlite.infer.served_model import read_model
 from swiftlite.model.acceptance import DraftCounts
 from tests.tiny import make_tiny_hf
@@ -119,6 +123,24 @@ def test_prompts_that_cannot_be_sent(tmp_path):
     for options, name in ({"max_model_len": 30}, "--max_model_len 30"), ({"max_new_tokens": 510}, "max_position_emb"):
         with pytest.raises(UserError, match=rf"rows.jsonl:1: the prompt has \d+ tokens; .*{name}"):
             prompts(concurrency=[1], **options)
+
+
+def test_a_server_that_dies_while_it_is_asked(tmp_path):
+    script = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        print("out of memory", flush=True)
+        os._exit(3)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+    url, port = free_url()
+    command, log = [sys.executable, "-c", script, str(port)], tmp_path / "log"
+    with pytest.raises(UserError, match=r"the server stopped answering: [^|]*its log ends so:[^~]*out of memory"):
+        measure(BenchArgs(concurrency=[1, 2]), 0, url, command, {}, [[1], [2]], Sampling(4), log)
 
 
 def test_sigterm_ends_what_is_under_way():
