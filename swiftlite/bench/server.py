@@ -16,6 +16,7 @@ from swiftlite.errors import UserError
 # Engines finish what they hold and stop their workers; vLLM on a CPU needs 2 s.
 SECONDS_TO_STOP = 60
 LINES_TO_SHOW = 15
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine, whatever http_proxy says
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def free_url(host: str = "127.0.0.1") -> tuple[str, int]:
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=30) as response:
+        with _opener.open(f"{url}/health", timeout=30) as response:
             return response.status == 200
     except OSError:  # refused, or not healthy yet
         return False

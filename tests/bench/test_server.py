@@ -30,7 +30,8 @@ def start(tmp_path, *words: str):
     return server.serve([sys.executable, "-c", SCRIPT, str(port), *words], {"NAME": "x"}, url, tmp_path / "log")
 
 
-def test_nothing_is_left_of_a_server(tmp_path):
+def test_nothing_is_left_of_a_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
     with start(tmp_path, "child") as running:
         assert not running.has_ended()
         child = int(running.log.read_text().splitlines()[0])
