@@ -105,7 +105,7 @@ def test_a_server_that_cannot_start(commands: Commands, bench: list[str]):
     done = commands.run(*bench, "--vllm_engine_kwargs", '{"bogus": 1}')
     assert done.returncode == 1
     assert "swiftlite: the server ended with code 2 before it was ready" in done.stderr
-    assert "unrecognized arguments: --bogus 1" in done.stderr
+    assert "unrecognized arguments: --bogus" in done.stderr
     assert "out/server_0.log" in done.stderr
     assert not (commands.directory / "out" / "bench.json").exists()
     assert left_of(commands.directory) == []
