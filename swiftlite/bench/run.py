@@ -41,6 +41,9 @@ from swiftlite.infer.run import encode_prompt
 from swiftlite.infer.served_model import ServedModel, read_model
 from swiftlite.log import logger
 
+# Two servers that draft nothing differ by a few percent on a machine of their own.
+MUCH_DRIFT = 0.1
+
 
 @dataclass(frozen=True)
 class Run:
@@ -92,6 +95,8 @@ def run(args: BenchArgs) -> None:
     write_durably(output_dir / "bench.svg", draw(*curves(runs)))
     print(table(runs, choices))
     print(recommendations(args, choices))
+    for warning in warnings(choices):
+        logger.warning("%s", warning)
     logger.info("%s and bench.svg", output_dir / "bench.json")
 
 
@@ -271,6 +276,16 @@ def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
         )
     commands = {choice.num_speculative_tokens: deploy_line(args, choice) for choice in choices.values()}
     return "\n".join([*lines, *(f"\n    {command}" for command in commands.values())])
+
+
+def warnings(choices: dict[int, Choice]) -> list[str]:
+    """What the machine did by itself, where that is much."""
+    return [
+        f"{concurrency} at once: without drafts, tokens/s at the end were {1 + choice.drift:.2f}x those at the "
+        "beginning: something else was at work here; ratios are no better than that"
+        for concurrency, choice in choices.items()
+        if abs(choice.drift) > MUCH_DRIFT
+    ]
 
 
 def deploy_line(args: BenchArgs, choice: Choice) -> str:

@@ -26,6 +26,7 @@ from swiftlite.bench.run import (
     recommendations,
     table,
     to_json,
+    warnings,
 )
 from swiftlite.bench.server import free_url
 from swiftlite.cli.parse import parse
@@ -77,6 +78,12 @@ def test_what_is_recommended_is_what_was_measured():
         words = shlex.split(line)
         assert words[:2] == ["swiftlite", "deploy"]
         assert parse(DeployArgs, words[2:], "deploy")[0] == deploy_args(ARGS, k)
+
+
+def test_a_machine_that_changed_is_named():
+    assert warnings(choose_all(RUNS)) == []
+    (warning,) = warnings(choose_all([*RUNS[:-1], server(0, 1.05, 1.0)]))
+    assert warning.startswith("8 at once: without drafts, tokens/s at the end were 0.50x those at the beginning")
 
 
 def test_another_drafter_is_deployed_as_it_was_measured():
