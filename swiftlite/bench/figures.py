@@ -62,6 +62,11 @@ class Measured:
     counts: DraftCounts | None
 
     @property
+    def mean_accepted_length(self) -> float:
+        """Tokens of a step."""
+        return 1 + self.counts.accepted / max(self.counts.drafts, 1) if self.counts else 1.0
+
+    @property
     def speeds(self) -> list[float]:
         """Tokens per second of each round."""
         return [each.tokens_per_second for each in self.rounds]
@@ -92,7 +97,7 @@ class Measured:
             "time_per_token_ms": _spread([value for value in per_token if value is not None]),
             "tokens_per_round": sum(answer.num_tokens for answer in self.rounds[0].answers),
             "answers_equal": self.num_equal(expected),
-            "mean_accepted_length": 1 + self.counts.accepted / max(self.counts.drafts, 1) if self.counts else 1.0,
+            "mean_accepted_length": self.mean_accepted_length,
             "drafts": self.counts.to_json() if self.counts else None,
         }
 
@@ -121,23 +126,35 @@ class Choice:
     reason: str
 
 
-def choose(first: Sequence[float], speeds: Mapping[int, Sequence[float]], last: Sequence[float]) -> Choice:
+def choose(
+    first: Sequence[float],
+    speeds: Mapping[int, Sequence[float]],
+    last: Sequence[float],
+    lengths: Mapping[int, float],
+) -> Choice:
     """The number with the most tokens per second of those that are surely faster than not drafting; else 0.
 
     Args:
         first, last: rounds of not drafting, before and after all others: what the machine itself varies by.
         speeds: rounds for each number of tokens above 0.
+        lengths: the mean accepted length of each. A step that verifies drafts takes no less than a plain one, so no
+            number can be faster by more than this; what was measured beyond it is the machine's.
     """
     plain = [*first, *last]
     ratios = {k: float(np.median(each) / np.median(plain)) for k, each in speeds.items()}
     drift = float(np.median(last) / np.median(first)) - 1
-    limit = np.percentile(plain, FAST_END)
-    surely = [k for k, each in speeds.items() if np.percentile(each, SLOW_END) > limit]
+    limit, middle = np.percentile(plain, FAST_END), np.median(plain)
+    surely = [k for k, each in speeds.items() if min(np.percentile(each, SLOW_END), lengths[k] * middle) > limit]
     best = max(ratios, key=ratios.__getitem__)
     if surely:
         chosen = max(surely, key=ratios.__getitem__)
         return Choice(chosen, ratios, drift, f"{ratios[chosen]:.2f}x the tokens/s of drafting nothing")
-    if ratios[best] > 1:
+    if ratios[best] > lengths[best]:
+        reason = (
+            f"{best} was {ratios[best]:.2f}x, more than the {lengths[best]:.2f} tokens of its steps can give: the "
+            "machine changed"
+        )
+    elif ratios[best] > 1:
         reason = f"{best} would be {ratios[best]:.2f}x, which is within what rounds differ by"
     else:
         reason = f"drafting is slower, {ratios[best]:.2f}x at best"

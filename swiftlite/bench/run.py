@@ -181,6 +181,7 @@ def choose_all(runs: Sequence[Run]) -> dict[int, Choice]:
             plain.speeds,
             {each.num_speculative_tokens: each.measured[place].speeds for each in drafting},
             last.measured[place].speeds,
+            {each.num_speculative_tokens: each.measured[place].mean_accepted_length for each in drafting},
         )
         for place, plain in enumerate(first.measured)
     }

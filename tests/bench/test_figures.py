@@ -60,7 +60,7 @@ def test_without_drafts_or_with_single_tokens_there_is_less_to_say():
     ],
 )
 def test_the_choice(speeds, last, chosen, reason):
-    choice = choose([100, 100, 100], speeds, last)
+    choice = choose([100, 100, 100], speeds, last, {1: 2.0, 2: 3.0})
     assert choice.num_speculative_tokens == chosen
     assert reason in choice.reason
     assert choice.drift == pytest.approx(last[0] / 100 - 1)
@@ -68,4 +68,14 @@ def test_the_choice(speeds, last, chosen, reason):
 
 def test_one_slow_round_of_many_does_not_hide_a_gain():
     plain = [100.0] * 12
-    assert choose(plain, {1: [150.0] * 11 + [50.0]}, plain).num_speculative_tokens == 1
+    assert choose(plain, {1: [150.0] * 11 + [50.0]}, plain, {1: 2.0}).num_speculative_tokens == 1
+
+
+def test_nothing_is_faster_by_more_than_its_accepted_length():
+    """Random heads on a machine that others slowed down meanwhile, as it was measured."""
+    first, last = [38.8, 111.4, 60.2, 54.5, 38.5], [19.9, 44.2, 29.6, 22.8, 37.8]
+    speeds = {1: [87.8, 84.8, 94.9, 94.3, 88.8]}
+    choice = choose(first, speeds, last, {1: 1.0})
+    assert choice.num_speculative_tokens == 0
+    assert "more than the 1.00 tokens of its steps can give" in choice.reason
+    assert choose(first, speeds, last, {1: 3.0}).num_speculative_tokens == 1
