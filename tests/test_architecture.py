@@ -17,7 +17,7 @@ LEVELS = (
     {"model"},
     {"families"},
     {"train", "infer"},
-    {"evaluate"},
+    {"evaluate", "bench"},
     {"export"},
     {"cli"},
 )

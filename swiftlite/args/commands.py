@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftlite.args.fields import (
+    BenchmarkArgs,
     DataArgs,
     DistributedArgs,
     EngineArgs,
@@ -86,6 +87,30 @@ class InferArgs(GenerationArgs, VllmArgs, SpeculationArgs, EngineArgs, ModelArgs
 @dataclass(frozen=True)
 class DeployArgs(SglangArgs, VllmArgs, SpeculationArgs, ServerArgs, ModelArgs):
     """Serve a Hugging Face model with an engine's own OpenAI-compatible server, MTP heads drafting."""
+
+
+@dataclass(frozen=True)
+class BenchArgs(VllmArgs, BenchmarkArgs, ModelArgs):
+    """Measure an engine's server with and without drafts at each concurrency, and say how many tokens to draft."""
+
+
+def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
+    """The options by which `deploy` starts the server that `bench` measures."""
+    drafts = num_speculative_tokens > 0
+    given = args.vllm_speculative_config
+    config = {**given, "num_speculative_tokens": num_speculative_tokens} if given is not None and drafts else None
+    return DeployArgs(
+        model=args.model,
+        torch_dtype=args.torch_dtype,
+        trust_remote_code=args.trust_remote_code,
+        infer_backend=args.infer_backend,
+        speculative="mtp" if drafts else "none",
+        num_speculative_tokens=num_speculative_tokens if drafts and config is None else None,
+        max_model_len=args.max_model_len,
+        vllm_engine_kwargs=args.vllm_engine_kwargs,
+        vllm_speculative_config=config,
+        sglang_engine_kwargs=args.sglang_engine_kwargs,
+    )
 
 
 @dataclass(frozen=True)

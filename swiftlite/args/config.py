@@ -61,15 +61,16 @@ def convert(option: Option, value: Any) -> Any:
         UserError: the problem begins with what the option takes; the caller puts the option's name before it.
     """
     kind, may_be_none = split_type(option.type)
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if isinstance(value, str) and value in choices:  # "none" may be one of them
+        return value
     empty = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
     if empty and may_be_none:
         return None
     if typing.get_origin(kind) is list:
-        return _to_list([] if empty or value in (["none"], ["null"]) else value)
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value in choices:
-            return value
+        value = [] if empty or value in (["none"], ["null"]) else value
+        return _to_ints(value) if typing.get_args(kind) == (int,) else _to_list(value)
+    if choices:
         suggestion = near(str(value), choices)
         raise UserError(
             f"takes {' or '.join(choices)}, not {_show(value)}", f"did you mean {suggestion}?" if suggestion else ""
@@ -89,6 +90,16 @@ def _to_list(value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise UserError(f"takes one or more names, not {_show(value)}")
     return list(value)
+
+
+def _to_ints(value: Any) -> list[int]:
+    """`0,1,2` and `0 1 2` from the command line are the same; a file may hold numbers."""
+    entries = value if isinstance(value, list) else [value]
+    return [
+        _to_int(part)
+        for entry in entries
+        for part in (filter(None, entry.split(",")) if isinstance(entry, str) else [entry])
+    ]
 
 
 def _to_dict(name: str, value: Any) -> dict[str, Any]:

@@ -320,6 +320,35 @@ class EvaluationArgs:
 
 
 @dataclass(frozen=True)
+class BenchmarkArgs:
+    """Benchmark"""
+
+    val_dataset: list[str] = field(default_factory=list)
+    """Files with prompts (rows as for sft; the last assistant turn is left out)."""
+    output_dir: str = ""
+    """Directory for bench.json, bench.svg and the servers' logs; it may exist."""
+    infer_backend: Literal["vllm", "sglang"] = "vllm"
+    """Engine whose server is measured, as `deploy` starts it."""
+    num_speculative_tokens: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
+    """Tokens to draft per step, a server for each; 0 drafts nothing and must be among them."""
+    concurrency: list[int] = field(default_factory=lambda: [1, 8, 32])
+    """Requests that are under way at once."""
+    rounds: int = 5
+    """Times that every prompt is sent at each concurrency; more tell a small gain from noise."""
+    max_prompts: int = 64
+    """Prompts of the files that are sent, the first ones."""
+    max_new_tokens: int = 128
+    """Longest answer in tokens."""
+    max_model_len: int | None = None
+    """Longest prompt plus answer. Unset: the model's own limit."""
+    system: str | None = None
+    """System prompt for rows that bring none."""
+    sglang_engine_kwargs: dict[str, Any] | None = None
+    """JSON: options of SGLang's server by their names with underscores, on top of what swiftlite sets; null removes
+    one."""
+
+
+@dataclass(frozen=True)
 class GenerationArgs:
     """Generation"""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.args.commands import DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.errors import UserError
 
 
@@ -33,6 +33,7 @@ COMMANDS = (
     Command("infer", InferArgs, "swiftlite.infer.run:run", "generate, heads drafting, count what is accepted", False),
     Command("deploy", DeployArgs, "swiftlite.infer.deploy:run", "an engine's own server, heads drafting", False),
     Command("evaluate", EvaluateArgs, "swiftlite.evaluate.run:run", "how often the heads are right, by channel", False),
+    Command("bench", BenchArgs, "swiftlite.bench.run:run", "how many tokens to draft, by measured speed", False),
     Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "what works here, and is this model whole", False),
 )
 

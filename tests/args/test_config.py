@@ -5,12 +5,12 @@ import json
 import pytest
 import yaml
 
-from swiftlite.args.commands import ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, DeployArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import convert, from_config, near, read_file, to_config, write_config
 from swiftlite.args.docs import options
 from swiftlite.errors import OptionError, UserError
 
-OPTIONS = options(SftArgs) | options(InferArgs)
+OPTIONS = options(SftArgs) | options(InferArgs) | {"concurrency": options(BenchArgs)["concurrency"]}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,10 @@ OPTIONS = options(SftArgs) | options(InferArgs)
         ("dataset", ["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"]),
         ("dataset", "a.jsonl", ["a.jsonl"]),
         ("val_dataset", ["none"], []),
+        ("concurrency", ["1,8", "32"], [1, 8, 32]),
+        ("concurrency", "1,8", [1, 8]),
+        ("concurrency", [1, 8], [1, 8]),
+        ("concurrency", 8, [8]),
         ("val_dataset", None, []),
         ("system", "none", None),
         ("model", "none", "none"),
@@ -47,6 +51,14 @@ def test_convert(name, value, expected):
     assert type(result) is type(expected)
 
 
+def test_none_is_a_choice_before_it_is_no_value():
+    """`deploy` drafts when --speculative is unset, and does not when it is none."""
+    speculative = options(DeployArgs)["speculative"]
+    assert convert(speculative, "none") == "none"
+    assert convert(speculative, None) is None
+    assert convert(speculative, "null") is None
+
+
 @pytest.mark.parametrize(
     ("name", "value", "problem", "hint"),
     [
@@ -58,6 +70,7 @@ def test_convert(name, value, expected):
         ("tensorboard", "maybe", "takes true or false, not 'maybe'", ""),
         ("mtp_mode", "jonit", "takes joint or heads_only, not 'jonit'", "did you mean joint?"),
         ("mtp_mode", 3, "takes joint or heads_only, not 3", ""),
+        ("concurrency", "1,x", "takes a whole number, not 'x'", ""),
         ("dataset", 5, "takes one or more names, not 5", ""),
         ("dataset", ["a", 5], "takes one or more names, not ['a', 5]", ""),
         ("system", 5, "takes text, not 5", "put it in quotes"),

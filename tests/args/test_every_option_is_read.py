@@ -18,6 +18,7 @@ READERS = {
     "export": ["export", "model", "args/layout.py"],
     "infer": ["infer"],
     "evaluate": ["evaluate"],
+    "bench": ["bench", "args/commands.py"],
     "doctor": ["cli/doctor.py", "args/memory.py"],
     "deploy": ["infer/deploy.py"],
 }

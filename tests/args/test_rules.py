@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite.args import rules
-from swiftlite.args.commands import DeployArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.args.rules import common
 from swiftlite.cli.table import COMMANDS
@@ -37,6 +37,7 @@ def here(tmp_path, monkeypatch):
 SFT = SftArgs(model="plain", dataset=["train.jsonl"], output_dir="out")
 EXPORT = ExportArgs(model="run", output_dir="hf", to_hf=True)
 INFER = InferArgs(model="mtp2", val_dataset=["val.jsonl"], speculative="mtp")
+BENCH = BenchArgs(model="mtp2", val_dataset=["val.jsonl"], output_dir="out")
 DEPLOY = DeployArgs(model="mtp2", infer_backend="sglang", dry_run=True)
 CHAIN = {
     "sglang_speculative_num_steps": 2,
@@ -501,6 +502,44 @@ def test_deploy_needs_the_engine_but_to_print_a_command_for_sglang(here, monkeyp
     assert hint.endswith("or add --dry_run")
     ((problem, _),) = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm"))
     assert problem == "--infer_backend vllm, but it is not installed"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"val_dataset": []}, "--val_dataset is required", "give files with prompts"),
+        ({"output_dir": ""}, "--output_dir is required", "name the directory"),
+        ({"num_speculative_tokens": [1, 2]}, "--num_speculative_tokens 1,2: drafting is compared with not", "give 0"),
+        ({"num_speculative_tokens": [0]}, "--num_speculative_tokens 0: drafting is compared with not", "tokens 0,1"),
+        ({"num_speculative_tokens": [0, 1, 1]}, "--num_speculative_tokens 0,1,1 names a number twice", "--rounds"),
+        ({"num_speculative_tokens": [0, 1, -1]}, "one cannot draft -1 tokens", ""),
+        ({"concurrency": [1, 0]}, "--concurrency 1,0: at least one request", "1,8"),
+        ({"concurrency": []}, "--concurrency : at least one request", "1,8"),
+        ({"concurrency": [8, 8]}, "--concurrency 8,8 names a number twice", "--rounds"),
+        ({"max_prompts": 8}, "--concurrency 32 with --max_prompts 8: so many are never under way", "128"),
+        ({"rounds": 0}, "--rounds 0 must be at least 1", ""),
+        ({"model": "plain"}, "plain/config.json promises no MTP layer", "train heads"),
+        ({"vllm_speculative_config": {"num_speculative_tokens": 2}}, "of which bench tries several", "leave it out"),
+        ({"sglang_engine_kwargs": {}}, "--sglang_engine_kwargs with --infer_backend vllm", "--infer_backend sglang"),
+        (
+            {"vllm_engine_kwargs": {"speculative_config": {}}},
+            "--vllm_engine_kwargs has 'speculative_config'",
+            "--vllm_speculative_config",
+        ),
+    ],
+)
+def test_bench(here, monkeypatch, change, problem, hint):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    ((found, advice),) = problems_of(dataclasses.replace(BENCH, **change))
+    assert problem in found
+    assert hint in advice
+
+
+def test_bench_needs_the_engine(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for backend in ("vllm", "sglang"):
+        ((problem, _),) = problems_of(dataclasses.replace(BENCH, infer_backend=backend))
+        assert problem == f"--infer_backend {backend}, but it is not installed"
 
 
 def test_doctor(here):

@@ -65,7 +65,7 @@ def test_unknown_command(swiftlite, argv, near):
 def test_a_command_like_no_other(swiftlite):
     result = swiftlite("xyzzy")
     assert result.returncode == 2
-    assert "commands: megatron sft, export, infer, deploy, evaluate, doctor" in result.stderr
+    assert "commands: megatron sft, export, infer, deploy, evaluate, bench, doctor" in result.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
@@ -94,6 +94,7 @@ def test_a_reader_that_closes_early_is_no_error(tmp_path):
         (["export", "--to_hf"], 2),
         (["infer", "--model", "nowhere"], 2),
         (["deploy", "--model", "nowhere"], 2),
+        (["bench", "--model", "nowhere"], 2),
         (["doctor"], 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),

@@ -40,7 +40,9 @@ def commands(text: str) -> list[list[str]]:
     """Every `swiftlite ...` command line of a page or script, continuation lines joined, as words."""
     text = re.sub(r"\\\n\s*", " ", text)
     before = r"^(?:\s*|show_and_run |[A-Z_]+=\S+ )"
-    lines = re.findall(before + r"swiftlite ((?:megatron sft|export|infer|deploy|doctor)\b.*)$", text, re.MULTILINE)
+    lines = re.findall(
+        before + r"swiftlite ((?:megatron sft|export|infer|deploy|bench|doctor)\b.*)$", text, re.MULTILINE
+    )
     return [shlex.split(line, comments=True) for line in lines]
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
-from swiftlite.args.rules import deploy, doctor, evaluate, export, infer, sft
+from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.rules import bench, deploy, doctor, evaluate, export, infer, sft
 from swiftlite.args.rules.ground import Ground, Problem, config_directory, read_hf_config
 from swiftlite.errors import OptionError
 
@@ -40,6 +40,7 @@ _RULES: dict[type, tuple[Callable[[Any, Ground], Iterator[Problem]], ...]] = {
     InferArgs: infer.RULES,
     DeployArgs: deploy.RULES,
     EvaluateArgs: evaluate.RULES,
+    BenchArgs: bench.RULES,
     DoctorArgs: doctor.RULES,
 }
 _NOTES: dict[type, tuple[Callable[[Any, Ground], Iterator[str]], ...]] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.args.layout import layout_of, layout_problems, num_experts, process_problems
 from swiftlite.args.plan import resolved_mtp_depth
@@ -70,6 +70,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "pipeline_model_parallel_size": (1, math.inf, "[)"),
     "port": (1, 65535, "[]"),
     "recompute_num_layers": (1, math.inf, "[)"),
+    "rounds": (1, math.inf, "[)"),
     "save_steps": (1, math.inf, "[)"),
     "save_total_limit": (1, math.inf, "[)"),
     "seed": (0, 2**32, "[)"),
@@ -92,7 +93,7 @@ def numbers_are_in_range(args: Any, ground: Ground) -> Iterator[Problem]:
 
 def numbers_out_of_range(args: Any) -> Iterator[Problem]:
     for name, value in vars(args).items():
-        if name in RANGES and value is not None and not _in_range(value, *RANGES[name]):
+        if name in RANGES and isinstance(value, int | float) and not _in_range(value, *RANGES[name]):
             low, high, ends = RANGES[name]
             above = f"{'at least' if ends[0] == '[' else 'above'} {low}"
             below = f" and {'at most' if ends[1] == ']' else 'below'} {high}" if high < math.inf else ""
@@ -201,7 +202,7 @@ def layout_fits(args: Any, ground: Ground) -> Iterator[Problem]:
     yield from process_problems(layout, ground.world_size)
 
 
-def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs, ground: Ground) -> Iterator[Problem]:
+def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, ground: Ground) -> Iterator[Problem]:
     for name in args.val_dataset:
         yield from file_problems("--val_dataset", name, DATA_SUFFIXES)
 

@@ -1,0 +1,101 @@
+"""An engine's server as a process of its own, from its start until nothing of it is left."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swiftlite.errors import UserError
+
+# Engines finish what they hold and stop their workers; vLLM on a CPU needs 2 s.
+SECONDS_TO_STOP = 60
+LINES_TO_SHOW = 15
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine, whatever http_proxy says
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that was started to serve.
+
+    Attributes:
+        url: where it listens, without a path.
+        log: file with all that it prints.
+    """
+
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def failure(self, what: str) -> UserError:
+        """What to tell the user when it did not do its part: the end of its log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_TO_SHOW:]
+        tail = "".join(f"\n    | {line}" for line in lines)
+        return UserError(f"{what}; its log ends so:{tail}", f"all of it: {self.log}")
+
+
+@contextlib.contextmanager
+def serve(command: Sequence[str], variables: Mapping[str, str], url: str, log: Path) -> Iterator[Server]:
+    """Start a server, wait until it is healthy, and stop it with all its children.
+
+    Args:
+        command: makes it listen at `url`.
+        variables: of its environment, beside those of this process.
+
+    Raises:
+        UserError: it ended before it was healthy.
+    """
+    with log.open("wb") as stream:
+        # A session of its own: Ctrl-C is for us alone, and what its children leave behind can be found.
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = Server(process, url, log)
+    try:
+        while not _is_healthy(url):
+            if server.has_ended():
+                raise server.failure(f"the server ended with code {process.returncode} before it was ready")
+            time.sleep(0.5)
+        yield server
+    finally:
+        _stop(process)
+
+
+def free_url(host: str = "127.0.0.1") -> tuple[str, int]:
+    """An address that nobody listens at now, and its port."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    return f"http://{host}:{port}", port
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with _opener.open(f"{url}/health", timeout=30) as response:
+            return response.status == 200
+    except OSError:  # refused, or not healthy yet
+        return False
+
+
+def _stop(process: subprocess.Popen) -> None:
+    try:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_STOP)
+    finally:  # also at a second Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

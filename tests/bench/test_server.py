@@ -1,0 +1,61 @@
+"""A server's process: waited for, stopped with its children, and quoted when it fails."""
+
+import sys
+import time
+
+import psutil
+import pytest
+
+from swiftlite.bench import server
+from swiftlite.errors import UserError
+
+# Serves /health after a start; `child` is a process that would outlive it, `stubborn` one that does not stop.
+SCRIPT = """
+import http.server, os, signal, subprocess, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(os.environ["NAME"].encode())
+if "child" in sys.argv:
+    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def start(tmp_path, *words: str):
+    url, port = server.free_url()
+    return server.serve([sys.executable, "-c", SCRIPT, str(port), *words], {"NAME": "x"}, url, tmp_path / "log")
+
+
+def test_nothing_is_left_of_a_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
+    with start(tmp_path, "child") as running:
+        assert not running.has_ended()
+        child = int(running.log.read_text().splitlines()[0])
+        assert psutil.pid_exists(child)
+    assert running.has_ended()
+    deadline = time.monotonic() + 30  # whoever adopted it has yet to reap it
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_server_that_does_not_stop_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "SECONDS_TO_STOP", 0.2)
+    with start(tmp_path, "stubborn") as running:
+        pass
+    assert running.process.returncode == -9
+
+
+def test_a_server_that_does_not_start_is_quoted(tmp_path):
+    script = "import sys; print(*range(40), sep='\\n'); sys.exit('no memory')"
+    url, _ = server.free_url()
+    with pytest.raises(UserError) as caught, server.serve([sys.executable, "-c", script], {}, url, tmp_path / "log"):
+        pass
+    assert caught.value.problem.startswith("the server ended with code 1 before it was ready")
+    assert "no memory" in caught.value.problem
+    assert caught.value.problem.count("\n") == server.LINES_TO_SHOW
+    assert str(tmp_path / "log") in caught.value.hint
