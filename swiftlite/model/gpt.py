@@ -151,8 +151,10 @@ class GPTModel(McoreGPTModel):
         states_SBH = [hidden_SBH]
         if self.mtp_process:
             taken_SBH = hidden_SBH if before_SBH is None else before_SBH
+            if is_frozen:
+                taken_SBH = taken_SBH.detach()
             states_SBH += self.forward_mtp(
-                taken_SBH.detach() if is_frozen else taken_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
+                taken_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
             )
         elif is_behind_mtp:
             states_SBH = list(hidden_SBH.chunk(1 + depth))
