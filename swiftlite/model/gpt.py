@@ -146,13 +146,13 @@ class GPTModel(McoreGPTModel):
             hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, attention_mask, packed_seq_params)
         if is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
+            if before_SBH is not None:
+                before_SBH = _NoGradient.apply(before_SBH, self.decoder.input_tensor)
         if takes_before_norm and before_SBH is None:
             before_SBH, hidden_SBH = hidden_SBH.chunk(2)
         states_SBH = [hidden_SBH]
         if self.mtp_process:
             taken_SBH = hidden_SBH if before_SBH is None else before_SBH
-            if is_frozen:
-                taken_SBH = taken_SBH.detach()
             states_SBH += self.forward_mtp(
                 taken_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
             )

@@ -21,6 +21,7 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.model import build
 from swiftlite.model.build import build_config, build_model
+from swiftlite.model.drafting import Drafting
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime import distributed
 from swiftlite.runtime.compat import MCORE_VERSION
@@ -49,7 +50,7 @@ def stock_model(hf_dir: Path, device: Any, per_token: bool = True) -> Any:
         head.module = StockMtpLayer
     model = StockGPTModel(
         config=config,
-        transformer_layer_spec=decoder_spec(config, 0, config.num_layers),  # pyright: ignore[reportArgumentType]
+        transformer_layer_spec=decoder_spec(config, 0, config.num_layers, Drafting()),  # pyright: ignore[reportArgumentType]
         mtp_block_spec=heads,  # pyright: ignore[reportArgumentType]
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
