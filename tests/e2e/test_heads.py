@@ -1,11 +1,15 @@
 """Heads of a base model on a fine-tuned trunk, re-aligned for several drafts each, and what engines are told of it."""
 
+import importlib.util
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import Commands
+from tests.infer.reference import Reference, write_trained
+from tests.model.test_unroll import train_head
 from tests.tiny import make_tiny_hf
 
 
@@ -42,3 +46,25 @@ def test_graft_unroll_export_infer(commands: Commands, dataset):
         "--max_new_tokens 8".split()
     ).stderr
     assert "drafting 3 tokens per step" in log
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_accepts_more_late_drafts_of_an_unrolled_head(vllm, tmp_path, device):
+    """Same trunk, same fresh head, same steps on the trunk's own text; counted on prompts that are not among it."""
+    write_trained(tmp_path / "trunk", "qwen3", depth=1)
+    trunk = Reference.load(tmp_path / "trunk", "qwen3", depth=1)
+    torch.manual_seed(0)
+    first = torch.randperm(128)[:, None].tolist()
+    rows_BS = torch.tensor([prompt + trunk.greedy(prompt, 23) for prompt in first[32:]])
+    shares = {}
+    for loss in ("ce", "kl"):
+        for unroll in (1, 3):
+            head = tmp_path / f"{loss}{unroll}"
+            train_head(tmp_path / "trunk", head, rows_BS, device, unroll=unroll, mtp_loss=loss)
+            counts = vllm(head, first[:32], 24, 3).counts
+            shares[loss, unroll] = [count / counts.drafts for count in counts.accepted_per_position]
+            print(loss, unroll, counts.drafts, [f"{share:.2f}" for share in shares[loss, unroll]])
+        # Some 300 drafts: 0.04 is a standard deviation.
+        assert shares[loss, 3][1] > shares[loss, 1][1] + 0.1
+        assert shares[loss, 3][2] > shares[loss, 1][2] + 0.1
