@@ -1,11 +1,14 @@
 """`evaluate` and the gate of `export` as commands, on heads that learned and on the same ones damaged."""
 
+import importlib.util
 import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.e2e import vllm_here
 
 pytestmark = pytest.mark.gloo
 
@@ -46,3 +49,29 @@ def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_pat
     )
     assert "written nevertheless, as --force says" in forced.stderr
     assert (tmp_path / "bad" / "config.json").exists()
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_one_pass_over_its_own_answers_says_what_vllm_counts(commands, sft, tmp_path):
+    """Held-out prompts. The answers are the model's own: those are what an engine drafts."""
+    learned = [*sft, "--train_iters", 60, "--save_steps", 60, "--lr", 3e-3, "--mtp_loss_scaling_factor", 1]
+    commands.ok(*learned, "--acceptance_samples", 0, "--output_dir", "run")
+    commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(40, 100)))
+    common = ["--model", "hf", "--torch_dtype", "float32", "--infer_backend", "vllm", "--max_new_tokens", 48]
+    commands.ok(*("infer", *common, "--val_dataset", prompts, "--result_path", "own.jsonl"), **vllm_here.ENVIRONMENT)
+    done = commands.ok(
+        *("evaluate", *common, "--dataset", "own.jsonl", "--max_prompts", 60, "--output_dir", "out"),
+        **vllm_here.ENVIRONMENT,
+    )
+    print(done.stdout)
+    measured = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]
+    forced, replayed, counted = (measured[how]["all"] for how in ("teacher_forced", "replayed", "vllm"))
+    print(forced, replayed, counted)
+    (counted_share,), (replayed_share,) = (each["acceptance_per_position"] for each in (counted, replayed))
+    assert counted["drafts"] > 300  # 0.03 is a standard deviation, and the three see the same answers
+    assert 0.2 < counted_share < 0.95
+    assert abs(replayed_share - counted_share) < 0.01
+    assert abs(forced["heads"][0]["acceptance"] - counted_share) < 0.03
