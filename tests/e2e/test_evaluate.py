@@ -62,16 +62,14 @@ def test_one_pass_over_its_own_answers_says_what_vllm_counts(commands, sft, tmp_
     prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(40, 100)))
     common = ["--model", "hf", "--torch_dtype", "float32", "--infer_backend", "vllm", "--max_new_tokens", 48]
     commands.ok(*("infer", *common, "--val_dataset", prompts, "--result_path", "own.jsonl"), **vllm_here.ENVIRONMENT)
-    done = commands.ok(
+    commands.ok(
         *("evaluate", *common, "--dataset", "own.jsonl", "--max_prompts", 60, "--output_dir", "out"),
         **vllm_here.ENVIRONMENT,
     )
-    print(done.stdout)
     measured = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]
-    forced, replayed, counted = (measured[how]["all"] for how in ("teacher_forced", "replayed", "vllm"))
-    print(forced, replayed, counted)
-    (counted_share,), (replayed_share,) = (each["acceptance_per_position"] for each in (counted, replayed))
-    assert counted["drafts"] > 300  # 0.03 is a standard deviation, and the three see the same answers
-    assert 0.2 < counted_share < 0.95
-    assert abs(replayed_share - counted_share) < 0.01
-    assert abs(forced["heads"][0]["acceptance"] - counted_share) < 0.03
+    replayed, counted = (measured[how]["all"] for how in ("replayed", "vllm"))
+    assert counted["drafts"] > 200
+    assert 0.2 < counted["acceptance_rate"] < 0.95
+    # The mean over all predictions is another figure: 0.86 where an engine counts 0.79.
+    same = ("drafts", "drafted", "accepted", "acceptance_per_position")
+    assert [replayed[name] for name in same] == [counted[name] for name in same]

@@ -64,7 +64,6 @@ def test_vllm_accepts_more_late_drafts_of_an_unrolled_head(vllm, tmp_path, devic
             train_head(tmp_path / "trunk", head, rows_BS, device, unroll=unroll, mtp_loss=loss)
             counts = vllm(head, first[:32], 24, 3).counts
             shares[loss, unroll] = [count / counts.drafts for count in counts.accepted_per_position]
-            print(loss, unroll, counts.drafts, [f"{share:.2f}" for share in shares[loss, unroll]])
         # Some 300 drafts: 0.04 is a standard deviation.
         assert shares[loss, 3][1] > shares[loss, 1][1] + 0.1
         assert shares[loss, 3][2] > shares[loss, 1][2] + 0.1
