@@ -84,12 +84,11 @@ def replay(agrees_KS: torch.Tensor, counted_KS: torch.Tensor) -> DraftCounts:
     depth, length = agrees_KS.shape
     kept_KS = (agrees_KS & counted_KS).tolist()
     accepted, steps = [0] * depth, 0
-    for begin in range(length):
-        # The first token of an answer comes from the prompt alone, without a draft.
-        if not counted_KS[0, begin] or (begin and counted_KS[0, begin - 1]):
-            continue
-        position = begin + 1
-        while position < length and counted_KS[0, position]:
+    counted = [False, *counted_KS[0].tolist(), False]
+    for begin in (s for s in range(length) if counted[s + 1] and not counted[s]):
+        end = counted.index(False, begin + 1) - 1
+        position = begin + 1  # the first token of an answer comes from the prompt alone, without a draft
+        while position < end:
             steps += 1
             hits = 0
             while hits < depth and kept_KS[hits][position]:

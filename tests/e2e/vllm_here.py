@@ -10,6 +10,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ def serve(
     from vllm.distributed import cleanup_dist_env_and_memory
 
     config = EngineConfig(directory, "float32", num_speculative_tokens=num_speculative_tokens, max_model_len=256)
-    engine = start_engine("vllm", config)
+    engine: Any = start_engine("vllm", config)
     try:
         completions = engine.generate(prompts, Sampling(new_tokens))
         counts = engine.draft_counts()
