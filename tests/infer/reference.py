@@ -111,7 +111,8 @@ class Reference(nn.Module):
         fused = head["projection"](torch.cat(parts, dim=-1))
         before = head["block"](fused, position_embeddings=rotary)
         after = head["output_norm"](before)
-        return (before if self.recycles_state_before_norm else after), after
+        goes_on_alone = k == self.depth - 1
+        return (before if self.recycles_state_before_norm and goes_on_alone else after), after
 
     def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
         """What the heads propose after `tokens`; beyond their number, the last one goes on from its own state."""
