@@ -20,7 +20,7 @@ from swiftlite.log import logger
 from swiftlite.runtime.distributed import session
 
 Measured = dict[str, dict[str, Any]]
-"""How it was measured (teacher_forced, or an engine's name) -> channel -> figures."""
+"""How it was measured (teacher_forced, replayed, or an engine's name) -> channel -> figures."""
 
 
 def run(args: EvaluateArgs) -> None:
@@ -43,11 +43,12 @@ def run(args: EvaluateArgs) -> None:
                 max_bad_rows=args.max_bad_rows,
                 system=args.system,
             )
-            results[name] = {
-                "teacher_forced": teacher_forced(
-                    model.directory, data[name][1].val, torch_dtype=args.torch_dtype, device=device
-                )
+            forced = teacher_forced(model.directory, data[name][1].val, torch_dtype=args.torch_dtype, device=device)
+            replayed = {
+                channel: {"samples": figures["samples"], **figures.pop("replayed")}
+                for channel, figures in forced.items()
             }
+            results[name] = {"teacher_forced": forced, "replayed": replayed}
     if args.infer_backend != "none":
         for name, model in models.items():
             if not model.mtp_depth:
@@ -116,7 +117,7 @@ def table(results: dict[str, Measured]) -> str:
                 f"{rate:.1%}" + (f" ({100 * (rate - olds[k]):+.1f})" if k < len(olds) else "")
                 for k, rate in enumerate(rates(how, figures))
             ]
-            number = figures["samples" if how == "teacher_forced" else "prompts"]
+            number = figures["samples" if "samples" in figures else "prompts"]
             rows.append((how, channel, str(number), *cells, *[""] * (len(rows[0]) - 3 - len(cells))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -70,3 +70,29 @@ def walk(drafts_KS: torch.Tensor, tokens_S: torch.Tensor, first: int) -> DraftCo
             hits += 1
         newest += hits + 1
     return DraftCounts(steps, steps * depth, tuple(accepted))
+
+
+def replay(agrees_KS: torch.Tensor, counted_KS: torch.Tensor) -> DraftCounts:
+    """Follow an engine over rows that are given: a draft is kept where the head says what the trunk says.
+
+    On answers that are the trunk's own this is what an engine counts while it writes them.
+
+    Args:
+        agrees_KS: agrees_KS[k, s] whether the head of depth k+1 and the trunk say the same for the token at s + k + 2.
+        counted_KS: whether that token is to be learned; each run of such tokens is an answer.
+    """
+    depth, length = agrees_KS.shape
+    kept_KS = (agrees_KS & counted_KS).tolist()
+    accepted, steps = [0] * depth, 0
+    counted = [False, *counted_KS[0].tolist(), False]
+    for begin in (s for s in range(length) if counted[s + 1] and not counted[s]):
+        end = counted.index(False, begin + 1) - 1
+        position = begin + 1  # the first token of an answer comes from the prompt alone, without a draft
+        while position < end:
+            steps += 1
+            hits = 0
+            while hits < depth and kept_KS[hits][position]:
+                accepted[hits] += 1
+                hits += 1
+            position += hits + 1
+    return DraftCounts(steps, steps * depth, tuple(accepted))

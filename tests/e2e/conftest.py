@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e import vllm_here
 from tests.tiny import make_tiny_hf
 
 
@@ -50,6 +52,13 @@ class Commands:
 @pytest.fixture
 def commands(tmp_path) -> Commands:
     return Commands(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Iterator[Callable[..., vllm_here.Served]]:
+    """`vllm_here.serve`, in its own process."""
+    with vllm_here.start_process() as process:
+        yield lambda *args, **options: process.submit(vllm_here.serve, *args, **options).result(timeout=300)
 
 
 @pytest.fixture

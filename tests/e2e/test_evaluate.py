@@ -1,11 +1,14 @@
 """`evaluate` and the gate of `export` as commands, on heads that learned and on the same ones damaged."""
 
+import importlib.util
 import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.e2e import vllm_here
 
 pytestmark = pytest.mark.gloo
 
@@ -46,3 +49,27 @@ def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_pat
     )
     assert "written nevertheless, as --force says" in forced.stderr
     assert (tmp_path / "bad" / "config.json").exists()
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_one_pass_over_its_own_answers_says_what_vllm_counts(commands, sft, tmp_path):
+    """Held-out prompts. The answers are the model's own: those are what an engine drafts."""
+    learned = [*sft, "--train_iters", 60, "--save_steps", 60, "--lr", 3e-3, "--mtp_loss_scaling_factor", 1]
+    commands.ok(*learned, "--acceptance_samples", 0, "--output_dir", "run")
+    commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(40, 100)))
+    common = ["--model", "hf", "--torch_dtype", "float32", "--infer_backend", "vllm", "--max_new_tokens", 48]
+    commands.ok(*("infer", *common, "--val_dataset", prompts, "--result_path", "own.jsonl"), **vllm_here.ENVIRONMENT)
+    commands.ok(
+        *("evaluate", *common, "--dataset", "own.jsonl", "--max_prompts", 60, "--output_dir", "out"),
+        **vllm_here.ENVIRONMENT,
+    )
+    measured = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]
+    replayed, counted = (measured[how]["all"] for how in ("replayed", "vllm"))
+    assert counted["drafts"] > 200
+    assert 0.2 < counted["acceptance_rate"] < 0.95
+    # The mean over all predictions is another figure: 0.86 where an engine counts 0.79.
+    same = ("drafts", "drafted", "accepted", "acceptance_per_position")
+    assert [replayed[name] for name in same] == [counted[name] for name in same]

@@ -20,6 +20,7 @@ from swiftlite.evaluate.picture import draw
 from swiftlite.evaluate.run import load_rows, table
 from swiftlite.evaluate.teacher_forced import teacher_forced
 from swiftlite.infer.engine import EngineConfig
+from swiftlite.model.acceptance import DraftCounts, replay
 from swiftlite.model.build import build_model
 from tests.tiny import make_tiny_hf
 
@@ -175,3 +176,10 @@ def test_rows_without_a_channel_are_in_all_alone(tmp_path, device, rows):
     assert list(found) == ["all"]
     (one,), (other,) = found["all"]["heads"], named["all"]["heads"]  # type: ignore[misc]
     assert one == pytest.approx(other)  # sums in another order
+
+
+def test_a_walk_skips_what_it_accepts_and_begins_behind_the_first_token_of_each_answer():
+    agrees = torch.tensor([[1, 0, 1, 1, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1, 0, 1, 1]], dtype=torch.bool)
+    counted = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0, 0, 1, 0]], dtype=torch.bool)
+    # Drafts at 1 (wrong), 2 (one right), 4 (two right, so over); and at 8, whose second token is not of the answer.
+    assert replay(agrees, counted) == DraftCounts(4, 8, (3, 1))

@@ -5,6 +5,7 @@ model in seconds, because drafts of random heads are always wrong, and counts of
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,14 @@ class Reference(nn.Module):
         zeroes_first_embedding: vLLM's MiMo, GLM-4.5 and DeepSeek-V3 heads see zeros for the embedding at position 0.
         takes_state_before_norm: vLLM's MiMo heads get the trunk's state before its final norm.
         recycles_state_before_norm: vLLM's GLM-4.5 head, when it goes on alone, gets its state before its output norm.
+        takes_hidden_first: MiMo's projection takes the state, then the embedding.
     """
 
     def __init__(self, trunk: Any, family: str, mtp_tensors: dict[str, torch.Tensor], depth: int):
         super().__init__()
         self.trunk, self.family, self.depth = trunk, family, depth
         self.zeroes_first_embedding = self.takes_state_before_norm = self.recycles_state_before_norm = False
+        self.takes_hidden_first = family == "mimo"
         trunk.set_experts_implementation("eager")
         layer_class: Any = type(trunk.model.layers[-1])
         norm_class: Any = type(trunk.model.norm)
@@ -102,20 +105,25 @@ class Reference(nn.Module):
         if self.zeroes_first_embedding:
             embedding = torch.cat((torch.zeros_like(embedding[:, :1]), embedding[:, 1:]), dim=1)
         parts = [head["embedding_norm"](embedding), head["hidden_norm"](hidden_BSH)]
-        if self.family == "mimo":
+        if self.takes_hidden_first:
             parts.reverse()
         positions = torch.arange(ids_BS.shape[1])[None]
         rotary = self.trunk.model.rotary_emb(hidden_BSH, positions)
         fused = head["projection"](torch.cat(parts, dim=-1))
         before = head["block"](fused, position_embeddings=rotary)
         after = head["output_norm"](before)
-        return (before if self.recycles_state_before_norm else after), after
+        goes_on_alone = k == self.depth - 1
+        return (before if self.recycles_state_before_norm and goes_on_alone else after), after
 
-    @torch.no_grad()
     def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
         """What the heads propose after `tokens`; beyond their number, the last one goes on from its own state."""
+        return self.draft_logits(tokens, num_tokens).argmax(dim=-1).tolist()
+
+    @torch.no_grad()
+    def draft_logits(self, tokens: list[int], num_tokens: int) -> torch.Tensor:
+        """[num_tokens, V] of the drafts after `tokens`."""
         hidden, _ = self.trunk_states(torch.tensor([tokens[:-1]]))
-        ids, drafts = list(tokens), []
+        ids, logits = list(tokens), []
         for j in range(num_tokens):
             if j < self.depth:
                 fed, shift = hidden, j + 1
@@ -123,9 +131,9 @@ class Reference(nn.Module):
                 fed = torch.cat((fed, hidden[:, -1:]), dim=1)
             k = min(j, self.depth - 1)
             hidden, after = self.head_states(k, fed, torch.tensor([ids[shift:]]))
-            drafts.append(int(self.trunk.lm_head(after[0, -1]).argmax()))
-            ids.append(drafts[-1])
-        return drafts
+            logits.append(self.trunk.lm_head(after[0, -1]))
+            ids.append(int(logits[-1].argmax()))
+        return torch.stack(logits)
 
     @torch.no_grad()
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -164,6 +172,7 @@ def follow(reference: Reference, line: Convention) -> Reference:
     reference.takes_state_before_norm = line.takes == "before norm"
     reference.recycles_state_before_norm = line.recycles == "before norm"
     reference.zeroes_first_embedding = line.zeroes_first_embedding
+    reference.takes_hidden_first = line.projection == "hidden, embedding"
     return reference
 
 
@@ -183,7 +192,15 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_trained(
-    directory: Path, family: str, depth: int, steps: int = 100, tied: bool = False, lr: float = 8e-3, **config
+    directory: Path,
+    family: str,
+    depth: int,
+    steps: int = 100,
+    tied: bool = False,
+    lr: float = 8e-3,
+    unroll: int = 1,
+    draft_as: Callable[[Reference], Reference] = lambda reference: reference,
+    **config,
 ) -> list[list[int]]:
     """A tiny checkpoint whose heads are often right, not always; returns prompts, half from what it has learned.
 
@@ -191,28 +208,37 @@ def write_trained(
 
     Args:
         lr: wide layers want less.
+        unroll: steps in which the last head goes on from its own state, in place, if that are more than `depth`.
+        draft_as: sets how the heads are run, which they are then trained for.
         config: of `make_tiny_model`.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the matrices are tiny: a second thread only waits, ten times as long on a busy machine
     torch.manual_seed(1)
     trunk: Any = make_tiny_model(family, tied=tied, **config)
-    trunk.model.norm.weight.data.uniform_(0.3, 3.0)  # far from flat, so that the state before it is another one
-    model = Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth)
+    # Far from flat, and every other one negative, so that the state before a norm is another one than behind it.
+    sign_H = torch.tensor([1.0, -1.0]).repeat(trunk.config.hidden_size // 2)
+    trunk.model.norm.weight.data.uniform_(0.3, 3.0).mul_(sign_H)
+    model = draft_as(Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth))
+    for head in model.heads:
+        output_norm: Any = head["output_norm"]  # pyright: ignore[reportIndexIssue]
+        output_norm.weight.data.uniform_(0.3, 3.0).mul_(sign_H)
     rows_BS = torch.randint(0, trunk.config.vocab_size, (8, 40))
     optimizer = torch.optim.AdamW((p for n, p in model.named_parameters() if n != "trunk.model.norm.weight"), lr=lr)
     for _ in range(steps):
         hidden, after = model.trunk_states(rows_BS)
         loss = cross_entropy(trunk.lm_head(after[:, :-1]).flatten(0, 1), rows_BS[:, 1:].flatten())
-        for k in range(depth):
+        for k in range(max(depth, unroll)):
             length = rows_BS.shape[1] - k - 2
-            hidden, _ = model.head_states(k, hidden[:, :length], rows_BS[:, k + 1 : k + 1 + length])
-            loss = loss + cross_entropy(trunk.lm_head(hidden).flatten(0, 1), rows_BS[:, k + 2 :].flatten())
+            ids_BS = rows_BS[:, k + 1 : k + 1 + length]
+            hidden, after = model.head_states(min(k, depth - 1), hidden[:, :length], ids_BS)
+            loss = loss + cross_entropy(trunk.lm_head(after).flatten(0, 1), rows_BS[:, k + 2 :].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     torch.set_num_threads(num_threads)
     model.eval().requires_grad_(False)
     write_hf(directory, trunk, family, model.mtp_tensors(), depth)
-    learned = [row[:n].tolist() for row, n in zip(rows_BS, (1, 4, 9, 15), strict=False)]
-    return learned + [torch.randint(0, trunk.config.vocab_size, (n,)).tolist() for n in (2, 5, 10, 17)]
+    # What the head sees at position 0 is felt in short rows.
+    learned = [row[:n].tolist() for row, n in zip(rows_BS, (1, 4, 9, 15, 1, 1, 1, 1), strict=True)]
+    return learned + [torch.randint(0, trunk.config.vocab_size, (n,)).tolist() for n in (2, 5, 10, 17, 1, 1, 1, 1)]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from swiftlite.args.fields import RecomputeArgs
+from swiftlite.args.fields import MtpLoss, RecomputeArgs
 from swiftlite.args.plan import mtp_weights
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.batch import collate, collate_packed, shift_left
@@ -21,6 +21,7 @@ from swiftlite.model import draft_attention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
+from swiftlite.runtime.device import Device
 from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
 from tests.infer.reference import Reference, follow, write_trained
 from tests.model.test_logits import load_megatron
@@ -174,41 +175,48 @@ def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypat
         torch.testing.assert_close(gradients_of_cuts[name], gradient, rtol=0, atol=bound)
 
 
+def train_head(
+    directory: Path, out_dir: Path, rows_BS: torch.Tensor, device: Device, *, unroll: int, mtp_loss: MtpLoss = "ce"
+) -> None:
+    """A fresh head on the trunk of `directory`, 60 steps on the same rows, written as a checkpoint."""
+    hf_config = json.loads((directory / "config.json").read_text())
+    family = index.get(hf_config)
+    (model,) = build_model(
+        family.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=torch.float32,
+        mtp_num_layers=1,
+        heads_only=True,
+        mtp_loss=mtp_loss,
+        drafting=family.mtp.drafting,
+        mtp_unroll=unroll,
+    )
+    load_hf([model], directory, family, hf_config, mtp_init="random")
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
+    weights = torch.tensor(mtp_weights(1, unroll, BETA))
+    positions_BS = torch.arange(rows_BS.size(1)).expand_as(rows_BS)
+    for _ in range(60):
+        losses = model(rows_BS, positions_BS, labels=shift_left(rows_BS, fill=-100))
+        loss = (weights * torch.stack([head.loss_BS.mean() for head in losses.mtp])).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    save_hf([model], out_dir, family, hf_config)
+    (out_dir / "config.json").write_text(json.dumps(hf_config))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
 def test_later_drafts_are_accepted_more_often(family, tmp_path, device):
     """Same trunk, same fresh head, same steps on the trunk's own text; counted as an engine that drafts 3 would."""
     prompts = write_trained(tmp_path / "trained", family, depth=1)
     teacher = Reference.load(tmp_path / "trained", family, depth=1)
     rows_BS = torch.tensor([prompt[:1] + teacher.greedy(prompt[:1], 31) for prompt in prompts])
-    hf_config = json.loads((tmp_path / "trained" / "config.json").read_text())
     accepted = {}
-    for steps in (1, STEPS):
-        (model,) = build_model(
-            index.get(hf_config).transformer_config(hf_config),
-            hf_config,
-            device=device,
-            dtype=torch.float32,
-            mtp_num_layers=1,
-            heads_only=True,
-            drafting=index.get(hf_config).mtp.drafting,
-            mtp_unroll=steps,
-        )
-        load_hf([model], tmp_path / "trained", index.get(hf_config), hf_config, mtp_init="random")
-        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
-        weights = mtp_weights(1, steps, BETA)
-        for _ in range(60):
-            losses = model(rows_BS, torch.arange(32).expand_as(rows_BS), labels=shift_left(rows_BS, fill=-100))
-            means = torch.stack([head.loss_BS.mean() for head in losses.mtp])
-            loss = (torch.tensor(weights) * means).sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        out_dir = tmp_path / str(steps)
-        save_hf([model], out_dir, index.get(hf_config), hf_config)
-        (out_dir / "config.json").write_text(json.dumps(hf_config))
-        served = Reference.load(out_dir, family, depth=1)
-        follow(served, CONVENTIONS["vllm"][family])
+    for unroll in (1, STEPS):
+        train_head(tmp_path / "trained", tmp_path / str(unroll), rows_BS, device, unroll=unroll)
+        served = follow(Reference.load(tmp_path / str(unroll), family, depth=1), CONVENTIONS["vllm"][family])
         counts = served.simulate([row[:4].tolist() for row in rows_BS], 24, STEPS)[1]
-        accepted[steps] = [count / counts.drafts for count in counts.accepted_per_position]
+        accepted[unroll] = [count / counts.drafts for count in counts.accepted_per_position]
     assert accepted[STEPS][1] > accepted[1][1] + 0.1
     assert accepted[STEPS][2] > accepted[1][2] + 0.1

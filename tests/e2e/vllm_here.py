@@ -1,0 +1,102 @@
+"""Real vLLM in one process: a start takes 3 s there and not 30, and its draft model can be asked for its logits.
+
+Scheduler, model runner, kernels and classes are those that it otherwise starts processes for. That process is not
+pytest's own: vLLM replaces `torch.set_num_threads` and binds the memory of the process it computes in.
+"""
+
+import gc
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
+from swiftlite.model.acceptance import DraftCounts
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What vLLM made of some prompts.
+
+    Args:
+        token_ids: of all prompts, served at once.
+        counts: its own, of that.
+        draft: class of its draft model.
+        logits: the draft's, [steps, num_speculative_tokens, vocabulary] of each prompt served alone.
+    """
+
+    token_ids: list[list[int]]
+    counts: DraftCounts
+    draft: str
+    logits: list[torch.Tensor]
+
+
+def start_process() -> ProcessPoolExecutor:
+    """One process for all calls of `serve`: its imports take longer than a start."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, initializer=_set_environment)
+
+
+def _set_environment() -> None:
+    os.environ.update(ENVIRONMENT)
+
+
+def serve(
+    directory: Path,
+    prompts: list[list[int]],
+    new_tokens: int,
+    num_speculative_tokens: int,
+    num_alone: int = 0,
+) -> Served:
+    """Start vLLM, generate greedily in float32, stop it.
+
+    Args:
+        num_alone: of the prompts, the first ones whose drafts' logits are asked for.
+    """
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    config = EngineConfig(directory, "float32", num_speculative_tokens=num_speculative_tokens, max_model_len=256)
+    engine: Any = start_engine("vllm", config)
+    try:
+        completions = engine.generate(prompts, Sampling(new_tokens))
+        counts = engine.draft_counts()
+        (draft,) = engine._llm.collective_rpc(_keep_draft_logits)
+        logits = []
+        for prompt in prompts[:num_alone]:
+            engine.generate([prompt], Sampling(new_tokens))
+            logits.append(torch.cat(_kept).view(-1, num_speculative_tokens, _kept[0].size(-1)))
+            _kept.clear()
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    return Served([completion.token_ids for completion in completions], counts, draft, logits)
+
+
+_kept: list[torch.Tensor] = []
+
+
+def _keep_draft_logits(worker) -> str:
+    """Runs on vLLM's worker: puts all that the draft model says into `_kept`; returns its class."""
+    draft = worker.model_runner.drafter.model
+    compute_logits = draft.compute_logits
+
+    def compute_and_keep(*args, **kwargs) -> torch.Tensor:
+        logits = compute_logits(*args, **kwargs)
+        _kept.append(logits.clone())
+        return logits
+
+    draft.compute_logits = compute_and_keep
+    return type(draft).__name__
