@@ -11,10 +11,12 @@ classes are in `vllm_models.py` and are imported when a checkpoint asks for them
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoConfig, PreTrainedConfig
 from vllm import ModelRegistry, envs
 from vllm.config.speculative import SpeculativeConfig
 from vllm.triton_utils import HAS_TRITON
+
+from swiftlite.infer.mimo_config import MiMoConfig
 
 _MODELS = "swiftlite.infer.vllm_models"
 # architecture of the trunk -> architecture of its draft; both are classes of _MODELS
@@ -25,12 +27,6 @@ DRAFTS = {
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
 }
 _vllm_hf_config_override = SpeculativeConfig.hf_config_override
-
-
-class MiMoConfig(Qwen2Config):
-    """MiMo's config is Qwen2's with `num_nextn_predict_layers`; transformers has no class of that model type."""
-
-    model_type = "mimo"
 
 
 def mtp_depth(hf_config: PreTrainedConfig) -> int:
