@@ -4,7 +4,6 @@ vLLM keeps its own worker processes; this process only sends token ids. What vLL
 `vllm_plugin.py`. Measured with vLLM 0.32.
 """
 
-import importlib.metadata
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 from swiftlite.errors import UserError
 from swiftlite.families.conventions import convention
 from swiftlite.infer.engine import Completion, EngineConfig, Sampling, check_prompts
+from swiftlite.infer.plugin import require_plugin
 from swiftlite.infer.served_model import ServedModel, read_model, require_heads
 from swiftlite.log import logger
 from swiftlite.model.acceptance import DraftCounts
-
-_PLUGIN = "swiftlite.infer.vllm_plugin:register"
 
 
 class VllmEngine:
@@ -29,7 +27,7 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig):
         model = read_model(config.model)
-        require_plugin()
+        require_plugin("vllm")
         # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
@@ -196,19 +194,3 @@ def memory_on_cpu() -> dict[str, str]:
     """Environment variables without which vLLM takes half of the machine's memory for its key-value cache."""
     name = "VLLM_CPU_KVCACHE_SPACE"
     return {name: os.environ.get(name, "1")} if is_on_cpu() else {}
-
-
-def require_plugin() -> None:
-    """vLLM's processes find the plugin through the installed package, not through this process."""
-    installed = {point.value: point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
-    if _PLUGIN not in installed:
-        raise UserError(
-            "vLLM would not find swiftlite's plugin: swiftlite is not installed as a package",
-            "run pip install -e . in its directory",
-        )
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and installed[_PLUGIN] not in allowed.split(","):
-        raise UserError(
-            f"VLLM_PLUGINS={allowed} keeps vLLM from loading swiftlite's plugin",
-            f"add {installed[_PLUGIN]} to it, or unset it",
-        )

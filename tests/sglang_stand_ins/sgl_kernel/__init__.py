@@ -156,8 +156,10 @@ def extend_attention_cpu(
     spans = zip(*(t.tolist() for t in (rows, seq_lens, extend_seq_lens, extend_start_loc)), strict=True)
     for row, length, num_new, start in spans:
         kept, new = req_to_token[row, : length - num_new].long(), slice(start, start + num_new)
-        keys = torch.cat((key_buffer[kept], keys_TNH[new].view(num_new, *key_buffer.shape[1:])))
-        values = torch.cat((value_buffer[kept], values_TNH[new].view(num_new, *value_buffer.shape[1:])))
+        keys = keys_TNH[new].reshape(num_new, -1, queries_TNH.shape[-1])
+        values = values_TNH[new].reshape(num_new, -1, output_TNH.shape[-1])
+        if len(kept) > 0:  # a prompt of DeepSeek's has other keys than those that are kept
+            keys, values = torch.cat((key_buffer[kept], keys)), torch.cat((value_buffer[kept], values))
         output_TNH[new] = _attend(queries_TNH[new], keys, values, scaling)
 
 
@@ -179,3 +181,5 @@ def _refuse_tree(topk):
 # SGLang looks for these two among torch's operators.
 torch.ops.sgl_kernel.decode_attention_cpu = decode_attention_cpu
 torch.ops.sgl_kernel.extend_attention_cpu = extend_attention_cpu
+# Several draft classes wait for a GPU when they are given the target's embedding, also where there is none.
+torch.cuda.synchronize = lambda device=None: None
