@@ -31,7 +31,6 @@ class SglangEngine:
         import sglang
 
         require_plugin("sglang")
-        logging.getLogger("sglang").setLevel(logging.ERROR)  # its choices of a backend, ten lines
         # It would report as an error that the handler of `checked_options` is used.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
         server_args = checked_options(engine_options(model, config))
@@ -123,6 +122,7 @@ def checked_options(options: Mapping[str, Any]) -> Any:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
+    logging.getLogger("sglang").setLevel(logging.ERROR)  # its choices of a backend, ten lines
     load_plugins()
     try:
         server_args = ServerArgs(**options, custom_sigquit_handler=end_start)

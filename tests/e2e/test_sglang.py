@@ -6,7 +6,6 @@ have stand-ins (tests/sglang_stand_ins), as PyPI has them for CUDA alone.
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.families.conventions import CONVENTIONS
 from tests.infer.reference import Counts, Reference, write_trained
+from tests.stand_ins import sglang_environment
 from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf
 
 pytestmark = [
@@ -31,16 +31,9 @@ NEW_TOKENS = 24
 CASES = [("mimo", 1), ("mimo", 3), ("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2)]
 
 
-def environment() -> dict[str, str]:
-    """With the stand-ins on the path, before a real torchvision; and without compiling what runs once."""
-    paths = [str(HERE.parent / "sglang_stand_ins"), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    quiet = {"PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
-    return os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
 def run_python(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=1800)
+    return subprocess.run(command, capture_output=True, text=True, env=sglang_environment(), timeout=1800)
 
 
 def follow(reference: Reference, family: str) -> Reference:
@@ -141,7 +134,7 @@ def test_the_printed_command_starts_the_server(tmp_path):
     log = tmp_path / "log"
     with log.open("w") as stream:
         command = ["bash", "-c", f"exec env {line}"]
-        server = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment())
+        server = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=sglang_environment())
     try:
         answer = wait_for(server, url, log)
         with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
