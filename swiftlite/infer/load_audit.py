@@ -1,4 +1,4 @@
-"""What there is to say of an engine's own loaders once they ran on a recorder: for `vllm_audit.py`, `sglang_audit.py`."""
+"""What an engine's own loaders have shown once they ran on a recorder: for `vllm_audit.py` and `sglang_audit.py`."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
