@@ -141,7 +141,7 @@ def _load(server_args: Any, recorder: WeightRecorder, is_draft_model: bool = Fal
         load_config = LoadConfig()
         quantization = _get_quantization_config(config, load_config)
     with set_default_torch_dtype(config.dtype), torch.device("meta"):
-        with stage(f"SGLang cannot build {config.hf_config.architectures[0]}"):
+        with stage(f"SGLang cannot build {config.hf_config.architectures}"):
             model: Any = _initialize_model(config, load_config, quantization)
         with stage(f"SGLang's {type(model).__name__} stops at the checkpoint"), recorder:
             model.load_weights(recorder.weights())

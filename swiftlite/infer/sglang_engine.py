@@ -125,7 +125,7 @@ def checked_options(options: Mapping[str, Any]) -> Any:
     logging.getLogger("sglang").setLevel(logging.ERROR)  # its choices of a backend, ten lines
     load_plugins()
     try:
-        server_args = ServerArgs(**options, custom_sigquit_handler=end_start)
+        server_args = ServerArgs(**{**options, "custom_sigquit_handler": end_start})
         server_args.resolve_once()
         server_args.check_server_args()
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:

@@ -453,6 +453,7 @@ def test_infer_with_vllm_needs_vllm(here, monkeypatch):
     ],
 )
 def test_infer_with_sglang(here, monkeypatch, change, problem, hint):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert problems_of(dataclasses.replace(INFER, infer_backend="sglang"))[0][1].startswith("pip install sglang")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     ((found, advice),) = problems_of(dataclasses.replace(INFER, infer_backend="sglang", **change))

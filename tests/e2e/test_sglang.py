@@ -122,6 +122,24 @@ def test_what_sglang_refuses_is_told(served):
     assert damaged.startswith("SGLang could not start")
 
 
+def test_infer_compares_with_and_without_speculation(tmp_path):
+    """The whole command, on random heads: next to nothing is accepted, and no answer changes."""
+    model = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
+    prompts, acceptance = tmp_path / "prompts.jsonl", tmp_path / "acceptance.json"
+    questions = ("The quick", "What does it do?", "Sum")
+    prompts.write_text("".join(json.dumps({"query": question}) + "\n" for question in questions))
+    acceptance.write_text('{"depths": 1}')
+    options = "--infer_backend sglang --speculative mtp --compare --max_new_tokens 40 --torch_dtype float32".split()
+    files = ["--model", model, "--val_dataset", prompts, "--acceptance_json", acceptance]
+    done = run_python("-m", "swiftlite", "infer", *options, *files)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [json.loads(line)["messages"][0]["content"] for line in done.stdout.splitlines()] == list(questions)
+    assert "answers equal: 3 of 3" in done.stderr
+    counted = json.loads(acceptance.read_text())["engines"]["sglang"]
+    assert counted["drafted"] > 60
+    assert counted["acceptance_rate"] < 0.2
+
+
 def test_the_printed_command_starts_the_server(tmp_path):
     """As pasted into a shell; it answers an OpenAI client, drafting."""
     model = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)

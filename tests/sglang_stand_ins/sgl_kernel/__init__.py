@@ -179,7 +179,7 @@ def _refuse_tree(topk):
 
 
 # SGLang looks for these two among torch's operators.
-torch.ops.sgl_kernel.decode_attention_cpu = decode_attention_cpu
-torch.ops.sgl_kernel.extend_attention_cpu = extend_attention_cpu
+for _operator in (decode_attention_cpu, extend_attention_cpu):
+    setattr(torch.ops.sgl_kernel, _operator.__name__, _operator)
 # Several draft classes wait for a GPU when they are given the target's embedding, also where there is none.
 torch.cuda.synchronize = lambda device=None: None
