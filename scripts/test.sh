@@ -5,7 +5,7 @@
 #   bash scripts/test.sh unit|gloo|engine|gpu [PYTEST OPTIONS]
 #
 #   unit     in process, seconds each       gloo    several processes on this machine
-#   engine   with a real vLLM               gpu     needs a GPU
+#   engine   with a real vLLM or SGLang     gpu     needs a GPU
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
@@ -21,7 +21,7 @@ case $tier in
 esac
 
 case $tier in
-    all | engine) use_environment core vllm dev ;;
+    all | engine) use_environment core vllm sglang dev ;;
     *) use_environment core dev ;;
 esac
 # Nothing here may go to the network: a test that tries to should fail at once. One thread per process: the models are

@@ -64,8 +64,9 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",  # these two are for vLLM
+        "scoring_func": "sigmoid",  # these three are for vLLM and SGLang
         "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
         "q_lora_rank": 24,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,

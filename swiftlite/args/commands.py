@@ -80,7 +80,7 @@ class ExportArgs(ParallelLayout, ConversionArgs):
 
 
 @dataclass(frozen=True)
-class InferArgs(GenerationArgs, VllmArgs, SpeculationArgs, EngineArgs, ModelArgs):
+class InferArgs(GenerationArgs, SglangArgs, VllmArgs, SpeculationArgs, EngineArgs, ModelArgs):
     """Generate with an engine, MTP heads drafting, and report how many drafts were accepted."""
 
 
@@ -127,7 +127,8 @@ class ExaminationArgs:
     enough."""
     engine: Literal["vllm", "sglang"] | None = None
     """Also run this engine's own configuration and weight loaders on --model, without starting it: what stays random,
-    what is never read, which class drafts with how many heads. Of SGLang, what is known of its classes."""
+    what is never read, which class drafts with how many heads. Where SGLang is not installed, what is known of its
+    classes."""
     trust_remote_code: bool = False
     """With --engine: allow Python files that come with the model to run."""
     plan: bool = False

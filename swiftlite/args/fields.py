@@ -236,7 +236,7 @@ class RunArgs:
 class EngineArgs:
     """Engine"""
 
-    infer_backend: Literal["transformers", "vllm"] = "transformers"
+    infer_backend: Literal["transformers", "vllm", "sglang"] = "transformers"
     """Engine that generates."""
     speculative: Literal["none", "mtp"] = "none"
     """mtp: the checkpoint's own heads draft tokens, the trunk verifies them."""
@@ -265,7 +265,7 @@ class SglangArgs:
     """Options of SGLang"""
 
     sglang_engine_kwargs: dict[str, Any] | None = None
-    """JSON: options of SGLang's server by their names with underscores, on top of what swiftlite sets; null removes
+    """JSON: options of SGLang's engine by their names with underscores, on top of what swiftlite sets; null removes
     one."""
     sglang_speculative_algorithm: Literal["NEXTN", "EAGLE"] | None = None
     """Algorithm that drafts with MTP heads; both are the same to SGLang. Unset: NEXTN."""
@@ -305,7 +305,7 @@ class EvaluationArgs:
     """Directory of a Hugging Face model to compare with, such as the one before training."""
     output_dir: str = ""
     """Directory for evaluation.json and evaluation.svg; it may exist."""
-    infer_backend: Literal["none", "transformers", "vllm"] = "none"
+    infer_backend: Literal["none", "transformers", "vllm", "sglang"] = "none"
     """An engine that generates answers to the prompts, whose own counters are read; none: teacher-forced alone."""
     max_prompts: int = 64
     """Prompts of each channel that the engine gets."""
@@ -363,7 +363,7 @@ class GenerationArgs:
     top_p: float = 1.0
     """Nucleus sampling: smallest set of tokens whose probability reaches this."""
     max_batch_size: int = 32
-    """Prompts that vLLM serves at once."""
+    """Prompts that vLLM or SGLang serves at once."""
     max_model_len: int | None = None
     """Longest prompt plus answer. Unset: what the prompts need, within the model's limit."""
     system: str | None = None

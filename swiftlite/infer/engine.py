@@ -1,7 +1,7 @@
 """What every engine is to its caller: token ids in, token ids out, and counts of what its drafts were worth.
 
-Adapters: `transformers_engine.py`, `vllm_engine.py`. `run.py` is the command that uses them. No adapter, and nothing
-that it needs, is imported before `start_engine` is called with its name.
+Adapters: `transformers_engine.py`, `vllm_engine.py`, `sglang_engine.py`. `run.py` is the command that uses them. No
+adapter, and nothing that it needs, is imported before `start_engine` is called with its name.
 """
 
 import importlib
@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from swiftlite.args.rules.ground import INSTALL_VLLM
+from swiftlite.args.commands import InferArgs
+from swiftlite.args.fields import SglangArgs
+from swiftlite.args.rules.ground import INSTALL_SGLANG, INSTALL_VLLM
 from swiftlite.errors import UserError
 from swiftlite.model.acceptance import DraftCounts
 
@@ -54,7 +56,7 @@ class EngineConfig:
         max_model_len: longest prompt plus completion; None is the model's own limit.
         max_batch_size: prompts served at once, where the engine can.
         engine_kwargs: the engine's own keyword arguments, over all others; a value of None removes the key.
-        speculative_config: the engine's own drafting options, instead of all that is derived from the checkpoint.
+        speculative_config: the engine's own drafting options, instead of what is derived from the checkpoint.
     """
 
     model: Path
@@ -65,6 +67,27 @@ class EngineConfig:
     max_batch_size: int = 32
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     speculative_config: dict[str, Any] | None = None
+
+
+def engine_kwargs(engine: str, args: InferArgs) -> dict[str, Any]:
+    """What the user gave of an engine's own keyword arguments."""
+    return {"vllm": args.vllm_engine_kwargs, "sglang": args.sglang_engine_kwargs}.get(engine) or {}
+
+
+def speculative_config(engine: str, args: InferArgs) -> dict[str, Any] | None:
+    """What the user gave of an engine's own options of drafting."""
+    return sglang_speculative_config(args) if engine == "sglang" else args.vllm_speculative_config
+
+
+def sglang_speculative_config(args: SglangArgs) -> dict[str, Any] | None:
+    """Those of SGLang's options of drafting that were given, by SGLang's names."""
+    options = {
+        "speculative_algorithm": args.sglang_speculative_algorithm,
+        "speculative_num_steps": args.sglang_speculative_num_steps,
+        "speculative_eagle_topk": args.sglang_speculative_eagle_topk,
+        "speculative_num_draft_tokens": args.sglang_speculative_num_draft_tokens,
+    }
+    return {name: value for name, value in options.items() if value is not None} or None
 
 
 class Engine(Protocol):
@@ -108,8 +131,9 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
 ENGINES: dict[str, tuple[str, str]] = {
     "transformers": ("swiftlite.infer.transformers_engine", "TransformersEngine"),
     "vllm": ("swiftlite.infer.vllm_engine", "VllmEngine"),
+    "sglang": ("swiftlite.infer.sglang_engine", "SglangEngine"),
 }
-_INSTALL = {"transformers": "pip install transformers", "vllm": INSTALL_VLLM}
+_INSTALL = {"transformers": "pip install transformers", "vllm": INSTALL_VLLM, "sglang": INSTALL_SGLANG}
 
 
 def start_engine(name: str, config: EngineConfig) -> Engine:

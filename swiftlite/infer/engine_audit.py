@@ -1,10 +1,11 @@
 """`swiftlite doctor --engine`: what an engine would do with a checkpoint, and whether serving it would be right.
 
-Behind it: `vllm_audit.py`, which runs vLLM's own loaders in a process of its own, and for SGLang what is known of its
-draft classes (`families/conventions.py`).
+Behind it: `vllm_audit.py` and `sglang_audit.py`, which run an engine's own loaders in a process of their own. Where
+SGLang is not installed there is still what is known of its draft classes (`families/conventions.py`).
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -51,25 +52,24 @@ def audit(engine: str, config: EngineConfig) -> EngineReport:
         UserError: no model of a known family is there, or the engine itself does not start to work here.
     """
     model = read_model(config.model)
-    return _audit_vllm(config) if engine == "vllm" else _audit_sglang(model)
-
-
-def _audit_vllm(config: EngineConfig) -> EngineReport:
+    if engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        return _known_of_sglang(model)
     options = {key: value for key, value in dataclasses.asdict(config).items() if key != "model"}
-    command = [sys.executable, "-m", "swiftlite.infer.vllm_audit", str(config.model), json.dumps(options)]
+    command = [sys.executable, "-m", f"swiftlite.infer.{engine}_audit", str(config.model), json.dumps(options)]
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, env=quiet | os.environ, capture_output=True, text=True)
     if done.returncode != 0:
-        raise UserError(f"vLLM cannot be asked here:\n{done.stderr.strip()[-2000:]}", "the last line says why")
+        name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
+        raise UserError(f"{name} cannot be asked here:\n{done.stderr.strip()[-2000:]}", "the last line says why")
     content: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return EngineReport(**content)
 
 
-def _audit_sglang(model: ServedModel) -> EngineReport:
+def _known_of_sglang(model: ServedModel) -> EngineReport:
     known = convention("sglang", model.family.name)
     problem = depth_problem(model)
     return EngineReport(
-        engine="sglang 0.5.23, as known to swiftlite; its loader was not run",
+        engine="sglang 0.5.23, as known to swiftlite; it is not installed here, so its loader was not run",
         target=(model.hf_config.get("architectures") or [None])[0],
         draft=known.draft if known and model.mtp_depth else None,
         depth=model.mtp_depth,

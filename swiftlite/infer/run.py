@@ -19,7 +19,14 @@ from swiftlite.data.conversation import Conversation, RowError
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
-from swiftlite.infer.engine import Completion, EngineConfig, Sampling, start_engine
+from swiftlite.infer.engine import (
+    Completion,
+    EngineConfig,
+    Sampling,
+    engine_kwargs,
+    speculative_config,
+    start_engine,
+)
 from swiftlite.infer.served_model import ServedModel, read_model
 from swiftlite.log import logger
 from swiftlite.model.acceptance import DraftCounts
@@ -213,8 +220,8 @@ def _engine_config(args: InferArgs, model: ServedModel, max_model_len: int) -> E
         num_speculative_tokens=args.num_speculative_tokens if args.speculative == "mtp" else 0,
         max_model_len=max_model_len,
         max_batch_size=args.max_batch_size,
-        engine_kwargs=args.vllm_engine_kwargs or {},
-        speculative_config=args.vllm_speculative_config,
+        engine_kwargs=engine_kwargs(args.infer_backend, args),
+        speculative_config=speculative_config(args.infer_backend, args),
     )
 
 

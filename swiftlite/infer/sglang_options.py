@@ -5,7 +5,11 @@ architecture that is not in it becomes its own draft. The three numbers are take
 there, topk alone a bare AssertionError.
 """
 
+import importlib.util
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from swiftlite.errors import UserError
 from swiftlite.families.conventions import convention
@@ -39,18 +43,20 @@ def depth_problem(model: ServedModel, num_steps: int | None = None) -> str | Non
 
 
 def speculative_options(
-    model: ServedModel,
-    algorithm: str | None = None,
-    num_steps: int | None = None,
-    eagle_topk: int | None = None,
-    num_draft_tokens: int | None = None,
+    model: ServedModel, num_tokens: int | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """SGLang's speculative options by their names: those given, else what the checkpoint has.
+    """SGLang's four options of drafting by their names: those given, else what the checkpoint has.
+
+    Args:
+        num_tokens: to draft per step, in a chain; None is what the heads were trained for, or what `given` says.
+        given: those of the four that the user gave.
 
     Raises:
         UserError: the heads are not whole, or SGLang would draft with something else.
     """
     require_heads(model)
+    given = given or {}
+    num_steps = given.get("speculative_num_steps", num_tokens)
     if problem := depth_problem(model, num_steps):
         raise UserError(problem, "serve it with --infer_backend vllm")
     known = convention("sglang", model.family.name)
@@ -58,8 +64,34 @@ def speculative_options(
     num_run = known.num_heads(model.mtp_depth)
     num_steps = num_steps or (model.num_drafts if num_run == model.mtp_depth else num_run)
     return {
-        "speculative_algorithm": algorithm or "NEXTN",
+        "speculative_algorithm": "NEXTN",
         "speculative_num_steps": num_steps,
-        "speculative_eagle_topk": eagle_topk or 1,
-        "speculative_num_draft_tokens": num_draft_tokens or num_steps + 1,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": num_steps + 1,
+        **given,
+    }
+
+
+def is_on_cpu() -> bool:
+    """Whether a SGLang that is installed here computes on the CPU."""
+    return importlib.util.find_spec("sglang") is not None and not torch.accelerator.is_available()
+
+
+def cpu_variables() -> dict[str, str]:
+    """Environment variables without which SGLang looks for a GPU."""
+    return {"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu() else {}
+
+
+def cpu_options(drafts: bool) -> dict[str, Any]:
+    """Options that SGLang needs on a CPU."""
+    if not is_on_cpu():
+        return {}
+    # Graphs are compiled for minutes. Without AMX it would take torch's attention, which cannot verify drafts; this one
+    # runs there too.
+    backend = "intel_amx" if drafts else None
+    return {
+        "device": "cpu",
+        "disable_cuda_graph": True,
+        "prefill_attention_backend": backend,
+        "decode_attention_backend": backend,
     }

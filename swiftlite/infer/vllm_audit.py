@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,15 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.errors import UserError
-from swiftlite.families.conventions import convention
 from swiftlite.infer.engine import EngineConfig
 from swiftlite.infer.engine_audit import EngineReport
+from swiftlite.infer.load_audit import LoadError, stage, unfilled, unknown_class, unread
 from swiftlite.infer.served_model import ServedModel, read_model
 from swiftlite.infer.vllm_engine import num_heads, num_tokens_to_draft
 from swiftlite.infer.weight_recorder import WeightRecorder
 
 # What vLLM takes from the target for every MTP draft (v1/spec_decode/llm_base_proposer.py), loaded or not.
 SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
-
-
-class LoadError(Exception):
-    """vLLM's own objection, with the stage it came at."""
 
 
 def audit(config: EngineConfig) -> EngineReport:
@@ -58,28 +54,28 @@ def audit(config: EngineConfig) -> EngineReport:
     target = draft = None
     try:
         speculative = _speculative_config(model, config, problems)
-        with _stage("vLLM refuses its options"):
+        with stage("vLLM refuses its options"):
             vllm_config = _vllm_config(model, config, speculative)
         with _process_groups(vllm_config):
             entries = Checkpoint(model.directory).stored
             recorder = WeightRecorder(entries)
             target = _load(vllm_config, vllm_config.model_config, recorder)
-            problems += _unfilled(recorder, target)
+            problems += unfilled(recorder, target)
             drafting = vllm_config.speculative_config
             if drafting is not None and drafting.method in ("mtp", "draft_model"):
                 draft_config = drafting.draft_model_config
                 # Their key-value caches go by the layers' names; the MTP classes have names of their own.
                 prefix = "draft_model" if drafting.method == "draft_model" else ""
                 draft = _load(vllm_config, draft_config, recorder, prefix)
-                problems += _unfilled(recorder, draft, SHARED if drafting.method == "mtp" else ())
+                problems += unfilled(recorder, draft, SHARED if drafting.method == "mtp" else ())
                 if type(draft) is type(target) and Path(draft_config.model).samefile(model.directory):
                     problems.append(
                         f"the target drafts for itself: the draft is another {type(target).__name__} of the same "
                         "directory, so every draft is accepted and none is cheaper"
                     )
         if model.mtp_depth == 0 or draft is not None:
-            problems += [f"no class of vLLM reads {key}" for key in some(_unread(model, entries, recorder.used))]
-        notes += _notes(model, draft)
+            problems += [f"no class of vLLM reads {key}" for key in some(unread(model, recorder))]
+        notes += unknown_class("vllm", model, draft)
     except LoadError as error:
         problems.append(str(error))
     return EngineReport(
@@ -136,46 +132,15 @@ def _process_groups(vllm_config: VllmConfig) -> Iterator[None]:
             destroy_distributed_environment()
 
 
-@contextmanager
-def _stage(words: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # whatever it is, it would have ended vLLM's start
-        lines = str(error).strip().splitlines() or [""]
-        raise LoadError(f"{words}: {type(error).__name__}: " + "\n      ".join(some(lines))) from error
-
-
 def _load(vllm_config: VllmConfig, model_config: ModelConfig, recorder: WeightRecorder, prefix: str = "") -> nn.Module:
     """The model as vLLM makes and fills it, without numbers."""
     name = ", ".join(model_config.architectures)
     with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
-        with _stage(f"vLLM cannot build {name}"):
+        with stage(f"vLLM cannot build {name}"):
             model: Any = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        with _stage(f"vLLM's {type(model).__name__} stops at the checkpoint"), recorder:
+        with stage(f"vLLM's {type(model).__name__} stops at the checkpoint"), recorder:
             model.load_weights(recorder.weights())
     return model
-
-
-def _unfilled(recorder: WeightRecorder, model: nn.Module, shared: Iterable[str] = ()) -> list[str]:
-    name = type(model).__name__
-    return some(
-        f"{name} is left with {count} random numbers in {parameter}"
-        for parameter, count in recorder.unfilled(model).items()
-        if not parameter.endswith(tuple(shared))
-    )
-
-
-def _unread(model: ServedModel, keys: Iterable[str], used: set[str]) -> list[str]:
-    """Keys that went nowhere; neither what follows from the config nor the copies that tied models have."""
-    copies = {copy for row in model.family.rows(model.hf_config) for copy in row.hf_copies}
-    return sorted(key for key in set(keys) - used - copies if not model.family.is_derived(key))
-
-
-def _notes(model: ServedModel, draft: nn.Module | None) -> list[str]:
-    known = convention("vllm", model.family.name)
-    if draft is None or known is None or type(draft).__name__ == known.draft:
-        return []
-    return [f"swiftlite knows {known.draft} of vLLM, not {type(draft).__name__}: how it drafts has not been measured"]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ vLLM keeps its own worker processes; this process only sends token ids. What vLL
 `vllm_plugin.py`. Measured with vLLM 0.32.
 """
 
-import importlib.metadata
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +13,11 @@ from typing import Any
 from swiftlite.errors import UserError
 from swiftlite.families.conventions import convention
 from swiftlite.infer.engine import Completion, EngineConfig, Sampling, check_prompts
+from swiftlite.infer.plugin import require_plugin
 from swiftlite.infer.served_model import ServedModel, read_model, require_heads
 from swiftlite.infer.weight_update import Bucket, WeightUpdate
 from swiftlite.log import logger
 from swiftlite.model.acceptance import DraftCounts
-
-_PLUGIN = "swiftlite.infer.vllm_plugin:register"
 
 
 class VllmEngine:
@@ -31,7 +29,7 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig):
         model = read_model(config.model)
-        require_plugin()
+        require_plugin("vllm")
         # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
@@ -234,19 +232,3 @@ def outside_torchrun() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
-
-
-def require_plugin() -> None:
-    """vLLM's processes find the plugin through the installed package, not through this process."""
-    installed = {point.value: point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
-    if _PLUGIN not in installed:
-        raise UserError(
-            "vLLM would not find swiftlite's plugin: swiftlite is not installed as a package",
-            "run pip install -e . in its directory",
-        )
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and installed[_PLUGIN] not in allowed.split(","):
-        raise UserError(
-            f"VLLM_PLUGINS={allowed} keeps vLLM from loading swiftlite's plugin",
-            f"add {installed[_PLUGIN]} to it, or unset it",
-        )

@@ -12,11 +12,13 @@ classes are in `vllm_models.py` and are imported when a checkpoint asks for them
 from contextlib import suppress
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoConfig, PreTrainedConfig
 from vllm import ModelRegistry, envs
 from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.triton_utils import HAS_TRITON
+
+from swiftlite.infer.mimo_config import MiMoConfig
 
 _MODELS = "swiftlite.infer.vllm_models"
 WEIGHT_TRANSFER = "swiftlite"  # a backend of vLLM's weight-transfer API, see vllm_weight_transfer.py
@@ -28,12 +30,6 @@ DRAFTS = {
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
 }
 _vllm_hf_config_override = SpeculativeConfig.hf_config_override
-
-
-class MiMoConfig(Qwen2Config):
-    """MiMo's config is Qwen2's with `num_nextn_predict_layers`; transformers has no class of that model type."""
-
-    model_type = "mimo"
 
 
 def mtp_depth(hf_config: PreTrainedConfig) -> int:

@@ -5,7 +5,7 @@ check of a model of any size takes the time of its loader's loops, and needs no 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ class WeightRecorder(TorchDispatchMode):
         entries: the checkpoint's tensors: HF key -> shape and dtype.
 
     Attributes:
+        keys: of all tensors.
         used: keys of which at least one number went into a parameter.
+        replaced: keys whose numbers were in a parameter until those of another key were put in their place.
     """
 
     def __init__(self, entries: Mapping[str, Entry]):
@@ -31,13 +33,15 @@ class WeightRecorder(TorchDispatchMode):
         self._tensors = {
             key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()
         }
-        # By storage: which keys its numbers come from, and which parts (offset, shape, strides) were written.
+        # By storage: which keys its numbers come from, and which parts (offset, shape, strides) were written by which.
         self._keys: dict[int, set[str]] = defaultdict(set)
-        self._written: dict[int, set[tuple]] = defaultdict(set)
+        self._written: dict[int, dict[tuple, set[str]]] = defaultdict(dict)
         self._kept: list[torch.Tensor] = []  # a storage that is freed would give its number to another one
         for key, tensor in self._tensors.items():
             self._keys[_storage(tensor)].add(key)
+        self.keys = set(entries)
         self.used: set[str] = set()
+        self.replaced: set[str] = set()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF key, tensor on the meta device), as an engine's loader is given them."""
@@ -51,16 +55,20 @@ class WeightRecorder(TorchDispatchMode):
         }
         return {name: count for name, count in left.items() if count > 0}
 
-    def _parts(self, parameter: torch.Tensor) -> set[tuple]:
-        return self._written.get(_storage(parameter), set())
+    def _parts(self, parameter: torch.Tensor) -> Iterable[tuple]:
+        return self._written.get(_storage(parameter), {})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         keys = {key for tensor in tensors for key in self._keys.get(_storage(tensor), ())}
         if func is torch.ops.aten.copy_.default:
-            target = args[0]
-            self._written[_storage(target)].add((target.storage_offset(), target.shape, target.stride()))
+            target, source = args[:2]
+            keys = self._keys.get(_storage(source), set())
+            written = self._written[_storage(target)]
+            part = (target.storage_offset(), target.shape, target.stride())
+            self.replaced |= written.get(part, keys) - keys
+            written[part] = set(keys)
             self.used |= keys
         if keys:
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -20,7 +20,7 @@ READERS = {
     "evaluate": ["evaluate"],
     "bench": ["bench", "args/commands.py"],
     "doctor": ["cli/doctor.py", "args/memory.py"],
-    "deploy": ["infer/deploy.py"],
+    "deploy": ["infer/deploy.py", "infer/engine.py"],
 }
 NAMES = {"args", "layout", "recompute", "distributed", "moe"}
 # By a rule, exactly one of --to_hf and --to_mcore is given; the code reads the first.

@@ -409,6 +409,7 @@ def test_export_reads_the_run_s_model_for_tensor_parallel(here):
             "--vllm_speculative_config with --infer_backend transformers",
             "add --infer_backend vllm",
         ),
+        ({"sglang_engine_kwargs": {}}, "--sglang_engine_kwargs with --infer_backend transformers", "backend sglang"),
         ({"acceptance_json": "no.json"}, "--acceptance_json no.json does not exist", "acceptance.json of an sft run"),
     ],
 )
@@ -428,8 +429,37 @@ def test_infer_acceptance_json_needs_speculation_and_prompts(here):
 def test_infer_with_vllm_needs_vllm(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # what Python itself calls a module that cannot be imported
     ((problem, hint),) = problems_of(dataclasses.replace(INFER, infer_backend="vllm"))
-    assert problem == "--infer_backend vllm, but vLLM is not installed"
+    assert problem == "--infer_backend vllm, but it is not installed"
     assert "pip install vllm" in hint
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        (
+            {"sglang_speculative_algorithm": "EAGLE", "speculative": "none"},
+            "--sglang_speculative_algorithm EAGLE without speculation",
+            "add --speculative mtp",
+        ),
+        (
+            {"sglang_speculative_num_steps": 2},
+            "2 without --sglang_speculative_eagle_topk and --sglang_spec",
+            "give all three, or none",
+        ),
+        (
+            CHAIN | {"sglang_speculative_num_draft_tokens": 4},
+            "--sglang_speculative_num_draft_tokens 4 with 2 steps of topk 1",
+            "--sglang_speculative_num_draft_tokens 3",
+        ),
+    ],
+)
+def test_infer_with_sglang(here, monkeypatch, change, problem, hint):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert problems_of(dataclasses.replace(INFER, infer_backend="sglang"))[0][1].startswith("pip install sglang")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    ((found, advice),) = problems_of(dataclasses.replace(INFER, infer_backend="sglang", **change))
+    assert problem in found
+    assert hint in advice
 
 
 def test_infer_two_answers_for_the_draft_length(here):
@@ -555,8 +585,8 @@ def test_doctor(here):
         (DoctorArgs(num_speculative_tokens=2), "--num_speculative_tokens 2 without an engine", "add --engine vllm"),
         (DoctorArgs(torch_dtype="float32"), "--torch_dtype float32 without an engine", "add --engine vllm"),
         (
-            DoctorArgs(engine="sglang", model="plain", num_speculative_tokens=2),
-            "--num_speculative_tokens 2 with --engine sglang",
+            DoctorArgs(engine="sglang", model="plain", vllm_engine_kwargs={}),
+            "--vllm_engine_kwargs {} with --engine sglang",
             "it is for --engine vllm",
         ),
     ],
@@ -570,7 +600,7 @@ def test_doctor_of_an_engine(here, args, problem, hint):
 def test_doctor_of_vllm_needs_vllm(here, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ((problem, _),) = problems_of(DoctorArgs(model="plain", engine="vllm"))
-    assert problem == "--engine vllm, but vLLM is not installed"
+    assert problem == "--engine vllm, but it is not installed"
 
 
 @pytest.mark.parametrize(

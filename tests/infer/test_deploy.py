@@ -36,7 +36,8 @@ def test_keyword_arguments_as_flags(options, words):
     assert deploy.flags(options) == words
 
 
-def test_sglang_is_told_all_three_numbers(tmp_path):
+def test_sglang_is_told_all_three_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr("swiftlite.infer.sglang_options.is_on_cpu", lambda: False)
     model = make_tiny_hf(tmp_path / "a model", "mimo", 1)
     fixed = f"--model-path '{model}' --host 127.0.0.1 --port 8000 --dtype float32"
     start = [sys.executable, "-m", "sglang.launch_server", *shlex.split(fixed)]
@@ -63,6 +64,9 @@ def test_sglang_is_told_all_three_numbers(tmp_path):
         "--page-size",
         "1",
     ]
+    monkeypatch.setattr("swiftlite.infer.sglang_options.is_on_cpu", lambda: True)
+    cpu = "--device cpu --disable-cuda-graph"
+    assert command(model, speculative="none") == ["SGLANG_USE_CPU_ENGINE=1", *start, *cpu.split()]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,10 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
@@ -21,7 +18,8 @@ from swiftlite.errors import UserError
 from swiftlite.families.conventions import CONVENTIONS
 from swiftlite.infer.engine import EngineConfig
 from swiftlite.infer.engine_audit import EngineReport, audit
-from tests.tiny import CLASSES, VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
+from tests.infer.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
+from tests.tiny import CLASSES
 
 pytestmark = [
     pytest.mark.engine,
@@ -36,59 +34,7 @@ for directory, options in json.loads(sys.argv[1]):
     report = audit(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
     print(json.dumps(dataclasses.asdict(report)))
 """
-Tensors = dict[str, torch.Tensor]
-
-
-def make(directory: Path, family: str, depth: int, **options: Any) -> Path:
-    sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
-    return make_tiny_hf(directory, family, depth, **sizes, **options)
-
-
-def projection(family: str) -> str:
-    return mtp_names(family, 0)[0]["projection"]
-
-
-def is_of_a_head(family: str, name: str) -> bool:
-    return name.startswith(("mtp.", "model.mtp_layers.", "model.layers.2."))
-
-
-def without_heads(family: str, tensors: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if not is_of_a_head(family, name)}
-
-
-def without_projection(family: str, tensors: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if name != projection(family)}
-
-
-def with_square_projection(family: str, tensors: Tensors) -> Tensors:
-    return tensors | {projection(family): torch.zeros(64, 64)}
-
-
-def with_another_name(family: str, tensors: Tensors) -> Tensors:
-    name = projection(family)
-    return without_projection(family, tensors) | {name.replace(name.split(".")[-2], "projection"): tensors[name]}
-
-
-# name -> (heads in the tensors, heads that config.json promises, what happens to the tensors)
-BROKEN: dict[str, tuple[int, int, Callable[[str, Tensors], Tensors] | None]] = {
-    "no head": (1, 1, without_heads),
-    "no projection": (1, 1, without_projection),
-    "wrong shape": (1, 1, with_square_projection),
-    "renamed": (1, 1, with_another_name),
-    "extra head": (2, 1, None),
-    "promises too much": (1, 2, None),
-    "promises nothing": (1, 0, None),
-}
-BROKEN_FAMILIES = ("mimo", "qwen3", "glm4_moe", "deepseek_v3")
 WHOLE = [(family, depth) for family in CLASSES for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
-
-
-def damage(directory: Path, family: str, promised: int, change: Callable[[str, Tensors], Tensors] | None) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": promised}))
-    if change is not None:
-        file = directory / "model.safetensors"
-        save_file(change(family, load_file(file)), file, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +170,9 @@ def test_a_vllm_that_does_not_run_here_is_told(tmp_path, monkeypatch):
         ("qwen3", 0, None),
     ],
 )
-def test_what_is_known_of_sglang(tmp_path, family, depth, words):
+def test_what_is_known_of_sglang_without_it(tmp_path, monkeypatch, family, depth, words):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     report = audit("sglang", EngineConfig(make(tmp_path, family, depth)))
+    assert "it is not installed here, so its loader was not run" in report.engine
     assert bool(report.problems) is bool(words)
     assert (words or "") in "".join(report.problems)

@@ -75,8 +75,7 @@ def convention_rows(language: str) -> list[str]:
         for name, line in families.items():
             words = [WORDS[value][number] for value in (line.heads, line.takes, line.recycles)]
             zeros = (("zeros", "kept"), ("置零", "保留"))[number][0 if line.zeroes_first_embedding else 1]
-            known = (("counts", "source"), ("计数", "源码"))[number][0 if line.is_measured else 1]
-            cells = [engine, f"`{name}`", f"`{line.draft}`", *words, zeros, WORDS[line.projection][number], known]
+            cells = [engine, f"`{name}`", f"`{line.draft}`", *words, zeros, WORDS[line.projection][number]]
             rows.append(f"| {' | '.join(cells)} |")
     return rows
 

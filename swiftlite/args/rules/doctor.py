@@ -1,7 +1,6 @@
 """Rules of `doctor`."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from swiftlite.args.rules.common import (
     recompute_options_fit,
     speculative_tokens_are_given_once,
 )
-from swiftlite.args.rules.ground import INSTALL_VLLM, Ground, Problem, near_path
+from swiftlite.args.rules.engine import missing_engine
+from swiftlite.args.rules.ground import Ground, Problem, near_path
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
@@ -25,12 +25,8 @@ def model_to_audit_is_a_directory(args: DoctorArgs, ground: Ground) -> Iterator[
         yield f"--model {path} is no directory", near_path(path) if not path.exists() else ""
 
 
-OF_ENGINE = (
-    "trust_remote_code",
-    "torch_dtype",
-    "num_speculative_tokens",
-    *(field.name for field in dataclasses.fields(VllmArgs)),
-)
+OF_VLLM = tuple(field.name for field in dataclasses.fields(VllmArgs))
+OF_ENGINE = ("trust_remote_code", "torch_dtype", "num_speculative_tokens", *OF_VLLM)
 
 
 def plan_options_have_plan(args: DoctorArgs, ground: Ground) -> Iterator[Problem]:
@@ -46,15 +42,15 @@ def engine_options_have_engine(args: DoctorArgs, ground: Ground) -> Iterator[Pro
         yield "--engine and --plan are two different questions", "ask one at a time"
     if args.engine and args.model is None:
         yield f"--engine {args.engine} needs a model", "add --model DIRECTORY, a Hugging Face model's"
-    if args.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        yield "--engine vllm, but vLLM is not installed", INSTALL_VLLM
+    if args.engine == "vllm":  # of SGLang enough is known to do without
+        yield from missing_engine("vllm", "engine")
     for name in OF_ENGINE:
         value = getattr(args, name)
         if value == options(DoctorArgs)[name].default or (name == "torch_dtype" and args.plan):
             continue
         if args.engine is None:
             yield f"--{name} {as_typed(value)} without an engine", "add --engine vllm"
-        elif args.engine != "vllm":
+        elif args.engine != "vllm" and name in OF_VLLM:
             yield f"--{name} {as_typed(value)} with --engine {args.engine}", "it is for --engine vllm"
 
 

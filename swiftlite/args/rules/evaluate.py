@@ -1,6 +1,5 @@
 """Rules of `evaluate`."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from swiftlite.args.rules.common import (
     numbers_are_in_range,
     without_effect,
 )
-from swiftlite.args.rules.ground import INSTALL_VLLM, MTP_DEPTH_KEY, Ground, Problem
+from swiftlite.args.rules.engine import missing_engine
+from swiftlite.args.rules.ground import MTP_DEPTH_KEY, Ground, Problem
 
 
 def there_are_rows(args: EvaluateArgs, ground: Ground) -> Iterator[Problem]:
@@ -43,8 +43,7 @@ def output_dir_can_be(args: EvaluateArgs, ground: Ground) -> Iterator[Problem]:
 
 
 def engine_is_there(args: EvaluateArgs, ground: Ground) -> Iterator[Problem]:
-    if args.infer_backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        yield "--infer_backend vllm, but vLLM is not installed", INSTALL_VLLM
+    yield from missing_engine(args.infer_backend)
 
 
 def evaluate_settings_without_effect(args: EvaluateArgs, ground: Ground) -> Iterator[str]:

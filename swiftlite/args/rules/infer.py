@@ -1,18 +1,27 @@
 """Rules of `infer`."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import InferArgs
 from swiftlite.args.rules.common import (
+    as_typed,
     hf_model_is_a_directory,
     numbers_are_in_range,
     speculative_tokens_are_given_once,
     val_dataset_files_exist,
     without_effect,
 )
-from swiftlite.args.rules.ground import INSTALL_VLLM, MTP_DEPTH_KEY, Ground, Problem
+from swiftlite.args.rules.engine import (
+    OF_SPECULATION,
+    engine_kwargs_leave_what_has_an_option,
+    given,
+    missing_engine,
+    options_have_their_engine,
+    sglang_numbers_agree,
+    sglang_numbers_go_together,
+)
+from swiftlite.args.rules.ground import MTP_DEPTH_KEY, Ground, Problem
 
 
 def speculation_has_heads(args: InferArgs, ground: Ground) -> Iterator[Problem]:
@@ -27,24 +36,16 @@ def speculation_has_heads(args: InferArgs, ground: Ground) -> Iterator[Problem]:
 def speculative_options_have_speculation(args: InferArgs, ground: Ground) -> Iterator[Problem]:
     if args.speculative == "mtp":
         return
-    if args.num_speculative_tokens is not None:
-        yield f"--num_speculative_tokens {args.num_speculative_tokens} without speculation", "add --speculative mtp"
-    if args.vllm_speculative_config is not None:
-        yield "--vllm_speculative_config without speculation", "add --speculative mtp"
+    for name, value in given(args, OF_SPECULATION).items():
+        yield f"--{name} {as_typed(value)} without speculation", "add --speculative mtp"
     if args.compare:
         yield "--compare has nothing to compare without speculation", "add --speculative mtp"
     if args.acceptance_json is not None:
         yield "--acceptance_json has no acceptance to add without speculation", "add --speculative mtp"
 
 
-def vllm_options_have_vllm(args: InferArgs, ground: Ground) -> Iterator[Problem]:
-    if args.infer_backend == "vllm":
-        if importlib.util.find_spec("vllm") is None:
-            yield "--infer_backend vllm, but vLLM is not installed", INSTALL_VLLM
-        return
-    for name in ("vllm_engine_kwargs", "vllm_speculative_config"):
-        if vars(args)[name] is not None:
-            yield f"--{name} with --infer_backend {args.infer_backend}", "add --infer_backend vllm"
+def engine_is_installed(args: InferArgs, ground: Ground) -> Iterator[Problem]:
+    yield from missing_engine(args.infer_backend)
 
 
 def acceptance_json_fits(args: InferArgs, ground: Ground) -> Iterator[Problem]:
@@ -63,7 +64,7 @@ def comparison_has_prompts(args: InferArgs, ground: Ground) -> Iterator[Problem]
 
 def infer_settings_without_effect(args: InferArgs, ground: Ground) -> Iterator[str]:
     idle = {
-        "max_batch_size": (args.infer_backend != "vllm", f"{args.infer_backend} answers one prompt at a time"),
+        "max_batch_size": (args.infer_backend == "transformers", "transformers answers one prompt at a time"),
         "top_p": (args.temperature == 0, "--temperature 0 is greedy"),
     }
     yield from without_effect(args, idle)
@@ -76,7 +77,11 @@ RULES = (
     speculation_has_heads,
     speculative_options_have_speculation,
     speculative_tokens_are_given_once,
-    vllm_options_have_vllm,
+    engine_is_installed,
+    options_have_their_engine,
+    sglang_numbers_go_together,
+    sglang_numbers_agree,
+    engine_kwargs_leave_what_has_an_option,
     acceptance_json_fits,
     comparison_has_prompts,
 )

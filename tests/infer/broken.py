@@ -1,0 +1,64 @@
+"""Checkpoints that break their promises, one way each: for the tests of what an engine's own loaders find."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
+
+Tensors = dict[str, torch.Tensor]
+
+
+def make(directory: Path, family: str, depth: int, **options: Any) -> Path:
+    sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
+    return make_tiny_hf(directory, family, depth, **sizes, **options)
+
+
+def projection(family: str) -> str:
+    return mtp_names(family, 0)[0]["projection"]
+
+
+def is_of_a_head(family: str, name: str) -> bool:
+    return name.startswith(("mtp.", "model.mtp_layers.", "model.layers.2."))
+
+
+def without_heads(family: str, tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if not is_of_a_head(family, name)}
+
+
+def without_projection(family: str, tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name != projection(family)}
+
+
+def with_square_projection(family: str, tensors: Tensors) -> Tensors:
+    return tensors | {projection(family): torch.zeros(64, 64)}
+
+
+def with_another_name(family: str, tensors: Tensors) -> Tensors:
+    name = projection(family)
+    return without_projection(family, tensors) | {name.replace(name.split(".")[-2], "projection"): tensors[name]}
+
+
+# name -> (heads in the tensors, heads that config.json promises, what happens to the tensors)
+BROKEN: dict[str, tuple[int, int, Callable[[str, Tensors], Tensors] | None]] = {
+    "no head": (1, 1, without_heads),
+    "no projection": (1, 1, without_projection),
+    "wrong shape": (1, 1, with_square_projection),
+    "renamed": (1, 1, with_another_name),
+    "extra head": (2, 1, None),
+    "promises too much": (1, 2, None),
+    "promises nothing": (1, 0, None),
+}
+BROKEN_FAMILIES = ("mimo", "qwen3", "glm4_moe", "deepseek_v3")
+
+
+def damage(directory: Path, family: str, promised: int, change: Callable[[str, Tensors], Tensors] | None) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": promised}))
+    if change is not None:
+        file = directory / "model.safetensors"
+        save_file(change(family, load_file(file)), file, metadata={"format": "pt"})
