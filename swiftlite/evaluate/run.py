@@ -60,6 +60,7 @@ def run(args: EvaluateArgs) -> None:
                 torch_dtype=args.torch_dtype,
                 trust_remote_code=args.trust_remote_code,
                 num_speculative_tokens=args.num_speculative_tokens,
+                in_this_process=True,
             )
             results[name][args.infer_backend] = by_engine(
                 args.infer_backend,

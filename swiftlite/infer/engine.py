@@ -55,6 +55,8 @@ class EngineConfig:
         num_speculative_tokens: tokens to draft per step; 0 drafts nothing, None as many as the engine has heads for.
         max_model_len: longest prompt plus completion; None is the model's own limit.
         max_batch_size: prompts served at once, where the engine can.
+        in_this_process: vLLM on a CPU computes in this process and starts no other, in a third of the time; it leaves
+            its thread settings and process groups behind, so nothing else should compute here.
         engine_kwargs: the engine's own keyword arguments, over all others; a value of None removes the key.
         speculative_config: the engine's own drafting options, instead of what is derived from the checkpoint.
     """
@@ -65,6 +67,7 @@ class EngineConfig:
     num_speculative_tokens: int | None = 0
     max_model_len: int | None = None
     max_batch_size: int = 32
+    in_this_process: bool = False
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     speculative_config: dict[str, Any] | None = None
 

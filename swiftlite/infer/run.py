@@ -220,6 +220,7 @@ def _engine_config(args: InferArgs, model: ServedModel, max_model_len: int) -> E
         num_speculative_tokens=args.num_speculative_tokens if args.speculative == "mtp" else 0,
         max_model_len=max_model_len,
         max_batch_size=args.max_batch_size,
+        in_this_process=True,
         engine_kwargs=engine_kwargs(args.infer_backend, args),
         speculative_config=speculative_config(args.infer_backend, args),
     )

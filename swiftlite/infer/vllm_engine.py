@@ -38,6 +38,8 @@ class VllmEngine:
         from swiftlite.infer.vllm_plugin import WEIGHT_TRANSFER
 
         os.environ.update(memory_on_cpu())
+        if config.in_this_process and is_on_cpu():
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         options = {
             "model": str(model.directory),
             "dtype": config.torch_dtype,
@@ -135,7 +137,7 @@ class VllmEngine:
         return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], per_position)
 
     def close(self) -> None:
-        """Stop vLLM's processes and wait for them."""
+        """Stop vLLM's processes, if it has any, and wait for them."""
         # Of itself vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills them all.
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
 
