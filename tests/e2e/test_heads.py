@@ -13,6 +13,7 @@ from tests.model.test_unroll import train_head
 from tests.tiny import make_tiny_hf
 
 
+@pytest.mark.gloo
 def test_graft_unroll_export_infer(commands: Commands, dataset):
     directory = commands.directory
     tuned = make_tiny_hf(directory / "tuned", "qwen3", depth=0, with_tokenizer=True)
