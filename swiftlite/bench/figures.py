@@ -115,7 +115,7 @@ class Choice:
     """How many tokens to draft at one concurrency.
 
     Attributes:
-        ratios: for each number above 0, its median tokens per second over that of 0.
+        ratios: for each number above 0, its median tokens per second over that of 0, the faster one of the two servers.
         drift: by how much the server without drafts was faster at the end than at the beginning, as a share.
         reason: one sentence.
     """
@@ -141,9 +141,9 @@ def choose(
             number can be faster by more than this; what was measured beyond it is the machine's.
     """
     plain = [*first, *last]
-    ratios = {k: float(np.median(each) / np.median(plain)) for k, each in speeds.items()}
+    limit, middle = np.percentile(plain, FAST_END), max(np.median(first), np.median(last))
+    ratios = {k: float(np.median(each) / middle) for k, each in speeds.items()}
     drift = float(np.median(last) / np.median(first)) - 1
-    limit, middle = np.percentile(plain, FAST_END), np.median(plain)
     surely = [k for k, each in speeds.items() if min(np.percentile(each, SLOW_END), lengths[k] * middle) > limit]
     best = max(ratios, key=ratios.__getitem__)
     if surely:

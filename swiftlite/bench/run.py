@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import swiftlite
 from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
@@ -33,7 +32,7 @@ from swiftlite.bench.picture import draw
 from swiftlite.bench.server import free_url, serve
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.dataset import load_prompts
-from swiftlite.data.template import ChatTemplate, stop_token_ids
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.infer import deploy
 from swiftlite.infer.engine import Sampling
@@ -69,9 +68,7 @@ def run(args: BenchArgs) -> None:
             server starts. A server that fails: what was measured before it is kept.
     """
     model = read_model(args.model)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        model.directory, trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
     template = ChatTemplate(tokenizer)
     prompts = load(args, model, template)
     ends = {*stop_token_ids(tokenizer, model.directory), template.end_token_id} - {None}
@@ -81,6 +78,8 @@ def run(args: BenchArgs) -> None:
     commands = {k: deploy.server_command(replace(deploy_args(args, k), port=port), model) for k in numbers}
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("bench.json", "bench.svg"):  # of an earlier run
+        (output_dir / name).unlink(missing_ok=True)
     surroundings = describe_surroundings(args)
     runs: list[Run] = []
     with ends_at_sigterm():

@@ -64,14 +64,16 @@ def serve(command: Sequence[str], variables: Mapping[str, str], url: str, log: P
             start_new_session=True,
         )
     server = Server(process, url, log)
+    patience = 0  # what still starts holds nothing that it should finish
     try:
         while not _is_healthy(url):
             if server.has_ended():
                 raise server.failure(f"the server ended with code {process.returncode} before it was ready")
             time.sleep(0.5)
+        patience = SECONDS_TO_STOP
         yield server
     finally:
-        _stop(process)
+        _stop(process, patience)
 
 
 def free_url(host: str = "127.0.0.1") -> tuple[str, int]:
@@ -90,11 +92,11 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _stop(process: subprocess.Popen) -> None:
+def _stop(process: subprocess.Popen, patience: float) -> None:
     try:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(SECONDS_TO_STOP)
+            process.wait(patience)
     finally:  # also at a second Ctrl-C
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite import families
-from swiftlite.bridge.audit import mtp_depth_on_disk, mtp_keys
+from swiftlite.bridge.audit import mtp_keys
 from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.plan import compare_shapes
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.errors import UserError
 from swiftlite.families import Family
@@ -72,14 +73,12 @@ def require_heads(model: ServedModel) -> None:
             f"--speculative mtp: {model.directory / 'config.json'} promises no MTP heads",
             "train some (swiftlite megatron sft --mtp_num_layers 1 ...), or leave --speculative out",
         )
-    keys = Checkpoint(model.directory, block_size(model.hf_config)).entries.keys()
-    missing = mtp_depth_on_disk(model.directory, model.family, model.hf_config).missing
-    heads = range(model.mtp_depth)
-    known = {key for head in heads for row in model.family.head_rows(model.hf_config, head) for key in row.hf}
-    known |= {key for head in heads for key in model.family.mtp.copies(model.hf_config, head)}
-    problems = [f"missing: {key}" for key in missing]
-    problems += [f"unexpected: {key}" for key in mtp_keys(keys, model.family, model.hf_config) if key not in known]
-    if problems:
+    with Checkpoint(model.directory, block_size(model.hf_config)) as checkpoint:
+        found = {key: entry.shape for key, entry in checkpoint.entries.items()}
+    family, config, heads = model.family, model.hf_config, range(model.mtp_depth)
+    wanted = {key: shape for head in heads for row in family.head_rows(config, head) for key, shape in row.hf.items()}
+    copies = {key for head in heads for key in family.mtp.copies(config, head)}
+    if problems := compare_shapes(wanted, {key: found[key] for key in mtp_keys(found, family, config)}, copies):
         raise UserError(
             f"{model.directory}: config.json promises {model.mtp_depth} MTP heads, the tensors are others:\n  "
             + "\n  ".join(some(problems)),

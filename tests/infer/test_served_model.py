@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.errors import UserError
@@ -71,6 +72,13 @@ def test_a_missing_tensor_of_a_head_is_named(tmp_path):
         require_heads(read_model(directory))
     assert "missing: mtp.heads.1.fc.weight" in str(error.value)
     assert "missing: mtp.layers.0.mlp.up_proj.weight" in str(error.value)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path):
+    directory = make_tiny_hf(tmp_path, "qwen3", 1)
+    edit(directory, add={"mtp.fc.weight": torch.zeros(64, 127)})
+    with pytest.raises(UserError, match=r"mtp\.fc\.weight has shape \[64, 127\], config\.json asks for \[64, 128\]"):
+        require_heads(read_model(directory))
 
 
 def test_all_heads_missing_although_promised(tmp_path):

@@ -67,8 +67,9 @@ def deploy_would_start_them(args: BenchArgs, ground: Ground) -> Iterator[Problem
     drafting = max(args.num_speculative_tokens, default=0)
     if drafting > 0 and ground.mtp_depth:
         options = deploy_args(args, drafting)
-        for rule in (deploy.engine_is_installed, deploy.options_have_their_engine):
-            yield from rule(options, ground)
+        for problem, hint in deploy.engine_is_installed(options, ground):
+            yield problem, hint.removesuffix(deploy.OR_PRINT_IT)
+        yield from deploy.options_have_their_engine(options, ground)
         yield from deploy.engine_kwargs_leave_what_has_an_option(options, ground)
 
 

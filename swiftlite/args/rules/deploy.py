@@ -20,12 +20,14 @@ from swiftlite.args.rules.engine import (
 )
 from swiftlite.args.rules.ground import INSTALL_SGLANG, INSTALL_VLLM, MTP_DEPTH_KEY, Ground, Problem
 
+OR_PRINT_IT = ", or add --dry_run"
+
 
 def engine_is_installed(args: DeployArgs, ground: Ground) -> Iterator[Problem]:
     # A command for SGLang can be printed anywhere; vLLM itself is asked how it would draft here.
     needed = args.infer_backend == "vllm" or not args.dry_run
     if needed and importlib.util.find_spec(args.infer_backend) is None:
-        install = INSTALL_VLLM if args.infer_backend == "vllm" else f"{INSTALL_SGLANG}, or add --dry_run"
+        install = INSTALL_VLLM if args.infer_backend == "vllm" else INSTALL_SGLANG + OR_PRINT_IT
         yield f"--infer_backend {args.infer_backend}, but it is not installed", install
 
 
