@@ -23,6 +23,7 @@ from vllm.sequence import IntermediateTensors
 from swiftlite.infer.head_weights import ExpertMapping, Weights, fill, mtp_depth, trunk_weights
 from swiftlite.infer.vllm_plugin import check_draft_steps
 
+
 class LlamaForCausalLM(llama.LlamaForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 

@@ -59,7 +59,11 @@ class MtpHead(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, embedding_TH: torch.Tensor, positions_T: torch.Tensor, hidden_TH: torch.Tensor, forward_batch: ForwardBatch
+        self,
+        embedding_TH: torch.Tensor,
+        positions_T: torch.Tensor,
+        hidden_TH: torch.Tensor,
+        forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         """State [T, H] after the head's output norm."""
         parts = (self.pre_fc_norm_embedding(embedding_TH), self.pre_fc_norm_hidden(hidden_TH))
