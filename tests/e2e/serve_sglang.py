@@ -8,11 +8,11 @@ SGLang starts, are forked: a start takes 2.5 s of CPU then; the imports of three
 """
 
 import contextlib
-import io
 import json
 import multiprocessing
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,13 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 def command(argv: list[str]) -> dict[str, Any]:
     """Run `swiftlite ...`."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main(argv)
-    return {"code": code, "stdout": out.getvalue(), "stderr": err.getvalue()}
+    # Files, because SGLang's processes ask for the descriptor of stderr.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(argv)
+        for stream in (out, err):
+            stream.seek(0)
+        return {"code": code, "stdout": out.read(), "stderr": err.read()}
 
 
 def do(job: dict[str, Any]) -> None:

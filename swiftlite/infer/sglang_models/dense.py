@@ -115,10 +115,6 @@ class MtpDraft(nn.Module):
         parameters = {name: tensor for name, tensor in self.named_parameters() if name.startswith("mtp.")}
         return fill(parameters, weights, 1, default_weight_loader)
 
-    def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As SGLang's EAGLE worker asks for them."""
-        return self.embed_tokens.weight, self.lm_head.weight
-
     def set_embed_and_head(self, embed: nn.Parameter, head: nn.Parameter) -> None:
         """Take the trunk's embedding and output layer, as SGLang's EAGLE worker gives them."""
         self.embed_tokens.weight, self.lm_head.weight = embed, head
