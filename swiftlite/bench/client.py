@@ -16,6 +16,7 @@ import aiohttp
 from swiftlite.bench.figures import Answer, Round
 from swiftlite.errors import UserError
 from swiftlite.infer.engine import Sampling
+from swiftlite.infer.sglang_engine import draft_counts
 from swiftlite.model.acceptance import DraftCounts
 
 Event = tuple[float, dict[str, Any]]
@@ -120,7 +121,7 @@ def read_metrics(text: str, num_speculative_tokens: int) -> DraftCounts:
 
 
 class SglangClient:
-    """SGLang's own route, whose answers come with the counts of their drafts. Written from the source of 0.5.23."""
+    """SGLang's own route, whose answers come with the counts of their drafts. Measured with 0.5.23."""
 
     def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
         self._session, self._sampling, self._num_tokens = session, sampling, num_speculative_tokens
@@ -152,19 +153,12 @@ def read_sglang(events: Sequence[Event], num_speculative_tokens: int) -> Answer:
     """An answer from the pieces of SGLang's stream, each of which has all before it."""
     seconds, last = events[-1]
     about = last["meta_info"]
-    # How many steps accepted 0, 1, 2, ... drafts.
-    steps = about.get("spec_correct_drafts_histogram", [])
-    drafts = about.get("spec_verify_ct", 0)
     return Answer(
         text=last["text"],
         num_tokens=about["completion_tokens"],
         seconds_to_first=events[0][0],
         seconds=seconds,
-        counts=DraftCounts(
-            drafts,
-            drafts * num_speculative_tokens,
-            tuple(sum(steps[position + 1 :]) for position in range(num_speculative_tokens)),
-        ),
+        counts=draft_counts(about, num_speculative_tokens),
     )
 
 

@@ -41,7 +41,7 @@ class Convention:
 
 # engine -> HF model_type -> convention. transformers: our heads around its trunk (infer/mtp_heads.py), as trained.
 # vllm: 0.32, where the classes of Llama and the Qwens are our plugin's, which run each head on a GPU alone
-# (infer/vllm_plugin.py). sglang: 0.5.23; families that are not there have no draft class.
+# (infer/vllm_plugin.py). sglang: 0.5.23, where those of Llama, Qwen2 and Qwen3 are ours (infer/sglang_plugin.py).
 CONVENTIONS: dict[str, dict[str, Convention]] = {
     "transformers": {
         "llama": Convention("MtpHead"),
@@ -70,6 +70,9 @@ CONVENTIONS: dict[str, dict[str, Convention]] = {
         "deepseek_v3": Convention("DeepSeekMTP", "first", zeroes_first_embedding=True),
     },
     "sglang": {
+        "llama": Convention("LlamaForCausalLMMTP", "one"),
+        "qwen2": Convention("Qwen2ForCausalLMMTP", "one"),
+        "qwen3": Convention("Qwen3ForCausalLMMTP", "one"),
         "mimo": Convention("MiMoMTP", "last", zeroes_first_embedding=True, projection="hidden, embedding"),
         "qwen3_moe": Convention("Qwen3MoeForCausalLMMTP", "first"),
         "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one"),
@@ -78,6 +81,6 @@ CONVENTIONS: dict[str, dict[str, Convention]] = {
 }
 
 
-def convention(engine: str, model_type: str) -> Convention | None:
-    """None where the engine has no class that runs this family's heads."""
-    return CONVENTIONS[engine].get(model_type)
+def convention(engine: str, model_type: str) -> Convention:
+    """How an engine that --infer_backend takes drafts with the heads of a family."""
+    return CONVENTIONS[engine][model_type]

@@ -71,9 +71,9 @@ def _known_of_sglang(model: ServedModel) -> EngineReport:
     return EngineReport(
         engine="sglang 0.5.23, as known to swiftlite; it is not installed here, so its loader was not run",
         target=(model.hf_config.get("architectures") or [None])[0],
-        draft=known.draft if known and model.mtp_depth else None,
+        draft=known.draft if model.mtp_depth else None,
         depth=model.mtp_depth,
-        num_heads=known.num_heads(model.mtp_depth) if known else 0,
+        num_heads=known.num_heads(model.mtp_depth),
         verdict="nothing known speaks against it",
         problems=[problem] if problem else [],
     )

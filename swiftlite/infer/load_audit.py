@@ -53,6 +53,6 @@ def unread(model: ServedModel, recorder: WeightRecorder) -> list[str]:
 def unknown_class(engine: Literal["vllm", "sglang"], model: ServedModel, draft: nn.Module | None) -> list[str]:
     """A word on a draft class that is not the one of the table of conventions."""
     known = convention(engine, model.family.name)
-    if draft is None or known is None or type(draft).__name__ == known.draft:
+    if draft is None or type(draft).__name__ == known.draft:
         return []
     return [f"swiftlite knows {known.draft} here, not {type(draft).__name__}: how it drafts has not been measured"]

@@ -60,7 +60,7 @@ def audit(config: EngineConfig) -> EngineReport:
     model = read_model(config.model)
     drafts = model.mtp_depth > 0 and config.num_speculative_tokens != 0
     known = convention("sglang", model.family.name)
-    problem = depth_problem(model, config.num_speculative_tokens) if drafts and known else None
+    problem = depth_problem(model, config.num_speculative_tokens) if drafts else None
     problems = [problem] if problem else []
     target = draft = None
     try:
@@ -91,7 +91,7 @@ def audit(config: EngineConfig) -> EngineReport:
         target=target and type(target).__name__,
         draft=draft and type(draft).__name__,
         depth=model.mtp_depth,
-        num_heads=known.num_heads(model.mtp_depth) if draft is not None and known else 0,
+        num_heads=known.num_heads(model.mtp_depth) if draft is not None else 0,
         verdict="every tensor has its place, every parameter its numbers",
         problems=problems,
         notes=unknown_class("sglang", model, draft),

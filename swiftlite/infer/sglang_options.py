@@ -1,8 +1,8 @@
 """SGLang's options for drafting, derived from the checkpoint, and what it would get wrong without a word.
 
 Facts of SGLang 0.5.23: the draft's class comes from a table by architecture, whatever the config promises, and an
-architecture that is not in it becomes its own draft. The three numbers are taken together: steps alone is a TypeError
-there, topk alone a bare AssertionError.
+architecture that is not in it becomes its own draft (`sglang_plugin.py` adds some). The three numbers are taken
+together: steps alone is a TypeError there, topk alone a bare AssertionError.
 """
 
 import importlib.util
@@ -23,13 +23,6 @@ def depth_problem(model: ServedModel, num_steps: int | None = None) -> str | Non
         num_steps: tokens to draft per step of the target; None is one per head that SGLang runs.
     """
     known, depth = convention("sglang", model.family.name), model.mtp_depth
-    if depth == 0:
-        return None
-    if known is None:
-        return (
-            f"SGLang has no class for the MTP heads of {model.family.name}: the target would draft for itself, every "
-            "draft accepted and none cheaper"
-        )
     if depth > 1 and known.heads == "one":
         return f"SGLang's {known.draft} refuses a checkpoint with {depth} MTP heads; it takes one"
     if depth > 1 and known.heads == "last":
@@ -59,9 +52,7 @@ def speculative_options(
     num_steps = given.get("speculative_num_steps", num_tokens)
     if problem := depth_problem(model, num_steps):
         raise UserError(problem, "serve it with --infer_backend vllm")
-    known = convention("sglang", model.family.name)
-    assert known is not None  # depth_problem says so
-    num_run = known.num_heads(model.mtp_depth)
+    num_run = convention("sglang", model.family.name).num_heads(model.mtp_depth)
     num_steps = num_steps or (model.num_drafts if num_run == model.mtp_depth else num_run)
     return {
         "speculative_algorithm": "NEXTN",

@@ -193,8 +193,7 @@ def num_heads(model: ServedModel) -> int:
     """Distinct heads that draft in this vLLM; the classes of our plugin run all of them in its newer model runner."""
     from swiftlite.infer.vllm_plugin import has_multi_module_runner
 
-    known = convention("vllm", model.family.name)
-    can_run = 0 if known is None else known.num_heads(model.mtp_depth)
+    can_run = convention("vllm", model.family.name).num_heads(model.mtp_depth)
     return can_run if has_multi_module_runner() else min(can_run, 1)
 
 

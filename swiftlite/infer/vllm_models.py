@@ -1,12 +1,10 @@
 """vLLM's Llama, Qwen2, Qwen3 and Qwen3 MoE, opened from checkpoints with MTP heads, and the drafts that run the heads.
 
-The heads are stored in the layout of Qwen3-Next (`mtp.*`), heads after the first with a projection and norms of their
-own under `mtp.heads.{k}`. Registered by `vllm_plugin.py`; nothing else imports this file.
+Registered by `vllm_plugin.py`; nothing else imports this file.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,50 +20,36 @@ from vllm.model_executor.models import llama, qwen2, qwen3, qwen3_moe
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from swiftlite.infer.vllm_plugin import check_draft_steps, mtp_depth
-
-Weights = Iterable[tuple[str, torch.Tensor]]
-# vLLM's: (part of a joined parameter's name, part of the tensor's name that stands in its place, expert, shard id)
-ExpertMapping = list[tuple[str, str, int, str]]
-
-# vLLM's joined parameters and the tensors, with their shard ids, that each is filled from
-_JOINED = {
-    "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
-    "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
-}
-
-
-def _trunk_weights(weights: Weights, depth: int) -> Weights:
-    """Without the heads, which are the draft's; with them when config.json promises none, so that vLLM objects."""
-    return ((name, tensor) for name, tensor in weights if not (depth and name.startswith("mtp.")))
+from swiftlite.infer.head_weights import ExpertMapping, Weights, fill, mtp_depth, trunk_weights
+from swiftlite.infer.vllm_plugin import check_draft_steps
 
 
 class LlamaForCausalLM(llama.LlamaForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 
     def load_weights(self, weights: Weights) -> set[str]:
-        return super().load_weights(_trunk_weights(weights, mtp_depth(self.config)))
+        return super().load_weights(trunk_weights(weights, self.config))
 
 
 class Qwen2ForCausalLM(qwen2.Qwen2ForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 
     def load_weights(self, weights: Weights) -> set[str]:
-        return super().load_weights(_trunk_weights(weights, mtp_depth(self.config)))
+        return super().load_weights(trunk_weights(weights, self.config))
 
 
 class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 
     def load_weights(self, weights: Weights) -> set[str]:
-        return super().load_weights(_trunk_weights(weights, mtp_depth(self.config)))
+        return super().load_weights(trunk_weights(weights, self.config))
 
 
 class Qwen3MoeForCausalLM(qwen3_moe.Qwen3MoeForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 
     def load_weights(self, weights: Weights) -> set[str]:
-        return super().load_weights(_trunk_weights(weights, mtp_depth(self.config)))
+        return super().load_weights(trunk_weights(weights, self.config))
 
 
 class MtpFrame(nn.Module):
@@ -173,43 +157,17 @@ class MtpDraft(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Fill every parameter from the checkpoint's own tensors, or fail.
-
-        Raises:
-            ValueError: naming every tensor of a head that is missing, and every mtp.* tensor that no head has.
-        """
-        parameters = dict(self.named_parameters())
-        experts = self.expert_mapping()
-        sources = {source: place for name in parameters for source, place in _sources(name, experts).items()}
-        seen, unknown = set(), []
-        for source, tensor in weights:
-            if source in sources:
-                name, place = sources[source]
-                loader = getattr(parameters[name], "weight_loader", default_weight_loader)
-                loader(parameters[name], tensor, *place)
-                seen.add(source)
-            elif source.startswith("mtp."):
-                unknown.append(source)
-        missing = sorted(source for source in sources.keys() - seen if source.startswith("mtp."))
-        if missing or unknown:
-            raise ValueError(
-                f"the checkpoint's MTP heads are not the {len(self.model.heads)} that its config.json promises:"
-                + "".join(f"\n  missing: {name}" for name in missing)
-                + "".join(f"\n  unexpected: {name}" for name in unknown)
-            )
-        return {sources[source][0] for source in seen}
+        """See `fill`."""
+        names = {_name_on_disk(name): name for name, _ in self.named_parameters()}
+        parameters = {stored: self.get_parameter(name) for stored, name in names.items()}
+        filled = fill(parameters, weights, len(self.model.heads), default_weight_loader, self.expert_mapping())
+        return {names[stored] for stored in filled}
 
 
-def _sources(name: str, experts: ExpertMapping) -> dict[str, tuple[str, tuple]]:
-    """The checkpoint's tensors that fill a parameter, each with the parameter and its place in it, for its loader."""
-    hf_name = name if name.startswith(("model.embed_tokens.", "lm_head.")) else name.replace("model.", "mtp.", 1)
-    hf_name = hf_name.replace("mtp.heads.0.", "mtp.", 1)
-    if entries := [entry for entry in experts if entry[0] in hf_name]:
-        return {hf_name.replace(joined, part): (name, (name, shard, e)) for joined, part, e, shard in entries}
-    for joined, parts in _JOINED.items():
-        if f".{joined}." in hf_name:
-            return {hf_name.replace(joined, part): (name, (shard,)) for part, shard in parts.items()}
-    return {hf_name: (name, ())}
+def _name_on_disk(name: str) -> str:
+    if name.startswith(("model.embed_tokens.", "lm_head.")):
+        return name
+    return name.replace("model.", "mtp.", 1).replace("mtp.heads.0.", "mtp.", 1)
 
 
 class LlamaMTPModel(MtpDraft):

@@ -18,6 +18,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.triton_utils import HAS_TRITON
 
+from swiftlite.infer.head_weights import mtp_depth
 from swiftlite.infer.mimo_config import MiMoConfig
 
 _MODELS = "swiftlite.infer.vllm_models"
@@ -30,11 +31,6 @@ DRAFTS = {
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
 }
 _vllm_hf_config_override = SpeculativeConfig.hf_config_override
-
-
-def mtp_depth(hf_config: PreTrainedConfig) -> int:
-    """MTP heads that a config promises."""
-    return getattr(hf_config, "num_nextn_predict_layers", None) or 0
 
 
 def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:

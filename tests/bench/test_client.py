@@ -42,7 +42,7 @@ def test_vllm_counts_over_all_its_engines():
 
 
 def test_an_answer_of_sglang_has_its_counts():
-    about = {"completion_tokens": 8, "spec_verify_ct": 4, "spec_correct_drafts_histogram": [2, 1, 1]}
+    about = {"completion_tokens": 8, "spec_num_proposed_drafts": 8, "spec_correct_drafts_histogram": [2, 1, 1]}
     events = [(0.2, {"text": "a", "meta_info": {"completion_tokens": 1}}), (0.9, {"text": "abc", "meta_info": about})]
     # Of 4 steps 2 accepted the first draft and 1 both.
     assert read_sglang(events, 2) == Answer("abc", 8, 0.2, 0.9, DraftCounts(4, 8, (2, 1)))
@@ -129,7 +129,7 @@ def test_what_vllm_is_asked():
 
 
 def test_what_sglang_is_asked_and_that_its_counts_add_up():
-    about = {"completion_tokens": 3, "spec_verify_ct": 2, "spec_correct_drafts_histogram": [1, 1]}
+    about = {"completion_tokens": 3, "spec_num_proposed_drafts": 2, "spec_correct_drafts_histogram": [1, 1]}
     respond, asked = streamed({"text": "hi", "meta_info": about})
 
     async def twice(client):

@@ -1,17 +1,25 @@
-"""A process that starts SGLang for one job after the other, given as JSON; prints one line of JSON for each.
+"""A process that lets SGLang do one job after the other, given as JSON; prints one line of JSON for each.
 
-    python tests/e2e/serve_sglang.py '[{"model": DIR, "num_tokens": 3, "prompts": [[1, 2]], "max_new_tokens": 24}]'
+    python tests/e2e/serve_sglang.py '[{"model": DIR, "num_tokens": 3, "prompts": [[1, 2]], "max_new_tokens": 24},
+                                       {"argv": ["infer", "--infer_backend", "sglang"]}]'
 
-A process of its own, because SGLang kills the one it was started from.
+Each job has a process of its own, because SGLang kills the one it was started from. That one, and the processes that
+SGLang starts, are forked: a start takes 2.5 s of CPU then; the imports of three processes would make it 17 s.
 """
 
+import contextlib
 import json
+import multiprocessing
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from swiftlite.cli.main import main
 from swiftlite.errors import UserError
 from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
+from swiftlite.infer.sglang_options import cpu_variables
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +58,33 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         engine.close()
 
 
+def command(argv: list[str]) -> dict[str, Any]:
+    """Run `swiftlite ...`."""
+    # Files, because SGLang's processes ask for the descriptor of stderr.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(argv)
+        for stream in (out, err):
+            stream.seek(0)
+        return {"code": code, "stdout": out.read(), "stderr": err.read()}
+
+
+def do(job: dict[str, Any]) -> None:
+    print(json.dumps(command(job["argv"]) if "argv" in job else serve(job)), flush=True)
+    for process in multiprocessing.active_children():  # what a start that failed has left, and would be waited for
+        process.kill()
+
+
 if __name__ == "__main__":
+    os.environ.update(cpu_variables())  # read when SGLang is imported
+    # Not the registry of models: it is for the plugin to say what is in it.
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's choice is "spawn"
     for asked in json.loads(sys.argv[1]):
-        print(json.dumps(serve(asked)), flush=True)
+        process = multiprocessing.Process(target=do, args=(asked,))
+        process.start()
+        process.join()

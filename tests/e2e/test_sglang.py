@@ -1,26 +1,32 @@
 """Real SGLang, started: its tokens and its own counts against an independent reference, in float32, exactly.
 
-Its scheduler, drafting worker, model classes and weight loaders are its own; only its compiled kernels and torchvision
-have stand-ins (tests/sglang_stand_ins), as PyPI has them for CUDA alone.
+Its scheduler, drafting worker, weight loaders and model classes are its own, but for those of our plugin; its compiled
+kernels and torchvision have stand-ins (tests/sglang_stand_ins), as PyPI has them for CUDA alone.
 """
 
+import asyncio
 import importlib.util
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from openai import OpenAI
 from safetensors.torch import load_file, save_file
 
+from swiftlite.bench.client import ask_all, connect
+from swiftlite.bench.figures import Answer
+from swiftlite.bench.server import serve
 from swiftlite.families.conventions import CONVENTIONS
-from tests.infer.reference import Counts, Reference, write_trained
+from swiftlite.infer.engine import Sampling
+from swiftlite.model.acceptance import DraftCounts
+from tests.infer.reference import Reference, follow, write_trained
 from tests.stand_ins import sglang_environment
-from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf
+from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,7 +34,13 @@ pytestmark = [
 ]
 HERE = Path(__file__).parent
 NEW_TOKENS = 24
-CASES = [("mimo", 1), ("mimo", 3), ("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2)]
+CASES = [(family, k) for family in ("llama", "qwen2", "qwen3", "mimo") for k in (1, 3)]
+CASES += [("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2)]
+LAST_CASES = dict(CASES).items()  # one for each family
+# Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
+SMALL = ["--sglang_engine_kwargs", '{"max_total_tokens": 4096, "max_running_requests": 4}']
+PORT = 8139
+URL = f"http://127.0.0.1:{PORT}"
 
 
 def run_python(*arguments: object) -> subprocess.CompletedProcess:
@@ -36,17 +48,30 @@ def run_python(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=sglang_environment(), timeout=1800)
 
 
-def follow(reference: Reference, family: str) -> Reference:
-    """Let the reference draft as the table says of SGLang."""
-    convention = CONVENTIONS["sglang"][family]
-    reference.takes_state_before_norm = convention.takes == "before norm"
-    reference.recycles_state_before_norm = convention.recycles == "before norm"
-    reference.zeroes_first_embedding = convention.zeroes_first_embedding
-    return reference
+def do_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What came of each; one process imports SGLang for all."""
+    done = run_python(HERE / "serve_sglang.py", json.dumps(jobs))
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(jobs), done.stderr[-3000:]
+    return lines
 
 
-def simulate(reference: Reference, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], Counts]:
-    return reference.simulate(prompts, NEW_TOKENS, num_tokens)
+def load(directory: Path, family: str) -> Reference:
+    """Drafts as the table says of SGLang."""
+    return follow(Reference.load(directory, family, depth=1), CONVENTIONS["sglang"][family])
+
+
+def write_talking(directory: Path) -> Path:
+    """A Qwen3 with a tokenizer, whose head has learned."""
+    tokenizer = make_tiny_tokenizer()
+    write_trained(directory, "qwen3", depth=1, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory) -> Path:
+    return write_talking(tmp_path_factory.mktemp("talking"))
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +91,7 @@ def served(tmp_path_factory) -> dict[Any, Any]:
         for family, k in CASES
     ]
     unknown = jobs[0] | {"engine_kwargs": {"max_modle_len": 3}}
-    done = run_python(HERE / "serve_sglang.py", json.dumps([*jobs, unknown, jobs[0] | {"model": str(damaged)}]))
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(jobs) + 2, done.stderr[-3000:]
+    lines = do_all([*jobs, unknown, jobs[0] | {"model": str(damaged)}])
     results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(CASES, lines, strict=False)}
     return results | {"unknown option": lines[-2], "damaged": lines[-1]}
 
@@ -76,7 +99,7 @@ def served(tmp_path_factory) -> dict[Any, Any]:
 @pytest.mark.parametrize(("family", "num_tokens"), CASES)
 def test_tokens_and_counts_equal_the_reference(served, family, num_tokens):
     directory, prompts, result = served[family, num_tokens]
-    expected, counts = simulate(follow(Reference.load(directory, family, depth=1), family), prompts, num_tokens)
+    expected, counts = load(directory, family).simulate(prompts, NEW_TOKENS, num_tokens)
     assert 0.1 < counts.accepted_per_position[0] / counts.drafts < 0.9  # some right, some wrong
     assert result["tokens"] == expected
     assert result["reasons"] == ["length"]
@@ -103,13 +126,13 @@ def take_the_other_state(reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("change", [swap_halves, keep_first_embedding, take_the_other_state])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", LAST_CASES)
 def test_another_convention_counts_otherwise(served, case, change):
     """Of each line of the table, each word matters to what is compared."""
     directory, prompts, result = served[case]
-    reference = follow(Reference.load(directory, case[0], depth=1), case[0])
+    reference = load(directory, case[0])
     change(reference)
-    expected, counts = simulate(reference, prompts, case[1])
+    expected, counts = reference.simulate(prompts, NEW_TOKENS, case[1])
     assert result["tokens"] == expected
     assert result["counts"] != [counts.drafts, counts.drafted, list(counts.accepted_per_position)]
 
@@ -122,61 +145,60 @@ def test_what_sglang_refuses_is_told(served):
     assert damaged.startswith("SGLang could not start")
 
 
-def test_infer_compares_with_and_without_speculation(tmp_path):
-    """The whole command, on random heads: next to nothing is accepted, and no answer changes."""
-    model = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    prompts, acceptance = tmp_path / "prompts.jsonl", tmp_path / "acceptance.json"
-    questions = ("The quick", "What does it do?", "Sum")
-    prompts.write_text("".join(json.dumps({"query": question}) + "\n" for question in questions))
+def test_infer_and_evaluate(talking, tmp_path):
+    """The whole commands."""
+    prompts, own, acceptance = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl", tmp_path / "acceptance.json"
+    prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(6)))
     acceptance.write_text('{"depths": 1}')
-    options = "--infer_backend sglang --speculative mtp --compare --max_new_tokens 40 --torch_dtype float32".split()
-    files = ["--model", model, "--val_dataset", prompts, "--acceptance_json", acceptance]
-    done = run_python("-m", "swiftlite", "infer", *options, *files)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [json.loads(line)["messages"][0]["content"] for line in done.stdout.splitlines()] == list(questions)
-    assert "answers equal: 3 of 3" in done.stderr
-    counted = json.loads(acceptance.read_text())["engines"]["sglang"]
-    assert counted["drafted"] > 60
-    assert counted["acceptance_rate"] < 0.2
+    both = ["--infer_backend", "sglang", "--torch_dtype", "float32", "--max_new_tokens", 40, "--model"]
+    files = ["--val_dataset", prompts, "--result_path", own, "--acceptance_json", acceptance]
+    infer = ["infer", *both, talking, "--speculative", "mtp", "--compare", *SMALL, *files]
+    evaluate = ["evaluate", *both, talking, "--dataset", own, "--output_dir", tmp_path / "out"]
+    done = do_all([{"argv": [str(word) for word in words]} for words in (infer, evaluate)])
+    assert [each["code"] for each in done] == [0, 0], done
+    assert "answers equal: 6 of 6" in done[0]["stderr"]
+    assert json.loads(acceptance.read_text())["engines"]["sglang"]["drafted"] > 60
+    counted = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]["sglang"]["all"]
+    assert 0 < counted["accepted"] < counted["drafted"]  # few: it was not trained on chats
 
 
-def test_the_printed_command_starts_the_server(tmp_path):
-    """As pasted into a shell; it answers an OpenAI client, drafting."""
-    model = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    url = "http://127.0.0.1:8139"
-    options = f"--model {model} --torch_dtype float32 --port 8139 --max_model_len 256 --infer_backend sglang --dry_run"
-    small = '{"max_total_tokens": 4096, "max_running_requests": 4, "enable_metrics": true}'
-    printed = run_python("-m", "swiftlite", "deploy", *options.split(), "--sglang_engine_kwargs", small)
+def test_the_printed_command_starts_the_server(talking, tmp_path):
+    """As pasted into a shell; it answers an OpenAI client, and that of `bench`, which counts its drafts."""
+    options = f"--model {talking} --torch_dtype float32 --port {PORT} --max_model_len 256 --infer_backend sglang"
+    printed = run_python(
+        "-m",
+        "swiftlite",
+        "deploy",
+        *options.split(),
+        "--dry_run",
+        SMALL[0],
+        SMALL[1][:-1] + ', "enable_metrics": true}',
+    )
     (line,) = printed.stdout.splitlines()
     assert "--speculative-algorithm NEXTN --speculative-num-steps 1" in line
-    log = tmp_path / "log"
-    with log.open("w") as stream:
-        command = ["bash", "-c", f"exec env {line}"]
-        server = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=sglang_environment())
-    try:
-        answer = wait_for(server, url, log)
-        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+    prompts = [[5, 6, 7], [8], [9, 10]]
+    expected, counted = load(talking, "qwen3").simulate(prompts, NEW_TOKENS, 1)
+    with serve(["bash", "-c", f"exec env {line}"], sglang_environment(), URL, tmp_path / "log"):
+        client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+        question: Any = {"role": "user", "content": "The quick"}
+        answer: Any = client.chat.completions.create(
+            model="default", messages=[question], max_tokens=20, extra_body={"ignore_eos": True}
+        )
+        rounds, counts = asyncio.run(ask(prompts))
+        with urllib.request.urlopen(f"{URL}/metrics", timeout=60) as response:
             metrics = response.read().decode()
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
     assert answer.usage.completion_tokens == 20
     assert "sglang:spec_accept_length" in metrics
+    tokenizer = make_tiny_tokenizer()
+    for answers in rounds:
+        assert [each.text for each in answers] == [tokenizer.decode(tokens) for tokens in expected]
+        assert [each.num_tokens for each in answers] == [NEW_TOKENS] * len(prompts)
+        assert all(0 < each.seconds_to_first < each.seconds for each in answers)
+    assert counts == DraftCounts(2 * counted.drafts, 2 * counted.drafted, (2 * counted.accepted_per_position[0],))
 
 
-def wait_for(server: subprocess.Popen, url: str, log: Path) -> Any:
-    """The server's answer to a first question, once it is up."""
-    from openai import APIConnectionError, InternalServerError, OpenAI
-
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            question: Any = {"role": "user", "content": "The quick"}
-            return client.chat.completions.create(
-                model="default", messages=[question], max_tokens=20, extra_body={"ignore_eos": True}
-            )
-        except (APIConnectionError, InternalServerError):
-            time.sleep(1)
-    raise AssertionError(log.read_text()[-3000:])
+async def ask(prompts: list[list[int]]) -> tuple[list[list[Answer]], DraftCounts]:
+    """Two rounds of `bench`, and what was drafted in both."""
+    async with connect("sglang", URL, Sampling(NEW_TOKENS), 1) as client:
+        rounds = [await ask_all(client, prompts, concurrency, f"{concurrency}") for concurrency in (1, 2)]
+        return [each.answers for each in rounds], await client.draft_counts()

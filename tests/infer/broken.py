@@ -56,9 +56,11 @@ BROKEN: dict[str, tuple[int, int, Callable[[str, Tensors], Tensors] | None]] = {
 BROKEN_FAMILIES = ("mimo", "qwen3", "glm4_moe", "deepseek_v3")
 
 
-def damage(directory: Path, family: str, promised: int, change: Callable[[str, Tensors], Tensors] | None) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": promised}))
+def damage(
+    directory: Path, family: str, promised: int, change: Callable[[str, Tensors], Tensors] | None, **config: Any
+) -> None:
+    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": promised} | config
+    (directory / "config.json").write_text(json.dumps(config))
     if change is not None:
         file = directory / "model.safetensors"
         save_file(change(family, load_file(file)), file, metadata={"format": "pt"})

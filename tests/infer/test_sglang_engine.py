@@ -37,7 +37,7 @@ def test_drafting_is_derived_from_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "depth", "words"),
-    [("mimo", 0, "promises no MTP heads"), ("mimo", 2, "into one place"), ("qwen3", 1, "would draft for itself")],
+    [("mimo", 0, "promises no MTP heads"), ("mimo", 2, "into one place"), ("qwen3", 2, "takes one")],
 )
 def test_another_draft_than_the_heads_is_refused(tmp_path, family, depth, words):
     directory = make_tiny_hf(tmp_path, family, depth)
