@@ -72,7 +72,7 @@ def test_sglang_is_told_all_three_numbers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "depth", "words"),
     [
-        ("qwen2", 1, "the target would draft for itself"),
+        ("qwen2", 2, "refuses a checkpoint with 2 MTP heads"),
         ("mimo", 2, "the last one would draft every token"),
         ("glm4_moe", 2, "it takes one"),
     ],
