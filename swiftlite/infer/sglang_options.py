@@ -83,6 +83,7 @@ def cpu_options(drafts: bool) -> dict[str, Any]:
     return {
         "device": "cpu",
         "disable_cuda_graph": True,
+        "max_total_tokens": 32768,  # with keys and values in memory at once; of itself it takes most of the machine's
         "prefill_attention_backend": backend,
         "decode_attention_backend": backend,
     }

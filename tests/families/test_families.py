@@ -61,7 +61,7 @@ OWN_NEUTRAL = {
     "mimo": set(),
     "qwen3_moe": {"attention_bias"},
     "glm4_moe": set(),
-    "deepseek_v3": {"attention_bias", "scoring_func", "topk_method"},
+    "deepseek_v3": {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"},
 }
 OWN_READ = {
     "qwen3_moe": {

@@ -65,7 +65,7 @@ def test_sglang_is_told_all_three_numbers(tmp_path, monkeypatch):
         "1",
     ]
     monkeypatch.setattr("swiftlite.infer.sglang_options.is_on_cpu", lambda: True)
-    cpu = "--device cpu --disable-cuda-graph"
+    cpu = "--device cpu --disable-cuda-graph --max-total-tokens 32768"
     assert command(model, speculative="none") == ["SGLANG_USE_CPU_ENGINE=1", *start, *cpu.split()]
 
 
