@@ -13,7 +13,7 @@ from typing import Any
 from swiftlite.args.commands import DeployArgs
 from swiftlite.infer.engine import EngineConfig, sglang_speculative_config
 from swiftlite.infer.plugin import require_plugin
-from swiftlite.infer.served_model import ServedModel, read_model
+from swiftlite.infer.served_model import ServedModel, read_model, tell_of_untrained_drafts
 from swiftlite.log import logger
 
 
@@ -25,6 +25,8 @@ def run(args: DeployArgs) -> None:
     """
     model = read_model(args.model)
     command, variables = server_command(args, model)
+    if args.speculative != "none":
+        tell_of_untrained_drafts(model, args.num_speculative_tokens)
     if args.dry_run:
         print(as_typed(command, variables))
         return

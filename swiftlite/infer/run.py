@@ -27,7 +27,7 @@ from swiftlite.infer.engine import (
     speculative_config,
     start_engine,
 )
-from swiftlite.infer.served_model import ServedModel, read_model
+from swiftlite.infer.served_model import ServedModel, read_model, tell_of_untrained_drafts
 from swiftlite.log import logger
 from swiftlite.model.acceptance import DraftCounts
 
@@ -71,14 +71,8 @@ def run(args: InferArgs) -> None:
     _check_result_path(args)
     if args.acceptance_json:
         _read_acceptance(Path(args.acceptance_json))
-    if args.speculative == "mtp" and (args.num_speculative_tokens or 0) > model.num_drafts > 0:
-        logger.info(
-            "drafting %d tokens with %d MTP heads: the last one goes on from its own state, which it was not trained "
-            "for after token %d, so fewer are accepted at each further position (sft --mtp_unroll trains it for that)",
-            args.num_speculative_tokens,
-            model.mtp_depth,
-            model.num_drafts,
-        )
+    if args.speculative == "mtp":
+        tell_of_untrained_drafts(model, args.num_speculative_tokens)
     if args.val_dataset:
         _answer_files(args, model, template, sampling)
     else:

@@ -16,6 +16,7 @@ from swiftlite.bridge.plan import compare_shapes
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.errors import UserError
 from swiftlite.families import Family
+from swiftlite.log import logger
 
 
 @dataclass(frozen=True)
@@ -83,4 +84,15 @@ def require_heads(model: ServedModel) -> None:
             f"{model.directory}: config.json promises {model.mtp_depth} MTP heads, the tensors are others:\n  "
             + "\n  ".join(some(problems)),
             "export the run again; an engine would draft with random numbers and accept nothing",
+        )
+
+
+def tell_of_untrained_drafts(model: ServedModel, num_tokens: int | None) -> None:
+    """Log it when more tokens are to be drafted than the heads were trained for; None is as many as they were."""
+    if (num_tokens or 0) > model.num_drafts > 0:
+        logger.info(
+            "drafting %d tokens with heads that were trained for %d: the last one goes on from its own state, so fewer "
+            "are accepted at each further position (sft --mtp_unroll trains it for that)",
+            num_tokens,
+            model.num_drafts,
         )

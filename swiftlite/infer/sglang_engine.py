@@ -31,7 +31,7 @@ class SglangEngine:
         import sglang
 
         require_plugin("sglang")
-        # It would report as an error that the handler of `checked_options` is used.
+        # It would log an error only to say that it uses `tell_of_a_lost_process`.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
         server_args = checked_options(engine_options(model, config))
         self._engine = sglang.Engine(server_args=server_args)
@@ -113,7 +113,7 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def checked_options(options: Mapping[str, Any]) -> Any:
+def checked_options(options: Mapping[str, Any]) -> Any:  # a ServerArgs
     """SGLang's own record of options, resolved: what it objects to comes before any process is started.
 
     Raises:
@@ -125,7 +125,7 @@ def checked_options(options: Mapping[str, Any]) -> Any:
     logging.getLogger("sglang").setLevel(logging.ERROR)  # its choices of a backend, ten lines
     load_plugins()
     try:
-        server_args = ServerArgs(**{**options, "custom_sigquit_handler": end_start})
+        server_args = ServerArgs(**{**options, "custom_sigquit_handler": tell_of_a_lost_process})
         server_args.resolve_once()
         server_args.check_server_args()
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
@@ -133,9 +133,9 @@ def checked_options(options: Mapping[str, Any]) -> Any:
     return server_args
 
 
-def end_start(signum: int, frame: object) -> None:
-    """What this process does when one of SGLang's fails while it starts, instead of killing itself."""
-    raise UserError("SGLang could not start", "the cause is in its own log, above")
+def tell_of_a_lost_process(signum: int, frame: object) -> None:
+    """What this process does when one of SGLang's fails, at its start or later, instead of killing itself."""
+    raise UserError("a process of SGLang failed", "the cause is in its own log, above")
 
 
 def draft_counts(meta_info: Mapping[str, Any], num_tokens: int) -> DraftCounts:

@@ -49,9 +49,10 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
         shared = {id(parameter) for parameter in self._default_model.parameters()} if self._is_draft else ()
         served = {name for name, parameter in self.model.named_parameters() if id(parameter) not in shared}
         initialize_layerwise_reload(self.model)
-        _repack_experts(self.model)
-        # What is loaded and served: before, a tied output layer had no name of its own; now, what vLLM makes of others
-        # (W_UV of latent attention) has none.
+        _forget_packing_of_experts(self.model)
+        # Names that must be filled are those that parameters have both when they serve and when they are loaded. When
+        # they serve, a tied output layer goes by the embedding's name; when they are loaded, what vLLM makes of other
+        # parameters (W_UV of latent attention) is not there.
         self._expected = served & {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         self._unread: list[str] = []
@@ -67,6 +68,9 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
 
     def finish_weight_update(self) -> None:
         """Repack the parameters.
+
+        What was loaded by then stays, also when this raises; that no answer is made with it is the caller's part
+        (`WeightUpdate.check_whole`).
 
         Raises:
             ValueError: a tensor that nothing read, or a parameter that nothing filled.
@@ -92,7 +96,8 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
 
 
 class _Reads(TorchDispatchMode):
-    """Which of some tensors are read by any operation."""
+    """Which of some tensors are read by any operation. `load_weights` of a model says which parameters it filled, not
+    which tensors it passed over. Each tensor of a safetensors file has a storage of its own."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         super().__init__()
@@ -112,8 +117,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _repack_experts(model: nn.Module) -> None:
-    """Let experts be packed anew.
+def _forget_packing_of_experts(model: nn.Module) -> None:
+    """Let vLLM pack experts anew at the end of a reload.
 
     vLLM 0.32 packs them for a CPU when it builds their kernel, and keeps the kernel when it reloads (_setup_kernel in
     layers/fused_moe/unquantized_fused_moe_method.py): the new weights would be read as if they were packed.

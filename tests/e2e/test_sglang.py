@@ -142,7 +142,7 @@ def test_what_sglang_refuses_is_told(served):
     (unknown,) = served["unknown option"]["refused"]
     assert "SGLang refuses its options: Unexpected keyword argument 'max_modle_len'" in unknown
     (damaged,) = served["damaged"]["refused"]
-    assert damaged.startswith("SGLang could not start")
+    assert damaged.startswith("a process of SGLang failed")
 
 
 def test_infer_and_evaluate(talking, tmp_path):
