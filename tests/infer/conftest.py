@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.infer.reference import write_trained
+from swiftlite.families.conventions import CONVENTIONS
+from tests.infer.reference import follow, write_trained
 
 Trained = tuple[Path, list[list[int]]]
 
@@ -16,7 +17,9 @@ def trained(tmp_path_factory) -> Callable[..., Trained]:
     def make(family: str, depth: int) -> Trained:
         if (family, depth) not in made:
             directory = tmp_path_factory.mktemp(f"{family}-{depth}")
-            made[family, depth] = directory, write_trained(directory, family, depth)
+            line = CONVENTIONS["transformers"][family]
+            prompts = write_trained(directory, family, depth, draft_as=lambda reference: follow(reference, line))
+            made[family, depth] = directory, prompts
         return made[family, depth]
 
     return make
