@@ -18,7 +18,7 @@ from swiftlite.args import rules
 from swiftlite.args.commands import SftArgs
 from swiftlite.cli.parse import parse
 from swiftlite.data.dataset import load_prompts
-from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.infer.engine import EngineConfig, Sampling
 from swiftlite.infer.run import encode_prompt
@@ -41,7 +41,7 @@ class Service:
 
     def __init__(self) -> None:
         template = ChatTemplate(load_tokenizer(MODEL))
-        self.stop = (template.end_token_id,)
+        self.stop = stop_token_ids(template, MODEL)
         self.prompts = [encode_prompt(template, chat.prompt()) for chat in load_prompts([DATASET])[:32]]
         self.engine = VllmEngine(EngineConfig(Path(MODEL), "float32", num_speculative_tokens=1, max_model_len=512))
 

@@ -68,11 +68,9 @@ def run(args: BenchArgs) -> None:
             server starts. A server that fails: what was measured before it is kept.
     """
     model = read_model(args.model)
-    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
-    template = ChatTemplate(tokenizer)
+    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
     prompts = load(args, model, template)
-    ends = {*stop_token_ids(tokenizer, model.directory), template.end_token_id} - {None}
-    sampling = Sampling(args.max_new_tokens, stop_token_ids=tuple(sorted(ends)))
+    sampling = Sampling(args.max_new_tokens, stop_token_ids=stop_token_ids(template, model.directory))
     numbers = [0, *sorted(set(args.num_speculative_tokens) - {0})]
     url, port = free_url()
     commands = {k: deploy.server_command(replace(deploy_args(args, k), port=port), model) for k in numbers}

@@ -358,10 +358,11 @@ def _check_turn(message: Message, path: str, text: str) -> None:
         raise RowError(path, "the chat template leaves out or changes the text of this turn")
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, hf_dir: str | Path) -> tuple[int, ...]:
-    """Tokens that end an answer: the tokenizer's eos, and what generation_config.json and config.json name."""
-    eos: Any = tokenizer.eos_token_id
-    ids = {eos}
+def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...]:
+    """Tokens that end an answer: the template's end of a turn, the tokenizer's eos, and what generation_config.json and
+    config.json name."""
+    eos: Any = template.tokenizer.eos_token_id
+    ids = {eos, template.end_token_id}
     for name in ("generation_config.json", "config.json"):
         path = Path(hf_dir) / name
         named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None

@@ -50,8 +50,7 @@ def by_engine(
             num_speculative_tokens=config.num_speculative_tokens,
         ),
     )
-    ends = {*stop_token_ids(tokenizer, config.model), template.end_token_id} - {None}
-    sampling = Sampling(max_new_tokens, stop_token_ids=tuple(sorted(ends)))
+    sampling = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model))
     engine = start_engine(backend, config)
     try:
         counts: dict[str, DraftCounts] = {}

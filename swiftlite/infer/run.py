@@ -64,10 +64,9 @@ def run(args: InferArgs) -> None:
         UserError: before any engine starts, where that is possible.
     """
     model = read_model(args.model)
-    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
-    template = ChatTemplate(tokenizer)
-    ends = {*stop_token_ids(tokenizer, model.directory), template.end_token_id} - {None}
-    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, tuple(sorted(ends)))
+    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    stops = stop_token_ids(template, model.directory)
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
     _check_result_path(args)
     if args.acceptance_json:
         _read_acceptance(Path(args.acceptance_json))

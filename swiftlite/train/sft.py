@@ -303,7 +303,7 @@ class _Acceptance:
             self.prompts,
             layout=plan.layout,
             mtp_num_layers=self.depth,
-            eos_token_ids={*stop_token_ids(tokenizer, hf_dir), template.end_token_id},
+            eos_token_ids=stop_token_ids(template, hf_dir),
             max_new_tokens=args.acceptance_max_new_tokens,
             max_length=read_config(hf_dir)["max_position_embeddings"],
             batch_size=max(args.micro_batch_size, 8),

@@ -238,10 +238,12 @@ def test_end_token(make_tokenizer):
 
 def test_stop_tokens_are_gathered_from_the_model_directory(make_tokenizer, tmp_path: Path):
     tokenizer = make_tokenizer(CHATML)
-    assert stop_token_ids(tokenizer, tmp_path) == (tokenizer.eos_token_id,)
+    known = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert len(known) == 2
+    assert stop_token_ids(ChatTemplate(tokenizer), tmp_path) == tuple(sorted(known))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert stop_token_ids(tokenizer, tmp_path) == tuple(sorted({tokenizer.eos_token_id, 2, 5, 7}))
+    assert stop_token_ids(ChatTemplate(tokenizer), tmp_path) == tuple(sorted({*known, 2, 5, 7}))
 
 
 @pytest.mark.parametrize(

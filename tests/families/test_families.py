@@ -248,7 +248,7 @@ NOT_READABLE = [
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_blockwise_fp8_can_be_read(family):
-    families.get(hf_config(family, quantization_config=FP8))
+    assert families.get(hf_config(family, quantization_config=FP8)).name == family
 
 
 REFUSED = [
