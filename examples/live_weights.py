@@ -14,15 +14,15 @@ import os
 import sys
 from pathlib import Path
 
-from swiftlite.args import rules
+from swiftlite import rules
 from swiftlite.args.commands import SftArgs
 from swiftlite.cli.parse import parse
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.engines.engine import EngineConfig, Sampling
+from swiftlite.engines.prompts import encode_prompt
+from swiftlite.engines.vllm.engine import VllmEngine
 from swiftlite.errors import UserError
-from swiftlite.infer.engine import EngineConfig, Sampling
-from swiftlite.infer.run import encode_prompt
-from swiftlite.infer.vllm_engine import VllmEngine
 from swiftlite.train import sft
 from swiftlite.train.live_weights import LiveWeights
 

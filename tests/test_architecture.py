@@ -11,18 +11,21 @@ import swiftlite
 ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
-    {"errors", "log"},
+    {"errors", "heads", "log"},
     {"args"},
-    {"runtime", "data", "bridge"},
-    {"model"},
+    {"bridge", "data"},
     {"families"},
-    {"train", "infer"},
-    {"evaluate", "bench"},
-    {"export"},
+    {"plan"},
+    {"rules", "runtime"},
+    {"model"},
+    {"acceptance"},
+    {"engines", "train"},
+    {"serve", "evaluate"},
+    {"export", "bench"},
     {"cli"},
 )
-MEGATRON = ("runtime", "model", "train", "bridge/placement.py")
-WITHOUT_TORCH = ("errors.py", "log.py", "args", "cli")
+MEGATRON = ("runtime", "model", "acceptance", "train", "bridge/placement.py")
+WITHOUT_TORCH = ("errors.py", "heads.py", "log.py", "args", "plan", "rules", "cli")
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 

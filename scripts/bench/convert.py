@@ -106,6 +106,7 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, dict[str, float]]:
     from swiftlite.bridge.hf_config import read_config
     from swiftlite.bridge.tensors import describe
     from swiftlite.bridge.transfer import load_hf, save_hf
+    from swiftlite.heads import Heads
     from swiftlite.model.build import build_model
     from swiftlite.runtime.distributed import session
 
@@ -115,9 +116,7 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, dict[str, float]]:
     layout = ParallelLayout(tensor_model_parallel_size=size, pipeline_model_parallel_size=size)
     with session(layout) as device:
         architecture = family.transformer_config(hf_config)
-        model = build_model(
-            architecture, hf_config, device=device, dtype=torch.bfloat16, mtp_num_layers=1, layout=layout
-        )
+        model = build_model(architecture, hf_config, device=device, dtype=torch.bfloat16, heads=Heads(1), layout=layout)
         with torch.no_grad():
             for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
                 parameter.zero_()  # the pages exist before the clock starts

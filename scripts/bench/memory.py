@@ -20,12 +20,14 @@ import torch
 from megatron.core import parallel_state
 from torch.autograd.graph import saved_tensors_hooks
 
-from swiftlite.args import memory, plan
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, RecomputeArgs
 from swiftlite.families import index
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
+from swiftlite.plan import memory
+from swiftlite.plan import run as plan
 from swiftlite.runtime.distributed import session
 from swiftlite.train.optim import make_optimizer, wrap_model
 
@@ -62,7 +64,7 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             hf_config,
             device=device,
             dtype=dtype,
-            mtp_num_layers=setup.mtp_num_layers,
+            heads=setup.heads,
             heads_only=setup.mtp_mode == "heads_only",
             layout=setup.layout,
             recompute=setup.recompute,
@@ -104,7 +106,7 @@ def _optimizer_bytes(setup: memory.Setup, wrapped, device) -> int:
         global_batch_size=setup.num_gpus,
     )
     schedule = plan.Schedule(num_samples=2, steps=2, warmup_steps=1)
-    optimizer, _ = make_optimizer(args, plan.make_plan(args, setup.num_gpus, 0), schedule, wrapped, device)
+    optimizer, _ = make_optimizer(args, plan.make_plan(args, setup.num_gpus, Heads()), schedule, wrapped, device)
     optimizer.step()
     held: list[torch.Tensor] = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -134,7 +136,7 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, dev
     shape = (setup.micro_batch_size, setup.max_length // setup.layout.context_parallel_size)
     tokens_BS = torch.randint(hf_config["vocab_size"], shape, device=device)
     position_ids_BS = torch.arange(shape[1], device=device).expand(shape)
-    ahead = [tokens_BS] * setup.mtp_num_layers
+    ahead = [tokens_BS] * setup.heads.drafts
     before = {id(tensor) for tensor in _tensors_alive()}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         losses = model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=ahead)
@@ -194,7 +196,7 @@ def main() -> None:
                 micro_batch_size=args.micro_batch_size,
                 max_length=args.max_length,
                 parameter_bytes=parameter_bytes,
-                mtp_num_layers=depth,
+                heads=Heads(depth),
             )
             (estimated,) = memory.estimate(hf_config, setup)
             measured = measure(hf_config, setup)

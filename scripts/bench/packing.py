@@ -20,10 +20,10 @@ from typing import Any
 import binpacking  # pyright: ignore[reportMissingImports]
 import numpy as np
 
-from swiftlite.args.flops import training_flops
 from swiftlite.data.packing import RowStream, pack
 from swiftlite.data.sample import Sample
 from swiftlite.data.schedule import schedule
+from swiftlite.plan.flops import training_flops
 
 ROW = 4096
 CHUNK = 1000

@@ -106,6 +106,7 @@ def main() -> None:
 
     from swiftlite import families
     from swiftlite.args.fields import RecomputeArgs
+    from swiftlite.heads import Heads
     from swiftlite.model.build import build_model
     from swiftlite.runtime.distributed import session
 
@@ -130,7 +131,7 @@ def main() -> None:
                 hf_config,
                 device=device,
                 dtype=getattr(torch, args.torch_dtype),
-                mtp_num_layers=1,
+                heads=Heads(1),
                 recompute=RecomputeArgs(**values),
             )
             for parameter in model.parameters():

@@ -70,13 +70,14 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
 
     from swiftlite import families
     from swiftlite.args.commands import SftArgs
-    from swiftlite.args.flops import training_flops
-    from swiftlite.args.plan import make_plan, make_schedule
     from swiftlite.bridge.hf_config import read_config
     from swiftlite.bridge.transfer import load_hf
     from swiftlite.data.batch import collate
     from swiftlite.data.sample import make_sample
+    from swiftlite.heads import Heads
     from swiftlite.model.build import build_model
+    from swiftlite.plan.flops import training_flops
+    from swiftlite.plan.run import make_plan, make_schedule
     from swiftlite.runtime.distributed import session
     from swiftlite.train.optim import make_optimizer, wrap_model
     from swiftlite.train.trainer import Trainer
@@ -88,10 +89,8 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
         args = SftArgs(
             torch_dtype="float32", micro_batch_size=rows // size, global_batch_size=rows, train_iters=steps, lr=1e-4
         )
-        plan, schedule = make_plan(args, size, 0), make_schedule(args, rows * steps)
-        model = build_model(
-            family.transformer_config(hf_config), hf_config, device=device, dtype=torch.float32, mtp_num_layers=0
-        )
+        plan, schedule = make_plan(args, size, Heads()), make_schedule(args, rows * steps)
+        model = build_model(family.transformer_config(hf_config), hf_config, device=device, dtype=torch.float32)
         load_hf(model, model_dir, family, hf_config)
         wrapped = wrap_model(model, torch.float32, args)
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)

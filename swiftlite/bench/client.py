@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bench.figures import Answer, Round
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.sglang.engine import draft_counts
 from swiftlite.errors import UserError
-from swiftlite.infer.engine import Sampling
-from swiftlite.infer.sglang_engine import draft_counts
-from swiftlite.model.acceptance import DraftCounts
 
 Event = tuple[float, dict[str, Any]]
 """Seconds since the request was sent, and a piece of the answer."""

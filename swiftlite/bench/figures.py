@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftlite.model.acceptance import DraftCounts
+from swiftlite.acceptance.counts import DraftCounts
 
 # Shares of rounds that are left out on the slow side of drafting and on the fast side of not drafting. With 5 rounds of
 # equal servers, normal noise and 3 numbers of tokens to choose from, one is taken for a gain in 1 of 110 runs; with the

@@ -25,7 +25,6 @@ import aiohttp
 import swiftlite
 from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
 from swiftlite.args.docs import options
-from swiftlite.args.rules.common import as_typed
 from swiftlite.bench.client import ask_all, connect
 from swiftlite.bench.figures import Answer, Choice, Measured, Round, choose
 from swiftlite.bench.picture import draw
@@ -33,12 +32,13 @@ from swiftlite.bench.server import free_url, serve
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.prompts import encode_prompt
+from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.errors import UserError
-from swiftlite.infer import deploy
-from swiftlite.infer.engine import Sampling
-from swiftlite.infer.run import encode_prompt
-from swiftlite.infer.served_model import ServedModel, read_model
 from swiftlite.log import logger
+from swiftlite.rules.common import as_typed
+from swiftlite.serve import deploy
 
 # Two servers that draft nothing differ by a few percent on a machine of their own.
 MUCH_DRIFT = 0.1

@@ -13,6 +13,7 @@ from swiftlite.bridge.plan import compare_shapes
 from swiftlite.bridge.rows import Family
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan
 from swiftlite.errors import UserError
+from swiftlite.heads import Heads
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _mtp_on_disk(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str,
     numbers = {head for key in found if (head := family.head_of(hf_config, key)) is not None and head < len(found)}
     heads = [head for head in numbers if not found.isdisjoint(_head_keys(family, hf_config, head))]
     depth = max(heads) + 1 if heads else 0
-    promised = family.mtp_depth(hf_config)
+    promised = Heads.from_config(hf_config).layers
     missing = missing_mtp_keys(found, family, hf_config, max(promised, depth))
     return MtpOnDisk(promised, depth, tuple(missing))
 

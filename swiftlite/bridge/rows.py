@@ -55,10 +55,6 @@ def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
 class Family(Protocol):
     """What the bridge asks of a family (`swiftlite/families/family.py`). `hf_config` is the content of config.json."""
 
-    def mtp_depth(self, hf_config: Mapping[str, Any], /) -> int:
-        """MTP heads that the config promises."""
-        ...
-
     def head_of(self, hf_config: Mapping[str, Any], hf_key: str, /) -> int | None:
         """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
         ...
@@ -80,6 +76,6 @@ class Family(Protocol):
         """MTP head number `head`, from 0."""
         ...
 
-    def rows(self, hf_config: Mapping[str, Any], depth: int, /) -> list[Row]:
-        """The whole table with `depth` MTP heads."""
+    def rows(self, hf_config: Mapping[str, Any], mtp_num_layers: int, /) -> list[Row]:
+        """The whole table with this many MTP layers."""
         ...

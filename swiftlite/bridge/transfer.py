@@ -25,6 +25,7 @@ from swiftlite.bridge.plan import Binding, bind, report_missing
 from swiftlite.bridge.rows import Family, Row
 from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles, some, split
 from swiftlite.errors import UserError
+from swiftlite.heads import Heads
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "graft"]
 Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | None
@@ -387,7 +388,7 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[tuple
 def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]) -> None:
     """The heads asked for, the heads promised by config.json and the heads on disk must be the same."""
     hf_dir = checkpoint.hf_dir
-    promised = family.mtp_depth(hf_config)
+    promised = Heads.from_config(hf_config).layers
     on_disk = mtp_keys(checkpoint.entries, family, hf_config)
     start_anew = "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random"
     if not on_disk:

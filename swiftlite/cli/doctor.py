@@ -14,11 +14,11 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from swiftlite.args import memory
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.args.layout import data_parallel_size
-from swiftlite.args.rules.ground import INSTALL_VLLM, read_hf_config
 from swiftlite.cli.tested import TESTED
+from swiftlite.plan import memory
+from swiftlite.plan.facts import INSTALL_VLLM, read_hf_config
+from swiftlite.plan.layout import data_parallel_size
 
 # Shown with their versions; the first of several names that is installed.
 PACKAGES = {
@@ -192,9 +192,9 @@ def _report_model(directory: Path) -> bool:
 
 
 def _report_engine(args: DoctorArgs, directory: Path) -> bool:
+    from swiftlite.engines.audit import audit
+    from swiftlite.engines.engine import EngineConfig
     from swiftlite.errors import UserError
-    from swiftlite.infer.engine import EngineConfig
-    from swiftlite.infer.engine_audit import audit
 
     assert args.engine is not None
     config = EngineConfig(
@@ -271,7 +271,7 @@ def _describe(setup: memory.Setup) -> str:
     }
     parts = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1 or name == "data"]
     experts = f", experts over {layout.expert_model_parallel_size}" if layout.expert_model_parallel_size > 1 else ""
-    heads = f", MTP depth {setup.mtp_num_layers} ({setup.mtp_mode})" if setup.mtp_num_layers else ""
+    heads = f", MTP depth {setup.heads.layers} ({setup.mtp_mode})" if setup.heads.layers else ""
     rows = f"micro-batches of {setup.micro_batch_size} x {setup.max_length} tokens"
     gpus = f"{setup.num_gpus} GPU{'s' if setup.num_gpus > 1 else ''}"
     return f"{gpus} = {' x '.join(parts)}{experts}; {rows}, recompute {setup.recompute.recompute_granularity}{heads}"

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import swiftlite
-from swiftlite import log
-from swiftlite.args import plan, rules
+from swiftlite import log, rules
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.rules import ground
 from swiftlite.cli import failure, launch
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import COMMANDS, Command, find
 from swiftlite.errors import UserError
+from swiftlite.heads import Heads
+from swiftlite.plan import facts
+from swiftlite.plan import run as plan
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,10 +90,10 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
 
 
 def _dry_run(args: SftArgs, world_size: int) -> str:
-    depth = ground.mtp_depth(ground.read_hf_config(Path(args.model)))
+    heads = Heads.from_config(facts.read_hf_config(Path(args.model)))
     num_rows = None if args.packing else _count_rows(args.dataset)
     schedule = plan.make_schedule(args, num_rows) if num_rows else None
-    return plan.render(args, plan.make_plan(args, world_size, depth), depth, schedule)
+    return plan.render(args, plan.make_plan(args, world_size, heads), heads, schedule)
 
 
 def _count_rows(dataset: list[str]) -> int | None:

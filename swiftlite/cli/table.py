@@ -30,8 +30,8 @@ class Command:
 COMMANDS = (
     Command("megatron sft", SftArgs, "swiftlite.train.sft:run", "fine-tune, with MTP heads, on megatron-core", True),
     Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
-    Command("infer", InferArgs, "swiftlite.infer.run:run", "generate, heads drafting, count what is accepted", False),
-    Command("deploy", DeployArgs, "swiftlite.infer.deploy:run", "an engine's own server, heads drafting", False),
+    Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate, heads drafting, count what is accepted", False),
+    Command("deploy", DeployArgs, "swiftlite.serve.deploy:run", "an engine's own server, heads drafting", False),
     Command("evaluate", EvaluateArgs, "swiftlite.evaluate.run:run", "how often the heads are right, by channel", False),
     Command("bench", BenchArgs, "swiftlite.bench.run:run", "how many tokens to draft, by measured speed", False),
     Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "what works here, and is this model whole", False),

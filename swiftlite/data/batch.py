@@ -31,11 +31,11 @@ def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | 
 
 
 def ahead(
-    tensor_BS: torch.Tensor, mtp_num_layers: int, fill: float, cu_seqlens: torch.Tensor | None = None
+    tensor_BS: torch.Tensor, num_drafts: int, fill: float, cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[K, B, S]: the tensor itself for the trunk, and for MTP depth k what stands k tokens later in its sequence."""
     views = [tensor_BS]
-    for _ in range(mtp_num_layers):
+    for _ in range(num_drafts):
         views.append(shift_left(views[-1], fill, cu_seqlens))
     return torch.stack(views)
 
@@ -76,27 +76,25 @@ class Batch:
         )
 
 
-def collate(
-    samples: Sequence[Sample], pad_token_id: int, *, mtp_num_layers: int = 0, pad_to_multiple_of: int = 1
-) -> Batch:
+def collate(samples: Sequence[Sample], pad_token_id: int, *, num_drafts: int = 0, pad_to_multiple_of: int = 1) -> Batch:
     """One row per sample, padded to the longest, rounded up to a multiple.
 
     Args:
         samples: at least one.
         pad_token_id: any token of the vocabulary; causal attention keeps samples from seeing what follows them.
-        pad_to_multiple_of: so that ranks can share rows by position (`args.layout.length_multiple`).
+        pad_to_multiple_of: so that ranks can share rows by position (`plan.layout.length_multiple`).
     """
     length = _round_up(max(1, max(map(len, samples))), pad_to_multiple_of)
     starts = range(0, len(samples) * length, length)
     position_ids_BS = torch.arange(length).repeat(len(samples), 1)
-    return _lay_out(samples, starts, position_ids_BS, pad_token_id, mtp_num_layers)
+    return _lay_out(samples, starts, position_ids_BS, pad_token_id, num_drafts)
 
 
 def collate_packed(
     samples: Sequence[Sample],
     pad_token_id: int,
     *,
-    mtp_num_layers: int = 0,
+    num_drafts: int = 0,
     pad_each_to_multiple_of: int = 1,
     pad_to_multiple_of: int = 1,
 ) -> Batch:
@@ -106,8 +104,8 @@ def collate_packed(
         samples: none gives a row of padding.
         pad_token_id: any token of the vocabulary; no other sequence sees it.
         pad_each_to_multiple_of: so that context-parallel ranks can share each sequence
-            (`args.layout.sequence_multiple`).
-        pad_to_multiple_of: of the row, a multiple of the former (`args.layout.length_multiple`).
+            (`plan.layout.sequence_multiple`).
+        pad_to_multiple_of: of the row, a multiple of the former (`plan.layout.length_multiple`).
     """
     assert pad_to_multiple_of % pad_each_to_multiple_of == 0
     lengths = [_round_up(len(sample), pad_each_to_multiple_of) for sample in samples]
@@ -117,7 +115,7 @@ def collate_packed(
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     starts, num_repeats = cu_seqlens[:-1], cu_seqlens.diff()
     position_ids_BS = (torch.arange(sum(lengths)) - starts.repeat_interleave(num_repeats))[None]
-    return _lay_out(samples, starts.tolist(), position_ids_BS, pad_token_id, mtp_num_layers, cu_seqlens.int())
+    return _lay_out(samples, starts.tolist(), position_ids_BS, pad_token_id, num_drafts, cu_seqlens.int())
 
 
 def _round_up(length: int, multiple: int) -> int:
@@ -129,7 +127,7 @@ def _lay_out(
     starts: Sequence[int],
     position_ids_BS: torch.Tensor,
     pad_token_id: int,
-    mtp_num_layers: int,
+    num_drafts: int,
     cu_seqlens: torch.Tensor | None = None,
 ) -> Batch:
     """Each sample at its start, counted over all rows one after the other, and padding around them."""
@@ -147,9 +145,9 @@ def _lay_out(
         return ahead(torch.from_numpy(array).view_as(position_ids_BS), num_shifts, fill, cu_seqlens)
 
     return Batch(
-        rows(tokens, mtp_num_layers, fill=0),
-        rows(labels, mtp_num_layers + 1, fill=IGNORED)[1:],
-        rows(loss_scale, mtp_num_layers + 1, fill=0)[1:],
+        rows(tokens, num_drafts, fill=0),
+        rows(labels, num_drafts + 1, fill=IGNORED)[1:],
+        rows(loss_scale, num_drafts + 1, fill=0)[1:],
         position_ids_BS,
         sum(map(len, samples)),
         sum(len(sample) ** 2 for sample in samples),

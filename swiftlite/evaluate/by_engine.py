@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.template import ChatTemplate, stop_token_ids
-from swiftlite.evaluate.teacher_forced import ALL
-from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
-from swiftlite.infer.run import encode_prompt, needed_length
-from swiftlite.infer.served_model import read_model
-from swiftlite.model.acceptance import DraftCounts
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.prompts import encode_prompt, needed_length
+from swiftlite.engines.served_model import read_model
 
 
 def by_engine(

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.errors import UserError
 from swiftlite.evaluate.picture import rates
 from swiftlite.evaluate.run import load_rows
-from swiftlite.evaluate.teacher_forced import ALL, teacher_forced
 from swiftlite.log import logger
 from swiftlite.runtime.device import Device
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.template import load_tokenizer
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.served_model import read_model
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.picture import draw, rates
-from swiftlite.evaluate.teacher_forced import teacher_forced
-from swiftlite.infer.engine import EngineConfig
-from swiftlite.infer.served_model import read_model
 from swiftlite.log import logger
 from swiftlite.runtime.distributed import session
 
@@ -51,7 +51,7 @@ def run(args: EvaluateArgs) -> None:
             results[name] = {"teacher_forced": forced, "replayed": replayed}
     if args.infer_backend != "none":
         for name, model in models.items():
-            if not model.mtp_depth:
+            if not model.heads.layers:
                 logger.info("%s has no heads: no engine is started for it", model.directory)
                 continue
             tokenizer, rows = data[name]

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
-from swiftlite.args.layout import layout_of
-from swiftlite.args.rules.ground import MTP_UNROLL_KEY, model_of_run
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
@@ -19,8 +18,11 @@ from swiftlite.errors import UserError
 from swiftlite.evaluate.gate import check_acceptance
 from swiftlite.families import index
 from swiftlite.families.family import Family
+from swiftlite.heads import Heads
 from swiftlite.log import logger
 from swiftlite.model.build import build_model
+from swiftlite.plan.facts import model_of_run
+from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
@@ -48,18 +50,17 @@ def to_hf(args: ExportArgs, device: Device) -> None:
     hf_config = read_config(source)
     family = index.get(hf_config, source)
     state = read_state(checkpoint)
-    depth, unroll = state["mtp_num_layers"], hf_config.get(MTP_UNROLL_KEY) or 1
+    heads = replace(Heads.from_config(hf_config), layers=state["mtp_num_layers"])
     if args.mtp_graft_from:
-        base_config = read_config(Path(args.mtp_graft_from))
-        depth, unroll = family.mtp_depth(base_config), base_config.get(MTP_UNROLL_KEY) or 1
+        heads = Heads.from_config(read_config(Path(args.mtp_graft_from)))
     if args.mtp == "strip":
-        depth, unroll = 0, 1
+        heads = Heads()
     model = build_model(
         family.transformer_config(hf_config),
         hf_config,
         device=device,
         dtype=getattr(torch, state["torch_dtype"]),
-        mtp_num_layers=depth,
+        heads=heads,
         layout=layout_of(args),
     )
     load_checkpoint(checkpoint, model, with_heads=not args.mtp_graft_from)
@@ -68,13 +69,13 @@ def to_hf(args: ExportArgs, device: Device) -> None:
 
     writing = output_dir.with_name(f".{output_dir.name}.writing")
     is_first = dist.get_rank() == 0
-    changes = family.mtp_depth_change(hf_config, depth, unroll)
+    changes = heads.config_change(hf_config)
     if args.torch_dtype:
         changes |= dtype_change(hf_config, args.torch_dtype)
     dtypes = source_dtypes(source)
     if args.mtp_graft_from:
-        heads = describe_heads(args.mtp_graft_from, family, hf_config)
-        dtypes |= {key: tensor["dtype"] for key, tensor in heads.items()}
+        grafted = describe_heads(args.mtp_graft_from, family, hf_config)
+        dtypes |= {key: tensor["dtype"] for key, tensor in grafted.items()}
     if is_first:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
@@ -113,7 +114,7 @@ def to_hf(args: ExportArgs, device: Device) -> None:
     finally:
         if is_first:
             shutil.rmtree(writing, ignore_errors=True)
-    logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family.name, depth, checkpoint)
+    logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family.name, heads.layers, checkpoint)
 
 
 def _audit(directory: Path, family: Family, hf_config: Mapping[str, Any], source_tensors: Mapping[str, Any]) -> None:
@@ -134,22 +135,21 @@ def to_mcore(args: ExportArgs, device: Device) -> None:
     hf_dir, output_dir = Path(args.model), Path(args.output_dir)
     hf_config = read_config(hf_dir)
     family = index.get(hf_config, hf_dir)
-    heads_config = read_config(Path(args.mtp_graft_from)) if args.mtp_graft_from else hf_config
-    depth, unroll = family.mtp_depth(heads_config), heads_config.get(MTP_UNROLL_KEY) or 1
+    heads = Heads.from_config(read_config(Path(args.mtp_graft_from)) if args.mtp_graft_from else hf_config)
     if args.mtp == "strip":
-        depth, unroll = 0, 1
+        heads = Heads()
     dtype = args.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
     model = build_model(
         family.transformer_config(hf_config),
         hf_config,
         device=device,
         dtype=getattr(torch, dtype),
-        mtp_num_layers=depth,
+        heads=heads,
         layout=layout_of(args),
     )
     mtp_init = "graft" if args.mtp_graft_from else "checkpoint"
     report = load_hf(model, hf_dir, family, hf_config, mtp_init=mtp_init, graft_from=args.mtp_graft_from)
     logger.info("%s", report.over_all_ranks())
     if dist.get_rank() == 0:
-        write_source(hf_dir, output_dir, family, hf_config, depth, unroll, args.mtp_graft_from)
-    Checkpointer(output_dir, model, None, {"mtp_num_layers": depth, "torch_dtype": dtype}).save(0)
+        write_source(hf_dir, output_dir, family, hf_config, heads, args.mtp_graft_from)
+    Checkpointer(output_dir, model, None, {"mtp_num_layers": heads.layers, "torch_dtype": dtype}).save(0)

@@ -9,7 +9,7 @@ from typing import Any
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig
-from swiftlite.model.rope_config import ROPE_KEYS, rope_config
+from swiftlite.families.rope_config import ROPE_KEYS, rope_config
 
 _REQUIRED = (
     "kv_lora_rank",

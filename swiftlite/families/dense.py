@@ -13,7 +13,8 @@ from swiftlite.bridge.fp8 import quantization_problem
 from swiftlite.bridge.layout import GATE_UP, Interleave, PadEnd
 from swiftlite.bridge.rows import Row
 from swiftlite.errors import UserError
-from swiftlite.families.family import MTP_DEPTH_KEY, HfConfig, MtpLayout
+from swiftlite.families.family import HfConfig, MtpLayout
+from swiftlite.heads import DEPTH_KEY
 
 _REQUIRED = (
     "vocab_size",
@@ -66,9 +67,9 @@ def problems_of(hf_config: HfConfig, *, reads: Collection[str] = (), **neutral: 
     factor = partial_rotary_factor(hf_config)
     if "partial_rotary_factor" not in (*reads, *hf_config) and factor not in (1, None):
         problems.append(f"rope_parameters: partial_rotary_factor {factor} is not supported; it can only be 1")
-    depth = hf_config.get(MTP_DEPTH_KEY)
+    depth = hf_config.get(DEPTH_KEY)
     if depth is not None and (not isinstance(depth, int) or depth < 0):
-        problems.append(f"{MTP_DEPTH_KEY} {depth!r} is not a number of layers")
+        problems.append(f"{DEPTH_KEY} {depth!r} is not a number of layers")
     other_layers = set(hf_config.get("layer_types") or []) - {"full_attention"}
     problems += [f"layer_types has {kind!r}; only 'full_attention' is supported" for kind in sorted(other_layers)]
     if not problems:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftlite.args.rules.ground import MTP_DEPTH_KEY, MTP_UNROLL_KEY
 from swiftlite.bridge.rows import Row, lift
-from swiftlite.model.drafting import Drafting
+from swiftlite.families.drafting import Drafting
+from swiftlite.heads import Heads
 
 HfConfig = Mapping[str, Any]
 
@@ -75,29 +75,15 @@ class Family:
         block = lift(self.block_rows(hf_config), prefix, self.mtp.block(hf_config, head))
         return self.mtp.frame_rows(hf_config, head) + block
 
-    def rows(self, hf_config: HfConfig, depth: int | None = None) -> list[Row]:
-        """The whole table for `depth` MTP heads (unset: as many as the config promises)."""
-        heads = range(self.mtp_depth(hf_config) if depth is None else depth)
+    def rows(self, hf_config: HfConfig, mtp_num_layers: int | None = None) -> list[Row]:
+        """The whole table with this many MTP layers (unset: as many as the config promises)."""
+        heads = range(Heads.from_config(hf_config).layers if mtp_num_layers is None else mtp_num_layers)
         copies: dict[str, list[str]] = {}
         for head in heads:
             for copy, original in self.mtp.copies(hf_config, head).items():
                 copies.setdefault(original, []).append(copy)
         trunk = [_with_copies(row, copies) if copies else row for row in self.trunk_rows(hf_config)]
         return trunk + [row for head in heads for row in self.head_rows(hf_config, head)]
-
-    def mtp_depth(self, hf_config: HfConfig) -> int:
-        """MTP heads that config.json promises."""
-        return hf_config.get(MTP_DEPTH_KEY) or 0
-
-    def num_drafts(self, hf_config: HfConfig) -> int:
-        """Tokens that these heads were trained to draft in one step of an engine."""
-        return self.mtp_depth(hf_config) * (hf_config.get(MTP_UNROLL_KEY) or 1)
-
-    def mtp_depth_change(self, hf_config: HfConfig, depth: int, unroll: int = 1) -> dict[str, int]:
-        """The change of config.json that promises `depth` heads, one of them unrolled over `unroll` tokens; empty when
-        it does already."""
-        change = {} if self.mtp_depth(hf_config) == depth else {MTP_DEPTH_KEY: depth}
-        return change if (hf_config.get(MTP_UNROLL_KEY) or 1) == unroll else change | {MTP_UNROLL_KEY: unroll}
 
     def head_of(self, hf_config: HfConfig, hf_key: str) -> int | None:
         """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense, moe
+from swiftlite.families.drafting import Drafting
 from swiftlite.families.family import Family, HfConfig
-from swiftlite.model.drafting import Drafting
 
 
 def _options(hf_config: HfConfig) -> dict[str, bool]:

@@ -10,8 +10,8 @@ from functools import partial
 from swiftlite.bridge.layout import SwapHalves
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense
+from swiftlite.families.drafting import Drafting
 from swiftlite.families.family import Family, HfConfig, MtpLayout
-from swiftlite.model.drafting import Drafting
 
 
 def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from swiftlite.bridge.rows import Row
 from swiftlite.families.dense import missing_numbers, mlp_rows
+from swiftlite.families.drafting import Drafting
 from swiftlite.families.family import HfConfig, MtpLayout
-from swiftlite.model.drafting import Drafting
 
 
 def expert_rows(num_experts: int, hidden: int, ffn: int) -> list[Row]:

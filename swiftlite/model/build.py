@@ -7,18 +7,19 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
-from swiftlite.args.layout import (
+from swiftlite.errors import OptionError
+from swiftlite.families.drafting import Drafting
+from swiftlite.heads import Heads
+from swiftlite.model.gpt import GPTModel
+from swiftlite.model.mla import MLATransformerConfig
+from swiftlite.model.specs import decoder_spec, mtp_spec
+from swiftlite.plan.layout import (
     decoder_layers_per_stage,
     layout_problems,
     mtp_pipeline_rank,
     num_virtual_stages,
     parse_stages,
 )
-from swiftlite.errors import OptionError
-from swiftlite.model.drafting import Drafting
-from swiftlite.model.gpt import GPTModel
-from swiftlite.model.mla import MLATransformerConfig
-from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime.device import Device
 
 
@@ -110,27 +111,26 @@ def build_model(
     *,
     device: Device,
     dtype: torch.dtype,
-    mtp_num_layers: int,
+    heads: Heads = Heads(),
     heads_only: bool = False,
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
     drafting: Drafting = Drafting(),
-    mtp_unroll: int = 1,
     mtp_loss: MtpLoss = "ce",
 ) -> list[GPTModel]:
     """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
 
     Args:
+        heads: the MTP heads that it gets.
         drafting: what MTP layers are fed; of no consequence where nothing is computed.
-        mtp_unroll: how often the one MTP layer is applied.
         mtp_loss: what the heads learn, see GPTModel.
 
     Raises:
         OptionError: the model cannot be laid out so.
     """
     layout = layout or ParallelLayout()
-    if problems := layout_problems(layout, hf_config, mtp_num_layers):
+    if problems := layout_problems(layout, hf_config, heads.layers):
         raise OptionError(problems)
     chunks = []
     for vp_stage in range(num_virtual_stages(layout) or 1):
@@ -139,12 +139,12 @@ def build_model(
             architecture,
             device=device,
             dtype=dtype,
-            mtp_num_layers=mtp_num_layers,
+            mtp_num_layers=heads.layers,
             layout=layout,
             recompute=recompute,
             moe=moe,
         )
-        stage = _build_stage(config, hf_config, layout, vp_stage, heads_only, drafting, mtp_unroll, mtp_loss)
+        stage = _build_stage(config, hf_config, layout, vp_stage, heads, heads_only, drafting, mtp_loss)
         chunks.append(stage.to(device.torch_device))
     _mark_experts(chunks, layout)
     return chunks
@@ -155,9 +155,9 @@ def _build_stage(
     hf_config: dict[str, Any],
     layout: ParallelLayout,
     vp_stage: int,
+    heads: Heads,
     heads_only: bool,
     drafting: Drafting,
-    mtp_unroll: int,
     mtp_loss: MtpLoss,
 ) -> GPTModel:
     pp_rank, pp_size = parallel_state.get_pipeline_model_parallel_rank(), layout.pipeline_model_parallel_size
@@ -168,12 +168,12 @@ def _build_stage(
     return GPTModel(
         config=config,
         hf_config=hf_config,
+        heads=heads,
         heads_only=heads_only,
         drafting=drafting,
-        mtp_unroll=mtp_unroll,
         mtp_loss=mtp_loss,
         transformer_layer_spec=decoder_spec(config, sum(per_stage[:stage]), per_stage[stage], drafting),
-        mtp_block_spec=mtp_spec(config, mtp_unroll > 1) if has_mtp else None,
+        mtp_block_spec=mtp_spec(config, heads.unroll > 1) if has_mtp else None,
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),

@@ -21,13 +21,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.data.batch import ahead
+from swiftlite.families.drafting import Drafting
+from swiftlite.heads import Heads
 from swiftlite.model.context_parallel import (
     gather_sequence,
     padded_cu_seqlens,
     sequence_lengths,
     zigzag_positions,
 )
-from swiftlite.model.drafting import Drafting
 from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, distillation_loss, token_loss
 from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.recompute import TransformerBlock
@@ -58,9 +59,9 @@ class GPTModel(McoreGPTModel):
 
     Args:
         hf_config: the model's config.json, for the rotary frequencies.
+        heads: the MTP heads.
         heads_only: run embedding, decoder and the trunk's loss without gradient; only MTP layers learn.
         drafting: what MTP layers are fed.
-        mtp_unroll: how often the one MTP layer is applied.
         mtp_loss: what the heads learn: the data's tokens by cross-entropy (ce), or the trunk's own distribution of
             them, from which no gradient flows back (kl, tv: `distillation_loss`).
         kwargs: of megatron-core's GPTModel.
@@ -71,9 +72,9 @@ class GPTModel(McoreGPTModel):
         *,
         config: TransformerConfig,
         hf_config: dict[str, Any],
+        heads: Heads = Heads(),
         heads_only: bool = False,
         drafting: Drafting = Drafting(),
-        mtp_unroll: int = 1,
         mtp_loss: MtpLoss = "ce",
         **kwargs: Any,
     ):
@@ -83,9 +84,8 @@ class GPTModel(McoreGPTModel):
         self.decoder.__class__ = TransformerBlock  # ours only adds a method, and the stock constructor names its own
         if rotary_pos_emb is not None:  # latent attention has one of its own in each layer
             self.rotary_pos_emb = rotary_pos_emb
-        self.heads_only, self.drafting, self.mtp_unroll = heads_only, drafting, mtp_unroll
+        self.heads, self.heads_only, self.drafting = heads, heads_only, drafting
         self.mtp_loss: MtpLoss = mtp_loss
-        self.mtp_depths = (config.mtp_num_layers or 0) * mtp_unroll
         if heads_only:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(name.startswith("mtp."))
@@ -123,17 +123,17 @@ class GPTModel(McoreGPTModel):
         Returns:
             On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
         """
-        depth = self.mtp_depths
+        num_drafts = self.heads.drafts
         cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
         if mtp_input_ids is None:
-            mtp_input_ids = ahead(input_ids, depth, 0, cu_seqlens)[1:]
+            mtp_input_ids = ahead(input_ids, num_drafts, 0, cu_seqlens)[1:]
         head_labels = None
         if labels is not None:
             if mtp_labels is None:
-                mtp_labels = ahead(labels, depth, IGNORE_INDEX, cu_seqlens)[1:]
+                mtp_labels = ahead(labels, num_drafts, IGNORE_INDEX, cu_seqlens)[1:]
             head_labels = [labels, *mtp_labels]
         # Behind the MTP stage there is no trunk left, only states that pass through to the loss.
-        is_behind_mtp = bool(depth) and self.post_process and not self.mtp_process
+        is_behind_mtp = bool(num_drafts) and self.post_process and not self.mtp_process
         is_frozen = self.heads_only and not is_behind_mtp
         takes_before_norm = self.mtp_process and self.drafting.takes_before_norm
         before_SBH: torch.Tensor | None = None  # the trunk's states before its final norm
@@ -157,7 +157,7 @@ class GPTModel(McoreGPTModel):
                 taken_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
             )
         elif is_behind_mtp:
-            states_SBH = list(hidden_SBH.chunk(1 + depth))
+            states_SBH = list(hidden_SBH.chunk(1 + num_drafts))
         if not self.post_process:
             return torch.cat(states_SBH)
         return self.forward_postprocess(states_SBH, head_labels, cu_seqlens)
@@ -213,7 +213,7 @@ class GPTModel(McoreGPTModel):
         Args:
             hidden_SBH: the trunk's, as `Drafting` says.
         """
-        if self.mtp_unroll > 1:
+        if self.heads.unroll > 1:
             (layer,) = self.mtp.layers
             assert isinstance(layer, UnrolledLayer)
             first, *later = mtp_input_ids  # from position 0, step j stands at position j - 1
@@ -222,7 +222,7 @@ class GPTModel(McoreGPTModel):
             return layer.forward_steps(
                 hidden_SBH,
                 embeddings,
-                [self._angles(position_ids, packed_seq_params, step) for step in range(self.mtp_unroll)],
+                [self._angles(position_ids, packed_seq_params, step) for step in range(self.heads.unroll)],
                 packed_seq_params,
                 recycles_before_norm=self.drafting.recycles_before_norm,
             )

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from swiftlite.errors import UserError
-from swiftlite.model.rope_config import rope_config
+from swiftlite.families.rope_config import rope_config
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types of rotary embedding whose frequencies depend on the length of the sequence."""

@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from swiftlite.families.drafting import Drafting
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.draft_attention import DraftAttention
-from swiftlite.model.drafting import Drafting
 from swiftlite.model.experts import SequentialMLP
 from swiftlite.model.linear import ColumnParallelLinear
 from swiftlite.model.mla import LatentRMSNorm, MLASelfAttention

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.args.layout import mtp_pipeline_rank, num_virtual_stages, process_problems
 from swiftlite.errors import OptionError
+from swiftlite.plan.layout import mtp_pipeline_rank, num_virtual_stages, process_problems
 from swiftlite.runtime import compat, cpu, megatron_fixes
 from swiftlite.runtime.device import Device, current_device
 

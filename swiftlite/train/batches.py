@@ -6,15 +6,15 @@ from functools import partial
 
 import numpy as np
 
-from swiftlite.args.flops import Flops
-from swiftlite.args.layout import length_multiple, num_virtual_stages, sequence_multiple
-from swiftlite.args.plan import Plan
 from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed
 from swiftlite.data.packing import Rows, pack
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
 from swiftlite.data.schedule import schedule
 from swiftlite.model.context_parallel import shard_sequence
+from swiftlite.plan.flops import Flops
+from swiftlite.plan.layout import length_multiple, num_virtual_stages, sequence_multiple
+from swiftlite.plan.run import Plan
 
 
 def shard(batch: Batch, rank: int, size: int) -> Batch:
@@ -79,13 +79,13 @@ class Batches:
             return collate(
                 samples or [NO_SAMPLE],
                 self.pad_token_id,
-                mtp_num_layers=plan.mtp_depths,
+                num_drafts=plan.heads.drafts,
                 pad_to_multiple_of=length_multiple(layout),
             )
         return collate_packed(
             samples,
             self.pad_token_id,
-            mtp_num_layers=plan.mtp_depths,
+            num_drafts=plan.heads.drafts,
             pad_each_to_multiple_of=sequence_multiple(layout),
             pad_to_multiple_of=length_multiple(layout),
         )

@@ -21,9 +21,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
-from swiftlite.args.rules.ground import run_checkpoints
 from swiftlite.errors import UserError
 from swiftlite.log import logger
+from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
 from swiftlite.train.optimizer_state import set_state, slots_of, state_to_load, state_to_save
 

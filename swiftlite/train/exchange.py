@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.args.layout import mtp_pipeline_rank
 from swiftlite.data.sample import IGNORED, Sample
+from swiftlite.plan.layout import mtp_pipeline_rank
 
 Fields = tuple[str, ...]
 """Some of a sample's arrays."""

@@ -1,6 +1,6 @@
 """The weights of a run while it goes on, for an engine that is running: `sft.run(args, after_step=...)` hands them out.
 
-The engine's side is `infer/weight_update.py`; neither knows the other.
+The engine's side is `engines/vllm/weight_update.py`; neither knows the other.
 """
 
 from collections import deque

@@ -15,8 +15,8 @@ from megatron.core.transformer.module import Float16Module
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs
-from swiftlite.args.plan import Plan, Schedule
 from swiftlite.model.gpt import GPTModel
+from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.device import Device
 
 

@@ -14,12 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import PreTrainedTokenizerBase
 
+from swiftlite.acceptance.generated import measure_acceptance
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import to_config, write_config
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
-from swiftlite.args.flops import training_flops
-from swiftlite.args.layout import group_of, layout_of, sequence_multiple
-from swiftlite.args.plan import Plan, make_plan, make_schedule
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import LoadReport, load_hf
@@ -32,13 +30,16 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.families import index
 from swiftlite.families.family import Family
+from swiftlite.heads import Heads
 from swiftlite.log import logger
 from swiftlite.model.build import build_model, check_computable
 from swiftlite.model.gpt import GPTModel
+from swiftlite.plan.flops import training_flops
+from swiftlite.plan.layout import group_of, layout_of, sequence_multiple
+from swiftlite.plan.run import Plan, make_plan, make_schedule
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
-from swiftlite.train.acceptance import measure_acceptance
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from swiftlite.train.live_weights import LiveWeights
@@ -73,13 +74,13 @@ def _run(args: SftArgs, device: Device, after_step: Callable[[int, LiveWeights],
     hf_dir, output_dir, is_first = Path(args.model), Path(args.output_dir), dist.get_rank() == 0
     hf_config = read_config(hf_dir)
     family = index.get(hf_config, hf_dir)
-    plan = make_plan(args, dist.get_world_size(), family.mtp_depth(hf_config))
+    plan = make_plan(args, dist.get_world_size(), Heads.from_config(hf_config))
     check_computable(plan.layout, device)
     dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
 
     tokenizer = load_tokenizer(hf_dir, args.trust_remote_code)
     data = _load_data(args, tokenizer, hf_config)
-    flops = training_flops(hf_config, plan.mtp_depths, heads_only=args.mtp_mode == "heads_only")
+    flops = training_flops(hf_config, plan.heads, heads_only=args.mtp_mode == "heads_only")
     batches = Batches(plan, parallel_state.get_data_parallel_rank(), cast(int, tokenizer.pad_token_id or 0), flops)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
@@ -89,13 +90,12 @@ def _run(args: SftArgs, device: Device, after_step: Callable[[int, LiveWeights],
         hf_config,
         device=device,
         dtype=dtype,
-        mtp_num_layers=plan.mtp_num_layers,
-        heads_only=args.mtp_mode == "heads_only" and plan.mtp_num_layers > 0,
+        heads=plan.heads,
+        heads_only=args.mtp_mode == "heads_only" and plan.heads.layers > 0,
         layout=plan.layout,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
         drafting=family.mtp.drafting,
-        mtp_unroll=args.mtp_unroll,
         mtp_loss=args.mtp_loss,
     )
     checkpoint = resolve_checkpoint(output_dir) if args.resume else None
@@ -120,7 +120,7 @@ def _run(args: SftArgs, device: Device, after_step: Callable[[int, LiveWeights],
         scheduler.step(increment=first)
         logger.info("going on from %s", checkpoint)
     elif is_first:
-        write_source(hf_dir, output_dir, family, hf_config, plan.mtp_num_layers, args.mtp_unroll, args.mtp_graft_from)
+        write_source(hf_dir, output_dir, family, hf_config, plan.heads, args.mtp_graft_from)
         write_config(args, output_dir / "args.json")
 
     if args.streaming:
@@ -129,7 +129,7 @@ def _run(args: SftArgs, device: Device, after_step: Callable[[int, LiveWeights],
     else:
         sampler = Sampler(len(rows), plan.global_batch_size, args.seed, args.dataset_shuffle)
         train_batches, data_state = partial(batches.train, rows, sampler), dict
-    checkpoint_state = {"mtp_num_layers": plan.mtp_num_layers, "torch_dtype": args.torch_dtype}
+    checkpoint_state = {"mtp_num_layers": plan.heads.layers, "torch_dtype": args.torch_dtype}
     trainer = Trainer(
         model=wrapped,
         optimizer=optimizer,
@@ -193,7 +193,7 @@ def _load_weights(
         graft_from=args.mtp_graft_from,
         seed=args.seed,
     ).over_all_ranks()
-    heads_were_forgotten = args.mtp_num_layers is None and plan.mtp_num_layers == 0
+    heads_were_forgotten = args.mtp_num_layers is None and plan.heads.layers == 0
     if heads_were_forgotten and any(family.is_mtp(hf_config, key) for key in report.dropped):
         raise UserError(
             f"{args.model} has MTP tensors, but its config.json promises no MTP layer",
@@ -292,7 +292,7 @@ class _Acceptance:
         trainer: Trainer,
     ):
         self.path = Path(args.output_dir) / ACCEPTANCE_FILE
-        self.depth = plan.mtp_depths
+        self.num_drafts = plan.heads.drafts
         self.trainer = trainer
         template = ChatTemplate(tokenizer)
         chosen = conversations[: args.acceptance_samples]
@@ -302,7 +302,7 @@ class _Acceptance:
             trainer.model,
             self.prompts,
             layout=plan.layout,
-            mtp_num_layers=self.depth,
+            num_drafts=self.num_drafts,
             eos_token_ids=stop_token_ids(template, hf_dir),
             max_new_tokens=args.acceptance_max_new_tokens,
             max_length=read_config(hf_dir)["max_position_embeddings"],
@@ -312,16 +312,16 @@ class _Acceptance:
 
     def measure(self, when: str, evaluation: dict[str, float]) -> None:
         """Add the figures of `when` (before, after) to the file; nothing without heads or held-out prompts."""
-        if not (self.depth and self.prompts):
+        if not (self.num_drafts and self.prompts):
             return
         with self.trainer.evaluating():
             counts = self.generate()
         if dist.get_rank():
             return
-        content: dict[str, Any] = {"depths": self.depth}
+        content: dict[str, Any] = {"depths": self.num_drafts}
         if when == "after" and self.path.exists():
             content = json.loads(self.path.read_text())
-        per_depth = [evaluation[f"eval_mtp_{depth}_acceptance"] for depth in range(1, self.depth + 1)]
+        per_depth = [evaluation[f"eval_mtp_{depth}_acceptance"] for depth in range(1, self.num_drafts + 1)]
         generated = {"prompts": len(self.prompts), **counts.to_json()}
         content[when] = {"teacher_forced": {"acceptance_per_depth": per_depth}, "generated": generated}
         write_json(self.path, content)

@@ -9,6 +9,7 @@ from swiftlite.bridge.hf_config import quantization_change, write_patched
 from swiftlite.bridge.tensors import describe, write_durably
 from swiftlite.errors import UserError
 from swiftlite.families.family import Family
+from swiftlite.heads import Heads
 
 TENSORS_FILE = "tensors.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -19,13 +20,12 @@ def write_source(
     run_dir: Path,
     family: Family,
     hf_config: dict[str, Any],
-    mtp_num_layers: int,
-    mtp_unroll: int = 1,
+    heads: Heads,
     graft_from: str | Path | None = None,
 ) -> Path:
     """Copy every small file of the model directory, and note the name, dtype and shape of every tensor.
 
-    config.json is copied with the run's MTP depth and unroll, and without quantisation, which exports do not have;
+    config.json is copied with the run's heads, and without quantisation, which exports do not have;
     nothing else in it changes.
 
     Args:
@@ -45,7 +45,7 @@ def write_source(
         is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weight and path.name != "config.json":
             shutil.copy2(path, source / path.name)
-    changes = family.mtp_depth_change(hf_config, mtp_num_layers, mtp_unroll) | quantization_change(hf_config)
+    changes = heads.config_change(hf_config) | quantization_change(hf_config)
     write_patched(hf_dir, source, changes)
     tensors = describe(hf_dir) | (describe_heads(graft_from, family, hf_config) if graft_from else {})
     write_durably(source / TENSORS_FILE, json.dumps(tensors, indent=1).encode())

@@ -25,7 +25,7 @@ class StreamedBatches:
 
     def __init__(self, batches: Batches, stream: Stream | None, device: Device):
         self.batches, self.stream, self.device = batches, stream, device.torch_device
-        self._fields = stage_fields(batches.plan.layout, batches.plan.mtp_num_layers)
+        self._fields = stage_fields(batches.plan.layout, batches.plan.heads.layers)
 
     def train(self, step: int) -> list[Batch]:
         """The micro-batches of the next step, whatever its number."""

@@ -17,15 +17,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from swiftlite.args.flops import Flops
-from swiftlite.args.plan import Plan, Schedule
+from swiftlite.acceptance.statistics import Statistics
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
+from swiftlite.model.ranks import from_last_stage, largest
+from swiftlite.plan.flops import Flops
+from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.device import Device
 from swiftlite.train.batches import shard
 from swiftlite.train.checkpoint import Checkpointer
-from swiftlite.train.objective import Statistics, count_targets, make_forward_step, mtp_coefficients
-from swiftlite.train.ranks import from_last_stage, largest
+from swiftlite.train.objective import count_targets, make_forward_step, mtp_coefficients
 from swiftlite.train.sinks import Sink
 
 GetBatches = Callable[[int], Sequence[Batch]]
@@ -151,13 +152,13 @@ class Trainer:
                 chunk.train()
 
     def _count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Of the whole global batch: int64 [1 + mtp_depths], the same on every rank."""
-        counts = count_targets(batches, self.plan.mtp_depths).to(self.device.torch_device)
+        """Of the whole global batch: int64 [1 + drafts], the same on every rank."""
+        counts = count_targets(batches, self.plan.heads.drafts).to(self.device.torch_device)
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         return from_last_stage(counts)
 
     def _forward_backward(self, batches: Sequence[Batch], counts: torch.Tensor, *, forward_only: bool) -> Statistics:
-        coefficients = mtp_coefficients(counts, self.mtp_loss_scaling_factor, self.plan.mtp_weights)
+        coefficients = mtp_coefficients(counts, self.mtp_loss_scaling_factor, self.plan.heads.weights)
         parts: list[Statistics] = []
         if batches:
             # Each virtual stage walks over the micro-batches on its own.
@@ -172,7 +173,7 @@ class Trainer:
                 micro_batch_size=batches[0].position_ids_BS.size(0),
                 forward_only=forward_only,
             )
-        return Statistics.total(parts, 1 + self.plan.mtp_depths, self.device.torch_device)
+        return Statistics.total(parts, 1 + self.plan.heads.drafts, self.device.torch_device)
 
     def _on_this_rank(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """On the device, and of each row the part that this context-parallel rank computes."""

@@ -14,13 +14,13 @@ from swiftlite.cli.table import COMMANDS
 
 PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
-    "megatron sft": ["train", "model", "args/plan.py", "args/layout.py", "cli/main.py"],
-    "export": ["export", "model", "args/layout.py"],
+    "megatron sft": ["train", "model", "plan/run.py", "plan/layout.py", "cli/main.py"],
+    "export": ["export", "model", "plan/layout.py"],
     "infer": ["infer"],
     "evaluate": ["evaluate"],
     "bench": ["bench", "args/commands.py"],
-    "doctor": ["cli/doctor.py", "args/memory.py"],
-    "deploy": ["infer/deploy.py", "infer/engine.py"],
+    "doctor": ["cli/doctor.py", "plan/memory.py"],
+    "deploy": ["serve/deploy.py", "engines/engine.py"],
 }
 NAMES = {"args", "layout", "recompute", "distributed", "moe"}
 # By a rule, exactly one of --to_hf and --to_mcore is given; the code reads the first.

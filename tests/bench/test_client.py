@@ -9,11 +9,11 @@ aiohttp = pytest.importorskip("aiohttp")
 
 from aiohttp import web  # noqa: E402
 
+from swiftlite.acceptance.counts import DraftCounts  # noqa: E402
 from swiftlite.bench.client import ask_all, connect, read_metrics, read_openai, read_sglang  # noqa: E402
 from swiftlite.bench.figures import Answer  # noqa: E402
+from swiftlite.engines.engine import Sampling  # noqa: E402
 from swiftlite.errors import UserError  # noqa: E402
-from swiftlite.infer.engine import Sampling  # noqa: E402
-from swiftlite.model.acceptance import DraftCounts  # noqa: E402
 
 SAMPLING = Sampling(7, stop_token_ids=(2, 3))
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bench.figures import Answer, Measured, Round, choose
-from swiftlite.model.acceptance import DraftCounts
 
 
 def answer(text: str = "a", num_tokens: int = 5, first: float = 0.1, seconds: float = 0.5) -> Answer:

@@ -12,6 +12,7 @@ pytest.importorskip("aiohttp")
 
 from transformers import AutoTokenizer
 
+from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
 from swiftlite.bench.figures import Answer, Measured, Round
 from swiftlite.bench.picture import draw
@@ -31,10 +32,9 @@ from swiftlite.bench.run import (
 from swiftlite.bench.server import free_url
 from swiftlite.cli.parse import parse
 from swiftlite.data.template import ChatTemplate
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.served_model import read_model
 from swiftlite.errors import UserError
-from swiftlite.infer.engine import Sampling
-from swiftlite.infer.served_model import read_model
-from swiftlite.model.acceptance import DraftCounts
 from tests.tiny import make_tiny_hf
 
 ARGS = BenchArgs(model="a model", num_speculative_tokens=[0, 1, 2], concurrency=[1, 8], max_model_len=64)

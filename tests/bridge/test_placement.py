@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerLayer
 from swiftlite import families
 from swiftlite.bridge import placement
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.compat import MTP_INNER_LAYER
@@ -20,7 +21,7 @@ from tests.tiny import make_tiny_hf
 def model(tmp_path: Path, device) -> GPTModel:
     hf_config = read_config(make_tiny_hf(tmp_path, "qwen3", depth=1))
     architecture = families.get(hf_config).transformer_config(hf_config)
-    return build_model(architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1)[0]
+    return build_model(architecture, hf_config, device=device, dtype=torch.float32, heads=Heads(1))[0]
 
 
 def shards(model: torch.nn.Module) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from swiftlite.bridge.placement import global_name
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import LoadReport, load_hf, save_hf, stream_hf
 from swiftlite.errors import UserError
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from tests.tiny import make_tiny_hf, mtp_names
@@ -28,7 +29,7 @@ def build(hf_dir: Path, device, depth: int, dtype: torch.dtype = torch.float32, 
     """A Megatron model for the directory whose every number is NaN, so that nothing unfilled goes unnoticed."""
     hf_config = read_config(hf_dir) | overrides
     architecture = families.get(hf_config).transformer_config(hf_config)
-    (model,) = build_model(architecture, hf_config, device=device, dtype=dtype, mtp_num_layers=depth)
+    (model,) = build_model(architecture, hf_config, device=device, dtype=dtype, heads=Heads(depth))
     with torch.no_grad():
         for _, tensor in tensors_of(model):
             tensor.fill_(float("nan"))

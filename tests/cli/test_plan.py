@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from swiftlite.args import rules
+from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
 from swiftlite.errors import OptionError, UserError

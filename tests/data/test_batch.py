@@ -62,7 +62,7 @@ def test_no_sample_is_padding_alone():
 
 
 def test_map_reaches_every_tensor():
-    batch = collate([LONG, SHORT], 3, mtp_num_layers=1)
+    batch = collate([LONG, SHORT], 3, num_drafts=1)
     cut = batch.map(lambda tensor: tensor[..., :2])
     assert cut.num_tokens == 6
     for name in ("tokens_KBS", "labels_KBS", "loss_scale_KBS", "position_ids_BS"):
@@ -70,7 +70,7 @@ def test_map_reaches_every_tensor():
 
 
 def test_each_mtp_depth_sees_and_predicts_one_token_later():
-    batch = collate([make_sample([5, 6, 7, 8], [0, 1, 0, 2])], 3, mtp_num_layers=2)
+    batch = collate([make_sample([5, 6, 7, 8], [0, 1, 0, 2])], 3, num_drafts=2)
     assert batch.tokens_KBS[:, 0].tolist() == [[5, 6, 7, 8], [6, 7, 8, 0], [7, 8, 0, 0]]
     assert batch.labels_KBS[:, 0].tolist() == [[6, -100, 8, -100], [-100, 8, -100, -100], [8, -100, -100, -100]]
     assert batch.loss_scale_KBS[:, 0].tolist() == [[1, 0, 2, 0], [0, 2, 0, 0], [2, 0, 0, 0]]
@@ -79,7 +79,7 @@ def test_each_mtp_depth_sees_and_predicts_one_token_later():
 def test_a_packed_row_by_hand():
     """Each sequence is padded to 2, the row to 12, by a sequence of padding."""
     samples = [LONG, SHORT, make_sample([11], np.ones(1))]
-    batch = collate_packed(samples, 3, mtp_num_layers=1, pad_each_to_multiple_of=2, pad_to_multiple_of=6)
+    batch = collate_packed(samples, 3, num_drafts=1, pad_each_to_multiple_of=2, pad_to_multiple_of=6)
     assert batch.cu_seqlens is not None
     assert batch.cu_seqlens.tolist() == [0, 4, 6, 8, 12]
     assert batch.cu_seqlens.dtype == torch.int32
@@ -110,7 +110,7 @@ def test_a_packed_row_is_its_samples_one_after_the_other(lengths, depth, each, t
     random = np.random.RandomState(0)
     samples = [make_sample(random.randint(1, 99, n), random.choice([0.0, 0.5, 1.0], n)) for n in lengths]
     row = collate_packed(
-        samples, 0, mtp_num_layers=depth, pad_each_to_multiple_of=each, pad_to_multiple_of=each * tensor_parallel
+        samples, 0, num_drafts=depth, pad_each_to_multiple_of=each, pad_to_multiple_of=each * tensor_parallel
     )
     assert row.cu_seqlens is not None
     bounds = row.cu_seqlens.tolist()
@@ -124,7 +124,7 @@ def test_a_packed_row_is_its_samples_one_after_the_other(lengths, depth, each, t
     assert row.num_tokens == sum(lengths)
     for sample, start, end in zip(samples, bounds, bounds[1:], strict=False):
         if end > start:
-            alone = collate([sample], 0, mtp_num_layers=depth, pad_to_multiple_of=each)
+            alone = collate([sample], 0, num_drafts=depth, pad_to_multiple_of=each)
             part = row.map(lambda tensor, start=start, end=end: tensor[..., start:end])
             for name in ("tokens_KBS", "labels_KBS", "loss_scale_KBS", "position_ids_BS"):
                 assert torch.equal(vars(part)[name], vars(alone)[name])
@@ -137,7 +137,7 @@ def test_a_packed_row_is_its_samples_one_after_the_other(lengths, depth, each, t
 
 def test_a_packed_row_of_nothing():
     for samples in ([], [NO_SAMPLE], [NO_SAMPLE, NO_SAMPLE]):
-        batch = collate_packed(samples, 3, mtp_num_layers=1, pad_each_to_multiple_of=4, pad_to_multiple_of=8)
+        batch = collate_packed(samples, 3, num_drafts=1, pad_each_to_multiple_of=4, pad_to_multiple_of=8)
         assert batch.cu_seqlens is not None
         assert set(batch.cu_seqlens.tolist()) == {0, 8}
         assert batch.labels_KBS.eq(-100).all()

@@ -13,9 +13,9 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.engines.engine import EngineConfig, Sampling
+from swiftlite.engines.vllm.engine import VllmEngine
 from swiftlite.errors import UserError
-from swiftlite.infer.engine import EngineConfig, Sampling
-from swiftlite.infer.vllm_engine import VllmEngine
 from swiftlite.train import sft
 from swiftlite.train.live_weights import LiveWeights
 

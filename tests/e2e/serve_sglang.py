@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.cli.main import main
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.sglang.options import cpu_variables
 from swiftlite.errors import UserError
-from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
-from swiftlite.infer.sglang_options import cpu_variables
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swiftlite.engines.conventions import CONVENTIONS, Convention
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.errors import UserError
-from swiftlite.families.conventions import CONVENTIONS, Convention
-from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
-from tests.infer.reference import Reference, follow, write_trained
+from tests.engines.reference import Reference, follow, write_trained
 from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
 
 pytestmark = [
@@ -156,7 +156,7 @@ def test_every_head_drafts_its_own_step(tmp_path):
     assert 0 < counts.accepted_per_position[1] < counts.accepted_per_position[0] < counts.drafts
     code = f"""
 from pathlib import Path
-from swiftlite.infer.engine import *
+from swiftlite.engines.engine import *
 if __name__ == "__main__":
     engine = start_engine("vllm", EngineConfig(
         Path({str(tmp_path)!r}), "float32", num_speculative_tokens=None, max_model_len=64, max_batch_size=2,

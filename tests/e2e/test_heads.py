@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import Commands
-from tests.infer.reference import Reference, write_trained
+from tests.engines.reference import Reference, write_trained
 from tests.model.test_unroll import train_head
 from tests.tiny import make_tiny_hf
 

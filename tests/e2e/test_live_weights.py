@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import Commands
 from tests.e2e.test_engines import HERE, run_python
 from tests.e2e.test_serve import ROWS
-from tests.infer.reference import Reference
+from tests.engines.reference import Reference
 from tests.tiny import make_tiny_hf
 
 pytestmark = [

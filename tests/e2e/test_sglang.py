@@ -18,13 +18,13 @@ import torch
 from openai import OpenAI
 from safetensors.torch import load_file, save_file
 
+from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bench.client import ask_all, connect
 from swiftlite.bench.figures import Answer
 from swiftlite.bench.server import serve
-from swiftlite.families.conventions import CONVENTIONS
-from swiftlite.infer.engine import Sampling
-from swiftlite.model.acceptance import DraftCounts
-from tests.infer.reference import Reference, follow, write_trained
+from swiftlite.engines.conventions import CONVENTIONS
+from swiftlite.engines.engine import Sampling
+from tests.engines.reference import Reference, follow, write_trained
 from tests.stand_ins import sglang_environment
 from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from swiftlite.infer.engine import EngineConfig, Sampling, start_engine
-from swiftlite.model.acceptance import DraftCounts
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -9,18 +9,19 @@ import torch
 from transformers import AutoTokenizer
 
 from swiftlite import families
+from swiftlite.acceptance.counts import DraftCounts, replay
+from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sample import IGNORED
+from swiftlite.engines.engine import EngineConfig
 from swiftlite.errors import UserError
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.gate import check_acceptance
 from swiftlite.evaluate.picture import draw
 from swiftlite.evaluate.run import load_rows, table
-from swiftlite.evaluate.teacher_forced import teacher_forced
-from swiftlite.infer.engine import EngineConfig
-from swiftlite.model.acceptance import DraftCounts, replay
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from tests.tiny import make_tiny_hf
 
@@ -53,7 +54,7 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, device, rows, famil
         hf_config,
         device=device,
         dtype=torch.float32,
-        mtp_num_layers=2,
+        heads=Heads(2),
         drafting=kind.mtp.drafting,
     )
     load_hf(chunks, hf_dir, kind, hf_config)

@@ -207,17 +207,6 @@ def test_head_dim_and_groups_are_derived_when_not_stated():
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_depth(family):
-    known = families.FAMILIES[family]
-    assert known.mtp_depth({}) == 0
-    assert known.mtp_depth({"num_nextn_predict_layers": 2}) == 2
-    assert known.mtp_depth_change({}, 0) == {}
-    assert known.mtp_depth_change({"num_nextn_predict_layers": 2}, 2) == {}
-    assert known.mtp_depth_change({"num_nextn_predict_layers": 2}, 0) == {"num_nextn_predict_layers": 0}
-    assert known.mtp_depth_change({}, 1) == {"num_nextn_predict_layers": 1}
-
-
-@pytest.mark.parametrize("family", families.FAMILIES)
 def test_only_heads_have_the_prefix_of_heads(family):
     known, config = families.FAMILIES[family], hf_config(family)
     assert not any(known.is_mtp(config, key) for row in known.trunk_rows(config) for key in row.hf_shapes())

@@ -24,7 +24,7 @@ def make_batch(depth: int, packed: bool) -> Batch:
         weights = np.ones(length, np.float32)
         weights[: length // 3] = 0
         samples.append(make_sample(random.randint(0, 128, length), weights))
-    return (collate_packed if packed else collate)(samples, 0, mtp_num_layers=depth)
+    return (collate_packed if packed else collate)(samples, 0, num_drafts=depth)
 
 
 def dense_losses(logits: Logits, batch: Batch, kind: str) -> list[torch.Tensor]:

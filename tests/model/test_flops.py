@@ -5,8 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from swiftlite import families
-from swiftlite.args.flops import training_flops
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
+from swiftlite.plan.flops import training_flops
 from tests.tiny import make_tiny_model
 
 LENGTH, NOT_LEARNED = 12, 5
@@ -22,7 +23,7 @@ def test_operations_with_mtp_layers(family, depth, heads_only, device):
         hf_config,
         device=device,
         dtype=torch.float32,
-        mtp_num_layers=depth,
+        heads=Heads(depth),
         heads_only=heads_only,
     )
     with torch.no_grad():

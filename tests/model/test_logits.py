@@ -14,6 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.families import index
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from tests.tiny import CLASSES, make_tiny_hf, mtp_names
@@ -58,10 +59,8 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
 def load_megatron(directory: Path, device, dtype: torch.dtype, **options) -> GPTModel:
     hf_config = json.loads((directory / "config.json").read_text())
     family = index.get(hf_config)
-    depth = family.mtp_depth(hf_config)
-    (model,) = build_model(
-        family.transformer_config(hf_config), hf_config, device=device, dtype=dtype, mtp_num_layers=depth, **options
-    )
+    options = {"heads": Heads.from_config(hf_config), **options}
+    (model,) = build_model(family.transformer_config(hf_config), hf_config, device=device, dtype=dtype, **options)
     load_hf([model], directory, family, hf_config)
     return model.eval()
 

@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.heads import Heads
 from swiftlite.model import mtp, recompute
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
@@ -49,7 +50,7 @@ def make_model(
         HF_CONFIG,
         device=device,
         dtype=torch.float32,
-        mtp_num_layers=depth,
+        heads=Heads(depth),
         heads_only=heads_only,
         layout=layout,
         recompute=RecomputeArgs(**options),

@@ -11,19 +11,19 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from swiftlite.args.fields import MtpLoss, RecomputeArgs
-from swiftlite.args.plan import mtp_weights
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.batch import collate, collate_packed, shift_left
 from swiftlite.data.sample import Sample, make_sample
+from swiftlite.engines.conventions import CONVENTIONS
 from swiftlite.families import index
-from swiftlite.families.conventions import CONVENTIONS
+from swiftlite.heads import Heads
 from swiftlite.model import draft_attention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.runtime.device import Device
 from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
-from tests.infer.reference import Reference, follow, write_trained
+from tests.engines.reference import Reference, follow, write_trained
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -46,7 +46,9 @@ def load(directory: Path, family: str, device, **options) -> tuple[GPTModel, Ref
     reference = Reference.load(directory, family, depth=1)
     follow(reference, CONVENTIONS["vllm"][family])
     drafting = index.FAMILIES[family].mtp.drafting
-    return load_megatron(directory, device, torch.float32, drafting=drafting, mtp_unroll=STEPS, **options), reference
+    return load_megatron(
+        directory, device, torch.float32, drafting=drafting, heads=Heads(1, STEPS), **options
+    ), reference
 
 
 def drafted_logits(reference: Reference, ids: list[int]) -> list[list[torch.Tensor]]:
@@ -109,7 +111,7 @@ def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tup
         labels=batch.labels_KBS[0],
         packed_seq_params=describe_packed(batch.cu_seqlens),
     )
-    coefficients = mtp_coefficients(counts, SCALE, mtp_weights(1, STEPS, BETA))
+    coefficients = mtp_coefficients(counts, SCALE, Heads(1, STEPS, BETA).weights)
     loss = total_loss(losses, batch.loss_scale_KBS, coefficients) / int(counts[0])
     loss.backward()
     for parameter in model.parameters():
@@ -127,7 +129,7 @@ def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, device
     samples = make_samples()
     expected_loss = naive_loss(reference, samples)
     expected_loss.backward()
-    batch = (collate_packed if packed else collate)(samples, 0, mtp_num_layers=STEPS)
+    batch = (collate_packed if packed else collate)(samples, 0, num_drafts=STEPS)
     loss, ours = our_gradients(model, batch, directory, tmp_path / "gradients")
     assert loss == pytest.approx(float(expected_loss.detach()), rel=1e-5)
     for parameter in reference.parameters():
@@ -152,7 +154,7 @@ def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, device
 def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypatch):
     """Recomputed, selectively or in full: the same bits. In calls of few queries: the same up to the order of sums."""
     directory = make_tiny_hf(tmp_path / "model", family, depth=1)
-    batch = collate_packed(make_samples(), 0, mtp_num_layers=STEPS)
+    batch = collate_packed(make_samples(), 0, num_drafts=STEPS)
     selective = ["core_attn", "mlp", "mla_up_proj"] if family == "deepseek_v3" else ["core_attn", "mlp"]
     results = []
     for name, recompute in {
@@ -186,15 +188,14 @@ def train_head(
         hf_config,
         device=device,
         dtype=torch.float32,
-        mtp_num_layers=1,
+        heads=Heads(1, unroll, BETA),
         heads_only=True,
         mtp_loss=mtp_loss,
         drafting=family.mtp.drafting,
-        mtp_unroll=unroll,
     )
     load_hf([model], directory, family, hf_config, mtp_init="random")
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
-    weights = torch.tensor(mtp_weights(1, unroll, BETA))
+    weights = torch.tensor(model.heads.weights)
     positions_BS = torch.arange(rows_BS.size(1)).expand_as(rows_BS)
     for _ in range(60):
         losses = model(rows_BS, positions_BS, labels=shift_left(rows_BS, fill=-100))

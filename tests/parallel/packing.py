@@ -18,21 +18,23 @@ from safetensors.torch import load_file
 from torch.distributed import ProcessGroup
 
 from swiftlite import families
+from swiftlite.acceptance.statistics import Statistics
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
-from swiftlite.args.layout import length_multiple, sequence_multiple
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
+from swiftlite.model.ranks import whole_rows
+from swiftlite.plan.layout import length_multiple, sequence_multiple
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import shard
 from swiftlite.train.exchange import broadcast, stage_fields
-from swiftlite.train.objective import Statistics, make_forward_step
+from swiftlite.train.objective import make_forward_step
 from swiftlite.train.optim import wrap_model
-from swiftlite.train.ranks import whole_rows
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import _save_gradients
 
@@ -126,7 +128,7 @@ def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, flo
     layout = ParallelLayout(**job.layout)
     hf_config = read_config(job.hf_dir)
     family = families.get(hf_config)
-    depth = family.mtp_depth(hf_config)
+    depth = Heads.from_config(hf_config).layers
     rows = make_rows(hf_config["vocab_size"], job.changed)
     if job.one_reader:
         rows = broadcast(
@@ -141,7 +143,7 @@ def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, flo
         hf_config,
         device=device,
         dtype=torch.float32,
-        mtp_num_layers=depth,
+        heads=Heads(depth),
         layout=layout,
         drafting=family.mtp.drafting,
         recompute=RecomputeArgs(**job.recompute),
@@ -154,7 +156,7 @@ def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, flo
     if job.is_packed:
         batches = [pack(row, layout, depth) for row in rows]
     else:
-        batches = [collate([sample], 0, mtp_num_layers=depth) for row in rows for sample in row]
+        batches = [collate([sample], 0, num_drafts=depth) for row in rows for sample in row]
     losses, statistics = forward_backward(wrapped, batches, layout, depth)
     _save_gradients(wrapped, model, job.out_dir, family, hf_config)
     if job.is_packed and losses:
@@ -175,7 +177,7 @@ def pack(row: Sequence[Sample], layout: ParallelLayout, depth: int) -> Batch:
     return collate_packed(
         row,
         3,
-        mtp_num_layers=depth,
+        num_drafts=depth,
         pad_each_to_multiple_of=sequence_multiple(layout),
         pad_to_multiple_of=length_multiple(layout),
     )

@@ -20,15 +20,16 @@ from safetensors.torch import load_file
 from swiftlite import families
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
-from swiftlite.args.flops import training_flops
-from swiftlite.args.layout import group_of, layout_of, layout_problems, process_problems
-from swiftlite.args.plan import make_plan, make_schedule
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sampler import Sampler
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.plan.flops import training_flops
+from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
+from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
@@ -160,7 +161,7 @@ def make_samples(vocab_size: int) -> list[Sample]:
 def refusal(job: Job, num_processes: int) -> str:
     """Why the rules do not let this model be laid out so, in their words; empty if they do."""
     hf_config = read_config(job.hf_dir)
-    depth = families.get(hf_config).mtp_depth(hf_config)
+    depth = Heads.from_config(hf_config).layers
     layout = layout_of(job.args(depth))
     problems = layout_problems(layout, hf_config, depth) or process_problems(layout, num_processes)
     return "; ".join(problem for problem, _ in problems)
@@ -200,33 +201,32 @@ def compute(job: Job) -> list[dict[str, float]]:
     """One job; the process groups are those of its layout."""
     hf_config = read_config(job.hf_dir)
     family = families.get(hf_config)
-    depth = family.mtp_depth(hf_config)
+    depth = Heads.from_config(hf_config).layers
     args = job.args(depth)
     with session(
         layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings")), timeout_minutes=2
     ) as device:
         dtype = getattr(torch, args.torch_dtype)
-        plan = make_plan(args, torch.distributed.get_world_size(), depth)
+        plan = make_plan(args, torch.distributed.get_world_size(), Heads(depth))
         samples = make_samples(hf_config["vocab_size"])
         model = build_model(
             family.transformer_config(hf_config),
             hf_config,
             device=device,
             dtype=dtype,
-            mtp_num_layers=depth,
+            heads=plan.heads,
             layout=plan.layout,
             recompute=group_of(args, RecomputeArgs),
             moe=group_of(args, MoeArgs),
             heads_only=args.mtp_mode == "heads_only",
             drafting=family.mtp.drafting,
-            mtp_unroll=args.mtp_unroll,
             mtp_loss=args.mtp_loss,
         )
         load_hf(model, job.hf_dir, family, hf_config)
         wrapped = wrap_model(model, dtype, args)
         schedule = make_schedule(args, len(samples))
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
-        flops = training_flops(hf_config, plan.mtp_depths)
+        flops = training_flops(hf_config, plan.heads)
         batches = Batches(plan, parallel_state.get_data_parallel_rank(), 0, flops)
         rows = batches.rows(samples)
         checkpointer = Checkpointer(job.out_dir, model, optimizer, {}, is_async=args.async_save)

@@ -15,13 +15,14 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.args.layout import layout_problems, num_experts
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import MtpInit, load_hf, save_hf, stream_hf
 from swiftlite.families import Family
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.plan.layout import layout_problems, num_experts
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
@@ -47,7 +48,7 @@ def build(source: Path, device: Device, depth: int, layout: ParallelLayout) -> l
         hf_config,
         device=device,
         dtype=torch.float32,
-        mtp_num_layers=depth,
+        heads=Heads(depth),
         layout=layout,
     )
 

@@ -19,9 +19,10 @@ from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
+from swiftlite.families.drafting import Drafting
+from swiftlite.heads import Heads
 from swiftlite.model import build
 from swiftlite.model.build import build_config, build_model
-from swiftlite.model.drafting import Drafting
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime import distributed
 from swiftlite.runtime.compat import MCORE_VERSION
@@ -72,7 +73,7 @@ def our_model(hf_dir: Path, device: Any, **options: Any):
         hf_config,
         device=device,
         dtype=torch.float32,
-        mtp_num_layers=family.mtp_depth(hf_config),
+        heads=Heads.from_config(hf_config),
         **options,
     )
     load_hf(model, hf_dir, family, hf_config)

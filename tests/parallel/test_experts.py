@@ -19,6 +19,7 @@ from swiftlite.bridge.plan import bind
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.errors import UserError
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.device import Device
@@ -77,7 +78,7 @@ def build(source: Path, device: Device, layout: ParallelLayout) -> list[GPTModel
         hf_config,
         device=device,
         dtype=torch.float32,
-        mtp_num_layers=family.mtp_depth(hf_config),
+        heads=Heads.from_config(hf_config),
         layout=layout,
     )
     with torch.no_grad():

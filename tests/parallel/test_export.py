@@ -11,6 +11,7 @@ from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
 from tests.parallel.launch import launch
@@ -30,7 +31,7 @@ def export_to_own_disk(source: Path, root: Path) -> list[str]:
             hf_config,
             device=device,
             dtype=torch.float32,
-            mtp_num_layers=1,
+            heads=Heads(1),
             layout=LAYOUT,
         )
         load_hf(model, source, family, hf_config)

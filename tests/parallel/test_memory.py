@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
-from swiftlite.args.memory import Setup, estimate
+from swiftlite.heads import Heads
+from swiftlite.plan.memory import Setup, estimate
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.gloo  # in processes of its own: a test session has one process group
@@ -50,7 +51,7 @@ def check(measured, estimated) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_one_process(family, depth, parameter_bytes):
-    setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, mtp_num_layers=depth)
+    setup = Setup(micro_batch_size=2, max_length=64, parameter_bytes=parameter_bytes, heads=Heads(depth))
     hf_config = config(family, tie_word_embeddings=depth == 2)
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)
@@ -58,7 +59,7 @@ def test_one_process(family, depth, parameter_bytes):
 
 
 def test_heads_only():
-    setup = Setup(micro_batch_size=2, max_length=64, mtp_num_layers=1, mtp_mode="heads_only")
+    setup = Setup(micro_batch_size=2, max_length=64, heads=Heads(1), mtp_mode="heads_only")
     hf_config = config("qwen3")
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)
@@ -96,7 +97,7 @@ def test_recomputation(recompute):
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_rank_of_a_layout(layout, tied):
-    setup = Setup(layout=layout, num_gpus=2, micro_batch_size=2, max_length=64, mtp_num_layers=1)
+    setup = Setup(layout=layout, num_gpus=2, micro_batch_size=2, max_length=64, heads=Heads(1))
     hf_config = config("qwen3", tie_word_embeddings=tied)
     estimated = estimate(hf_config, setup)
     for rank, measured in enumerate(launch(2, measure, hf_config, setup)):

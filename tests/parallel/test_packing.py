@@ -152,7 +152,7 @@ def test_no_gradient_passes_between_sequences(device, tmp_path, family, depth):
     """
     model = load_megatron(make_tiny_hf(tmp_path, family, depth, **SIZES), device, torch.float32)
     [*_, row, _] = make_rows(128)
-    batch = collate_packed(row, 3, mtp_num_layers=depth, pad_each_to_multiple_of=4, pad_to_multiple_of=16)
+    batch = collate_packed(row, 3, num_drafts=depth, pad_each_to_multiple_of=4, pad_to_multiple_of=16)
     assert batch.cu_seqlens is not None
     embedded: list[torch.Tensor] = []
     model.embedding.register_forward_hook(lambda *call: embedded.append(call[-1]))

@@ -27,8 +27,8 @@ STOCK = {"tensor_cuda": torch.Tensor.cuda}
 if sys.argv[1]:
     setattr(cpu, sys.argv[1], STOCK.get(sys.argv[1], lambda value=None: value))
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.flops import training_flops
-from swiftlite.args.plan import make_plan, make_schedule
+from swiftlite.plan.flops import training_flops
+from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.families import index
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
@@ -50,13 +50,13 @@ args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, t
 def main():
     with session() as device:
         architecture = index.get(hf_config).transformer_config(hf_config)
-        (model,) = build_model(architecture, hf_config, device=device, dtype=torch.float32, mtp_num_layers=1)
+        (model,) = build_model(architecture, hf_config, device=device, dtype=torch.float32, heads=Heads(1))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         wrapped = wrap_model([model], torch.float32)
         plan, schedule = make_plan(args, 1, 1), make_schedule(args, 1)
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
-        batch = collate([make_sample([1, 2, 3, 4], [0, 1, 1, 1])], 0, mtp_num_layers=1)
+        batch = collate([make_sample([1, 2, 3, 4], [0, 1, 1, 1])], 0, num_drafts=1)
         trainer = Trainer(
             model=wrapped, optimizer=optimizer, scheduler=scheduler, plan=plan, schedule=schedule,
             mtp_loss_scaling_factor=0.1, train_batches=lambda step: [batch], flops=training_flops(hf_config, 1),

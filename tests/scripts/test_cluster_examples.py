@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from swiftlite.args.layout import data_parallel_size, layout_of
-from swiftlite.args.rules import common
-from swiftlite.args.rules.ground import Ground
 from swiftlite.cli import launch
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
+from swiftlite.plan.facts import Facts
+from swiftlite.plan.layout import data_parallel_size, layout_of
+from swiftlite.rules import common
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SLURM, KUBERNETES = EXAMPLES / "slurm.sbatch", EXAMPLES / "kubernetes.yaml"
@@ -25,8 +25,8 @@ def check_sft(argv: list[str], processes: launch.Processes) -> None:
     args, notes = parse(command.args_class, rest)
     assert command.words == "megatron sft"
     assert notes == []
-    ground = Ground(processes.world_size, {})
-    assert list(common.numbers_are_in_range(args, ground)) == []
+    facts = Facts(processes.world_size, {})
+    assert list(common.numbers_are_in_range(args, facts)) == []
     replicas = data_parallel_size(layout_of(args), processes.world_size)
     assert args.global_batch_size % (args.micro_batch_size * replicas) == 0
 

@@ -9,7 +9,7 @@ import pytest
 from swiftlite.args.docs import options
 from swiftlite.cli.table import find
 from swiftlite.cli.tested import TESTED
-from swiftlite.families.conventions import CONVENTIONS
+from swiftlite.engines.conventions import CONVENTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))

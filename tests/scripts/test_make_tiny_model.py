@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.families import FAMILIES, index
+from swiftlite.heads import Heads
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_it_is_whole_and_of_the_family_it_says(tiny):
     hf_config = read_config(tiny)
     family = index.get(hf_config, tiny)
     assert audit_hf(tiny, family) == []
-    assert family.mtp_depth(hf_config) == (2 if family.name in ("mimo", "glm4_moe", "deepseek_v3") else 0)
+    assert Heads.from_config(hf_config).layers == (2 if family.name in ("mimo", "glm4_moe", "deepseek_v3") else 0)
 
 
 def test_transformers_opens_it_and_random_weights_are_no_constant(tiny):

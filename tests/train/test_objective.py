@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swiftlite.args.plan import mtp_weights
+from swiftlite.acceptance.statistics import Statistics
 from swiftlite.data.batch import NO_SAMPLE, Batch, collate
 from swiftlite.data.sample import Sample, make_sample
+from swiftlite.heads import Heads
 from swiftlite.model.gpt import Losses
-from swiftlite.train.objective import Statistics, count_targets, mtp_coefficients, total_loss
+from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -33,7 +34,7 @@ def make_samples(num: int, seed: int = 0) -> list[Sample]:
 def batch_loss_and_gradients(model, batches: list[Batch], depth: int):
     """What a step computes: gradients of all micro-batches, divided by the trunk's targets as megatron-core does."""
     counts = count_targets(batches, depth)
-    coefficients = mtp_coefficients(counts, SCALE, mtp_weights(depth)) if depth else []
+    coefficients = mtp_coefficients(counts, SCALE, Heads(depth).weights) if depth else []
     model.zero_grad()
     parts, total = [], 0.0
     for batch in batches:
@@ -79,7 +80,7 @@ def assert_same_gradients(ours, theirs):
 def test_loss_and_gradients_equal_the_naive_definition(model_and_depth):
     model, depth = model_and_depth
     samples = make_samples(6)
-    loss, gradients, _ = batch_loss_and_gradients(model, [collate(samples, 0, mtp_num_layers=depth)], depth)
+    loss, gradients, _ = batch_loss_and_gradients(model, [collate(samples, 0, num_drafts=depth)], depth)
     model.zero_grad()
     expected = naive_loss(model, samples, depth)
     expected.backward()
@@ -91,10 +92,10 @@ def test_loss_and_gradients_equal_the_naive_definition(model_and_depth):
 def test_nothing_depends_on_micro_batches_or_padding(model_and_depth, cut):
     model, depth = model_and_depth
     samples = make_samples(6)
-    whole = batch_loss_and_gradients(model, [collate(samples, 0, mtp_num_layers=depth)], depth)
+    whole = batch_loss_and_gradients(model, [collate(samples, 0, num_drafts=depth)], depth)
     batches, start = [], 0
     for size in cut:
-        batches.append(collate(samples[start : start + size], 7, mtp_num_layers=depth, pad_to_multiple_of=8))
+        batches.append(collate(samples[start : start + size], 7, num_drafts=depth, pad_to_multiple_of=8))
         start += size
     parts = batch_loss_and_gradients(model, batches, depth)
     assert parts[0] == pytest.approx(whole[0], rel=1e-5)
@@ -107,7 +108,7 @@ def test_nothing_depends_on_micro_batches_or_padding(model_and_depth, cut):
 def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, depth):
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=depth), device, torch.float32)
     samples = make_samples(3)
-    batch = collate(samples, 0, mtp_num_layers=depth)
+    batch = collate(samples, 0, num_drafts=depth)
     hidden, rotary = model.forward_preprocess(batch.tokens_KBS[0], batch.position_ids_BS)
     hidden = model.forward_decoder(hidden, rotary)
     heads = [
@@ -116,7 +117,7 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, dept
     ]
     losses = model.forward_postprocess([hidden.detach(), *heads], list(batch.labels_KBS))
     assert isinstance(losses, Losses)
-    coefficients = mtp_coefficients(count_targets([batch], depth), SCALE, mtp_weights(depth))
+    coefficients = mtp_coefficients(count_targets([batch], depth), SCALE, Heads(depth).weights)
     total_loss(losses, batch.loss_scale_KBS, coefficients).backward()
     seen = 0
     for k, head in enumerate(heads, start=1):
@@ -135,7 +136,7 @@ def test_a_batch_without_labels_is_zero_not_nan(model_and_depth):
     model, depth = model_and_depth
     prompt_only = make_sample(np.arange(9), np.zeros(9, np.float32))
     loss, gradients, parts = batch_loss_and_gradients(
-        model, [collate([prompt_only, NO_SAMPLE], 0, mtp_num_layers=depth)], depth
+        model, [collate([prompt_only, NO_SAMPLE], 0, num_drafts=depth)], depth
     )
     assert loss == 0
     assert all(float(gradient.abs().max()) == 0 for gradient in gradients.values())
@@ -148,8 +149,8 @@ def test_prompt_tokens_do_not_change_the_mtp_targets(model_and_depth):
     sample = make_samples(1)[0]
     weights = sample.loss_scale.copy()
     other = Sample(sample.input_ids, sample.labels, np.where(weights == 0, 5.0, weights).astype(np.float32))
-    first = batch_loss_and_gradients(model, [collate([sample], 0, mtp_num_layers=depth)], depth)
-    second = batch_loss_and_gradients(model, [collate([other], 0, mtp_num_layers=depth)], depth)
+    first = batch_loss_and_gradients(model, [collate([sample], 0, num_drafts=depth)], depth)
+    second = batch_loss_and_gradients(model, [collate([other], 0, num_drafts=depth)], depth)
     assert first[0] == second[0]
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
@@ -157,7 +158,7 @@ def test_prompt_tokens_do_not_change_the_mtp_targets(model_and_depth):
 def test_the_second_depth_teaches_the_first(tmp_path, device):
     """Depth 2 reads depth 1's state, so its loss reaches depth 1's block; nothing is detached between depths."""
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=2), device, torch.float32)
-    batch = collate(make_samples(3), 0, mtp_num_layers=2)
+    batch = collate(make_samples(3), 0, num_drafts=2)
     losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     losses.mtp[1].loss_BS.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if name.startswith("mtp.layers.0.")}
@@ -168,7 +169,7 @@ def test_heads_only_trains_mtp_and_nothing_else(tmp_path, device):
     directory = make_tiny_hf(tmp_path, "qwen3", depth=2)
     model = load_megatron(directory, device, torch.float32, heads_only=True)
     joint = load_megatron(directory, device, torch.float32)
-    batch = collate(make_samples(3), 0, mtp_num_layers=2)
+    batch = collate(make_samples(3), 0, num_drafts=2)
     losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     expected = joint(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     assert losses.main.loss_BS.grad_fn is None  # no graph through the trunk
@@ -186,7 +187,7 @@ def test_acceptance_counts_agreement_with_the_trunk(tmp_path, device):
     assert json.loads((directory / "config.json").read_text())["num_nextn_predict_layers"] == 1
     model = load_megatron(directory, device, torch.float32)
     samples = make_samples(5)
-    batch = collate(samples, 0, mtp_num_layers=1)
+    batch = collate(samples, 0, num_drafts=1)
     with torch.no_grad():
         logits = model(batch.tokens_KBS[0], batch.position_ids_BS)
         losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])

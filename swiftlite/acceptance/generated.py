@@ -1,0 +1,145 @@
+"""Acceptance of the MTP heads as they are now: greedy continuations of held-out prompts, and an engine's walk over
+them.
+
+Every rank of a layout takes part in every forward pass: experts are shared by data-parallel ranks, so all of them make
+the same number of passes, with a row of nothing when their own prompts are done.
+
+Shapes: K the trunk and each MTP depth, B batch, S sequence.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from swiftlite.acceptance.counts import DraftCounts, walk
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.data.batch import ahead
+from swiftlite.model.context_parallel import shard_sequence
+from swiftlite.model.gpt import Logits
+from swiftlite.model.loss import vocab_parallel_argmax
+from swiftlite.model.ranks import from_last_stage, largest, whole_rows
+from swiftlite.plan.layout import length_multiple
+from swiftlite.runtime.device import Device
+
+NO_ROW = [0]
+"""What a rank computes when it has nothing of its own left."""
+
+
+@torch.no_grad()
+def measure_acceptance(
+    model: Sequence[torch.nn.Module],
+    prompts: Sequence[Sequence[int]],
+    *,
+    layout: ParallelLayout,
+    num_drafts: int,
+    eos_token_ids: Collection[int | None],
+    max_new_tokens: int,
+    max_length: int,
+    batch_size: int,
+    device: Device,
+) -> DraftCounts:
+    """What an engine that drafts `num_drafts` tokens per step would count on these prompts.
+
+    The prompts are spread over data-parallel ranks and the counts summed.
+
+    Args:
+        model: the chunks of this rank, wrapped or bare, in evaluation mode.
+        max_length: longest row, the model's own limit.
+    """
+    predict_rows = partial(predict, model, layout=layout, num_drafts=num_drafts, device=device)
+    group = parallel_state.get_data_parallel_group()
+
+    def any_rank(mine: bool) -> bool:
+        return bool(largest(mine, device.torch_device, group))
+
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    counts = DraftCounts(0, 0, (0,) * num_drafts)
+    for start in range(0, len(prompts), batch_size * size):
+        mine = list(prompts)[start : start + batch_size * size][rank::size]
+        rows = greedy(predict_rows, any_rank, mine, eos_token_ids, max_new_tokens, max_length)
+        drafts = predict_rows([tokens for tokens, _ in rows] or [NO_ROW])[1:]
+        for index, (tokens, first) in enumerate(rows):
+            counts += walk(drafts[:, index, : len(tokens)], torch.tensor(tokens), first)
+    sums = torch.tensor([counts.drafts, counts.drafted, *counts.accepted_per_position], device=device.torch_device)
+    torch.distributed.all_reduce(sums, group=group)
+    drafts, drafted, *accepted = sums.tolist()
+    return DraftCounts(drafts, drafted, tuple(accepted))
+
+
+def greedy(
+    predict_rows: Callable[[Sequence[Sequence[int]]], torch.Tensor],
+    any_rank: Callable[[bool], bool],
+    prompts: Sequence[Sequence[int]],
+    eos_token_ids: Collection[int | None],
+    max_new_tokens: int,
+    max_length: int,
+) -> list[tuple[list[int], int]]:
+    """Each prompt with its greedy continuation, and where that begins.
+
+    Every new token costs a pass over the whole batch: the trainer has no key-value cache, and needs none for a few
+    dozen tokens of a few prompts.
+
+    Args:
+        predict_rows: rows of tokens -> `predict`'s result for them.
+        any_rank: whether something holds on any data-parallel rank.
+    """
+    rows = [(list(prompt), len(prompt)) for prompt in prompts]
+    unfinished = [row for row in rows if len(row[0]) < max_length]
+    for _ in range(max_new_tokens):
+        if not any_rank(bool(unfinished)):
+            break
+        predictions_KBS = predict_rows([tokens for tokens, _ in unfinished] or [NO_ROW])
+        for index, (tokens, _) in enumerate(unfinished):
+            tokens.append(int(predictions_KBS[0, index, len(tokens) - 1]))
+        unfinished = [row for row in unfinished if row[0][-1] not in eos_token_ids and len(row[0]) < max_length]
+    return rows
+
+
+def predict(
+    model: Sequence[torch.nn.Module],
+    rows: Sequence[Sequence[int]],
+    *,
+    layout: ParallelLayout,
+    num_drafts: int,
+    device: Device,
+) -> torch.Tensor:
+    """The most likely token of the trunk and of each depth at every position, int64 [K, B, S], on every rank."""
+    tokens_BS, position_ids_BS = pad(rows, length_multiple(layout))
+    # A head's input at the end of a row, beyond what is known, is never looked at: no rule needed for it there.
+    tokens_KBS = ahead(tokens_BS, num_drafts, fill=0)
+    shard = partial(
+        shard_sequence, dim=-1, rank=parallel_state.get_context_parallel_rank(), size=layout.context_parallel_size
+    )
+    here = [shard(tensor).to(device.torch_device) for tensor in (tokens_KBS, position_ids_BS)]
+
+    def forward_step(_, chunk: torch.nn.Module):
+        output = chunk(here[0][0], here[1], mtp_input_ids=here[0][1:])
+        if isinstance(output, Logits):  # the last stage; others hand on their states
+            heads = (output.main, *output.mtp)
+            output = torch.stack([whole_rows(vocab_parallel_argmax(h.flatten(0, 1)).view(h.shape[:2])) for h in heads])
+        return output, lambda predictions_KBS, non_loss_data: predictions_KBS
+
+    result = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(())] * len(model) if len(model) > 1 else iter(()),
+        model=list(model),
+        num_microbatches=1 if len(model) == 1 else layout.pipeline_model_parallel_size,
+        seq_length=here[1].size(1),
+        micro_batch_size=len(rows),
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    predictions_KBS = result[0] if result else torch.empty_like(tokens_KBS, device=device.torch_device)
+    return from_last_stage(predictions_KBS).cpu()
+
+
+def pad(rows: Sequence[Sequence[int]], multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and position ids [B, S], rows padded at the end with token 0, S a multiple."""
+    longest = -(-max(len(row) for row in rows) // multiple) * multiple
+    tokens_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        tokens_BS[index, : len(row)] = torch.tensor(row)
+    return tokens_BS, torch.arange(longest).repeat(len(rows), 1)

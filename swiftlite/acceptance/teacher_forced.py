@@ -1,0 +1,99 @@
+"""How often each head agrees with its trunk on given rows, by channel: no engine, one pass over each row."""
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftlite import families
+from swiftlite.acceptance.counts import DraftCounts, replay
+from swiftlite.acceptance.statistics import Statistics
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.transfer import load_hf
+from swiftlite.data.batch import collate_packed, shift_left
+from swiftlite.data.packing import pack
+from swiftlite.data.sample import Sample
+from swiftlite.heads import Heads
+from swiftlite.model.build import build_model
+from swiftlite.model.forward import forward
+from swiftlite.runtime.device import Device
+
+ALL = "all"
+"""Names the sum over all channels."""
+
+
+@torch.no_grad()
+def teacher_forced(
+    hf_dir: Path, samples: Sequence[Sample], *, torch_dtype: str, device: Device, row_length: int = 4096
+) -> dict[str, dict[str, Any]]:
+    """The rows of one model, by channel, and `all` of them together.
+
+    Args:
+        hf_dir: a Hugging Face model, of which this process alone holds every part.
+        row_length: most tokens of a forward pass, or the longest sample if that has more.
+
+    Returns:
+        For each channel `samples`, `loss`, and per MTP depth `targets`, `loss` and `acceptance`: the share of its
+        predictions that are the trunk's own for the same token; empty lists of a model without heads. Beside them
+        `replayed`: `DraftCounts.to_json` of an engine's walk over the same rows, which skips what it has accepted.
+    """
+    hf_config = read_config(hf_dir)
+    family = families.get(hf_config, hf_dir)
+    heads = Heads.from_config(hf_config)
+    chunks = build_model(
+        family.transformer_config(hf_config),
+        hf_config,
+        device=device,
+        dtype=getattr(torch, torch_dtype),
+        heads=heads,
+        drafting=family.mtp.drafting,
+    )
+    load_hf(chunks, hf_dir, family, hf_config)
+    (model,) = (chunk.eval() for chunk in chunks)
+    by_channel: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_channel.setdefault(sample.channel or "", []).append(sample)
+    sums: dict[str, torch.Tensor] = {}
+    walks: dict[str, DraftCounts] = {}
+    for channel, chosen in sorted(by_channel.items()):
+        rows = pack([len(sample) for sample in chosen], max(row_length, *map(len, chosen)))
+        parts = [_measure(model, [chosen[i] for i in row.tolist()], heads.drafts, device) for row in rows]
+        sums[channel] = torch.stack([rows for rows, _ in parts]).sum(dim=0)
+        walks[channel] = reduce(add, (walk for _, walk in parts))
+    counts = {channel: len(chosen) for channel, chosen in by_channel.items()}
+    named = {channel: _describe(sums[channel], walks[channel], counts[channel]) for channel in sums if channel}
+    total = torch.stack(list(sums.values())).sum(dim=0)
+    return {ALL: _describe(total, reduce(add, walks.values()), len(samples)), **named}
+
+
+def _measure(
+    model: torch.nn.Module, samples: Sequence[Sample], num_drafts: int, device: Device
+) -> tuple[torch.Tensor, DraftCounts]:
+    """Of one packed row: `Statistics.rows`, and an engine's walk."""
+    batch = collate_packed(samples, 0, num_drafts=num_drafts).map(lambda tensor: tensor.to(device.torch_device))
+    losses = forward(model, batch)
+    rows = Statistics.of(losses, batch.loss_scale_KBS, batch.cu_seqlens).rows.cpu()
+    if not num_drafts:
+        return rows, DraftCounts(0, 0, ())
+    trunk_BS, agrees = losses.main.prediction_BS, []
+    for head in losses.mtp:
+        trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=batch.cu_seqlens)
+        agrees.append(head.prediction_BS[0] == trunk_BS[0])
+    counted_KS = torch.stack([head.prediction_BS[0] != -1 for head in losses.mtp])
+    return rows, replay(torch.stack(agrees).cpu(), counted_KS.cpu())
+
+
+def _describe(rows: torch.Tensor, walk: DraftCounts, num_samples: int) -> dict[str, Any]:
+    (loss, targets, _), *heads = rows.tolist()
+    return {
+        "samples": num_samples,
+        "loss": loss / max(targets, 1),
+        "heads": [
+            {"targets": int(count), "loss": loss / max(count, 1), "acceptance": hits / max(count, 1)}
+            for loss, count, hits in heads
+        ],
+        "replayed": walk.to_json(),
+    }

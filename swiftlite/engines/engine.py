@@ -1,0 +1,155 @@
+"""What every engine is to its caller: token ids in, token ids out, and counts of what its drafts were worth.
+
+Adapters: `transformers_engine.py`, `vllm_engine.py`, `sglang_engine.py`. `run.py` is the command that uses them. No
+adapter, and nothing that it needs, is imported before `start_engine` is called with its name.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.args.commands import InferArgs
+from swiftlite.args.fields import SglangArgs
+from swiftlite.errors import UserError
+from swiftlite.plan.facts import INSTALL_SGLANG, INSTALL_VLLM
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to pick tokens, and when to stop.
+
+    Args:
+        max_new_tokens: longest completion.
+        temperature: 0 is greedy.
+        top_p: smallest set of tokens whose probability reaches this.
+        seed: of the random numbers of one `generate` call; not used when greedy.
+        stop_token_ids: tokens that end a completion; the one that did stays in it.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 42
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What followed one prompt, the stop token included; `length`: cut at max_new_tokens or at the longest sequence."""
+
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is started with.
+
+    Args:
+        model: directory of a Hugging Face model.
+        torch_dtype: bfloat16 or float32.
+        trust_remote_code: whether Python files of the model may run.
+        num_speculative_tokens: tokens to draft per step; 0 drafts nothing, None as many as the engine has heads for.
+        max_model_len: longest prompt plus completion; None is the model's own limit.
+        max_batch_size: prompts served at once, where the engine can.
+        in_this_process: vLLM on a CPU computes in this process and starts no other, in a third of the time; it leaves
+            its thread settings and process groups behind, so nothing else should compute here.
+        engine_kwargs: the engine's own keyword arguments, over all others; a value of None removes the key.
+        speculative_config: the engine's own drafting options, instead of what is derived from the checkpoint.
+    """
+
+    model: Path
+    torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    trust_remote_code: bool = False
+    num_speculative_tokens: int | None = 0
+    max_model_len: int | None = None
+    max_batch_size: int = 32
+    in_this_process: bool = False
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    speculative_config: dict[str, Any] | None = None
+
+
+def engine_kwargs(engine: str, args: InferArgs) -> dict[str, Any]:
+    """What the user gave of an engine's own keyword arguments."""
+    return {"vllm": args.vllm_engine_kwargs, "sglang": args.sglang_engine_kwargs}.get(engine) or {}
+
+
+def speculative_config(engine: str, args: InferArgs) -> dict[str, Any] | None:
+    """What the user gave of an engine's own options of drafting."""
+    return sglang_speculative_config(args) if engine == "sglang" else args.vllm_speculative_config
+
+
+def sglang_speculative_config(args: SglangArgs) -> dict[str, Any] | None:
+    """Those of SGLang's options of drafting that were given, by SGLang's names."""
+    options = {
+        "speculative_algorithm": args.sglang_speculative_algorithm,
+        "speculative_num_steps": args.sglang_speculative_num_steps,
+        "speculative_eagle_topk": args.sglang_speculative_eagle_topk,
+        "speculative_num_draft_tokens": args.sglang_speculative_num_draft_tokens,
+    }
+    return {name: value for name, value in options.items() if value is not None} or None
+
+
+class Engine(Protocol):
+    """A started engine; `close` gives its memory and processes back."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Tokens drafted per step; 0 without speculation."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
+    ) -> list[Completion]:
+        """Complete every prompt, in order.
+
+        Raises:
+            UserError: a prompt that leaves no room for an answer.
+        """
+        ...
+
+    def draft_counts(self) -> DraftCounts:
+        """Steps, drafted and accepted tokens since the engine was started, as the engine itself counts them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
+    """Raises:
+    UserError: a prompt that is empty, or so long that no token fits behind it.
+    """
+    for prompt in prompts:
+        if not 0 < len(prompt) < max_length:
+            raise UserError(
+                f"a prompt has {len(prompt)} tokens; with its answer it can have {max_length}",
+                "shorten it, or raise --max_model_len if the model has the positions",
+            )
+
+
+# name -> module and class of the adapter
+ENGINES: dict[str, tuple[str, str]] = {
+    "transformers": ("swiftlite.engines.transformers.engine", "TransformersEngine"),
+    "vllm": ("swiftlite.engines.vllm.engine", "VllmEngine"),
+    "sglang": ("swiftlite.engines.sglang.engine", "SglangEngine"),
+}
+_INSTALL = {"transformers": "pip install transformers", "vllm": INSTALL_VLLM, "sglang": INSTALL_SGLANG}
+
+
+def start_engine(name: str, config: EngineConfig) -> Engine:
+    """Import and start an engine by the name that --infer_backend takes.
+
+    Raises:
+        UserError: the engine is not installed, or the checkpoint is not what it can serve.
+    """
+    module_name, class_name = ENGINES[name]
+    try:
+        start: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module_name), class_name)
+        return start(config)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != name:
+            raise  # the engine is there, something inside it is not: its own traceback says more
+        raise UserError(f"--infer_backend {name}: {name} is not installed", _INSTALL[name]) from None

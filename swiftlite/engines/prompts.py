@@ -1,0 +1,51 @@
+"""Conversations as the prompts of an engine, and the room that they need."""
+
+from collections.abc import Sequence
+
+from swiftlite.data.conversation import Conversation, RowError
+from swiftlite.data.template import ChatTemplate
+from swiftlite.engines.served_model import ServedModel
+from swiftlite.errors import UserError
+
+
+def needed_length(
+    model: ServedModel,
+    asked: Sequence[Conversation],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    num_speculative_tokens: int | None,
+    max_model_len: int | None = None,
+) -> int:
+    """Longest sequence that these prompts can become, within the model's limit.
+
+    Args:
+        asked: the prompts as conversations.
+        max_model_len: the answer, if the user gave it.
+
+    Raises:
+        UserError: a prompt leaves no room for an answer; names its row.
+    """
+    limit = max_model_len or model.hf_config["max_position_embeddings"]
+    for chat, prompt in zip(asked, prompts, strict=True):
+        if len(prompt) >= limit:
+            name = "--max_model_len" if max_model_len else "max_position_embeddings"
+            raise UserError(
+                f"{chat.source}: the prompt has {len(prompt)} tokens; {name} {limit} leaves no room for an answer",
+                "shorten it, or leave the row out",
+            )
+    # vLLM stops drafting where drafts would not fit: leave it room behind the last token.
+    drafts = 1 + (num_speculative_tokens or model.heads.drafts)
+    return max_model_len or min(limit, max(map(len, prompts)) + max_new_tokens + drafts)
+
+
+def encode_prompt(template: ChatTemplate, chat: Conversation) -> list[int]:
+    """A conversation as the tokens that ask for its next turn.
+
+    Raises:
+        UserError: the template cannot render it; names its row.
+    """
+    try:
+        return template.encode_prompt(chat.messages, chat.tools)
+    except RowError as error:
+        raise UserError(f"{chat.source}: {error.problem}", error.hint) from None

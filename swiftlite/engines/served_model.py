@@ -1,0 +1,94 @@
+"""A Hugging Face directory as an engine is about to read it: family, MTP depth, and whether the heads are whole.
+
+Engines drop or invent MTP tensors in silence, and the text stays right: only the acceptance falls. So the files are
+checked here, before any engine starts.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftlite import families
+from swiftlite.bridge.audit import mtp_keys
+from swiftlite.bridge.fp8 import block_size
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.plan import compare_shapes
+from swiftlite.bridge.tensors import Checkpoint, some
+from swiftlite.errors import UserError
+from swiftlite.families import Family
+from swiftlite.heads import Heads
+from swiftlite.log import logger
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model directory that exists and is of a known family.
+
+    Attributes:
+        directory: config.json, safetensors, tokenizer.
+        hf_config: content of config.json.
+        heads: the MTP heads that config.json promises.
+    """
+
+    directory: Path
+    hf_config: dict[str, Any]
+    family: Family
+    heads: Heads
+
+
+def read_model(directory: str | Path) -> ServedModel:
+    """Look at a directory without reading a tensor.
+
+    Raises:
+        UserError: no Hugging Face model there (a training run is told apart), an unknown family, or a file that is
+            damaged, which engines tell by a traceback.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"--model {directory} is not a directory", "give the directory of a Hugging Face model")
+    is_checkpoint = (directory.parent / "args.json").is_file() and not (directory / "config.json").is_file()
+    if (directory / "args.json").is_file() or is_checkpoint:
+        raise UserError(
+            f"--model {directory} is a training run, not a Hugging Face model",
+            f"convert it first: swiftlite export --to_hf --model {directory} --output_dir DIR",
+        )
+    hf_config = read_config(directory)
+    family = families.get(hf_config, directory)
+    with Checkpoint(directory, block_size(hf_config)):
+        pass
+    return ServedModel(directory, hf_config, family, Heads.from_config(hf_config))
+
+
+def require_heads(model: ServedModel) -> None:
+    """Make sure that drafting has what it needs: every tensor of every promised MTP head, and no other.
+
+    Raises:
+        UserError: no head is promised, or the tensors are not those that config.json promises.
+    """
+    if model.heads.layers == 0:
+        raise UserError(
+            f"--speculative mtp: {model.directory / 'config.json'} promises no MTP heads",
+            "train some (swiftlite megatron sft --mtp_num_layers 1 ...), or leave --speculative out",
+        )
+    with Checkpoint(model.directory, block_size(model.hf_config)) as checkpoint:
+        found = {key: entry.shape for key, entry in checkpoint.entries.items()}
+    family, config, heads = model.family, model.hf_config, range(model.heads.layers)
+    wanted = {key: shape for head in heads for row in family.head_rows(config, head) for key, shape in row.hf.items()}
+    copies = {key for head in heads for key in family.mtp.copies(config, head)}
+    if problems := compare_shapes(wanted, {key: found[key] for key in mtp_keys(found, family, config)}, copies):
+        raise UserError(
+            f"{model.directory}: config.json promises {model.heads.layers} MTP heads, the tensors are others:\n  "
+            + "\n  ".join(some(problems)),
+            "export the run again; an engine would draft with random numbers and accept nothing",
+        )
+
+
+def tell_of_untrained_drafts(model: ServedModel, num_tokens: int | None) -> None:
+    """Log it when more tokens are to be drafted than the heads were trained for; None is as many as they were."""
+    if (num_tokens or 0) > model.heads.drafts > 0:
+        logger.info(
+            "drafting %d tokens with heads that were trained for %d: the last one goes on from its own state, so fewer "
+            "are accepted at each further position (sft --mtp_unroll trains it for that)",
+            num_tokens,
+            model.heads.drafts,
+        )

@@ -1,0 +1,152 @@
+"""SGLang as an engine: `sglang.Engine` with the checkpoint's own MTP heads as its EAGLE drafter.
+
+SGLang keeps scheduler and workers in processes of its own; this process only sends token ids. Its options for drafting
+are in `sglang_options.py`, what it lacks for our checkpoints in `sglang_plugin.py`. Measured with SGLang 0.5.23.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts
+from swiftlite.engines.plugin import require_plugin
+from swiftlite.engines.served_model import ServedModel, read_model
+from swiftlite.engines.sglang.options import cpu_options, cpu_variables, is_on_cpu, speculative_options
+from swiftlite.errors import UserError
+
+
+class SglangEngine:
+    """See `Engine`.
+
+    Raises:
+        UserError: SGLang refuses the options or cannot start, or it would draft with other heads than the checkpoint's.
+    """
+
+    def __init__(self, config: EngineConfig):
+        model = read_model(config.model)
+        os.environ.update(cpu_variables())  # read when SGLang is imported
+        import sglang
+
+        require_plugin("sglang")
+        # It would log an error only to say that it uses `tell_of_a_lost_process`.
+        logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
+        server_args = checked_options(engine_options(model, config))
+        self._engine = sglang.Engine(server_args=server_args)
+        self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
+        manager = self._engine.tokenizer_manager
+        self._max_length: int = manager.context_len - manager.num_reserved_tokens  # drafts need places too
+        self._counts = DraftCounts(0, 0, (0,) * self.num_speculative_tokens)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
+    ) -> list[Completion]:
+        """See `Engine`. SGLang's engine shows no progress.
+
+        Raises:
+            UserError: also for sampling that this SGLang ignores when it verifies drafts.
+        """
+        check_prompts(prompts, self._max_length)
+        if sampling.temperature > 0 and self.num_speculative_tokens and is_on_cpu():
+            raise UserError(
+                f"--temperature {sampling.temperature} with speculation: SGLang on a CPU would verify drafts greedily",
+                "add --temperature 0, leave --speculative out, or add --infer_backend transformers",
+            )
+        outputs = self._engine.generate(
+            input_ids=[list(prompt) for prompt in prompts],
+            sampling_params=[
+                {
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    # Refused if prompt and answer might not fit.
+                    "max_new_tokens": min(sampling.max_new_tokens, self._max_length - len(prompt)),
+                    "stop_token_ids": list(sampling.stop_token_ids),
+                    "ignore_eos": not sampling.stop_token_ids,  # of the stop tokens too
+                    "sampling_seed": sampling.seed + index,  # one for all would answer a repeated prompt alike
+                }
+                for index, prompt in enumerate(prompts)
+            ],
+        )
+        for output in outputs:
+            self._counts += draft_counts(output["meta_info"], self.num_speculative_tokens)
+        return [
+            Completion(
+                output["output_ids"], "stop" if output["meta_info"]["finish_reason"]["type"] == "stop" else "length"
+            )
+            for output in outputs
+        ]
+
+    def draft_counts(self) -> DraftCounts:
+        """See `Engine`."""
+        return self._counts
+
+    def close(self) -> None:
+        """Stop SGLang's processes and wait for them."""
+        self._engine.shutdown()
+
+
+def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
+    """Keyword arguments for `sglang.Engine`.
+
+    Args:
+        config: its speculative_config holds those of SGLang's four options of drafting that the user gave.
+
+    Raises:
+        UserError: the heads are not whole, or SGLang would draft with something else.
+    """
+    options: dict[str, Any] = {
+        "model_path": str(model.directory),
+        "dtype": config.torch_dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "context_length": config.max_model_len,
+        "max_running_requests": config.max_batch_size,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "sampling_defaults": "openai",  # sampling is what the caller says, and nothing of the model's
+        "log_level": "error",
+    }
+    drafts = config.num_speculative_tokens != 0
+    if drafts:
+        options |= speculative_options(model, config.num_speculative_tokens, config.speculative_config)
+    options |= cpu_options(drafts) | config.engine_kwargs
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def checked_options(options: Mapping[str, Any]) -> Any:  # a ServerArgs
+    """SGLang's own record of options, resolved: what it objects to comes before any process is started.
+
+    Raises:
+        UserError: SGLang's objection.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    logging.getLogger("sglang").setLevel(logging.ERROR)  # its choices of a backend, ten lines
+    load_plugins()
+    try:
+        server_args = ServerArgs(**{**options, "custom_sigquit_handler": tell_of_a_lost_process})
+        server_args.resolve_once()
+        server_args.check_server_args()
+    except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
+        raise UserError(f"SGLang refuses its options: {error}", "see --sglang_engine_kwargs") from error
+    return server_args
+
+
+def tell_of_a_lost_process(signum: int, frame: object) -> None:
+    """What this process does when one of SGLang's fails, at its start or later, instead of killing itself."""
+    raise UserError("a process of SGLang failed", "the cause is in its own log, above")
+
+
+def draft_counts(meta_info: Mapping[str, Any], num_tokens: int) -> DraftCounts:
+    """Counts of one answer. SGLang counts steps by how many of their drafts were right; none of an answer of one token.
+
+    Args:
+        meta_info: of an output of `Engine.generate`.
+        num_tokens: drafted per step.
+    """
+    steps_by_hits = meta_info.get("spec_correct_drafts_histogram", [])
+    steps_by_hits = [*steps_by_hits, *(0,) * (num_tokens + 1 - len(steps_by_hits))]
+    # A draft at position k was right in every step with k or more right ones.
+    at_least = tuple(accumulate(reversed(steps_by_hits)))[::-1]
+    return DraftCounts(at_least[0], meta_info.get("spec_num_proposed_drafts", 0), at_least[1:])

@@ -1,0 +1,148 @@
+"""SGLang's Llama, Qwen2 and Qwen3, opened from checkpoints with an MTP head, and the drafts that run the head.
+
+Nothing but SGLang imports this file.
+
+Shapes: T tokens of all requests of a batch, H hidden size.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.layers.layer_boundary import layer_stack
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.models import llama, qwen2, qwen3
+from torch import nn
+
+from swiftlite.engines.head_weights import Weights, fill, mtp_depth, trunk_weights
+
+
+class LlamaForCausalLM(llama.LlamaForCausalLM):
+    """The trunk, opened from a checkpoint that has an MTP head as well."""
+
+    def load_weights(self, weights: Weights) -> Any:
+        return super().load_weights(trunk_weights(weights, self.config))
+
+
+class Qwen2ForCausalLM(qwen2.Qwen2ForCausalLM):
+    """The trunk, opened from a checkpoint that has an MTP head as well."""
+
+    def load_weights(self, weights: Weights) -> Any:
+        return super().load_weights(trunk_weights(weights, self.config))
+
+
+class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
+    """The trunk, opened from a checkpoint that has an MTP head as well; SGLang's own ends with a KeyError at it."""
+
+    def load_weights(self, weights: Weights) -> Any:
+        return super().load_weights(trunk_weights(weights, self.config))
+
+
+class MtpHead(nn.Module):
+    """The head of a checkpoint, in its own names.
+
+    Args:
+        layer: the trunk's kind of decoder layer.
+    """
+
+    def __init__(self, config: Any, layer: nn.Module):
+        super().__init__()
+        self.pre_fc_norm_embedding = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.pre_fc_norm_hidden = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([layer])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        embedding_TH: torch.Tensor,
+        positions_T: torch.Tensor,
+        hidden_TH: torch.Tensor,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """State [T, H] after the head's output norm."""
+        parts = (self.pre_fc_norm_embedding(embedding_TH), self.pre_fc_norm_hidden(hidden_TH))
+        fused_TH = self.fc(torch.cat(parts, dim=-1))
+        residual_batch.start(forward_batch)
+        state_TH = self.layers[0](positions=positions_T, hidden_states=fused_TH, forward_batch=forward_batch)
+        return residual_batch.final_norm(state_TH, forward_batch, self.norm)
+
+
+class MtpDraft(nn.Module):
+    """A draft that SGLang's EAGLE worker runs at every draft step, on the trunk's state or on its own.
+
+    Raises:
+        ValueError: a checkpoint with several heads; SGLang does not say which step it is at.
+    """
+
+    layer_class: ClassVar[Any]
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
+        super().__init__()
+        if mtp_depth(config) != 1:
+            raise ValueError(f"{type(self).__name__} runs one MTP head; config.json promises {mtp_depth(config)}")
+        self.config = config
+        with layer_stack():
+            layer = self.layer_class(config=config, quant_config=quant_config, prefix="mtp.layers.0")
+        self.mtp = MtpHead(config, layer)
+        # The trunk's take the places of these two
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, quant_config=quant_config)
+        self.logits_processor = LogitsProcessor(config)
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """Logits of the drafts, and the state for the next step.
+
+        Args:
+            input_ids: [T] each position's following token.
+            positions: [T] the trunk's.
+            forward_batch: its spec_info has the state [T, H] of the trunk after its final norm, or the head's own.
+        """
+        hidden: Any = forward_batch.spec_info
+        state = self.mtp(self.embed_tokens(input_ids), positions, hidden.hidden_states, forward_batch)
+        return self.logits_processor(input_ids, state, self.lm_head, forward_batch)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """See `fill`."""
+        parameters = {name: tensor for name, tensor in self.named_parameters() if name.startswith("mtp.")}
+        return fill(parameters, weights, 1, default_weight_loader)
+
+    def set_embed_and_head(self, embed: nn.Parameter, head: nn.Parameter) -> None:
+        """Take the trunk's embedding and output layer, as SGLang's EAGLE worker gives them."""
+        self.embed_tokens.weight, self.lm_head.weight = embed, head
+
+
+class LlamaForCausalLMMTP(MtpDraft):
+    """Draft of a Llama."""
+
+    layer_class = llama.LlamaDecoderLayer
+
+
+class Qwen2ForCausalLMMTP(MtpDraft):
+    """Draft of a Qwen2."""
+
+    layer_class = qwen2.Qwen2DecoderLayer
+
+
+class Qwen3ForCausalLMMTP(MtpDraft):
+    """Draft of a Qwen3."""
+
+    layer_class = qwen3.Qwen3DecoderLayer
+
+
+EntryClass = [
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    LlamaForCausalLMMTP,
+    Qwen2ForCausalLMMTP,
+    Qwen3ForCausalLMMTP,
+]

@@ -1,0 +1,89 @@
+"""SGLang's options for drafting, derived from the checkpoint, and what it would get wrong without a word.
+
+Facts of SGLang 0.5.23: the draft's class comes from a table by architecture, whatever the config promises, and an
+architecture that is not in it becomes its own draft (`sglang_plugin.py` adds some). The three numbers are taken
+together: steps alone is a TypeError there, topk alone a bare AssertionError.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from swiftlite.engines.conventions import convention
+from swiftlite.engines.served_model import ServedModel, require_heads
+from swiftlite.errors import UserError
+
+
+def depth_problem(model: ServedModel, num_steps: int | None = None) -> str | None:
+    """Why SGLang would draft with something else than the checkpoint's heads; None when it would not.
+
+    Args:
+        num_steps: tokens to draft per step of the target; None is one per head that SGLang runs.
+    """
+    known, depth = convention("sglang", model.family.name), model.heads.layers
+    if depth > 1 and known.heads == "one":
+        return f"SGLang's {known.draft} refuses a checkpoint with {depth} MTP heads; it takes one"
+    if depth > 1 and known.heads == "last":
+        return (
+            f"SGLang's {known.draft} loads all {depth} MTP heads into one place: the last one would draft every token, "
+            f"and it was trained for token {depth}"
+        )
+    if depth > 1 and (num_steps or 1) > 1:
+        return f"SGLang's {known.draft} runs the first of {depth} MTP heads at all {num_steps} steps; use 1"
+    return None
+
+
+def speculative_options(
+    model: ServedModel, num_tokens: int | None = None, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """SGLang's four options of drafting by their names: those given, else what the checkpoint has.
+
+    Args:
+        num_tokens: to draft per step, in a chain; None is what the heads were trained for, or what `given` says.
+        given: those of the four that the user gave.
+
+    Raises:
+        UserError: the heads are not whole, or SGLang would draft with something else.
+    """
+    require_heads(model)
+    given = given or {}
+    num_steps = given.get("speculative_num_steps", num_tokens)
+    if problem := depth_problem(model, num_steps):
+        raise UserError(problem, "serve it with --infer_backend vllm")
+    num_run = convention("sglang", model.family.name).num_heads(model.heads.layers)
+    num_steps = num_steps or (model.heads.drafts if num_run == model.heads.layers else num_run)
+    return {
+        "speculative_algorithm": "NEXTN",
+        "speculative_num_steps": num_steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": num_steps + 1,
+        **given,
+    }
+
+
+def is_on_cpu() -> bool:
+    """Whether a SGLang that is installed here computes on the CPU."""
+    return importlib.util.find_spec("sglang") is not None and not torch.accelerator.is_available()
+
+
+def cpu_variables() -> dict[str, str]:
+    """Environment variables without which SGLang looks for a GPU."""
+    return {"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu() else {}
+
+
+def cpu_options(drafts: bool) -> dict[str, Any]:
+    """Options that SGLang needs on a CPU."""
+    if not is_on_cpu():
+        return {}
+    # Graphs are compiled for minutes. Without AMX it would take torch's attention, which cannot verify drafts; this one
+    # runs there too.
+    backend = "intel_amx" if drafts else None
+    return {
+        "device": "cpu",
+        "disable_cuda_graph": True,
+        "max_total_tokens": 32768,  # with keys and values in memory at once; of itself it takes most of the machine's
+        "prefill_attention_backend": backend,
+        "decode_attention_backend": backend,
+    }

@@ -1,0 +1,48 @@
+"""What SGLang lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Qwen2 and Qwen3.
+
+SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`, so
+
+    python -m sglang.launch_server --model-path DIR --speculative-algorithm NEXTN ...
+
+works wherever swiftlite is installed. For a model whose config.json promises no MTP heads nothing changes. The model
+classes are in `sglang_models/` and are imported with SGLang's registry of models.
+"""
+
+import os
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from transformers import AutoConfig
+
+from swiftlite.engines.head_weights import mtp_depth
+from swiftlite.engines.mimo_config import MiMoConfig
+
+# architecture of the trunk -> architecture of its draft; both are classes of sglang_models/
+DRAFTS = {
+    "LlamaForCausalLM": "LlamaForCausalLMMTP",
+    "Qwen2ForCausalLM": "Qwen2ForCausalLMMTP",
+    "Qwen3ForCausalLM": "Qwen3ForCausalLMMTP",
+}
+
+
+def choose_draft(result: None, model_config: Any) -> None:
+    """Give the draft's config the architecture of a draft class.
+
+    SGLang runs it after ModelConfig._config_draft_model (sglang/srt/configs/model_config.py of 0.5.23, called when a
+    ModelConfig is made), which has a branch for each architecture with a draft class and none for DRAFTS: without it
+    the target would draft for itself (tests/engines/sglang/test_audit.py).
+    """
+    hf_config = model_config.hf_config
+    architecture = hf_config.architectures[0]
+    if model_config.is_draft_model and architecture in DRAFTS and mtp_depth(hf_config):
+        hf_config.architectures = [DRAFTS[architecture]]
+
+
+def register() -> None:
+    """Tell transformers and SGLang about the classes; may be called again."""
+    AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
+    # Read when a process of SGLang first looks for a model's class; what is in this package goes before SGLang's own.
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "swiftlite.engines.sglang.models")
+    HookRegistry.register(
+        "sglang.srt.configs.model_config.ModelConfig._config_draft_model", choose_draft, HookType.AFTER
+    )

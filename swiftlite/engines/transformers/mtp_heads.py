@@ -1,0 +1,195 @@
+"""MTP heads in plain torch around a transformers trunk, and the drafting that an engine does with them.
+
+transformers drops MTP tensors on load, and drafts with them (`use_mtp`) for two of these families, and for models of
+the published size only, so the heads are read here from the safetensors. Names inside a head are megatron-core's, its
+block is a copy of the trunk's last decoder layer.
+Next: `transformers_engine.py`, which verifies what is drafted here.
+
+Shapes: B batch (always 1), S positions, H hidden size.
+"""
+
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.masking_utils import create_causal_mask
+
+from swiftlite.bridge.fp8 import block_size
+from swiftlite.bridge.packing import stack
+from swiftlite.bridge.rows import Row
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.engines.served_model import ServedModel
+from swiftlite.families.drafting import Drafting
+
+
+class MtpHead(nn.Module):
+    """One depth: norms, the projection of [embedding, hidden], a decoder layer, an output norm.
+
+    Args:
+        decoder: the trunk without its output layer (`model.get_decoder()`). Its last layer and its norm are copied:
+            the number of a layer decides whether it has experts, and its router's bias has a dtype of its own.
+    """
+
+    def __init__(self, decoder: Any):
+        super().__init__()
+        size = decoder.config.hidden_size
+        self.enorm, self.hnorm, self.final_layernorm = (deepcopy(decoder.norm) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
+        self.transformer_layer = deepcopy(decoder.layers[-1])
+        self.transformer_layer.self_attn.layer_idx = 0  # every head has a cache of its own, of one layer
+
+    def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
+        """State [B, S, H] before the output norm.
+
+        Args:
+            embedding_BSH: of the token that follows the newest one seen so far, at each position.
+            hidden_BSH: state of the depth before, or of the trunk.
+            layer_kwargs: of the decoder layer.
+        """
+        fused_BSH = self.eh_proj(torch.cat((self.enorm(embedding_BSH), self.hnorm(hidden_BSH)), dim=-1))
+        return self.transformer_layer(fused_BSH, **layer_kwargs)
+
+
+def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
+    """The checkpoint's MTP heads, on the decoder's device and in its dtype."""
+    heads = nn.ModuleList()
+    with Checkpoint(model.directory, block_size(model.hf_config)) as checkpoint:
+        for index in range(model.heads.layers):
+            frame = model.family.mtp.frame_rows(model.hf_config, index)
+            state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
+            block = model.family.mtp.block(model.hf_config, index)
+            names = [name for row in model.family.block_rows(model.hf_config) for name in row.hf]
+            tensors = {f"transformer_layer.{name}": checkpoint.read(block + name) for name in names}
+            head = MtpHead(decoder)
+            head.load_state_dict(state | stack(tensors), strict=True)
+            heads.append(head)
+    return heads.requires_grad_(False).eval()
+
+
+def _read(row: Row, checkpoint: Checkpoint) -> torch.Tensor:
+    """A row's tensors in the order of megatron-core, so that MiMo's [hidden, embedding] becomes [embedding, hidden]."""
+    axis = row.layout.axis
+    sources = [checkpoint.read(key) for key in row.hf]
+    lengths = [source.shape[axis] for source in sources]
+    segments = row.layout.segments(lengths, sum(lengths), 1)
+    return torch.cat([sources[s.source].narrow(axis, s.start, s.length) for s in segments], dim=axis)
+
+
+class MtpCandidateGenerator(CandidateGenerator):
+    """Drafts with MTP heads, behind the protocol that transformers' assisted generation asks its drafters through.
+
+    Depth k (from 0) at position i sees the state of depth k - 1 at i, the token at i + k + 1 and, through its cache,
+    the same of all earlier positions; it predicts the token at i + k + 2. Rotary positions are the trunk's. So the last
+    k positions of depth k rest on drafts: they are dropped from its cache after each round and computed again from
+    the tokens that came.
+
+    With more tokens than heads, the last head goes on alone: its own state takes the place of the state before it, one
+    position further each time. With one head this is what vLLM does.
+
+    Args:
+        decoder: the trunk without its output layer; must be the one whose states `get_candidates` is given.
+        output_layer: the trunk's, shared by all heads.
+        heads: from `load_heads`.
+        num_tokens: tokens to draft per round.
+        drafting: what the heads are fed, `MtpLayout.drafting` of the family.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
+
+    def __init__(
+        self,
+        decoder: Any,
+        output_layer: nn.Module,
+        heads: nn.ModuleList,
+        num_tokens: int,
+        drafting: Drafting,
+    ):
+        self._decoder = decoder
+        self._drafting = drafting
+        self._output_layer = output_layer
+        self._heads = list(heads)[:num_tokens]
+        self._num_tokens = num_tokens
+        self._reset()
+
+    def _reset(self) -> None:
+        self._caches = [DynamicCache() for _ in self._heads]
+        self._waiting: list[torch.Tensor | None] = [None for _ in self._heads]
+
+    @torch.no_grad()
+    def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Append the drafts to `input_ids` [1, S]; no logits are given, so a draft counts as certain.
+
+        Args:
+            model_outputs: of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H], as
+                `Drafting` says, of which the first belong to tokens that were kept.
+            is_first_iteration: a new sequence, which the trunk has not seen yet: nothing is drafted.
+        """
+        if is_first_iteration:
+            self._reset()
+            return input_ids, None
+        end = input_ids.shape[1] - 1  # the trunk knows positions 0 .. end - 1; the token at `end` is its newest
+        begins = [cache.get_seq_length() for cache in self._caches]
+        hidden = model_outputs.hidden_states[-1][:, : end - begins[0]]
+        ids, rows = input_ids, []
+        for depth, head in enumerate(self._heads):
+            if (waiting := self._waiting[depth]) is not None:
+                hidden = torch.cat((waiting, hidden), dim=1)
+            rows.append(hidden)
+            before, hidden = self._run(head, self._caches[depth], hidden, ids[:, begins[depth] + depth + 1 :])
+            ids = self._append_draft(ids, hidden)
+        for _ in range(len(self._heads), self._num_tokens):
+            own = before if self._drafting.recycles_before_norm else hidden
+            before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids[:, -1:])
+            ids = self._append_draft(ids, hidden)
+
+        for depth, cache in enumerate(self._caches):
+            kept = max(end - depth, 0)
+            if surplus := cache.get_seq_length() - kept:
+                cache.crop(-surplus)
+            if depth > 0:
+                # Positions that the depth before has kept and this one has not: their input state will not come again.
+                first, last = kept - begins[depth], max(end - depth + 1, 0) - begins[depth]
+                self._waiting[depth] = rows[depth][:, first:last]
+        return ids, None
+
+    def _run(
+        self, head: Any, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States before and after the output norm; the second goes to the output layer and to the next depth."""
+        embedding = self._decoder.get_input_embeddings()(ids)
+        begin = cache.get_seq_length()
+        position_ids = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
+        if self._drafting.zeroes_first_embedding:
+            embedding = embedding.masked_fill((position_ids == 0)[..., None], 0)
+        mask = create_causal_mask(
+            config=self._decoder.config,
+            inputs_embeds=embedding,
+            attention_mask=None,
+            past_key_values=cache,
+            position_ids=position_ids,
+        )
+        before = head(
+            embedding,
+            hidden,
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            position_embeddings=self._decoder.rotary_emb(hidden, position_ids),
+        )
+        return before, head.final_layernorm(before)
+
+    def _append_draft(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat((ids, self._output_layer(hidden[:, -1:]).argmax(dim=-1)), dim=1)

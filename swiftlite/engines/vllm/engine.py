@@ -1,0 +1,235 @@
+"""vLLM as an engine: real vLLM with `{"method": "mtp"}`, its options derived from the checkpoint.
+
+vLLM keeps its own worker processes; this process only sends token ids. What vLLM lacks for our checkpoints is in
+`vllm_plugin.py`. Measured with vLLM 0.32.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.conventions import convention
+from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts
+from swiftlite.engines.plugin import require_plugin
+from swiftlite.engines.served_model import ServedModel, read_model, require_heads
+from swiftlite.engines.vllm.weight_update import Bucket, WeightUpdate
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+
+
+class VllmEngine:
+    """See `Engine`.
+
+    Raises:
+        UserError: vLLM refuses the options or cannot start, or it would draft with other heads than the checkpoint's.
+    """
+
+    def __init__(self, config: EngineConfig):
+        model = read_model(config.model)
+        require_plugin("vllm")
+        # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+        from vllm import LLM
+
+        from swiftlite.engines.vllm.plugin import WEIGHT_TRANSFER
+
+        os.environ.update(memory_on_cpu())
+        if config.in_this_process and is_on_cpu():
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        options = {
+            "model": str(model.directory),
+            "dtype": config.torch_dtype,
+            "trust_remote_code": config.trust_remote_code,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_batch_size,
+            "use_tqdm_on_load": False,
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
+            "disable_log_stats": False,  # the counts of drafts are among the statistics
+            "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
+            "speculative_config": speculative_config(model, config),
+            "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
+        } | config.engine_kwargs
+        try:
+            with outside_torchrun():
+                self._llm = LLM(**{name: value for name, value in options.items() if value is not None})
+        except (TypeError, ValueError) as error:  # pydantic's are ValueErrors
+            raise UserError(f"vLLM refuses its options: {error}", "see --vllm_engine_kwargs") from error
+        except RuntimeError as error:
+            if "initialization failed" not in str(error):
+                raise
+            raise UserError("vLLM could not start", "the cause is in its own log, above") from error
+        vllm_config = self._llm.llm_engine.vllm_config
+        self.num_speculative_tokens: int = vllm_config.num_speculative_tokens
+        self._max_length: int = vllm_config.model_config.max_model_len
+        method = vllm_config.speculative_config and vllm_config.speculative_config.method
+        self._weights = WeightUpdate(self._llm, model, drafts=method == "mtp")
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
+    ) -> list[Completion]:
+        """See `Engine`.
+
+        Raises:
+            UserError: also for sampling that this vLLM gets wrong when it verifies drafts.
+        """
+        from vllm import SamplingParams, TokensPrompt
+
+        self._weights.check_whole()
+        check_prompts(prompts, self._max_length)
+        if sampling.temperature > 0 and self.num_speculative_tokens and verifies_greedily_only():
+            raise UserError(
+                f"--temperature {sampling.temperature} with speculation: vLLM on a CPU would put random memory in its "
+                "place (vllm-project/vllm#55005)",
+                "add --temperature 0, leave --speculative out, or add --infer_backend transformers",
+            )
+        parameters = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=sampling.max_new_tokens,
+                seed=sampling.seed + index,  # one seed for all would answer a repeated prompt alike
+                stop_token_ids=list(sampling.stop_token_ids),
+                detokenize=False,
+            )
+            for index in range(len(prompts))
+        ]
+        outputs = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=show_progress
+        )
+        answers = [output.outputs[0] for output in outputs]
+        return [
+            Completion(list(answer.token_ids), "stop" if answer.finish_reason == "stop" else "length")
+            for answer in answers
+        ]
+
+    def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
+        """Give the running engine new weights, target and draft each in a transfer of its own.
+
+        The next `generate` computes with them, and with nothing that was cached. If it fails, the engine answers no
+        more.
+
+        Args:
+            target: the trunk as HF tensors, all of them; None keeps the one it has.
+            draft: the MTP heads, all of them; None keeps those it has, which were made for another trunk.
+
+        Raises:
+            UserError: not the tensors that the engine was started with, or it was started without heads.
+        """
+        self._weights.run(target, draft)
+
+    def draft_counts(self) -> DraftCounts:
+        """See `Engine`."""
+        from vllm.v1.metrics.reader import Counter, Vector
+
+        counted = {"num_drafts": 0, "num_draft_tokens": 0}
+        per_position = (0,) * self.num_speculative_tokens
+        for metric in self._llm.get_metrics():
+            name = metric.name.removeprefix("vllm:spec_decode_")
+            if isinstance(metric, Counter) and name in counted:
+                counted[name] = int(metric.value)
+            elif isinstance(metric, Vector) and name == "num_accepted_tokens_per_pos":
+                per_position = tuple(int(value) for value in metric.values)
+        return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], per_position)
+
+    def close(self) -> None:
+        """Stop vLLM's processes, if it has any, and wait for them."""
+        # Of itself vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills them all.
+        self._llm.llm_engine.engine_core.shutdown(timeout=30)
+
+
+def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, Any] | None:
+    """What vLLM is told about drafting, after making sure that it drafts with what was trained.
+
+    Returns:
+        vLLM's `speculative_config`; None without speculation.
+
+    Raises:
+        UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
+    """
+    given = config.speculative_config
+    if given is not None and given.get("method") != "mtp":
+        if "model" in given and Path(given["model"]).absolute() == model.directory.absolute():
+            raise UserError(
+                "--vllm_speculative_config names the model as its own draft: every draft accepted and none cheaper",
+                'write {"method": "mtp", "num_speculative_tokens": 1} for its heads, or leave the option out',
+            )
+        return given  # another drafter, which needs nothing of our heads
+    num_tokens = config.num_speculative_tokens if given is None else given.get("num_speculative_tokens")
+    if num_tokens == 0:
+        return None
+    require_heads(model)
+    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
+
+
+def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
+    """Tokens per step that this vLLM drafts with heads that were trained for them; unset, all that they were.
+
+    Raises:
+        UserError: at one of the steps vLLM would run another head.
+    """
+    from swiftlite.engines.vllm.plugin import check_draft_steps
+
+    num_run = num_heads(model)
+    if num_tokens is None:
+        if num_run < model.heads.layers:
+            logger.warning(
+                "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.heads.layers
+            )
+            return num_run
+        num_tokens = model.heads.drafts
+    try:
+        check_draft_steps(num_tokens, model.heads.layers, num_run == model.heads.layers)
+    except ValueError as error:
+        raise UserError(str(error), "or --infer_backend transformers, which runs every head") from None
+    return num_tokens
+
+
+def num_heads(model: ServedModel) -> int:
+    """Distinct heads that draft in this vLLM; the classes of our plugin run all of them in its newer model runner."""
+    from swiftlite.engines.vllm.plugin import has_multi_module_runner
+
+    can_run = convention("vllm", model.family.name).num_heads(model.heads.layers)
+    return can_run if has_multi_module_runner() else min(can_run, 1)
+
+
+def is_on_cpu() -> bool:
+    """Whether this vLLM computes on the CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def verifies_greedily_only() -> bool:
+    """Whether this vLLM verifies drafts wrongly at a temperature above 0.
+
+    vllm-project/vllm#55005, in 0.32: the stand-in for Triton's expand kernel loses what it wrote, and drafts are
+    verified with uninitialised memory for temperature and top_p. Greedy requests do not pass through it.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    return is_on_cpu() and not HAS_TRITON
+
+
+def memory_on_cpu() -> dict[str, str]:
+    """Environment variables without which vLLM takes half of the machine's memory for its key-value cache."""
+    name = "VLLM_CPU_KVCACHE_SPACE"
+    return {name: os.environ.get(name, "1")} if is_on_cpu() else {}
+
+
+@contextmanager
+def outside_torchrun() -> Iterator[None]:
+    """Without torchrun's variables: vLLM's processes would take them for theirs, and wait for a store in vain."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

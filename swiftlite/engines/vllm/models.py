@@ -1,0 +1,203 @@
+"""vLLM's Llama, Qwen2, Qwen3 and Qwen3 MoE, opened from checkpoints with MTP heads, and the drafts that run the heads.
+
+Registered by `vllm_plugin.py`; nothing else imports this file.
+
+Shapes: T tokens of all requests of a batch, H hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models import llama, qwen2, qwen3, qwen3_moe
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from swiftlite.engines.head_weights import ExpertMapping, Weights, fill, mtp_depth, trunk_weights
+from swiftlite.engines.vllm.plugin import check_draft_steps
+
+
+class LlamaForCausalLM(llama.LlamaForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        return super().load_weights(trunk_weights(weights, self.config))
+
+
+class Qwen2ForCausalLM(qwen2.Qwen2ForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        return super().load_weights(trunk_weights(weights, self.config))
+
+
+class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        return super().load_weights(trunk_weights(weights, self.config))
+
+
+class Qwen3MoeForCausalLM(qwen3_moe.Qwen3MoeForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        return super().load_weights(trunk_weights(weights, self.config))
+
+
+class MtpFrame(nn.Module):
+    """What a head has around its decoder layer, in Qwen3-Next's names."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.pre_fc_norm_embedding = RMSNorm(hidden_size, eps=eps)
+        self.pre_fc_norm_hidden = RMSNorm(hidden_size, eps=eps)
+        self.fc = ReplicatedLinear(2 * hidden_size, hidden_size, bias=False, return_bias=False)
+        self.norm = RMSNorm(hidden_size, eps=eps)
+
+
+class MtpHeads(nn.Module):
+    """All heads of a checkpoint: frames and decoder layers by depth, and the trunk's embedding.
+
+    Args:
+        vllm_config: its model_config is the draft's.
+        layers: one decoder layer per depth.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, layers: list[nn.Module]):
+        super().__init__()
+        config: Any = vllm_config.model_config.hf_config
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.heads = nn.ModuleList(MtpFrame(config.hidden_size, config.rms_norm_eps) for _ in layers)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(
+        self, depth: int, embedding_TH: torch.Tensor, positions_T: torch.Tensor, hidden_TH: torch.Tensor
+    ) -> torch.Tensor:
+        """State [T, H] after the head's output norm."""
+        frame: Any = self.heads[depth]
+        parts = (frame.pre_fc_norm_embedding(embedding_TH), frame.pre_fc_norm_hidden(hidden_TH))
+        hidden_TH = frame.fc(torch.cat(parts, dim=-1))
+        hidden_TH, residual_TH = self.layers[depth](positions=positions_T, hidden_states=hidden_TH, residual=None)
+        return frame.norm(hidden_TH, residual_TH)[0]
+
+
+class MtpDraft(nn.Module):
+    """A draft that vLLM runs after each pass of the trunk. vLLM gives it the trunk's embedding and output layer.
+
+    Depth k runs with its own weights at draft step k, as vLLM's multi-module speculator asks for it. vLLM's older
+    model runner, the one it has without Triton (so on every CPU), runs each step through the first head and with the
+    first head's key-value cache; several heads would collapse onto one in silence, so that is refused.
+
+    Raises:
+        ValueError: more steps than the heads can serve, or a checkpoint whose heads are not those of its config.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        # get_model gives the draft's config under the name of the model's
+        config: Any = vllm_config.model_config.hf_config
+        self.config = config
+        depth = mtp_depth(config)
+        speculative = vllm_config.speculative_config
+        num_tokens = speculative.num_speculative_tokens if speculative else 1
+        check_draft_steps(num_tokens, depth, runs_all_heads=vllm_config.use_v2_model_runner)
+        # The layers' names are their key-value caches' names: other than the trunk's model.layers.*
+        layers = [self.make_layer(vllm_config, maybe_prefix(prefix, f"mtp.layers.{k}")) for k in range(depth)]
+        self.model = MtpHeads(vllm_config, layers)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """The trunk's kind of decoder layer."""
+        raise NotImplementedError
+
+    def expert_mapping(self) -> ExpertMapping:
+        """How vLLM's joined parameters of experts are filled; empty without experts."""
+        return []
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, H]"""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """State [T, H] of one depth, for `compute_logits` and for the next draft step.
+
+        Args:
+            input_ids: [T] each position's following token.
+            positions: [T] the trunk's.
+            hidden_states: [T, H] of the trunk after its final norm, or what this method returned before.
+            inputs_embeds: [T, H] in place of input_ids.
+            spec_step_idx: draft step, from 0. A single head serves them all.
+        """
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed_input_ids(input_ids)
+        return self.model(spec_step_idx % len(self.model.heads), inputs_embeds, positions, hidden_states)
+
+    def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
+        """[T, V]"""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """See `fill`."""
+        names = {_name_on_disk(name): name for name, _ in self.named_parameters()}
+        parameters = {stored: self.get_parameter(name) for stored, name in names.items()}
+        filled = fill(parameters, weights, len(self.model.heads), default_weight_loader, self.expert_mapping())
+        return {names[stored] for stored in filled}
+
+
+def _name_on_disk(name: str) -> str:
+    if name.startswith(("model.embed_tokens.", "lm_head.")):
+        return name
+    return name.replace("model.", "mtp.", 1).replace("mtp.heads.0.", "mtp.", 1)
+
+
+class LlamaMTPModel(MtpDraft):
+    """Draft of a Llama."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        return llama.LlamaDecoderLayer(vllm_config, prefix, self.config)
+
+
+class Qwen2MTPModel(MtpDraft):
+    """Draft of a Qwen2."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        return qwen2.Qwen2DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)
+
+
+class Qwen3MTPModel(MtpDraft):
+    """Draft of a Qwen3."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        return qwen3.Qwen3DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)
+
+
+class Qwen3MoeMTPModel(MtpDraft):
+    """Draft of a Qwen3 MoE."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        return qwen3_moe.Qwen3MoeDecoderLayer(vllm_config, prefix)
+
+    def expert_mapping(self) -> ExpertMapping:
+        return fused_moe_make_expert_params_mapping(
+            self, "gate_proj", "down_proj", "up_proj", num_experts=self.config.num_experts
+        )

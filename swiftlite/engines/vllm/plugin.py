@@ -1,0 +1,103 @@
+"""What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Qwen2, Qwen3 and
+Qwen3 MoE, and a way to take new weights while it runs on a CPU.
+
+vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
+
+    vllm serve DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
+
+works wherever swiftlite is installed. For a model whose config.json promises no MTP heads nothing changes. The model
+classes are in `vllm_models.py` and are imported when a checkpoint asks for them.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from vllm import ModelRegistry, envs
+from vllm.config.speculative import SpeculativeConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.triton_utils import HAS_TRITON
+
+from swiftlite.engines.head_weights import mtp_depth
+from swiftlite.engines.mimo_config import MiMoConfig
+
+_MODELS = "swiftlite.engines.vllm.models"
+WEIGHT_TRANSFER = "swiftlite"  # a backend of vLLM's weight-transfer API, see vllm_weight_transfer.py
+# architecture of the trunk -> architecture of its draft; both are classes of _MODELS
+DRAFTS = {
+    "LlamaForCausalLM": "LlamaMTPModel",
+    "Qwen2ForCausalLM": "Qwen2MTPModel",
+    "Qwen3ForCausalLM": "Qwen3MTPModel",
+    "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
+}
+_vllm_hf_config_override = SpeculativeConfig.hf_config_override
+
+
+def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
+    """The draft's config, from a copy of the target's.
+
+    Stands in for SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the draft's
+    ModelConfig is made), which has a branch for each architecture with a draft class and none for DRAFTS. Without it
+    vLLM says "Unsupported speculative method: 'mtp'" (tests/e2e/test_engines.py). vLLM sends it to its worker processes
+    by name, so it has to be a function of this module.
+    """
+    architecture = (hf_config.architectures or [""])[0]
+    if architecture not in DRAFTS or not mtp_depth(hf_config):
+        return _vllm_hf_config_override(hf_config)
+    # "mtp" is one of vLLM's MTPModelTypes, with no special treatment attached.
+    changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": mtp_depth(hf_config)}
+    if architecture == "Qwen3MoeForCausalLM":
+        changes |= _layers_like_the_last(hf_config)
+    hf_config.update(changes)
+    return hf_config
+
+
+def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    """What makes vLLM give every MTP head the kind of the trunk's last layer; it decides by a layer's number."""
+    last = hf_config.num_hidden_layers - 1
+    is_dense = last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0
+    return {"mlp_only_layers": list(range(mtp_depth(hf_config))) if is_dense else [], "decoder_sparse_step": 1}
+
+
+def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None:
+    """Refuse draft lengths at which vLLM 0.32 would run another head than the one that was trained for the step.
+
+    Args:
+        num_tokens: drafted per step. A single head may draft any number: it goes on from its own state.
+        runs_all_heads: whether vLLM gives each draft step its own head. Its newer model runner does, for classes that
+            can; the older one, which it has without Triton (so on a CPU), does not say which step it is at.
+
+    Raises:
+        ValueError: says which lengths work.
+    """
+    if depth == 1 or num_tokens == 1:
+        return
+    if not runs_all_heads:
+        raise ValueError(
+            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: here vLLM would run the first head at every "
+            "step, which was trained for the first alone; use 1"
+        )
+    if num_tokens > depth:
+        raise ValueError(
+            f"num_speculative_tokens {num_tokens} with {depth} MTP heads: vLLM would begin again with the first head, "
+            f"which was not trained for that step; use at most {depth}"
+        )
+
+
+def has_multi_module_runner() -> bool:
+    """Whether vLLM runs here the model runner that gives each draft step its own head."""
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    return HAS_TRITON if chosen is None else chosen
+
+
+def register() -> None:
+    """Tell vLLM about the classes; may be called again."""
+    AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
+    for trunk, draft in DRAFTS.items():
+        # The stock trunks stop at the first mtp.* tensor: "There is no module or parameter named 'mtp'".
+        ModelRegistry.register_model(trunk, f"{_MODELS}:{trunk}")
+        ModelRegistry.register_model(draft, f"{_MODELS}:{draft}")
+    SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
+    with suppress(ValueError):  # registered before
+        transfer = ("swiftlite.engines.vllm.weight_transfer", "FileTransfer")
+        WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, *transfer)

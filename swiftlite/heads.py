@@ -1,0 +1,59 @@
+"""The MTP heads of a model as one value: how many layers, and how many tokens they draft. Imports nothing of ours.
+
+Everything that speaks of heads is handed this value: the plan, the model, a run's report, an export's config.json, the
+flags of an engine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DEPTH_KEY = "num_nextn_predict_layers"
+"""config.json: MTP layers of the model; engines read it."""
+UNROLL_KEY = "mtp_unroll"
+"""config.json of an export: tokens that its one MTP layer was trained to draft; no engine reads it."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """MTP heads, as a checkpoint promises them or as a run trains them.
+
+    Attributes:
+        layers: MTP layers, each with weights of its own; 0 is a model without heads.
+        unroll: how often the one MTP layer is applied, each time to its own state; 1 with several layers.
+        beta: weight of the loss of each drafted token, relative to the one before, where a layer is unrolled.
+    """
+
+    layers: int = 0
+    unroll: int = 1
+    beta: float = 1.0
+
+    @classmethod
+    def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":
+        """The heads that a config.json promises; none where the key is not there or not a number."""
+        layers, unroll = hf_config.get(DEPTH_KEY), hf_config.get(UNROLL_KEY)
+        return cls(layers if isinstance(layers, int) else 0, unroll if isinstance(unroll, int) and unroll else 1)
+
+    @property
+    def drafts(self) -> int:
+        """Tokens drafted in one step of an engine: those that are predicted beyond the next one."""
+        return self.layers * self.unroll
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weight of each drafted token in the MTP loss; they add up to 1.
+
+        Two layers weigh 1/2 each. One layer unrolled three times with beta 0.5 weighs 4/7, 2/7, 1/7.
+        """
+        powers = [self.beta**step for step in range(self.unroll)] * self.layers
+        return tuple(power / sum(powers) for power in powers)
+
+    def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, int]:
+        """The change of a config.json that makes it promise these heads; empty when it does already."""
+        promised = Heads.from_config(hf_config)
+        change = {}
+        if promised.layers != self.layers:
+            change[DEPTH_KEY] = self.layers
+        if promised.unroll != self.unroll:
+            change[UNROLL_KEY] = self.unroll
+        return change

@@ -1,0 +1,18 @@
+"""A micro-batch through the model."""
+
+import torch
+
+from swiftlite.data.batch import Batch
+from swiftlite.model.context_parallel import describe_packed
+
+
+def forward(model: torch.nn.Module, batch: Batch):
+    """What the model makes of a micro-batch: Losses on the last pipeline stage."""
+    return model(
+        batch.tokens_KBS[0],
+        batch.position_ids_BS,
+        labels=batch.labels_KBS[0],
+        mtp_input_ids=batch.tokens_KBS[1:],
+        mtp_labels=batch.labels_KBS[1:],
+        packed_seq_params=describe_packed(batch.cu_seqlens),
+    )

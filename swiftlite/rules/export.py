@@ -1,0 +1,95 @@
+"""Rules of `export`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.plan.facts import Facts, Problem, is_run, model_of_run, near_path, run_checkpoints
+from swiftlite.rules.common import (
+    graft_has_heads,
+    hf_model_is_a_directory,
+    layout_fits,
+    numbers_are_in_range,
+    output_dir_is_given,
+    val_dataset_files_exist,
+    without_effect,
+)
+
+
+def export_has_one_direction(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.to_hf == args.to_mcore:
+        given = "both --to_hf and --to_mcore" if args.to_hf else "neither --to_hf nor --to_mcore"
+        yield f"{given}", "give one: --to_hf for a Hugging Face model, --to_mcore for a megatron-core checkpoint"
+
+
+def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.to_mcore and not args.to_hf:
+        yield from hf_model_is_a_directory(args, facts)
+        return
+    if not args.model:
+        yield "--model is required", "give a run's output_dir, or one of its checkpoint-N"
+        return
+    path = Path(args.model)
+    if not path.exists():
+        yield f"--model {path} does not exist", near_path(path)
+    elif path.is_file():
+        yield f"--model {path} is a file", f"give the directory that holds it: --model {path.parent}"
+    elif not args.to_hf or (path.name.startswith("checkpoint-") and is_run(path.parent)):
+        return
+    elif not is_run(path):
+        hint = "it is a Hugging Face model already; --to_mcore goes the other way" if facts.hf_config else ""
+        yield f"--model {path} is no run: it has no source/config.json", hint or "give an sft run's --output_dir"
+    elif not run_checkpoints(path):
+        yield f"--model {path} is a run without any checkpoint-N", "let it reach its first checkpoint (--save_steps)"
+
+
+def export_output_is_empty(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    directory = Path(args.output_dir)
+    if args.output_dir and directory.is_dir() and any(directory.iterdir()):
+        yield f"--output_dir {directory} is not empty", "name a new directory, or delete this one"
+
+
+def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    asked = [f"--{name}" for name in ("min_acceptance", "max_regression") if vars(args)[name] is not None]
+    if not asked:
+        return
+    flags = " and ".join(asked)
+    if not args.to_hf or args.mtp == "strip":
+        yield f"{flags}: there are no heads to export" if args.to_hf else f"{flags} without --to_hf", "leave it out"
+    if not args.val_dataset:
+        yield f"{flags} needs rows to measure on", "add --val_dataset FILE"
+    yield from val_dataset_files_exist(args, facts)
+    if facts.world_size > 1:
+        yield f"{flags} with {facts.world_size} processes: one measures", "export with one process"
+    if args.baseline is not None and not (Path(args.baseline) / "config.json").is_file():
+        yield f"--baseline {args.baseline} has no config.json", "give the directory of a Hugging Face model"
+    elif args.max_regression is not None and not args.baseline and not model_of_run(Path(args.model)):
+        yield (
+            "--max_regression compares with the model that the run began with, and that is not there any more",
+            "add --baseline DIR",
+        )
+
+
+def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[str]:
+    unmeasured = (args.min_acceptance is None and args.max_regression is None, "no acceptance is asked for")
+    idle = {"val_dataset": unmeasured, "force": unmeasured}
+    yield from without_effect(args, idle | {"baseline": (args.max_regression is None, "--max_regression is not given")})
+
+
+def graft_is_not_stripped(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.mtp_graft_from is not None and args.mtp == "strip":
+        yield "--mtp_graft_from brings heads that --mtp strip leaves out", "leave one of them out"
+
+
+RULES = (
+    export_has_one_direction,
+    export_source_fits,
+    output_dir_is_given,
+    export_output_is_empty,
+    numbers_are_in_range,
+    layout_fits,
+    acceptance_can_be_measured,
+    graft_has_heads,
+    graft_is_not_stripped,
+)
+NOTES = (export_settings_without_effect,)

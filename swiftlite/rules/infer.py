@@ -1,0 +1,89 @@
+"""Rules of `infer`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.commands import InferArgs
+from swiftlite.heads import DEPTH_KEY
+from swiftlite.plan.facts import Facts, Problem
+from swiftlite.rules.common import (
+    as_typed,
+    hf_model_is_a_directory,
+    numbers_are_in_range,
+    speculative_tokens_are_given_once,
+    val_dataset_files_exist,
+    without_effect,
+)
+from swiftlite.rules.engine import (
+    OF_SPECULATION,
+    engine_kwargs_leave_what_has_an_option,
+    given,
+    missing_engine,
+    options_have_their_engine,
+    sglang_numbers_agree,
+    sglang_numbers_go_together,
+)
+
+
+def speculation_has_heads(args: InferArgs, facts: Facts) -> Iterator[Problem]:
+    config = Path(args.model) / "config.json"
+    if args.speculative == "mtp" and config.is_file() and facts.hf_config and not facts.heads.layers:
+        yield (
+            f"--speculative mtp, but {config} promises no MTP layer ({DEPTH_KEY})",
+            "leave it out, or train heads first: swiftlite megatron sft --mtp_num_layers 1",
+        )
+
+
+def speculative_options_have_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:
+    if args.speculative == "mtp":
+        return
+    for name, value in given(args, OF_SPECULATION).items():
+        yield f"--{name} {as_typed(value)} without speculation", "add --speculative mtp"
+    if args.compare:
+        yield "--compare has nothing to compare without speculation", "add --speculative mtp"
+    if args.acceptance_json is not None:
+        yield "--acceptance_json has no acceptance to add without speculation", "add --speculative mtp"
+
+
+def engine_is_installed(args: InferArgs, facts: Facts) -> Iterator[Problem]:
+    yield from missing_engine(args.infer_backend)
+
+
+def acceptance_json_fits(args: InferArgs, facts: Facts) -> Iterator[Problem]:
+    if args.acceptance_json is None:
+        return
+    if not Path(args.acceptance_json).is_file():
+        yield f"--acceptance_json {args.acceptance_json} does not exist", "give the acceptance.json of an sft run"
+    if not args.val_dataset:
+        yield "--acceptance_json needs prompts to measure on", "add --val_dataset FILE"
+
+
+def comparison_has_prompts(args: InferArgs, facts: Facts) -> Iterator[Problem]:
+    if args.compare and not args.val_dataset:
+        yield "--compare runs the same prompts twice, and a chat on stdin has none to repeat", "add --val_dataset FILE"
+
+
+def infer_settings_without_effect(args: InferArgs, facts: Facts) -> Iterator[str]:
+    idle = {
+        "max_batch_size": (args.infer_backend == "transformers", "transformers answers one prompt at a time"),
+        "top_p": (args.temperature == 0, "--temperature 0 is greedy"),
+    }
+    yield from without_effect(args, idle)
+
+
+RULES = (
+    hf_model_is_a_directory,
+    val_dataset_files_exist,
+    numbers_are_in_range,
+    speculation_has_heads,
+    speculative_options_have_speculation,
+    speculative_tokens_are_given_once,
+    engine_is_installed,
+    options_have_their_engine,
+    sglang_numbers_go_together,
+    sglang_numbers_agree,
+    engine_kwargs_leave_what_has_an_option,
+    acceptance_json_fits,
+    comparison_has_prompts,
+)
+NOTES = (infer_settings_without_effect,)

@@ -1,0 +1,271 @@
+"""`swiftlite infer`: prompts from files, or a chat on stdin; answers out, and what the drafts were worth.
+
+Answers go to --result_path or stdout, everything else to stderr.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.args.commands import InferArgs
+from swiftlite.bridge.tensors import write_durably
+from swiftlite.data.conversation import Conversation
+from swiftlite.data.dataset import load_prompts
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.engines.engine import (
+    Completion,
+    EngineConfig,
+    Sampling,
+    engine_kwargs,
+    speculative_config,
+    start_engine,
+)
+from swiftlite.engines.prompts import encode_prompt, needed_length
+from swiftlite.engines.served_model import ServedModel, read_model, tell_of_untrained_drafts
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+
+# A chat without --max_model_len is held to this; engines reserve memory for the longest sequence.
+CHAT_LENGTH = 8192
+
+
+@dataclass(frozen=True)
+class Round:
+    """One engine's answers to all prompts.
+
+    Attributes:
+        seconds: of generating, without the engine's start.
+        counts: of this round alone.
+    """
+
+    completions: list[Completion]
+    seconds: float
+    counts: DraftCounts
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def run(args: InferArgs) -> None:
+    """Generate.
+
+    Raises:
+        UserError: before any engine starts, where that is possible.
+    """
+    model = read_model(args.model)
+    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    stops = stop_token_ids(template, model.directory)
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
+    _check_result_path(args)
+    if args.acceptance_json:
+        _read_acceptance(Path(args.acceptance_json))
+    if args.speculative == "mtp":
+        tell_of_untrained_drafts(model, args.num_speculative_tokens)
+    if args.val_dataset:
+        _answer_files(args, model, template, sampling)
+    else:
+        _chat(args, model, template, sampling)
+
+
+def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:
+    asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system, seed=args.seed)]
+    prompts = [encode_prompt(template, chat) for chat in asked]
+    config = _engine_config(
+        args,
+        model,
+        needed_length(
+            model,
+            asked,
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            num_speculative_tokens=args.num_speculative_tokens,
+            max_model_len=args.max_model_len,
+        ),
+    )
+    plain = None
+    if args.compare:
+        logger.info("without speculation:")
+        plain = answer(args.infer_backend, _without_drafts(config), prompts, sampling)
+    result = answer(args.infer_backend, config, prompts, sampling)
+    _write_results(
+        args.result_path,
+        [
+            _record(chat, completion, len(prompt), template.tokenizer)
+            for chat, prompt, completion in zip(asked, prompts, result.completions, strict=True)
+        ],
+    )
+    if args.acceptance_json:
+        add_engine_acceptance(Path(args.acceptance_json), args.infer_backend, len(prompts), result.counts)
+    for line in summary(result, plain):
+        logger.info("%s", line)
+
+
+def answer(backend: str, config: EngineConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Round:
+    """Start an engine, warm it up, let it complete the prompts, stop it."""
+    engine = start_engine(backend, config)
+    try:
+        if engine.num_speculative_tokens:
+            logger.info("drafting %d tokens per step", engine.num_speculative_tokens)
+        # The first pass pays for memory and kernels that later ones find ready; a comparison should not.
+        engine.generate(prompts[:1], Sampling(2, stop_token_ids=sampling.stop_token_ids))
+        before = engine.draft_counts()
+        start = time.perf_counter()
+        completions = engine.generate(prompts, sampling, show_progress=True)
+        seconds = time.perf_counter() - start
+        return Round(completions, seconds, engine.draft_counts().since(before))
+    finally:
+        engine.close()
+
+
+def summary(result: Round, plain: Round | None = None) -> list[str]:
+    """What a run has to say at its end, one line each.
+
+    Args:
+        plain: the same prompts without speculation, under --compare.
+    """
+    lines = [
+        f"{len(result.completions)} answers, {result.num_tokens} tokens, {result.seconds:.1f} s, "
+        f"{result.tokens_per_second:.1f} tokens/s"
+    ]
+    counts = result.counts
+    if counts.drafts:
+        per_position = ", ".join(f"{count / counts.drafts:.1%}" for count in counts.accepted_per_position)
+        lines.append(
+            f"drafted {counts.drafted}, accepted {counts.accepted} ({counts.accepted / counts.drafted:.1%}); "
+            f"by position {per_position}; mean accepted length {1 + counts.accepted / counts.drafts:.2f}"
+        )
+    if plain is not None:
+        same = sum(a.token_ids == b.token_ids for a, b in zip(result.completions, plain.completions, strict=True))
+        ratio = result.tokens_per_second / plain.tokens_per_second
+        lines.append(f"without speculation {plain.tokens_per_second:.1f} tokens/s: speculation is {ratio:.2f}x as fast")
+        total = len(plain.completions)
+        lines.append(f"answers equal: {same} of {total}" + ("" if same == total else f"; {total - same} differ"))
+    return lines
+
+
+def add_engine_acceptance(path: Path, backend: str, num_prompts: int, counts: DraftCounts) -> None:
+    """Put an engine's counts into a run's acceptance.json, beside the run's own.
+
+    Raises:
+        UserError: it is not such a file.
+    """
+    content = _read_acceptance(path)
+    content.setdefault("engines", {})[backend] = {"prompts": num_prompts, **counts.to_json()}
+    write_durably(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _read_acceptance(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--acceptance_json {path}: {error}", "give the acceptance.json of an sft run") from None
+    if not isinstance(content, dict) or "depths" not in content:
+        raise UserError(f"--acceptance_json {path} is no acceptance.json", "give the one in the sft run's --output_dir")
+    return content
+
+
+def _chat(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:
+    """Answer the lines of stdin, each a user's turn of one conversation, until it ends."""
+    limit = args.max_model_len or min(model.hf_config["max_position_embeddings"], CHAT_LENGTH)
+    engine = start_engine(args.infer_backend, _engine_config(args, model, limit))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
+    try:
+        while line := _ask():
+            if not line.strip():
+                continue
+            messages.append({"role": "user", "content": line.strip()})
+            prompt = encode_prompt(template, Conversation(messages, source="stdin"))
+            (completion,) = engine.generate([prompt], sampling)
+            text = _decode(template.tokenizer, completion)
+            messages.append({"role": "assistant", "content": text})
+            print(text, flush=True)
+        counts = engine.draft_counts()
+    finally:
+        engine.close()
+    if args.result_path and messages:
+        _write_results(args.result_path, [{"messages": messages}])
+    if counts.drafts:
+        logger.info("drafted %d, accepted %d", counts.drafted, counts.accepted)
+
+
+def _ask() -> str:
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
+
+
+def _engine_config(args: InferArgs, model: ServedModel, max_model_len: int) -> EngineConfig:
+    return EngineConfig(
+        model=model.directory,
+        torch_dtype=args.torch_dtype,
+        trust_remote_code=args.trust_remote_code,
+        num_speculative_tokens=args.num_speculative_tokens if args.speculative == "mtp" else 0,
+        max_model_len=max_model_len,
+        max_batch_size=args.max_batch_size,
+        in_this_process=True,
+        engine_kwargs=engine_kwargs(args.infer_backend, args),
+        speculative_config=speculative_config(args.infer_backend, args),
+    )
+
+
+def _without_drafts(config: EngineConfig) -> EngineConfig:
+    return replace(config, num_speculative_tokens=0, speculative_config=None)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
+
+
+def _record(chat: Conversation, completion: Completion, prompt_tokens: int, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """One line of the result: a row that can be trained on (`messages`, `tools`, `channel`), and what it cost."""
+    response = _decode(tokenizer, completion)
+    record: dict[str, Any] = {"messages": [*chat.messages, {"role": "assistant", "content": response}]}
+    if chat.tools:
+        record["tools"] = chat.tools
+    if chat.channel:
+        record["channel"] = chat.channel
+    return record | {
+        "response": response,
+        "source": chat.source,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(completion.token_ids),
+    }
+
+
+def _check_result_path(args: InferArgs) -> None:
+    if args.result_path is None:
+        return
+    path = Path(args.result_path)
+    if path.is_dir():
+        raise UserError(f"--result_path {path} is a directory", f"name a file: --result_path {path / 'answers.jsonl'}")
+    if not path.parent.is_dir():
+        raise UserError(f"--result_path {path}: the directory {path.parent} does not exist", "make it, or name another")
+    if path.resolve() in {Path(name.partition("#")[0]).resolve() for name in args.val_dataset}:
+        raise UserError(
+            f"--result_path {path} is a file of --val_dataset; the answers would replace it", "name another"
+        )
+
+
+def _write_results(result_path: str | None, records: Sequence[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    if result_path is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        write_durably(Path(result_path), text.encode())
+        logger.info("answers in %s", result_path)

@@ -1,0 +1,244 @@
+"""Speculative decoding with MTP heads, written to be obviously right: no cache, all computed anew at every step.
+
+Shares nothing with the product but the tensor names of a checkpoint and the table of conventions. Also trains a tiny
+model in seconds, because drafts of random heads are always wrong, and counts of zero prove nothing.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from swiftlite.engines.conventions import Convention
+from tests.tiny import NEXT_LAYER_HEADS, make_tiny_model, mtp_names, per_expert, random_mtp_tensors, write_hf
+
+
+@dataclass(frozen=True)
+class Counts:
+    drafts: int
+    drafted: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def acceptance_rate(self) -> float:
+        return sum(self.accepted_per_position) / max(self.drafted, 1)
+
+
+class Reference(nn.Module):
+    """A trunk of transformers and its MTP heads.
+
+    Args:
+        zeroes_first_embedding: vLLM's MiMo, GLM-4.5 and DeepSeek-V3 heads see zeros for the embedding at position 0.
+        takes_state_before_norm: vLLM's MiMo heads get the trunk's state before its final norm.
+        recycles_state_before_norm: vLLM's GLM-4.5 head, when it goes on alone, gets its state before its output norm.
+        takes_hidden_first: MiMo's projection takes the state, then the embedding.
+    """
+
+    def __init__(self, trunk: Any, family: str, mtp_tensors: dict[str, torch.Tensor], depth: int):
+        super().__init__()
+        self.trunk, self.family, self.depth = trunk, family, depth
+        self.zeroes_first_embedding = self.takes_state_before_norm = self.recycles_state_before_norm = False
+        self.takes_hidden_first = family == "mimo"
+        trunk.set_experts_implementation("eager")
+        layer_class: Any = type(trunk.model.layers[-1])
+        norm_class: Any = type(trunk.model.norm)
+        config = trunk.config
+        self.trunk: Any
+        self.heads = nn.ModuleList()
+        for k in range(depth):
+            names, block = mtp_names(family, k)
+            norms = {role: norm_class(config.hidden_size, config.rms_norm_eps) for role in names if "norm" in role}
+            head: Any = nn.ModuleDict(norms)
+            head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+            # The last layer's number: it has experts where the first is dense.
+            head["block"] = layer_class(config, layer_idx=config.num_hidden_layers - 1)
+            for role, name in names.items():
+                head[role].weight.data.copy_(mtp_tensors[name])
+            inner = {name.removeprefix(block): t for name, t in mtp_tensors.items() if name.startswith(block)}
+            state = stack_experts(inner)
+            head["block"].load_state_dict({name: state[name] for name in head["block"].state_dict()})
+            self.heads.append(head)
+        assert trunk.dtype is torch.float32
+
+    @classmethod
+    def load(cls, directory: Path, family: str, depth: int) -> "Reference":
+        """Read a checkpoint without any MTP code of the product."""
+        tensors = load_file(directory / "model.safetensors")
+        config = json.loads((directory / "config.json").read_text())
+        overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
+        trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
+        missing, _ = trunk.load_state_dict(stack_experts(tensors), strict=False)
+        assert set(missing) <= {"lm_head.weight"}
+        trunk.tie_weights()
+        return cls(trunk, family, tensors, depth).eval()
+
+    def mtp_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for k in range(self.depth):
+            head: Any = self.heads[k]
+            names, block = mtp_names(self.family, k)
+            tensors |= {name: head[role].weight.detach() for role, name in names.items()}
+            tensors |= {block + suffix: tensor for suffix, tensor in per_expert(head["block"].state_dict()).items()}
+            if self.family in NEXT_LAYER_HEADS:
+                tensors[f"{block}embed_tokens.weight"] = self.trunk.model.embed_tokens.weight.detach().clone()
+                tensors[f"{block}shared_head.head.weight"] = self.trunk.lm_head.weight.detach().clone()
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+    def trunk_states(self, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the heads are fed, after the final norm), each [B, S, H]."""
+        before = []
+        handle = self.trunk.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        after = self.trunk.model(ids_BS, use_cache=False).last_hidden_state
+        handle.remove()
+        return (before[0] if self.takes_state_before_norm else after), after
+
+    def head_states(self, k: int, hidden_BSH: torch.Tensor, ids_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the next step is fed, after the output norm), each [B, S, H]."""
+        head: Any = self.heads[k]
+        embedding = self.trunk.model.embed_tokens(ids_BS)
+        if self.zeroes_first_embedding:
+            embedding = torch.cat((torch.zeros_like(embedding[:, :1]), embedding[:, 1:]), dim=1)
+        parts = [head["embedding_norm"](embedding), head["hidden_norm"](hidden_BSH)]
+        if self.takes_hidden_first:
+            parts.reverse()
+        positions = torch.arange(ids_BS.shape[1])[None]
+        rotary = self.trunk.model.rotary_emb(hidden_BSH, positions)
+        fused = head["projection"](torch.cat(parts, dim=-1))
+        before = head["block"](fused, position_embeddings=rotary)
+        after = head["output_norm"](before)
+        goes_on_alone = k == self.depth - 1
+        return (before if self.recycles_state_before_norm and goes_on_alone else after), after
+
+    def draft(self, tokens: list[int], num_tokens: int) -> list[int]:
+        """What the heads propose after `tokens`; beyond their number, the last one goes on from its own state."""
+        return self.draft_logits(tokens, num_tokens).argmax(dim=-1).tolist()
+
+    @torch.no_grad()
+    def draft_logits(self, tokens: list[int], num_tokens: int) -> torch.Tensor:
+        """[num_tokens, V] of the drafts after `tokens`."""
+        hidden, _ = self.trunk_states(torch.tensor([tokens[:-1]]))
+        ids, logits = list(tokens), []
+        for j in range(num_tokens):
+            if j < self.depth:
+                fed, shift = hidden, j + 1
+            else:
+                fed = torch.cat((fed, hidden[:, -1:]), dim=1)
+            k = min(j, self.depth - 1)
+            hidden, after = self.head_states(k, fed, torch.tensor([ids[shift:]]))
+            logits.append(self.trunk.lm_head(after[0, -1]))
+            ids.append(int(logits[-1].argmax()))
+        return torch.stack(logits)
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(num_tokens):
+            _, state = self.trunk_states(torch.tensor([ids]))
+            ids.append(int(self.trunk.lm_head(state[0, -1]).argmax()))
+        return ids[len(prompt) :]
+
+    def simulate(
+        self, prompts: list[list[int]], max_new_tokens: int, num_tokens: int
+    ) -> tuple[list[list[int]], Counts]:
+        """Greedy completions, and the counts of an engine that drafts `num_tokens` per step.
+
+        The first token comes from the prompt alone. A draft past max_new_tokens counts when it matches, as in vLLM,
+        whose scheduler takes its statistics before it cuts the output (v1/core/sched/scheduler.py).
+        """
+        completions, drafts, accepted = [], 0, [0] * num_tokens
+        for prompt in prompts:
+            row = self.greedy(prompt, max_new_tokens + num_tokens)
+            done = 1
+            while done < max_new_tokens:
+                proposal = self.draft(prompt + row[:done], num_tokens)
+                hits = 0
+                while hits < num_tokens and proposal[hits] == row[done + hits]:
+                    accepted[hits] += 1
+                    hits += 1
+                drafts += 1
+                done += hits + 1
+            completions.append(row[:max_new_tokens])
+        return completions, Counts(drafts, drafts * num_tokens, tuple(accepted))
+
+
+def follow(reference: Reference, line: Convention) -> Reference:
+    """Let the reference draft as a line of the table says."""
+    reference.takes_state_before_norm = line.takes == "before norm"
+    reference.recycles_state_before_norm = line.recycles == "before norm"
+    reference.zeroes_first_embedding = line.zeroes_first_embedding
+    reference.takes_hidden_first = line.projection == "hidden, embedding"
+    return reference
+
+
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `per_expert`."""
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in {name.partition("experts.")[0] for name in tensors.keys() - stacked.keys()}:
+        count = sum(name.startswith(f"{prefix}experts.") for name in tensors) // 3
+
+        def part(expert: int, kind: str, prefix: str = prefix) -> torch.Tensor:
+            return tensors[f"{prefix}experts.{expert}.{kind}.weight"]
+
+        gate_up = [torch.cat((part(e, "gate_proj"), part(e, "up_proj"))) for e in range(count)]
+        stacked[f"{prefix}experts.gate_up_proj"] = torch.stack(gate_up)
+        stacked[f"{prefix}experts.down_proj"] = torch.stack([part(e, "down_proj") for e in range(count)])
+    return stacked
+
+
+def write_trained(
+    directory: Path,
+    family: str,
+    depth: int,
+    steps: int = 100,
+    tied: bool = False,
+    lr: float = 8e-3,
+    unroll: int = 1,
+    draft_as: Callable[[Reference], Reference] = lambda reference: reference,
+    **config,
+) -> list[list[int]]:
+    """A tiny checkpoint whose heads are often right, not always; returns prompts, half from what it has learned.
+
+    Trunk and heads learn 8 random sequences by heart; on prompts that are new to them the heads are mostly wrong.
+
+    Args:
+        lr: wide layers want less.
+        unroll: steps in which the last head goes on from its own state, in place, if that are more than `depth`.
+        draft_as: sets how the heads are run, which they are then trained for.
+        config: of `make_tiny_model`.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are tiny: a second thread only waits, ten times as long on a busy machine
+    torch.manual_seed(1)
+    trunk: Any = make_tiny_model(family, tied=tied, **config)
+    # Far from flat, and every other one negative, so that the state before a norm is another one than behind it.
+    sign_H = torch.tensor([1.0, -1.0]).repeat(trunk.config.hidden_size // 2)
+    trunk.model.norm.weight.data.uniform_(0.3, 3.0).mul_(sign_H)
+    model = draft_as(Reference(trunk, family, random_mtp_tensors(trunk, family, depth), depth))
+    for head in model.heads:
+        output_norm: Any = head["output_norm"]  # pyright: ignore[reportIndexIssue]
+        output_norm.weight.data.uniform_(0.3, 3.0).mul_(sign_H)
+    rows_BS = torch.randint(0, trunk.config.vocab_size, (8, 40))
+    optimizer = torch.optim.AdamW((p for n, p in model.named_parameters() if n != "trunk.model.norm.weight"), lr=lr)
+    for _ in range(steps):
+        hidden, after = model.trunk_states(rows_BS)
+        loss = cross_entropy(trunk.lm_head(after[:, :-1]).flatten(0, 1), rows_BS[:, 1:].flatten())
+        for k in range(max(depth, unroll)):
+            length = rows_BS.shape[1] - k - 2
+            ids_BS = rows_BS[:, k + 1 : k + 1 + length]
+            hidden, after = model.head_states(min(k, depth - 1), hidden[:, :length], ids_BS)
+            loss = loss + cross_entropy(trunk.lm_head(after).flatten(0, 1), rows_BS[:, k + 2 :].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.set_num_threads(num_threads)
+    model.eval().requires_grad_(False)
+    write_hf(directory, trunk, family, model.mtp_tensors(), depth)
+    # What the head sees at position 0 is felt in short rows.
+    learned = [row[:n].tolist() for row, n in zip(rows_BS, (1, 4, 9, 15, 1, 1, 1, 1), strict=True)]
+    return learned + [torch.randint(0, trunk.config.vocab_size, (n,)).tolist() for n in (2, 5, 10, 17, 1, 1, 1, 1)]

@@ -1,0 +1,77 @@
+"""What SGLang is told about a checkpoint, and how its counts are read; SGLang itself: tests/e2e/test_sglang.py."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.plugin import require_plugin
+from swiftlite.engines.served_model import read_model
+from swiftlite.engines.sglang.engine import draft_counts, engine_options
+from swiftlite.engines.sglang.options import cpu_variables
+from swiftlite.errors import UserError
+from tests.tiny import make_tiny_hf
+
+
+def speculative(directory: Path, **options: Any) -> dict[str, Any]:
+    """SGLang's options of drafting, by the ends of their names."""
+    given = engine_options(read_model(directory), EngineConfig(directory, **options))
+    prefix = "speculative_"
+    return {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
+
+
+def test_drafting_is_derived_from_the_checkpoint(tmp_path):
+    mimo = make_tiny_hf(tmp_path / "mimo", "mimo", depth=1)
+    chain = {"algorithm": "NEXTN", "num_steps": 1, "eagle_topk": 1, "num_draft_tokens": 2}
+    assert speculative(mimo, num_speculative_tokens=None) == chain
+    assert speculative(mimo, num_speculative_tokens=3) == chain | {"num_steps": 3, "num_draft_tokens": 4}
+    assert speculative(mimo, num_speculative_tokens=0) == {}
+    tree = {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
+    expected = {"algorithm": "NEXTN", "num_steps": 2, "eagle_topk": 2, "num_draft_tokens": 5}
+    assert speculative(mimo, num_speculative_tokens=None, speculative_config=tree) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "depth", "words"),
+    [("mimo", 0, "promises no MTP heads"), ("mimo", 2, "into one place"), ("qwen3", 2, "takes one")],
+)
+def test_another_draft_than_the_heads_is_refused(tmp_path, family, depth, words):
+    directory = make_tiny_hf(tmp_path, family, depth)
+    with pytest.raises(UserError, match=words):
+        speculative(directory, num_speculative_tokens=None)
+
+
+def test_engine_kwargs_come_last_and_null_removes(tmp_path):
+    directory = make_tiny_hf(tmp_path, "mimo", depth=1)
+    config = EngineConfig(directory, max_model_len=64, engine_kwargs={"dtype": "half", "context_length": None})
+    options = engine_options(read_model(directory), config)
+    assert options["dtype"] == "half"
+    assert "context_length" not in options
+
+
+@pytest.mark.parametrize(("has_accelerator", "drafts"), [(False, True), (False, False), (True, True)])
+def test_a_cpu_gets_its_own_options(tmp_path, monkeypatch, has_accelerator, drafts):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    directory = make_tiny_hf(tmp_path, "mimo", depth=1)
+    options = engine_options(read_model(directory), EngineConfig(directory, num_speculative_tokens=int(drafts)))
+    assert ("device" in options) is not has_accelerator
+    assert ("decode_attention_backend" in options) is (drafts and not has_accelerator)
+    assert cpu_variables() == ({} if has_accelerator else {"SGLANG_USE_CPU_ENGINE": "1"})
+
+
+def test_counts_by_position_from_steps_by_hits():
+    meta_info = {"spec_correct_drafts_histogram": [2, 1, 3], "spec_num_proposed_drafts": 18}
+    assert draft_counts(meta_info, 3) == DraftCounts(6, 18, (4, 3, 0))
+    assert draft_counts({}, 2) == DraftCounts(0, 0, (0, 0))
+    assert draft_counts({}, 0) == DraftCounts(0, 0, ())
+
+
+def test_a_plugin_that_would_not_be_loaded(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
+    with pytest.raises(UserError, match="SGLang would not find swiftlite's plugin"):
+        require_plugin("sglang")

@@ -1,0 +1,97 @@
+"""What is refused before an engine starts."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swiftlite.engines.served_model import read_model, require_heads
+from swiftlite.errors import UserError
+from tests.tiny import CLASSES, make_tiny_hf
+
+
+def edit(directory, drop=(), add=None):
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in drop} | (add or {})
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("family", sorted(CLASSES))
+def test_whole_heads_pass(family, depth, tmp_path):
+    model = read_model(make_tiny_hf(tmp_path, family, depth))
+    require_heads(model)
+    assert model.heads.layers == depth
+
+
+def test_a_path_that_is_no_directory(tmp_path):
+    with pytest.raises(UserError, match="is not a directory"):
+        read_model(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("part", ["", "checkpoint-20"])
+def test_a_training_run_is_told_to_export(part, tmp_path):
+    (tmp_path / "args.json").write_text("{}")
+    (tmp_path / "checkpoint-20").mkdir()
+    with pytest.raises(UserError) as error:
+        read_model(tmp_path / part)
+    assert "is a training run" in str(error.value)
+    assert f"swiftlite export --to_hf --model {tmp_path / part}" in error.value.hint
+
+
+def test_a_model_exported_into_the_run_is_a_model(tmp_path):
+    (tmp_path / "args.json").write_text("{}")
+    assert read_model(make_tiny_hf(tmp_path / "hf", "qwen3", 1)).heads.layers == 1
+
+
+def test_an_unknown_family(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="gpt2"):
+        read_model(tmp_path)
+
+
+def test_a_file_cut_short(tmp_path):
+    file = make_tiny_hf(tmp_path, "qwen3") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"model\.safetensors: cut short"):
+        read_model(tmp_path)
+
+
+def test_no_heads_promised(tmp_path):
+    with pytest.raises(UserError) as error:
+        require_heads(read_model(make_tiny_hf(tmp_path, "qwen3")))
+    assert "promises no MTP heads" in str(error.value)
+    assert "--mtp_num_layers 1" in error.value.hint
+
+
+def test_a_missing_tensor_of_a_head_is_named(tmp_path):
+    directory = make_tiny_hf(tmp_path, "qwen3", 2)
+    edit(directory, drop=["mtp.heads.1.fc.weight", "mtp.layers.0.mlp.up_proj.weight"])
+    with pytest.raises(UserError) as error:
+        require_heads(read_model(directory))
+    assert "missing: mtp.heads.1.fc.weight" in str(error.value)
+    assert "missing: mtp.layers.0.mlp.up_proj.weight" in str(error.value)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path):
+    directory = make_tiny_hf(tmp_path, "qwen3", 1)
+    edit(directory, add={"mtp.fc.weight": torch.zeros(64, 127)})
+    with pytest.raises(UserError, match=r"mtp\.fc\.weight has shape \[64, 127\], config\.json asks for \[64, 128\]"):
+        require_heads(read_model(directory))
+
+
+def test_all_heads_missing_although_promised(tmp_path):
+    directory = make_tiny_hf(tmp_path, "mimo", 1)
+    names = load_file(directory / "model.safetensors")
+    edit(directory, drop=[name for name in names if "mtp" in name])
+    with pytest.raises(UserError, match=r"missing: model\.mtp_layers\.0\.input_proj\.weight"):
+        require_heads(read_model(directory))
+
+
+def test_a_head_beyond_the_promise_is_named(tmp_path):
+    directory = make_tiny_hf(tmp_path, "qwen3", 1)
+    extra = load_file(directory / "model.safetensors")["mtp.fc.weight"]
+    edit(directory, add={"mtp.heads.1.fc.weight": extra})
+    with pytest.raises(UserError, match=r"unexpected: mtp\.heads\.1\.fc\.weight"):
+        require_heads(read_model(directory))

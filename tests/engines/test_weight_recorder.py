@@ -1,0 +1,68 @@
+"""What the recorder says of a loader, against parameters of NaN that the same loader fills for real."""
+
+import pytest
+import torch
+from torch import nn
+
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.engines.weight_recorder import WeightRecorder
+from tests.tiny import make_tiny_hf
+
+
+class Model(nn.Module):
+    """Parameters as engines join them: q, k, v in rows of one, experts stacked, one of another precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.joined = nn.Parameter(torch.full((128, 64), torch.nan))
+        self.stacked = nn.Parameter(torch.full((2, 96, 64), torch.nan))
+        self.small = nn.Parameter(torch.full((64,), torch.nan, dtype=torch.bfloat16))
+        self.turned = nn.Parameter(torch.full((96, 64), torch.nan))
+        self.untouched = nn.Parameter(torch.full((3,), torch.nan))
+
+    def load_weights(self, weights, left_out: str):
+        layer = "model.layers.0."
+        for name, tensor in weights:
+            if not name.startswith(layer) or (left_out and left_out in name):
+                continue
+            if name.endswith("q_proj.weight"):
+                self.joined.data.narrow(0, 0, 64).copy_(tensor)
+            elif name.endswith("k_proj.weight"):
+                self.joined.data[64:96].copy_(tensor)
+            elif name.endswith("v_proj.weight"):
+                self.joined.data[96:] = tensor
+            elif name.endswith("gate_proj.weight"):
+                self.stacked.data[0].copy_(tensor)
+                self.stacked.data[0].copy_(tensor)
+            elif name.endswith("up_proj.weight"):
+                self.stacked.data[1].copy_(torch.cat(tensor.chunk(2)))
+            elif name.endswith("input_layernorm.weight"):
+                self.small.data.copy_(tensor.to(torch.bfloat16))
+            elif name.endswith("down_proj.weight"):
+                self.turned.data.copy_(tensor.t().contiguous())
+
+
+@pytest.mark.parametrize("left_out", ["", "k_proj", "up_proj", "layernorm", "down_proj"])
+def test_it_counts_what_stays_nan(tmp_path, left_out):
+    checkpoint = Checkpoint(make_tiny_hf(tmp_path, "qwen3"))
+    real = Model()
+    real.load_weights(((key, checkpoint.read(key)) for key in checkpoint.entries), left_out)
+    nans = {name: int(parameter.isnan().sum()) for name, parameter in real.named_parameters()}
+
+    recorder = WeightRecorder(checkpoint.stored)
+    with torch.device("meta"):
+        model = Model()
+    with recorder:
+        model.load_weights(recorder.weights(), left_out)
+    assert recorder.unfilled(model) == {name: count for name, count in nans.items() if count}
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "input_layernorm", "down_proj")
+    expected = {part for part in parts if not left_out or left_out not in part}
+    assert {part for part in parts if any(f".{part}." in key for key in recorder.used)} == expected
+    assert len(recorder.used) == len(expected)
+
+
+def test_it_objects_to_a_shape_as_torch_does(tmp_path):
+    recorder = WeightRecorder(Checkpoint(make_tiny_hf(tmp_path, "qwen3")).stored)
+    target = torch.empty(3, 3, device="meta")
+    with recorder, pytest.raises(RuntimeError):
+        target.copy_(dict(recorder.weights())["model.embed_tokens.weight"])

@@ -1,0 +1,125 @@
+"""The verify loop: what comes out, where it stops, and that drafting changes nothing but speed."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.errors import UserError
+from tests.tiny import make_tiny_hf
+
+
+def start(directory, num_tokens: int | None = 0, torch_dtype: Any = "float32", **options):
+    config = EngineConfig(directory, torch_dtype, num_speculative_tokens=num_tokens, **options)
+    return start_engine("transformers", config)
+
+
+def answers(engine, prompts, sampling):
+    return [completion.token_ids for completion in engine.generate(prompts, sampling)]
+
+
+def test_plain_greedy_is_what_transformers_generates(trained):
+    directory, prompts = trained("qwen3", 1)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
+    options = {"max_new_tokens": 16, "do_sample": False}
+    expected = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+    assert answers(start(directory), prompts, Sampling(16)) == expected
+
+
+@pytest.mark.parametrize("torch_dtype", ["float32", "bfloat16"])
+def test_speculative_greedy_is_plain_greedy(trained, torch_dtype):
+    directory, prompts = trained("qwen2", 2)
+    plain = answers(start(directory, 0, torch_dtype), prompts, Sampling(16))
+    engine = start(directory, 2, torch_dtype)
+    # Learned prompts: their next token is certain, so that bfloat16's rounding of another batch shape turns none over.
+    assert answers(engine, prompts[:4], Sampling(16)) == plain[:4]
+    assert engine.draft_counts().accepted > 0.5 * engine.draft_counts().drafted
+
+
+def test_depth_of_the_checkpoint_is_the_default(trained):
+    directory, _ = trained("qwen3", 2)
+    assert start(directory, None).num_speculative_tokens == 2
+    assert start(directory, 0).num_speculative_tokens == 0
+
+
+@pytest.mark.parametrize("position", [0, 1, 4, 5])
+def test_stops_at_a_stop_token_wherever_it_was_drafted(trained, position):
+    directory, prompts = trained("qwen3", 2)
+    (whole,) = answers(start(directory), prompts[2:3], Sampling(12))
+    stop = whole[position]
+    (completion,) = start(directory, 2).generate(prompts[2:3], Sampling(12, stop_token_ids=(stop,)))
+    assert completion.token_ids == whole[: whole.index(stop) + 1]
+    assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4])
+def test_never_more_tokens_than_wanted(trained, max_new_tokens):
+    directory, prompts = trained("qwen3", 2)
+    (completion,) = start(directory, 2).generate(prompts[2:3], Sampling(max_new_tokens))
+    assert len(completion.token_ids) == max_new_tokens
+    assert completion.finish_reason == "length"
+
+
+def test_max_model_len_cuts_the_answer(trained):
+    directory, _ = trained("qwen3", 1)
+    (completion,) = start(directory, 1, max_model_len=10).generate([[1, 2, 3, 4]], Sampling(50))
+    assert len(completion.token_ids) == 6
+    assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("length", [0, 10, 11])
+def test_a_prompt_without_room_for_an_answer_is_refused(trained, length):
+    directory, _ = trained("qwen3", 1)
+    with pytest.raises(UserError) as error:
+        start(directory, max_model_len=10).generate([[1], [1] * length], Sampling(5))
+    assert f"a prompt has {length} tokens" in str(error.value)
+    assert "--max_model_len" in error.value.hint
+
+
+def test_sampling_follows_seed_and_top_p(trained):
+    directory, prompts = trained("qwen3", 1)
+    engine = start(directory, 1)
+    greedy = answers(engine, prompts, Sampling(12))
+    assert answers(engine, prompts, Sampling(12, temperature=1, top_p=1e-6)) == greedy
+    hot = Sampling(12, temperature=3, seed=7)
+    assert answers(engine, prompts, hot) == answers(engine, prompts, hot)
+    assert answers(engine, prompts, hot) != answers(engine, prompts, Sampling(12, temperature=3, seed=8))
+
+
+def test_drafting_leaves_the_sampled_distribution_alone(trained):
+    """The second token, the first that a draft may decide, against its exact distribution."""
+    directory, prompts = trained("qwen3", 1)
+    prompt, temperature, draws = prompts[1], 2.0, 600
+    model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
+    with torch.no_grad():
+        first = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
+        after = torch.tensor([[*prompt, token] for token in range(128)])
+        expected = first @ (model(after).logits[:, -1] / temperature).softmax(-1)
+    engine = start(directory, 1)
+    completions = engine.generate([prompt] * draws, Sampling(2, temperature=temperature))
+    found = torch.bincount(torch.tensor([completion.token_ids[1] for completion in completions]), minlength=128) / draws
+    # Expected total variation of `draws` draws from `expected` itself, by the normal approximation: 0.074. Simulated,
+    # its standard deviation is 0.007, so 1.5 times is five of them away.
+    by_chance = 0.5 * (2 * expected * (1 - expected) / (torch.pi * draws)).sqrt().sum()
+    assert 0.5 * (found - expected).abs().sum() < 1.5 * by_chance
+    assert 0 < engine.draft_counts().accepted < engine.draft_counts().drafted
+
+
+def test_a_missing_tensor_of_the_trunk_is_an_error_and_not_random(tmp_path):
+    directory = make_tiny_hf(tmp_path, "qwen3")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError) as error:
+        start(directory)
+    assert "model.layers.1.mlp.up_proj.weight" in str(error.value)
+
+
+def test_a_tied_mimo_needs_no_code_of_its_own(tmp_path):
+    directory = make_tiny_hf(tmp_path, "mimo", depth=1, tied=True)
+    assert "auto_map" not in json.loads((directory / "config.json").read_text())
+    assert len(answers(start(directory, 1), [[1, 2, 3]], Sampling(8))[0]) == 8

@@ -1,0 +1,92 @@
+"""Drafts of the product's heads against a reference that keeps no cache, and inside transformers' own loop."""
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3ForCausalLM
+
+from swiftlite.engines.conventions import CONVENTIONS
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.served_model import read_model
+from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
+from swiftlite.families.drafting import Drafting
+from tests.engines.reference import Reference, follow
+from tests.tiny import CLASSES, make_tiny_hf, mtp_names
+
+
+@pytest.mark.parametrize(
+    ("family", "depth", "num_tokens"),
+    [
+        *((family, 2, 2) for family in sorted(CLASSES)),
+        ("qwen3", 2, 1),
+        ("qwen3", 2, 4),
+        ("qwen3", 1, 3),
+        ("glm4_moe", 1, 3),
+        ("mimo", 1, 1),
+    ],
+)
+def test_counts_equal_a_reference_without_cache(trained, family, depth, num_tokens):
+    directory, prompts = trained(family, depth)
+    engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=num_tokens))
+    completions = engine.generate(prompts, Sampling(20))
+    reference = Reference.load(directory, family, depth)
+    follow(reference, CONVENTIONS["transformers"][family])
+    expected, counts = reference.simulate(prompts, 20, num_tokens)
+    assert [completion.token_ids for completion in completions] == expected
+    assert engine.draft_counts().drafts == counts.drafts
+    assert engine.draft_counts().drafted == counts.drafted
+    assert engine.draft_counts().accepted_per_position == counts.accepted_per_position
+    # The check has teeth only where some drafts are right and some wrong, at every position that has a head of its own.
+    for accepted in counts.accepted_per_position[:depth]:
+        assert 0.1 < accepted / counts.drafts < 0.9
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mimo"])
+def test_swapped_projection_halves_are_noticed_by_counts_alone(trained, family, tmp_path):
+    directory, prompts = trained(family, 1)
+    names, _ = mtp_names(family, 0)
+    tensors = load_file(directory / "model.safetensors")
+    first, second = tensors[names["projection"]].chunk(2, dim=1)
+    tensors[names["projection"]] = torch.cat((second, first), dim=1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+
+    configs = [EngineConfig(model, "float32", num_speculative_tokens=1) for model in (directory, tmp_path)]
+    engines = [start_engine("transformers", config) for config in configs]
+    right, wrong = (engine.generate(prompts, Sampling(20)) for engine in engines)
+    assert right == wrong
+    rates = [engine.draft_counts().accepted / engine.draft_counts().drafted for engine in engines]
+    assert rates[0] > 0.3
+    assert rates[1] < 0.05
+
+
+def test_no_head_accepts_by_chance(tmp_path):
+    directory = make_tiny_hf(tmp_path, "qwen3", depth=1)
+    engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=1))
+    engine.generate([[1, 2, 3], [4], [5, 6]], Sampling(40))
+    counts = engine.draft_counts()
+    assert counts.drafted > 60
+    assert counts.accepted / counts.drafted < 0.2
+
+
+def test_the_drafter_works_in_the_loop_of_transformers(trained):
+    directory, prompts = trained("qwen3", 2)
+    accepted = []
+
+    class WithHeads(Qwen3ForCausalLM):
+        def _get_candidate_generator(self, **kwargs):
+            drafter: Any = MtpCandidateGenerator(self.model, self.lm_head, heads, num_tokens=2, drafting=Drafting())
+            drafter.update_candidate_strategy = lambda ids, scores, num_matches: accepted.append(int(num_matches))
+            return drafter
+
+    model: Any = WithHeads.from_pretrained(directory).eval()
+    heads = load_heads(read_model(directory), model.model)
+    greedy: Any = Qwen3ForCausalLM.from_pretrained(directory).eval()
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+        # use_mtp only chooses assisted generation here; WithHeads brings the heads
+        assert model.generate(ids, use_mtp=True, **options).tolist() == greedy.generate(ids, **options).tolist()
+    assert sum(accepted) > 20

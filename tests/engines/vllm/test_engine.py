@@ -1,0 +1,140 @@
+"""What is derived and refused before vLLM starts; the starts themselves are in tests/e2e/test_engines.py."""
+
+import importlib.util
+
+import pytest
+
+from swiftlite.engines.engine import EngineConfig, start_engine
+from swiftlite.engines.served_model import read_model
+from swiftlite.engines.vllm.engine import speculative_config
+from swiftlite.errors import UserError
+from tests.tiny import make_tiny_hf
+
+# Importing vLLM takes seconds, and not everyone has it.
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+def derive(tmp_path, family, depth, num_tokens, given=None, runs_all_heads=False, monkeypatch=None):
+    if monkeypatch is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runs_all_heads)))
+    model = read_model(make_tiny_hf(tmp_path, family, depth))
+    config = EngineConfig(model.directory, num_speculative_tokens=num_tokens, speculative_config=given)
+    return speculative_config(model, config)
+
+
+@pytest.mark.parametrize(
+    ("family", "depth", "num_tokens", "runs_all_heads", "drafted"),
+    [
+        ("qwen3", 1, None, False, 1),
+        ("qwen3", 1, 3, False, 3),  # one head, applied to its own state
+        ("mimo", 1, 3, True, 3),
+        ("qwen3", 2, None, False, 1),
+        ("qwen3", 2, 1, False, 1),
+        ("mimo", 2, None, True, 1),
+        ("llama", 2, None, True, 2),
+        ("qwen2", 2, 2, True, 2),
+        ("qwen2", 2, 1, True, 1),
+    ],
+)
+def test_as_many_tokens_as_vllm_has_heads_for(
+    tmp_path, monkeypatch, family, depth, num_tokens, runs_all_heads, drafted
+):
+    derived = derive(tmp_path, family, depth, num_tokens, None, runs_all_heads, monkeypatch)
+    assert derived == {"method": "mtp", "num_speculative_tokens": drafted}
+
+
+@pytest.mark.parametrize(
+    ("family", "num_tokens", "runs_all_heads", "advice"),
+    [
+        ("qwen3", 2, False, "use 1"),
+        ("mimo", 2, True, "use 1"),
+        ("qwen3", 3, True, "use at most 2"),
+        ("qwen3", 4, True, "use at most 2"),
+    ],
+)
+def test_a_step_that_another_head_was_trained_for_is_refused(
+    tmp_path, monkeypatch, family, num_tokens, runs_all_heads, advice
+):
+    with pytest.raises(UserError) as error:
+        derive(tmp_path, family, 2, num_tokens, None, runs_all_heads, monkeypatch)
+    assert advice in str(error.value)
+    assert "--infer_backend transformers" in error.value.hint
+
+
+def test_no_speculation(tmp_path):
+    assert derive(tmp_path, "qwen3", 1, 0) is None
+
+
+def test_a_given_config_is_taken_whole_but_checked(tmp_path, monkeypatch):
+    given = {"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+    assert derive(tmp_path / "1", "qwen3", 1, None, given) == given
+    with pytest.raises(UserError, match="use 1"):
+        derive(tmp_path / "2", "qwen3", 2, None, given, False, monkeypatch)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    assert derive(tmp_path / "3", "qwen3", 0, None, ngram) == ngram
+
+
+def test_the_target_as_its_own_draft_is_refused(tmp_path):
+    with pytest.raises(UserError, match="names the model as its own draft") as error:
+        derive(tmp_path, "qwen3", 0, None, {"model": str(tmp_path), "num_speculative_tokens": 1})
+    assert '{"method": "mtp"' in error.value.hint
+
+
+def test_heads_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(UserError, match="promises no MTP heads"):
+        derive(tmp_path, "qwen3", 0, None)
+
+
+def test_an_option_that_vllm_does_not_know(tmp_path):
+    config = EngineConfig(make_tiny_hf(tmp_path, "qwen3"), engine_kwargs={"max_modle_len": 3})
+    with pytest.raises(UserError) as error:
+        start_engine("vllm", config)
+    assert "max_modle_len" in str(error.value)
+    assert "--vllm_engine_kwargs" in error.value.hint
+
+
+def test_a_plugin_that_vllm_may_not_load(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    with pytest.raises(UserError) as error:
+        start_engine("vllm", EngineConfig(make_tiny_hf(tmp_path, "qwen3")))
+    assert "VLLM_PLUGINS=another" in str(error.value)
+    assert "add swiftlite to it" in error.value.hint
+
+
+def test_the_plugin_leaves_models_without_heads_alone(tmp_path):
+    from transformers import Qwen3Config
+
+    from swiftlite.engines.vllm import plugin as vllm_plugin
+
+    vllm_plugin.register()
+    vllm_plugin.register()
+    config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
+    assert vllm_plugin.hf_config_override(config).to_dict() == config.to_dict()
+    assert vllm_plugin.hf_config_override(config).architectures == ["Qwen3ForCausalLM"]
+    config.num_nextn_predict_layers = 2
+    assert vllm_plugin.hf_config_override(config).architectures == ["Qwen3MTPModel"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "has_experts"),
+    [
+        ({"decoder_sparse_step": 2, "mlp_only_layers": []}, True),  # of layers 0 to 3, 1 and 3 have experts
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0]}, True),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": []}, False),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [3]}, False),
+    ],
+)
+def test_heads_of_a_qwen3_moe_are_like_its_last_layer(layers, has_experts):
+    from transformers import Qwen3MoeConfig
+
+    from swiftlite.engines.vllm import plugin as vllm_plugin
+
+    config = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=4, **layers)
+    config.num_nextn_predict_layers = 2
+    draft = vllm_plugin.hf_config_override(config)
+    assert draft.architectures == ["Qwen3MoeMTPModel"]
+    for head in range(2):  # as Qwen3MoeDecoderLayer of vLLM decides by its number
+        assert (head not in draft.mlp_only_layers and (head + 1) % draft.decoder_sparse_step == 0) is has_experts

@@ -1,0 +1,165 @@
+"""New weights for an engine: what is sent in which order, and every way in which it is refused. No engine is started;
+tests/e2e/test_live_weights.py does."""
+
+import importlib.util
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from swiftlite.engines.served_model import read_model
+from swiftlite.engines.vllm.weight_update import WeightUpdate
+from swiftlite.errors import UserError
+from tests.tiny import make_tiny_hf
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+class FakeLLM:
+    """vLLM's methods of weight transfer; remembers what it was told."""
+
+    def __init__(self, is_busy: bool = False):
+        self.calls: list[Any] = []
+        self.is_busy = is_busy
+
+    def start_weight_update(self) -> None:
+        self.calls.append("target")
+
+    def start_draft_weight_update(self) -> None:
+        self.calls.append("draft")
+
+    def update_weights(self, request: dict) -> None:
+        path = Path(request["update_info"]["path"])
+        self.calls.append(sorted(load_file(path)))
+        assert len(list(path.parent.iterdir())) == 1  # one bucket at a time
+
+    def finish_weight_update(self) -> None:
+        self.calls.append("finish")
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        return not self.is_busy
+
+
+def make(tmp_path, llm: Any, drafts: bool = True) -> tuple[WeightUpdate, dict, dict]:
+    """The update, and the tensors of trunk and heads."""
+    directory = make_tiny_hf(tmp_path / "model", "glm4_moe", depth=1)
+    model, tensors = read_model(directory), load_file(directory / "model.safetensors")
+    copies = model.family.mtp.copies(model.hf_config, 0)
+    heads = {key: t for key, t in tensors.items() if model.family.is_mtp(model.hf_config, key) and key not in copies}
+    trunk = {key: tensor for key, tensor in tensors.items() if key not in heads and key not in copies}
+    return WeightUpdate(llm, model, drafts), trunk, heads
+
+
+def in_two(tensors: dict) -> list[dict]:
+    keys = list(tensors)
+    return [{key: tensors[key] for key in keys[:5]}, {key: tensors[key] for key in keys[5:]}]
+
+
+def test_target_and_draft_have_transfers_of_their_own(tmp_path):
+    llm = FakeLLM()
+    update, trunk, heads = make(tmp_path, llm)
+    update.run(in_two(trunk), in_two(heads))
+    sent = [[sorted(bucket) for bucket in in_two(tensors)] for tensors in (trunk, heads)]
+    assert llm.calls == ["target", *sent[0], "finish", "draft", *sent[1], "finish", "reset"]
+    llm.calls.clear()
+    update.run(None, [heads])
+    assert llm.calls == ["draft", sorted(heads), "finish", "reset"]
+    update.check_whole()
+
+
+def refused(update: WeightUpdate, *streams: Any) -> str:
+    with pytest.raises(UserError) as refusal:
+        update.run(*streams)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "shape", "swapped"])
+def test_other_tensors_are_refused_and_leave_an_engine_that_answers_no_more(tmp_path, change):
+    llm = FakeLLM()
+    update, trunk, heads = make(tmp_path, llm)
+    streams, expected = {
+        "missing": (([], None), "missing: model.norm.weight"),
+        "unexpected": (([trunk | {"model.norm.bias": torch.ones(1)}], None), "unexpected: model.norm.bias"),
+        "shape": (([trunk | {"model.norm.weight": torch.ones(3)}], None), "model.norm.weight has shape [3]"),
+        "swapped": ((None, [trunk]), "unexpected: model.embed_tokens.weight"),
+    }[change]
+    assert expected in refused(update, *streams)
+    assert "finish" not in llm.calls
+    assert "start the engine again" in refused(update, [trunk], [heads])
+
+
+def test_an_engine_that_does_not_draft_takes_no_heads(tmp_path):
+    update, trunk, heads = make(tmp_path, FakeLLM(), drafts=False)
+    assert "started without them" in refused(update, [trunk], [heads])
+    update.run([trunk], None)
+
+
+def test_cached_keys_of_old_weights_are_an_error(tmp_path):
+    update, trunk, heads = make(tmp_path, FakeLLM(is_busy=True))
+    assert "a request is still running" in refused(update, [trunk], [heads])
+
+
+class TwoLayers(nn.Module):
+    """Loads what it knows and, as vLLM's models do, says nothing of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+    def load_weights(self, weights):
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            if name in parameters:
+                parameters[name].weight_loader(parameters[name], tensor)
+                loaded.add(name)
+        return loaded
+
+
+@pytest.mark.engine
+@needs_vllm
+def test_a_worker_says_what_it_did_not_take(tmp_path):
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    from swiftlite.engines.vllm.weight_transfer import FileInfo, FileTransfer
+
+    model = TwoLayers()
+    record_metadata_for_reloading(model)
+    config: Any = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32))
+    transfer = FileTransfer(config, config, torch.device("cpu"), model)
+    before = model.first.weight
+
+    def send(**tensors: torch.Tensor) -> None:
+        transfer.start_weight_update()
+        for name, tensor in tensors.items():
+            save_file({f"{name}.weight": tensor}, tmp_path / "bucket.safetensors")
+            transfer.receive_weights(FileInfo(str(tmp_path / "bucket.safetensors")))
+        transfer.finish_weight_update()
+
+    send(first=torch.full((3, 3), 2.0), second=torch.full((3, 3), 3.0))
+    assert model.first.weight is before
+    assert (model.first.weight == 2).all()
+    assert (model.second.weight == 3).all()
+    with pytest.raises(ValueError, match=r"nothing filled second\.weight"):
+        send(first=torch.ones(3, 3))
+    with pytest.raises(ValueError, match=r"nothing reads third\.weight"):
+        send(first=torch.ones(3, 3), second=torch.ones(3, 3), third=torch.ones(3, 3))
+
+
+@pytest.mark.engine
+@needs_vllm
+def test_vllm_does_not_see_the_launcher_of_the_trainer(monkeypatch):
+    from swiftlite.engines.vllm.engine import outside_torchrun
+
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    with outside_torchrun():
+        assert os.environ.keys().isdisjoint(torchrun)
+    assert os.environ.items() >= torchrun.items()

@@ -1,0 +1,61 @@
+"""Operations counted from config.json against those that torch counts while transformers' own models run."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from swiftlite.errors import UserError
+from swiftlite.plan.flops import Flops, training_flops
+from tests.plan.test_memory import CONFIGS
+
+CASES = {
+    **{name: config | {"num_hidden_layers": 3} for name, config in CONFIGS.items()},
+    "deepseek_v3, whole queries": CONFIGS["deepseek_v3"] | {"num_hidden_layers": 3, "q_lora_rank": None},
+}
+
+
+def counted(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Operations of a call, and its result."""
+    with FlopCounterMode(display=False) as counter:
+        result = call()
+    return counter.get_total_flops(), result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operations_are_those_that_torch_counts(name):
+    config = CASES[name]
+    rotary = config.get("qk_rope_head_dim", config["head_dim"])  # what transformers calls head_dim here
+    hf_type = {"mimo": "qwen2"}.get(config["model_type"], config["model_type"])
+    hf_config = AutoConfig.for_model(**config | {"model_type": hf_type, "head_dim": rotary})
+    model = AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+    flops = training_flops(config)
+    for length in (1, 16, 33):
+        # Eager attention multiplies all length ** 2 pairs, the causal ones are length * (length + 1) / 2.
+        causal = flops.square * (length**2 + length)
+        expected = flops.step(length, length**2, [length]) - causal + 2 * flops.square * length**2
+        tokens = torch.arange(length)[None]
+        forward, result = counted(partial(model, tokens, use_cache=False))
+        # Some releases of transformers (5.17) make rotary angles by a matrix product.
+        angles, _ = counted(partial(model.model.rotary_emb, torch.zeros(1), tokens))
+        backward, _ = counted(result.logits.sum().backward)
+        assert (forward - angles, backward) == (expected / 3, 2 * expected / 3)
+
+
+def test_a_step_by_hand():
+    flops = Flops(linear=10, square=2, targets=(100, 1000))
+    assert flops.step(3 + 4, 3**2 + 4**2, [5, 3]) == 70 + 50 + 500 + 3000
+    # Sequences side by side see nothing of each other.
+    assert flops.step(3, 9, [2, 1]) + flops.step(4, 16, [3, 2]) == flops.step(7, 25, [5, 3]) < flops.step(7, 49, [5, 3])
+    assert flops.per_token == 1110
+
+
+def test_a_model_that_is_not_known():
+    with pytest.raises(UserError, match="model_type 'bert'"):
+        training_flops({"model_type": "bert"})

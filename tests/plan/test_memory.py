@@ -1,0 +1,251 @@
+"""The arithmetic of `doctor --plan`: parameters against transformers' own models, the rest by hand.
+
+What live objects hold is compared in tests/parallel/test_memory.py.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.errors import UserError
+from swiftlite.heads import Heads
+from swiftlite.plan import memory
+from swiftlite.plan.memory import Setup, estimate
+
+DENSE: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+}
+MOE: dict[str, Any] = DENSE | {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+SHARED: dict[str, Any] = MOE | {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
+LATENT: dict[str, Any] = SHARED | {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_group": 1,
+    "topk_group": 1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": DENSE,
+    "qwen2": DENSE,
+    "mimo": DENSE,
+    "qwen3": DENSE,
+    "qwen3_moe": MOE | {"num_experts": 8, "mlp_only_layers": [2], "decoder_sparse_step": 1},
+    "glm4_moe": SHARED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "deepseek_v3": LATENT,
+}
+for _name, _config in CONFIGS.items():
+    CONFIGS[_name] = _config | {"model_type": _name}
+
+
+def total(config: dict[str, Any], **setup: Any) -> int:
+    return sum(stage.parameters for stage in estimate(config, Setup(**setup)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parameters_are_those_of_transformers(family, tied):
+    config = CONFIGS[family] | {"tie_word_embeddings": tied}
+    own = {key: value for key, value in config.items() if key != "model_type"}
+    if family in ("qwen2", "mimo"):
+        own["head_dim"] = 16  # Qwen2 in transformers takes hidden_size / num_attention_heads
+        config["head_dim"] = 16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model({"mimo": "qwen2"}.get(family, family), **own))
+    # The expert bias of a router is a buffer in megatron-core; in transformers too.
+    assert total(config) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_deepseek_v3_itself():
+    """671,026,404,352 is the index of its files without the MTP layer and the 58 expert biases of 256."""
+    config = CONFIGS["deepseek_v3"] | {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+    }
+    assert total(config) == 671_026_404_352
+
+
+def test_a_mtp_layer_is_a_decoder_layer_in_a_frame():
+    config = CONFIGS["llama"]
+    one, two = total(config), total(config | {"num_hidden_layers": 9})
+    frame = 2 * 128 * 128 + 3 * 128
+    assert total(config, heads=Heads(2)) == one + 2 * (two - one + frame)
+
+
+PP4 = ParallelLayout(pipeline_model_parallel_size=4)
+
+
+@pytest.mark.parametrize(("tied", "depth", "copies"), [(False, 0, 0), (False, 1, 1), (True, 0, 1), (True, 1, 1)])
+def test_stages_hold_the_model_and_copies_of_the_embedding(tied, depth, copies):
+    """Tied, the last stage needs the embedding as its head; with MTP layers, to look tokens up; once for both."""
+    config = CONFIGS["qwen3"] | {"tie_word_embeddings": tied}
+    split = total(config, layout=PP4, num_gpus=4, heads=Heads(depth))
+    assert split == total(config, heads=Heads(depth)) + copies * 1000 * 128
+
+
+@pytest.mark.parametrize(
+    ("layout", "holds"),
+    [
+        ("Et*4|t*4mL", ["E t*4", "t*4 m L"]),
+        ("Et*8|mL", ["E t*8", "m L"]),
+        ("Et*2|t*2|t*2|t*2mL", ["E t*2 | t*2", "t*2 | t*2 m L"]),
+        ("Et*4|t*4|m|L", ["E t*4 | m", "t*4 | L"]),
+    ],
+)
+def test_a_layout_string(layout, holds):
+    config = CONFIGS["qwen3"]
+    two = ParallelLayout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
+    stages = estimate(config, Setup(layout=two, num_gpus=2, heads=Heads(1)))
+    assert [stage.holds for stage in stages] == holds
+    is_second_copy = "E" not in next(part for part in layout.split("|") if "m" in part)
+    assert sum(stage.parameters for stage in stages) == total(config, heads=Heads(1)) + is_second_copy * 1000 * 128
+
+
+def test_tensor_parallel_ranks_share_all_but_norms():
+    config = CONFIGS["qwen3"]
+    norms = (8 * 2 + 1) * 128 + 8 * 2 * 32
+    whole = total(config)
+    half = total(config, layout=ParallelLayout(tensor_model_parallel_size=2), num_gpus=2)
+    assert 2 * half - norms == whole
+
+
+def test_expert_parallel_ranks_share_experts_alone():
+    config, ranks = CONFIGS["glm4_moe"], ParallelLayout(expert_model_parallel_size=4)
+    experts = 7 * 8 * 3 * 128 * 96
+    assert total(config) - total(config, layout=ranks, num_gpus=4) == experts * 3 // 4
+
+
+def test_gradients_and_optimizer_state():
+    config = CONFIGS["llama"]
+    n = total(config)
+    (half,) = estimate(config, Setup())
+    assert (half.weights, half.gradients, half.optimizer) == (2 * n, 4 * n, 12 * n)
+    (single,) = estimate(config, Setup(parameter_bytes=4))
+    assert (single.weights, single.gradients, single.optimizer) == (4 * n, 4 * n, 8 * n)
+    (shared,) = estimate(config, Setup(num_gpus=4, use_distributed_optimizer=True))
+    assert shared.optimizer == 12 * n // 4
+
+
+def test_the_optimizer_state_of_experts_is_shared_by_fewer():
+    """4 ranks, experts over 2 of them: two ranks have the same experts, all four the same other parameters."""
+    config = CONFIGS["glm4_moe"]
+    layout = ParallelLayout(expert_model_parallel_size=2)
+    (stage,) = estimate(config, Setup(layout=layout, num_gpus=4, use_distributed_optimizer=True))
+    experts = 7 * 4 * 3 * 128 * 96
+    assert stage.optimizer == 12 * ((stage.parameters - experts) // 4 + experts // 2)
+
+
+def test_heads_only_keeps_nothing_of_the_trunk():
+    config = CONFIGS["llama"]
+    (joint,) = estimate(config, Setup(heads=Heads(1)))
+    (heads,) = estimate(config, Setup(heads=Heads(1), mtp_mode="heads_only"))
+    of_head = total(config, heads=Heads(1)) - total(config)
+    assert heads.weights == joint.weights
+    assert (heads.gradients, heads.optimizer) == (4 * of_head, 12 * of_head)
+    deeper = CONFIGS["llama"] | {"num_hidden_layers": 16}
+    assert estimate(deeper, Setup(heads=Heads(1), mtp_mode="heads_only"))[0].activations == heads.activations
+    stages = estimate(config, Setup(layout=PP4, num_gpus=4, heads=Heads(1), mtp_mode="heads_only"))
+    assert [stage.gradients > 0 for stage in stages] == [False, False, False, True]
+
+
+def test_1f1b_keeps_a_forward_pass_for_every_stage_that_follows():
+    stages = estimate(CONFIGS["llama"], Setup(layout=PP4, num_gpus=4))
+    assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
+
+
+def test_interleaved_stages_keep_what_megatron_warms_up():
+    """schedules.py get_pp_rank_microbatches of 0.16.1: 2 (pp - rank - 1) + (virtual - 1) pp, then one more forward."""
+    layout = ParallelLayout(pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=2)
+    stages = estimate(CONFIGS["llama"], Setup(layout=layout, num_gpus=4))
+    assert [stage.in_flight for stage in stages] == [11, 9, 7, 5]
+
+
+@pytest.mark.parametrize(("method", "number", "boundaries"), [("uniform", 1, 8), ("uniform", 3, 3), ("uniform", 20, 1)])
+def test_full_recompute_keeps_the_input_of_every_span(method, number, boundaries):
+    config = CONFIGS["llama"]
+    recompute = RecomputeArgs("full", method, number)
+    (full,) = estimate(config, Setup(recompute=recompute))
+    (none,) = estimate(config | {"num_hidden_layers": 0}, Setup())
+    angles = 2048 * 32 * 4
+    assert full.activations - none.activations == boundaries * 2048 * 128 * 2 + angles
+
+
+def test_block_recompute_leaves_the_other_layers():
+    config = CONFIGS["llama"]
+    (whole,), (block,) = (
+        estimate(config, Setup(recompute=recompute))
+        for recompute in (RecomputeArgs(), RecomputeArgs("full", "block", 3))
+    )
+    assert block.recomputed * 3 - 3 * 2048 * 128 * 2 - 2048 * 32 * 4 == whole.activations - block.activations
+
+
+def test_sequence_and_context_parallel_share_activations():
+    config, length = CONFIGS["llama"], 4096
+    setups = [
+        Setup(layout=layout, num_gpus=2, max_length=length)
+        for layout in (
+            ParallelLayout(),
+            ParallelLayout(tensor_model_parallel_size=2),
+            ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=True),
+            ParallelLayout(context_parallel_size=2),
+        )
+    ]
+    alone, tensor, sequence, context = (estimate(config, setup)[0].activations for setup in setups)
+    # Half of all, with keys and values of the other half, but without the tensor that held queries, keys and values.
+    assert alone * 0.4 < context < alone * 0.6
+    assert alone / 2 < sequence < tensor < alone
+
+
+def test_an_unknown_model_type():
+    with pytest.raises(UserError, match="gpt2"):
+        estimate(DENSE | {"model_type": "gpt2"}, Setup())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe", "deepseek_v3"])
+def test_a_suggestion_fits_and_what_stands_before_it_does_not(family):
+    config = CONFIGS[family]
+    setup = Setup(num_gpus=4, max_length=16384)
+    whole = memory.largest(estimate(config, setup)).total
+    gigabytes = whole / 1e9 / 3
+    better = memory.suggest(config, setup, gigabytes)
+    assert better is not None
+    assert memory.largest(estimate(config, better)).total <= memory.usable_bytes(gigabytes)
+    shared = dataclasses.replace(setup, use_distributed_optimizer=True)
+    assert memory.largest(estimate(config, shared)).total > memory.usable_bytes(gigabytes)
+    assert better.layout.pipeline_model_parallel_size == 1  # no pipeline where recomputing or tensor parallel is enough
+
+
+def test_a_suggestion_takes_more_gpus_where_these_are_too_few():
+    better = memory.suggest(CONFIGS["qwen3"], Setup(num_gpus=1, max_length=256), 0.01)
+    assert better is not None
+    assert better.num_gpus > 1
+
+
+def test_nothing_is_suggested_where_nothing_fits():
+    assert memory.suggest(CONFIGS["qwen3"], Setup(), 1e-6) is None

@@ -1,0 +1,77 @@
+"""The arithmetic of a run, against numbers worked out by hand."""
+
+import math
+
+import pytest
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.heads import Heads
+from swiftlite.plan.run import make_plan, make_schedule, render
+
+
+def test_plan_by_hand():
+    args = SftArgs(global_batch_size=48, micro_batch_size=2, tensor_model_parallel_size=2, lr=2e-4, save_steps=7)
+    plan = make_plan(args, world_size=8, checkpoint=Heads(1))
+    assert plan.data_parallel_size == 4  # 8 processes / tensor parallel 2
+    assert plan.heads.layers == 1
+    assert plan.min_lr == pytest.approx(2e-5)
+    assert plan.eval_steps == 7
+
+
+@pytest.mark.parametrize(("asked", "present", "depth"), [(None, 0, 0), (None, 2, 2), (0, 2, 0), (1, 0, 1)])
+def test_mtp_depth(asked, present, depth):
+    assert make_plan(SftArgs(mtp_num_layers=asked), 1, Heads(present)).heads.layers == depth
+
+
+def test_weights_of_depths():
+    assert make_plan(SftArgs(), 1, Heads()).heads.weights == ()
+    assert make_plan(SftArgs(), 1, Heads(2)).heads.weights == (0.5, 0.5)
+    plan = make_plan(SftArgs(mtp_unroll=3, mtp_unroll_beta=0.5), 1, Heads(1))
+    assert plan.heads.weights == pytest.approx((4 / 7, 2 / 7, 1 / 7))
+    assert (plan.heads.layers, plan.heads.drafts) == (1, 3)
+
+
+def test_constant_learning_rate_ends_where_it_began():
+    args = SftArgs(lr=1e-3, lr_decay_style="constant", min_lr=1e-6)
+    assert make_plan(args, 1, Heads()).min_lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("samples", "epochs", "batch", "steps"),
+    [(100, 1.0, 16, 7), (96, 1.0, 16, 6), (100, 0.5, 16, 4), (3, 1.0, 16, 1), (100, 3.0, 16, 19)],
+)
+def test_steps_show_every_row_in_every_epoch(samples, epochs, batch, steps):
+    schedule = make_schedule(SftArgs(num_train_epochs=epochs, global_batch_size=batch), samples)
+    assert schedule.steps == steps
+    assert schedule.steps * batch >= samples * epochs > (schedule.steps - 1) * batch
+
+
+def test_train_iters_win():
+    args = SftArgs(train_iters=5, num_train_epochs=9, global_batch_size=4, lr_warmup_fraction=0.3)
+    schedule = make_schedule(args, 10)
+    assert (schedule.steps, schedule.warmup_steps) == (5, math.ceil(1.5))
+
+
+def test_no_warmup():
+    assert make_schedule(SftArgs(lr_warmup_fraction=0.0), 1000).warmup_steps == 0
+
+
+def test_render_tells_layout_depth_and_files():
+    args = SftArgs(model="m", dataset=["a.jsonl"], output_dir="out", mtp_num_layers=1, mtp_init="copy_last_layer")
+    plan = make_plan(args, 4, Heads())
+    text = render(args, plan, Heads(), make_schedule(args, 100))
+    assert "4 = data parallel 4" in text
+    assert "16 samples = micro batch 1 x data parallel 4 x 4 accumulated" in text
+    assert "1, weights from a copy of the last decoder layer" in text
+    assert "at most 7 = 100 rows x 1 / global batch" in text
+    assert "1e-05 after 0.05 of the steps, cosine to 1e-06" in text
+    assert "out/acceptance.json" in text
+
+
+def test_render_without_heads_has_no_acceptance_file():
+    args = SftArgs(model="m", dataset=["a.parquet"], output_dir="out", mtp_num_layers=0, split_dataset_ratio=0)
+    text = render(args, make_plan(args, 1, Heads(2)), Heads(2), None)
+    assert "0, the 2 of the checkpoint are dropped" in text
+    assert "known once the data is read" in text
+    assert "nothing is held out" in text
+    assert "acceptance.json" not in text

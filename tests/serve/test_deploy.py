@@ -1,0 +1,133 @@
+"""The command that becomes the server; vLLM's is started in tests/e2e/test_engines.py."""
+
+import importlib.util
+import shlex
+import sys
+from typing import Any
+
+import pytest
+
+from swiftlite.args.commands import DeployArgs
+from swiftlite.engines.served_model import read_model
+from swiftlite.errors import UserError
+from swiftlite.serve import deploy
+from tests.tiny import make_tiny_hf
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def command(model, **options: Any) -> list[str]:
+    given: dict[str, Any] = {"infer_backend": "sglang", "torch_dtype": "float32"} | options
+    args = DeployArgs(model=str(model), **given)
+    words, variables = deploy.server_command(args, read_model(model))
+    return [*(f"{name}={value}" for name, value in variables.items()), *words]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_len": 256, "max_num_seqs": 4}, ["--max-model-len", "256", "--max-num-seqs", "4"]),
+        ({"enforce_eager": True, "enable_prefix_caching": False}, ["--enforce-eager", "--no-enable-prefix-caching"]),
+        ({"speculative_config": {"method": "mtp"}, "dtype": None}, ["--speculative-config", '{"method": "mtp"}']),
+        ({"allowed_origins": ["a", "b"]}, ["--allowed-origins", "a", "b"]),
+    ],
+)
+def test_keyword_arguments_as_flags(options, words):
+    assert deploy.flags(options) == words
+
+
+def test_sglang_is_told_all_three_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr("swiftlite.engines.sglang.options.is_on_cpu", lambda: False)
+    model = make_tiny_hf(tmp_path / "a model", "mimo", 1)
+    fixed = f"--model-path '{model}' --host 127.0.0.1 --port 8000 --dtype float32"
+    start = [sys.executable, "-m", "sglang.launch_server", *shlex.split(fixed)]
+    drafting = "--speculative-algorithm {} --speculative-num-steps {} --speculative-eagle-topk {}"
+    tokens = "--speculative-num-draft-tokens {}"
+
+    def expected(*values):
+        return [*start, *f"{drafting} {tokens}".format(*values).split()]
+
+    assert command(model) == expected("NEXTN", 1, 1, 2)
+    assert command(model, num_speculative_tokens=3) == expected("NEXTN", 3, 1, 4)
+    tree = {
+        "sglang_speculative_algorithm": "EAGLE",
+        "sglang_speculative_num_steps": 3,
+        "sglang_speculative_eagle_topk": 2,
+        "sglang_speculative_num_draft_tokens": 6,
+    }
+    assert command(model, **tree) == expected("EAGLE", 3, 2, 6)
+    assert command(model, speculative="none") == start
+    more = {"disable_cuda_graph": True, "dtype": None, "enable_metrics": False, "page_size": 1}
+    assert command(model, speculative="none", sglang_engine_kwargs=more) == [
+        *start[:-2],
+        "--disable-cuda-graph",
+        "--page-size",
+        "1",
+    ]
+    monkeypatch.setattr("swiftlite.engines.sglang.options.is_on_cpu", lambda: True)
+    cpu = "--device cpu --disable-cuda-graph --max-total-tokens 32768"
+    assert command(model, speculative="none") == ["SGLANG_USE_CPU_ENGINE=1", *start, *cpu.split()]
+
+
+@pytest.mark.parametrize(
+    ("family", "depth", "words"),
+    [
+        ("qwen2", 2, "refuses a checkpoint with 2 MTP heads"),
+        ("mimo", 2, "the last one would draft every token"),
+        ("glm4_moe", 2, "it takes one"),
+    ],
+)
+def test_sglang_would_not_draft_with_these_heads(tmp_path, family, depth, words):
+    with pytest.raises(UserError, match=words) as error:
+        command(make_tiny_hf(tmp_path, family, depth))
+    assert "--infer_backend vllm" in error.value.hint
+
+
+def test_sglang_runs_the_first_head_of_a_qwen3_moe_at_every_step(tmp_path):
+    model = make_tiny_hf(tmp_path, "qwen3_moe", 2)
+    assert "--speculative-num-steps 1 " in shlex.join(command(model))
+    with pytest.raises(UserError, match="the first of 2 MTP heads at all 2 steps; use 1"):
+        command(model, num_speculative_tokens=2)
+
+
+def test_a_model_without_heads_is_served_without_drafts(tmp_path):
+    assert not [word for word in command(make_tiny_hf(tmp_path, "qwen3")) if "speculative" in word]
+
+
+def test_heads_that_are_not_whole_are_refused(tmp_path):
+    model = make_tiny_hf(tmp_path, "mimo", 1)
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 2'))
+    with pytest.raises(UserError, match="promises 2 MTP heads, the tensors are others"):
+        command(model)
+
+
+def test_the_printed_command_is_one_line_for_a_shell(tmp_path, capsys):
+    model = make_tiny_hf(tmp_path / "a model", "mimo", 1)
+    deploy.run(DeployArgs(model=str(model), infer_backend="sglang", dry_run=True, torch_dtype="float32"))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert shlex.split(line) == command(model)
+
+
+@needs_vllm
+@pytest.mark.engine
+def test_vllm_is_told_what_its_heads_can_draft(tmp_path):
+    model = make_tiny_hf(tmp_path, "qwen3", 1)
+    words = command(model, infer_backend="vllm", num_speculative_tokens=3, vllm_engine_kwargs={"max_num_seqs": 4})
+    module = words.index("vllm.entrypoints.openai.api_server")
+    flags = dict(zip(words[module + 1 :], words[module + 2 :], strict=False))
+    assert flags["--speculative-config"] == '{"method": "mtp", "num_speculative_tokens": 3}'
+    assert flags["--max-num-seqs"] == "4"
+    assert flags["--model"] == str(model)
+    plain = command(model, infer_backend="vllm", speculative="none")
+    assert not {"--speculative-config", "--override-generation-config"} & set(plain)
+
+
+@needs_vllm
+@pytest.mark.engine
+def test_vllm_gets_temperature_0_where_it_verifies_nothing_else_right(tmp_path, monkeypatch):
+    model = make_tiny_hf(tmp_path, "qwen3", 1)
+    for greedily_only in (True, False):
+        monkeypatch.setattr("swiftlite.engines.vllm.engine.verifies_greedily_only", lambda value=greedily_only: value)
+        words = command(model, infer_backend="vllm")
+        assert ('{"temperature": 0}' in words) is greedily_only

@@ -1,0 +1,159 @@
+"""The command as a whole, with transformers as its engine and random heads."""
+
+import io
+import json
+import logging
+
+import pytest
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.args.commands import InferArgs
+from swiftlite.data.sources import find_file, read_file
+from swiftlite.engines.engine import Completion
+from swiftlite.errors import UserError
+from swiftlite.serve.infer import Round, run, summary
+from tests.tiny import make_tiny_hf
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "The quick"}, {"role": "assistant", "content": "brown fox"}]},
+    {"query": "What does this do?", "channel": "code"},
+    {"query": "And then?", "history": [["first", "one"]], "system": "Be brief."},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen3", depth=1, with_tokenizer=True)
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO, logger="swiftlite")
+    logging.getLogger("swiftlite").propagate = True
+    return lambda: "\n".join(record.getMessage() for record in caplog.records)
+
+
+def args(model, **options):
+    return InferArgs(**({"model": str(model), "torch_dtype": "float32", "max_new_tokens": 8} | options))
+
+
+def test_answers_to_stdout_are_rows_that_can_be_trained_on(model, dataset, tmp_path, capsys):
+    run(args(model, val_dataset=[str(dataset)]))
+    lines = capsys.readouterr().out.splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["source"] for record in records] == [f"{dataset}:{line}" for line in (1, 2, 3)]
+    assert records[0]["messages"][0] == ROWS[0]["messages"][0]
+    assert records[0]["messages"][1]["content"] == records[0]["response"] != "brown fox"
+    assert records[1]["channel"] == "code"
+    assert [message["role"] for message in records[2]["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert all(record["completion_tokens"] == 8 or record["finish_reason"] == "stop" for record in records)
+
+    again = tmp_path / "again.jsonl"
+    again.write_text("\n".join(lines))
+    assert len(read_file(find_file(str(again))).conversations) == 3
+
+
+def test_comparison_acceptance_and_summary(model, dataset, tmp_path, said, capsys):
+    acceptance, result = tmp_path / "acceptance.json", tmp_path / "answers.jsonl"
+    acceptance.write_text('{"depths": 1, "after": {}}')
+    options = {"val_dataset": [str(dataset)], "speculative": "mtp", "compare": True, "max_new_tokens": 40}
+    run(args(model, acceptance_json=str(acceptance), result_path=str(result), **options))
+
+    content = json.loads(acceptance.read_text())
+    engine = content["engines"]["transformers"]
+    num_tokens = sum(json.loads(line)["completion_tokens"] for line in result.read_text().splitlines())
+    assert content["depths"] == 1
+    assert engine["prompts"] == 3
+    # Each answer's first token comes without a draft, each step brings one token and the accepted ones. A draft that is
+    # accepted behind an answer's end counts as well, so at most one per answer (of one drafted token) is over.
+    assert 0 <= engine["drafts"] + engine["accepted"] + 3 - num_tokens <= 3
+    assert engine["mean_accepted_length"] == 1 + engine["accepted"] / engine["drafts"]
+    assert f"drafted {engine['drafted']}, accepted {engine['accepted']}" in said()
+    assert "answers equal: 3 of 3" in said()
+    assert "x as fast" in said()
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_summary_counts_answers_that_differ():
+    plain = Round([Completion([1, 2], "length"), Completion([3], "stop")], 2.0, DraftCounts(0, 0, ()))
+    result = Round([Completion([1, 5], "length"), Completion([3], "stop")], 1.0, DraftCounts(4, 8, (3, 1)))
+    lines = summary(result, plain)
+    assert lines == [
+        "2 answers, 3 tokens, 1.0 s, 3.0 tokens/s",
+        "drafted 8, accepted 4 (50.0%); by position 75.0%, 25.0%; mean accepted length 2.00",
+        "without speculation 1.5 tokens/s: speculation is 2.00x as fast",
+        "answers equal: 1 of 2; 1 differ",
+    ]
+
+
+def test_chat_on_a_pipe_keeps_the_conversation(model, tmp_path, monkeypatch, capsys):
+    result = tmp_path / "chat.jsonl"
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nand again\n"))
+    run(args(model, speculative="mtp", system="Be brief.", result_path=str(result)))
+    (record,) = [json.loads(line) for line in result.read_text().splitlines()]
+    roles = [message["role"] for message in record["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert capsys.readouterr().out == "".join(record["messages"][i]["content"] + "\n" for i in (2, 4))
+
+
+def test_a_chat_that_ends_at_once_writes_nothing(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    run(args(model, result_path=str(tmp_path / "chat.jsonl")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_system_prompt_of_the_options_is_for_rows_without(model, dataset, capsys):
+    run(args(model, val_dataset=[str(dataset)], system="Be kind."))
+    first, _, third = (json.loads(line)["messages"][0] for line in capsys.readouterr().out.splitlines())
+    assert (first["content"], third["content"]) == ("Be kind.", "Be brief.")
+
+
+def test_a_prompt_that_is_too_long_names_its_row(model, tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"query": "short"}) + "\n" + json.dumps({"query": "long " * 600}) + "\n")
+    with pytest.raises(UserError) as error:
+        run(args(model, val_dataset=[str(path)]))
+    assert f"{path}:2: the prompt has" in str(error.value)
+    assert "max_position_embeddings 512" in str(error.value)
+
+
+def test_result_path_is_checked_before_the_engine_starts(model, dataset, tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        run(args(model, val_dataset=[str(dataset)], result_path=str(tmp_path / "absent" / "answers.jsonl")))
+    with pytest.raises(UserError, match="is a directory"):
+        run(args(model, val_dataset=[str(dataset)], result_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("content", ["not JSON", "[]", '{"loss": 1}'])
+def test_a_file_that_is_no_acceptance_json_is_left_alone(model, dataset, tmp_path, content):
+    path = tmp_path / "acceptance.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match="--acceptance_json"):
+        run(args(model, val_dataset=[str(dataset)], speculative="mtp", acceptance_json=str(path)))
+    assert path.read_text() == content
+
+
+def test_a_tokenizer_without_a_chat_template_is_told(tmp_path, dataset):
+    directory = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True)
+    (directory / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="chat template"):
+        run(args(directory, val_dataset=[str(dataset)]))
+
+
+def test_more_tokens_than_heads_says_what_happens(model, dataset, said):
+    run(args(model, val_dataset=[str(dataset)], speculative="mtp", num_speculative_tokens=3))
+    assert "drafting 3 tokens with heads that were trained for 1: the last one goes on from its own state" in said()

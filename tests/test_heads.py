@@ -1,0 +1,39 @@
+import pytest
+
+from swiftlite.heads import Heads
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "heads"),
+    [
+        ({}, Heads()),
+        ({"num_nextn_predict_layers": None}, Heads()),
+        ({"num_nextn_predict_layers": "two"}, Heads()),
+        ({"num_nextn_predict_layers": 2}, Heads(2)),
+        ({"num_nextn_predict_layers": 1, "mtp_unroll": 3}, Heads(1, unroll=3)),
+    ],
+)
+def test_a_config_promises_heads(hf_config, heads):
+    assert Heads.from_config(hf_config) == heads
+
+
+def test_a_config_is_changed_to_promise_other_heads():
+    assert Heads().config_change({}) == {}
+    assert Heads(1).config_change({}) == {"num_nextn_predict_layers": 1}
+    assert Heads(2).config_change({"num_nextn_predict_layers": 2}) == {}
+    assert Heads().config_change({"num_nextn_predict_layers": 2}) == {"num_nextn_predict_layers": 0}
+    assert Heads(1, unroll=3).config_change({"num_nextn_predict_layers": 1}) == {"mtp_unroll": 3}
+    assert Heads(1).config_change({"num_nextn_predict_layers": 1, "mtp_unroll": 3}) == {"mtp_unroll": 1}
+
+
+@pytest.mark.parametrize(
+    ("heads", "weights"),
+    [
+        (Heads(), ()),
+        (Heads(2), (1 / 2, 1 / 2)),
+        (Heads(1, unroll=3, beta=0.5), (4 / 7, 2 / 7, 1 / 7)),
+    ],
+)
+def test_each_drafted_token_has_its_weight(heads, weights):
+    assert heads.weights == pytest.approx(weights)
+    assert heads.drafts == len(weights)
