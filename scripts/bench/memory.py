@@ -57,7 +57,8 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
     """
     dtype = torch.bfloat16 if setup.parameter_bytes == 2 else torch.float32
     tied = bool(hf_config.get("tie_word_embeddings"))
-    with session(setup.layout, tied_embeddings=tied) as device:
+    with session(setup.layout, tied_embeddings=tied) as mesh:
+        device = mesh.device
         family = index.get(hf_config)
         chunks = build_model(
             family.transformer_config(hf_config),

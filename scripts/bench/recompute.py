@@ -121,7 +121,8 @@ def main() -> None:
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": args.length,
     }
-    with session() as device:
+    with session() as mesh:
+        device = mesh.device
         tokens = torch.arange(args.length, device=device.torch_device).expand(args.micro_batch_size, -1) % 1024
         positions = torch.arange(args.length, device=device.torch_device).expand_as(tokens)
         figures = {}

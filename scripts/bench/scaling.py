@@ -84,7 +84,8 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
 
     hf_config = read_config(model_dir)
     family = families.get(hf_config)
-    with session() as device:
+    with session() as mesh:
+        device = mesh.device
         rank, size = dist.get_rank(), dist.get_world_size()
         args = SftArgs(
             torch_dtype="float32", micro_batch_size=rows // size, global_batch_size=rows, train_iters=steps, lr=1e-4

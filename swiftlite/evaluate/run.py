@@ -33,7 +33,8 @@ def run(args: EvaluateArgs) -> None:
     models = {name: read_model(directory) for name, directory in names.items()}
     results: dict[str, Measured] = {}
     data: dict[str, tuple[PreTrainedTokenizerBase, Data]] = {}
-    with session() as device:
+    with session() as mesh:
+        device = mesh.device
         for name, model in models.items():
             data[name] = load_rows(
                 model.directory,

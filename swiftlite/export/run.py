@@ -31,7 +31,8 @@ from swiftlite.train.source import TENSORS_FILE, describe_heads, source_dtypes, 
 
 def run(args: ExportArgs) -> None:
     """Convert in one direction; the result is complete or not there."""
-    with session(layout_of(args)) as device:
+    with session(layout_of(args)) as mesh:
+        device = mesh.device
         if args.to_hf:
             to_hf(args, device)
         else:

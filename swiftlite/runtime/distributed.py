@@ -14,13 +14,14 @@ from swiftlite.args.fields import ParallelLayout
 from swiftlite.errors import OptionError
 from swiftlite.plan.layout import mtp_pipeline_rank, num_virtual_stages, process_problems
 from swiftlite.runtime import compat, cpu, megatron_fixes
-from swiftlite.runtime.device import Device, current_device
+from swiftlite.runtime.device import current_device
+from swiftlite.runtime.mesh import Mesh, current_mesh
 
 
 @contextmanager
 def session(
     layout: ParallelLayout | None = None, *, tied_embeddings: bool = False, seed: int = 42, timeout_minutes: int = 10
-) -> Iterator[Device]:
+) -> Iterator[Mesh]:
     """Connect the processes that torchrun started (or this one alone) and lay out megatron-core's groups.
 
     Args:
@@ -63,7 +64,7 @@ def session(
         )
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        yield device
+        yield current_mesh(device, layout)
     except BaseException:
         # Not under torchrun: connections would close before this rank's traceback is out, and the launcher could take
         # the ranks that lost theirs for the culprits.

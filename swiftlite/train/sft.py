@@ -38,8 +38,8 @@ from swiftlite.plan.flops import training_flops
 from swiftlite.plan.layout import group_of, layout_of, sequence_multiple
 from swiftlite.plan.run import Plan, make_plan, make_schedule
 from swiftlite.runtime.agreement import check_agreement, digest
-from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from swiftlite.train.live_weights import LiveWeights
@@ -66,11 +66,12 @@ def run(args: SftArgs, after_step: Callable[[int, LiveWeights], None] | None = N
         tied_embeddings=bool(hf_config.get("tie_word_embeddings")),
         seed=args.seed,
         timeout_minutes=args.distributed_timeout_minutes,
-    ) as device:
-        return _run(args, device, after_step)
+    ) as mesh:
+        return _run(args, mesh, after_step)
 
 
-def _run(args: SftArgs, device: Device, after_step: Callable[[int, LiveWeights], None] | None) -> int:
+def _run(args: SftArgs, mesh: Mesh, after_step: Callable[[int, LiveWeights], None] | None) -> int:
+    device = mesh.device
     hf_dir, output_dir, is_first = Path(args.model), Path(args.output_dir), dist.get_rank() == 0
     hf_config = read_config(hf_dir)
     family = index.get(hf_config, hf_dir)

@@ -118,7 +118,8 @@ def compute_all(
     results = []
     for jobs, port in zip(sessions, ports, strict=True):
         prepare_session(port)
-        with session(ParallelLayout(**jobs[0].layout), timeout_minutes=2) as device:
+        with session(ParallelLayout(**jobs[0].layout), timeout_minutes=2) as mesh:
+            device = mesh.device
             results += [compute(job, device) for job in jobs]
     return results
 

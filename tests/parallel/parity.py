@@ -205,7 +205,8 @@ def compute(job: Job) -> list[dict[str, float]]:
     args = job.args(depth)
     with session(
         layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings")), timeout_minutes=2
-    ) as device:
+    ) as mesh:
+        device = mesh.device
         dtype = getattr(torch, args.torch_dtype)
         plan = make_plan(args, torch.distributed.get_world_size(), Heads(depth))
         samples = make_samples(hf_config["vocab_size"])

@@ -84,7 +84,8 @@ def compute(model: GPTModel) -> list[torch.Tensor]:
 def convert_all(root: Path, tp_size: int) -> dict[str, list[torch.Tensor]]:
     """What each process does: every case there and back, sharded and not; returns the logits by case."""
     logits = {}
-    with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as device:
+    with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as mesh:
+        device = mesh.device
         for case in CASES:
             source = root / name(*case)
             model = load(source, device, case[2], tp_size)
@@ -195,7 +196,8 @@ def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None
         family = families.get(hf_config)
         for one in (first, second):
             prepare_session(next(port))
-            with session(one, tied_embeddings=tied, timeout_minutes=2) as device:
+            with session(one, tied_embeddings=tied, timeout_minutes=2) as mesh:
+                device = mesh.device
                 model = build(source, device, 1, one)
                 if one is first:
                     load_hf(model, source, family, hf_config)

@@ -133,7 +133,8 @@ def test_stock_mtp_loss_depends_on_how_a_batch_is_cut(tmp_path, device, monkeypa
 
 def save_tied(hf_dir: Path, out_dir: Path, as_stock: bool) -> str:
     layout = ParallelLayout(pipeline_model_parallel_size=2)
-    with session(layout, tied_embeddings=True, timeout_minutes=2) as device:
+    with session(layout, tied_embeddings=True, timeout_minutes=2) as mesh:
+        device = mesh.device
         [model] = our_model(hf_dir, device, layout=layout)
         if as_stock and model.post_process:  # as the stock constructor leaves it
             model.output_layer.weight = torch.nn.Parameter(torch.zeros_like(model.embedding.word_embeddings.weight))

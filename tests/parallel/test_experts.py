@@ -109,7 +109,8 @@ def transfer_all(root: Path, ports: Sequence[int]) -> dict[str, dict[str, Counte
     results = {}
     for port, (layout_name, layout) in zip(ports, layouts.items(), strict=True):
         prepare_session(port)
-        with session(layout, timeout_minutes=2) as device:
+        with session(layout, timeout_minutes=2) as mesh:
+            device = mesh.device
             result = {}
             for name in SOURCES:
                 source, hf_config = root / name, read_config(root / name)

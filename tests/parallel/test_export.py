@@ -25,7 +25,8 @@ def export_to_own_disk(source: Path, root: Path) -> list[str]:
     """What each process does, with a directory of its own as its only disk; returns what it has there afterwards."""
     hf_config = read_config(source)
     family = families.get(hf_config)
-    with session(LAYOUT) as device:
+    with session(LAYOUT) as mesh:
+        device = mesh.device
         model = build_model(
             family.transformer_config(hf_config),
             hf_config,

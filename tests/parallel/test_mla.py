@@ -105,7 +105,8 @@ CASES = [case for case in product(["ours", "stock"], VARIANTS) if not (IS_019 an
 
 
 def all_gradients(tp_size: int) -> dict[tuple[tuple[str, str], bool], Gradients]:
-    with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as device:
+    with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as mesh:
+        device = mesh.device
         results = {}
         for case, sequence_parallel in product(CASES, [False, True] if tp_size > 1 else [False]):
             results[case, sequence_parallel] = gradients(case, device, tp_size, sequence_parallel)

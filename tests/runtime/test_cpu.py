@@ -48,7 +48,8 @@ hf_config = dict(
 args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, train_iters=1)
 
 def main():
-    with session() as device:
+    with session() as mesh:
+        device = mesh.device
         architecture = index.get(hf_config).transformer_config(hf_config)
         (model,) = build_model(architecture, hf_config, device=device, dtype=torch.float32, heads=Heads(1))
         for parameter in model.parameters():
