@@ -63,11 +63,10 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
         chunks = build_model(
             family.transformer_config(hf_config),
             hf_config,
-            device=device,
+            mesh=mesh,
             dtype=dtype,
             heads=setup.heads,
-            heads_only=setup.mtp_mode == "heads_only",
-            layout=setup.layout,
+            freeze_trunk=setup.mtp_mode == "heads_only",
             recompute=setup.recompute,
             drafting=family.mtp.drafting,
         )

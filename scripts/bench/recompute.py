@@ -130,7 +130,7 @@ def main() -> None:
             [model] = build_model(
                 families.get(hf_config).transformer_config(hf_config),
                 hf_config,
-                device=device,
+                mesh=mesh,
                 dtype=getattr(torch, args.torch_dtype),
                 heads=Heads(1),
                 recompute=RecomputeArgs(**values),

@@ -19,7 +19,7 @@ from swiftlite.data.sample import Sample
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.forward import forward
-from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 
 ALL = "all"
 """Names the sum over all channels."""
@@ -27,12 +27,13 @@ ALL = "all"
 
 @torch.no_grad()
 def teacher_forced(
-    hf_dir: Path, samples: Sequence[Sample], *, torch_dtype: str, device: Device, row_length: int = 4096
+    hf_dir: Path, samples: Sequence[Sample], *, torch_dtype: str, mesh: Mesh, row_length: int = 4096
 ) -> dict[str, dict[str, Any]]:
     """The rows of one model, by channel, and `all` of them together.
 
     Args:
-        hf_dir: a Hugging Face model, of which this process alone holds every part.
+        hf_dir: a Hugging Face model.
+        mesh: not split: this rank holds the whole model.
         row_length: most tokens of a forward pass, or the longest sample if that has more.
 
     Returns:
@@ -46,7 +47,7 @@ def teacher_forced(
     chunks = build_model(
         family.transformer_config(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=getattr(torch, torch_dtype),
         heads=heads,
         drafting=family.mtp.drafting,
@@ -60,7 +61,7 @@ def teacher_forced(
     walks: dict[str, DraftCounts] = {}
     for channel, chosen in sorted(by_channel.items()):
         rows = pack([len(sample) for sample in chosen], max(row_length, *map(len, chosen)))
-        parts = [_measure(model, [chosen[i] for i in row.tolist()], heads.drafts, device) for row in rows]
+        parts = [_measure(model, [chosen[i] for i in row.tolist()], heads.drafts, mesh) for row in rows]
         sums[channel] = torch.stack([rows for rows, _ in parts]).sum(dim=0)
         walks[channel] = reduce(add, (walk for _, walk in parts))
     counts = {channel: len(chosen) for channel, chosen in by_channel.items()}
@@ -70,12 +71,12 @@ def teacher_forced(
 
 
 def _measure(
-    model: torch.nn.Module, samples: Sequence[Sample], num_drafts: int, device: Device
+    model: torch.nn.Module, samples: Sequence[Sample], num_drafts: int, mesh: Mesh
 ) -> tuple[torch.Tensor, DraftCounts]:
-    """Of one packed row: `Statistics.rows`, and an engine's walk."""
-    batch = collate_packed(samples, 0, num_drafts=num_drafts).map(lambda tensor: tensor.to(device.torch_device))
+    """One packed row: its `Statistics.rows`, and an engine's walk."""
+    batch = collate_packed(samples, 0, num_drafts=num_drafts).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
-    rows = Statistics.of(losses, batch.loss_scale_KBS, batch.cu_seqlens).rows.cpu()
+    rows = Statistics.of(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).rows.cpu()
     if not num_drafts:
         return rows, DraftCounts(0, 0, ())
     trunk_BS, agrees = losses.main.prediction_BS, []

@@ -34,7 +34,6 @@ def run(args: EvaluateArgs) -> None:
     results: dict[str, Measured] = {}
     data: dict[str, tuple[PreTrainedTokenizerBase, Data]] = {}
     with session() as mesh:
-        device = mesh.device
         for name, model in models.items():
             data[name] = load_rows(
                 model.directory,
@@ -44,7 +43,7 @@ def run(args: EvaluateArgs) -> None:
                 max_bad_rows=args.max_bad_rows,
                 system=args.system,
             )
-            forced = teacher_forced(model.directory, data[name][1].val, torch_dtype=args.torch_dtype, device=device)
+            forced = teacher_forced(model.directory, data[name][1].val, torch_dtype=args.torch_dtype, mesh=mesh)
             replayed = {
                 channel: {"samples": figures["samples"], **figures.pop("replayed")}
                 for channel, figures in forced.items()

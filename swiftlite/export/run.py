@@ -23,8 +23,8 @@ from swiftlite.log import logger
 from swiftlite.model.build import build_model
 from swiftlite.plan.facts import model_of_run
 from swiftlite.plan.layout import layout_of
-from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from swiftlite.train.source import TENSORS_FILE, describe_heads, source_dtypes, write_source
 
@@ -32,14 +32,13 @@ from swiftlite.train.source import TENSORS_FILE, describe_heads, source_dtypes, 
 def run(args: ExportArgs) -> None:
     """Convert in one direction; the result is complete or not there."""
     with session(layout_of(args)) as mesh:
-        device = mesh.device
         if args.to_hf:
-            to_hf(args, device)
+            to_hf(args, mesh)
         else:
-            to_mcore(args, device)
+            to_mcore(args, mesh)
 
 
-def to_hf(args: ExportArgs, device: Device) -> None:
+def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     """Write the checkpoint's weights with the configuration and tokenizer of the model that the run started from.
 
     Raises:
@@ -59,10 +58,9 @@ def to_hf(args: ExportArgs, device: Device) -> None:
     model = build_model(
         family.transformer_config(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=getattr(torch, state["torch_dtype"]),
         heads=heads,
-        layout=layout_of(args),
     )
     load_checkpoint(checkpoint, model, with_heads=not args.mtp_graft_from)
     if args.mtp_graft_from:
@@ -106,7 +104,7 @@ def to_hf(args: ExportArgs, device: Device) -> None:
                     max_regression=args.max_regression,
                     force=args.force,
                     torch_dtype=args.torch_dtype or state["torch_dtype"],
-                    device=device,
+                    mesh=mesh,
                 )
             output_dir.parent.mkdir(parents=True, exist_ok=True)
             if output_dir.exists():
@@ -131,7 +129,7 @@ def _audit(directory: Path, family: Family, hf_config: Mapping[str, Any], source
         )
 
 
-def to_mcore(args: ExportArgs, device: Device) -> None:
+def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
     """Write `checkpoint-0` and `source/`, as a run has them, from a Hugging Face model."""
     hf_dir, output_dir = Path(args.model), Path(args.output_dir)
     hf_config = read_config(hf_dir)
@@ -143,10 +141,9 @@ def to_mcore(args: ExportArgs, device: Device) -> None:
     model = build_model(
         family.transformer_config(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=getattr(torch, dtype),
         heads=heads,
-        layout=layout_of(args),
     )
     mtp_init = "graft" if args.mtp_graft_from else "checkpoint"
     report = load_hf(model, hf_dir, family, hf_config, mtp_init=mtp_init, graft_from=args.mtp_graft_from)

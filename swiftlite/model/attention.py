@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -72,10 +71,10 @@ class CoreAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
+        pg_collection: ProcessGroupCollection,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
     ):
@@ -84,8 +83,7 @@ class CoreAttention(MegatronModule):
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels)
-        group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
-        self.cp_group = cast(dist.ProcessGroup, group)  # upstream's annotation leaves room for what it never is
+        self.cp_group = cast(dist.ProcessGroup, pg_collection.cp)
 
     def forward(
         self,

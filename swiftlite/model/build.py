@@ -1,10 +1,10 @@
 """From a family and a config.json to the model on this rank."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig as McoreTransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
 from swiftlite.errors import OptionError
@@ -12,6 +12,7 @@ from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mla import MLATransformerConfig
+from swiftlite.model.rope import RotaryEmbedding, TransformerConfig
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.plan.layout import (
     decoder_layers_per_stage,
@@ -21,6 +22,7 @@ from swiftlite.plan.layout import (
     parse_stages,
 )
 from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
@@ -36,18 +38,23 @@ def build_config(
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
-) -> TransformerConfig:
+    attention_scaling: float = 1.0,
+) -> McoreTransformerConfig:
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
         architecture: keyword arguments from `Family.transformer_config`.
+        attention_scaling: `RotaryEmbedding`'s.
     """
-    layout, recompute, moe = layout or ParallelLayout(), recompute or RecomputeArgs(), moe or MoeArgs()
+    layout = layout or ParallelLayout()
+    recompute = recompute or RecomputeArgs()
+    moe = moe or MoeArgs()
     config_class = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
     is_interleaved = num_virtual_stages(layout) is not None
     is_full = recompute.recompute_granularity == "full"
     return config_class(
         **architecture,
+        attention_scaling=attention_scaling,
         mtp_num_layers=mtp_num_layers or None,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -109,11 +116,10 @@ def build_model(
     architecture: dict[str, Any],
     hf_config: dict[str, Any],
     *,
-    device: Device,
+    mesh: Mesh,
     dtype: torch.dtype,
     heads: Heads = Heads(),
-    heads_only: bool = False,
-    layout: ParallelLayout | None = None,
+    freeze_trunk: bool = False,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
     drafting: Drafting = Drafting(),
@@ -122,66 +128,86 @@ def build_model(
     """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
 
     Args:
+        mesh: the model's ranks and layout; need not be the active one.
         heads: the MTP heads that it gets.
+        freeze_trunk: only the heads learn, and no gradient is computed for anything else.
         drafting: what MTP layers are fed; of no consequence where nothing is computed.
         mtp_loss: what the heads learn, see GPTModel.
 
     Raises:
         OptionError: the model cannot be laid out so.
     """
-    layout = layout or ParallelLayout()
-    if problems := layout_problems(layout, hf_config, heads.layers):
+    if problems := layout_problems(mesh.layout, hf_config, heads.layers):
         raise OptionError(problems)
     chunks = []
-    for vp_stage in range(num_virtual_stages(layout) or 1):
-        # Of its own for each: megatron-core's schedules and our rotary embedding leave notes in it.
+    for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
+        # Latent attention turns only a part of each head, and states what turns it apart from all else.
+        rotary_pos_emb = RotaryEmbedding(architecture.get("hf_rope", hf_config), mesh.cp)
+        # One for each stage: megatron-core's schedules leave notes in it.
         config = build_config(
             architecture,
-            device=device,
+            device=mesh.device,
             dtype=dtype,
             mtp_num_layers=heads.layers,
-            layout=layout,
+            layout=mesh.layout,
             recompute=recompute,
             moe=moe,
+            attention_scaling=rotary_pos_emb.attention_scaling,
         )
-        stage = _build_stage(config, hf_config, layout, vp_stage, heads, heads_only, drafting, mtp_loss)
-        chunks.append(stage.to(device.torch_device))
-    _mark_experts(chunks, layout)
+        with mesh.active():
+            stage = _build_stage(
+                config,
+                hf_config,
+                mesh,
+                vp_stage,
+                drafting,
+                rotary_pos_emb=rotary_pos_emb,
+                heads=heads,
+                trunk_is_frozen=freeze_trunk,
+                mtp_loss=mtp_loss,
+            )
+        chunks.append(stage.to(mesh.device.torch_device))
+    if freeze_trunk:
+        _freeze_trunk(chunks)
     return chunks
 
 
 def _build_stage(
-    config: TransformerConfig,
+    config: McoreTransformerConfig,
     hf_config: dict[str, Any],
-    layout: ParallelLayout,
+    mesh: Mesh,
     vp_stage: int,
-    heads: Heads,
-    heads_only: bool,
     drafting: Drafting,
-    mtp_loss: MtpLoss,
+    **options: Any,
 ) -> GPTModel:
-    pp_rank, pp_size = parallel_state.get_pipeline_model_parallel_rank(), layout.pipeline_model_parallel_size
+    layout = mesh.layout
+    pp_rank, pp_size = mesh.pp.rank(), mesh.pp.size()
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
     stage = vp_stage * pp_size + pp_rank
     is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
     has_mtp = is_last_virtual and pp_rank == mtp_pipeline_rank(layout)
+    is_unrolled = options["heads"].unroll > 1
     return GPTModel(
         config=config,
-        hf_config=hf_config,
-        heads=heads,
-        heads_only=heads_only,
         drafting=drafting,
-        mtp_loss=mtp_loss,
         transformer_layer_spec=decoder_spec(config, sum(per_stage[:stage]), per_stage[stage], drafting),
-        mtp_block_spec=mtp_spec(config, heads.unroll > 1) if has_mtp else None,
+        mtp_block_spec=mtp_spec(config, is_unrolled) if has_mtp else None,
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
         share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
         pre_process=stage == 0,
         post_process=stage == len(per_stage) - 1,
+        pg_collection=mesh.groups,
         vp_stage=vp_stage if num_virtual_stages(layout) else None,
+        **options,
     )
+
+
+def _freeze_trunk(chunks: Sequence[GPTModel]) -> None:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(name.startswith("mtp."))
 
 
 def check_computable(layout: ParallelLayout, device: Device) -> None:
@@ -198,21 +224,3 @@ def check_computable(layout: ParallelLayout, device: Device) -> None:
             "processes without a GPU, cannot run megatron-core's alltoall over both"
         )
         raise OptionError([(problem, "use --expert_tensor_parallel_size 1")])
-
-
-def _mark_experts(chunks: list[GPTModel], layout: ParallelLayout) -> None:
-    """Say of experts' parameters that their gradients are summed over the ranks that hold the same expert.
-
-    megatron-core does so when experts are shared out; when they are not, but their matrices are cut another way than
-    all others, it sums over the other matrices' ranks: half of the gradient at TP 2 and ETP 1, in silence
-    (tensor_parallel/layers.py:886 of 0.16.1).
-    """
-    if (
-        layout.expert_model_parallel_size == 1
-        and layout.expert_tensor_parallel_size == layout.tensor_model_parallel_size
-    ):
-        return
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if ".experts." in name:
-                parameter.allreduce = False  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from swiftlite.data.batch import Batch
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss import IGNORE_INDEX
+from swiftlite.runtime.mesh import Mesh
 
 
 def count_targets(batches: Sequence[Batch], num_drafts: int) -> torch.Tensor:
@@ -49,7 +50,7 @@ def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Seque
     return total
 
 
-def make_forward_step(coefficients: Sequence[float]) -> Callable:
+def make_forward_step(coefficients: Sequence[float], mesh: Mesh) -> Callable:
     """The function that megatron-core's pipeline schedule calls for each micro-batch of a step."""
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
@@ -59,7 +60,7 @@ def make_forward_step(coefficients: Sequence[float]) -> Callable:
         def loss_func(losses: Losses):
             num_tokens = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()
             total = total_loss(losses, batch.loss_scale_KBS, coefficients)
-            return total, num_tokens, Statistics.of(losses, batch.loss_scale_KBS, batch.cu_seqlens)
+            return total, num_tokens, Statistics.of(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
 
         return output, loss_func
 

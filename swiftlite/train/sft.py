@@ -89,11 +89,10 @@ def _run(args: SftArgs, mesh: Mesh, after_step: Callable[[int, LiveWeights], Non
     model = build_model(
         family.transformer_config(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=dtype,
         heads=plan.heads,
-        heads_only=args.mtp_mode == "heads_only" and plan.heads.layers > 0,
-        layout=plan.layout,
+        freeze_trunk=args.mtp_mode == "heads_only" and plan.heads.layers > 0,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
         drafting=family.mtp.drafting,
@@ -142,7 +141,7 @@ def _run(args: SftArgs, mesh: Mesh, after_step: Callable[[int, LiveWeights], Non
         data_state=data_state,
         flops=flops,
         eval_batches=batches.evaluation(data.val, args.eval_iters),
-        device=device,
+        mesh=mesh,
         sinks=open_sinks(output_dir, first, schedule.steps, args.tensorboard) if is_first else [],
         logging_steps=args.logging_steps,
         checkpointer=Checkpointer(
@@ -302,13 +301,12 @@ class _Acceptance:
             measure_acceptance,
             trainer.model,
             self.prompts,
-            layout=plan.layout,
             num_drafts=self.num_drafts,
             eos_token_ids=stop_token_ids(template, hf_dir),
             max_new_tokens=args.acceptance_max_new_tokens,
             max_length=read_config(hf_dir)["max_position_embeddings"],
             batch_size=max(args.micro_batch_size, 8),
-            device=trainer.device,
+            mesh=trainer.mesh,
         )
 
     def measure(self, when: str, evaluation: dict[str, float]) -> None:

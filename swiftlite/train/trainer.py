@@ -23,7 +23,7 @@ from swiftlite.errors import UserError
 from swiftlite.model.ranks import from_last_stage, largest
 from swiftlite.plan.flops import Flops
 from swiftlite.plan.run import Plan, Schedule
-from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import shard
 from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.objective import count_targets, make_forward_step, mtp_coefficients
@@ -56,7 +56,7 @@ class Trainer:
     train_batches: GetBatches
     flops: Flops
     eval_batches: Sequence[Batch]
-    device: Device
+    mesh: Mesh
     sinks: Sequence[Sink]
     logging_steps: int
     checkpointer: Checkpointer | None
@@ -76,7 +76,7 @@ class Trainer:
                     self.log(step, metrics)
                 if self.after_step:
                     self.after_step(step)
-                stopping = largest(stop.received, self.device.torch_device)  # all stop at the same step
+                stopping = largest(stop.received, self.mesh)  # all stop at the same step
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
                     self._save(step)
                 if stopping:
@@ -114,7 +114,7 @@ class Trainer:
         tokens, squares = self._sum_over_data_parallel(
             sum(batch.num_tokens for batch in batches), sum(batch.squares for batch in batches)
         )
-        self.device.synchronize()
+        self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
         flops_per_second = self.flops.step(tokens, squares, counts.tolist()) / seconds / self.plan.world_size
         metrics = statistics.means()
@@ -124,7 +124,7 @@ class Trainer:
             "tokens_per_second": tokens / seconds,
             "tflops_per_second": flops_per_second / 1e12,
         }
-        if peak := self.device.peak_flops:
+        if peak := self.mesh.device.peak_flops:
             metrics["mfu"] = flops_per_second / peak
         if not all(map(math.isfinite, metrics.values())):
             raise UserError(
@@ -153,9 +153,9 @@ class Trainer:
 
     def _count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Of the whole global batch: int64 [1 + drafts], the same on every rank."""
-        counts = count_targets(batches, self.plan.heads.drafts).to(self.device.torch_device)
+        counts = count_targets(batches, self.plan.heads.drafts).to(self.mesh.device.torch_device)
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        return from_last_stage(counts)
+        return from_last_stage(counts, self.mesh)
 
     def _forward_backward(self, batches: Sequence[Batch], counts: torch.Tensor, *, forward_only: bool) -> Statistics:
         coefficients = mtp_coefficients(counts, self.mtp_loss_scaling_factor, self.plan.heads.weights)
@@ -164,7 +164,7 @@ class Trainer:
             # Each virtual stage walks over the micro-batches on its own.
             iterators = [self._on_this_rank(batches) for _ in self.model]
             parts = get_forward_backward_func()(
-                forward_step_func=make_forward_step(coefficients),
+                forward_step_func=make_forward_step(coefficients, self.mesh),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.model),
                 num_microbatches=len(batches),
@@ -173,16 +173,16 @@ class Trainer:
                 micro_batch_size=batches[0].position_ids_BS.size(0),
                 forward_only=forward_only,
             )
-        return Statistics.total(parts, 1 + self.plan.heads.drafts, self.device.torch_device)
+        return Statistics.total(parts, 1 + self.plan.heads.drafts, self.mesh)
 
     def _on_this_rank(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """On the device, and of each row the part that this context-parallel rank computes."""
         size, rank = self.plan.layout.context_parallel_size, parallel_state.get_context_parallel_rank()
-        move = partial(torch.Tensor.to, device=self.device.torch_device, non_blocking=True)
+        move = partial(torch.Tensor.to, device=self.mesh.device.torch_device, non_blocking=True)
         return (shard(batch, rank, size).map(move) for batch in batches)
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
-        total = torch.tensor(values, device=self.device.torch_device)
+        total = torch.tensor(values, device=self.mesh.device.torch_device)
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total.tolist()
 

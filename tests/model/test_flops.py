@@ -16,15 +16,15 @@ LENGTH, NOT_LEARNED = 12, 5
 @pytest.mark.parametrize("heads_only", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3"])
-def test_operations_with_mtp_layers(family, depth, heads_only, device):
+def test_operations_with_mtp_layers(family, depth, heads_only, mesh):
     hf_config = make_tiny_model(family).config.to_dict()
     [model] = build_model(
         families.get(hf_config).transformer_config(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(depth),
-        heads_only=heads_only,
+        freeze_trunk=heads_only,
     )
     with torch.no_grad():
         for parameter in model.parameters():

@@ -21,7 +21,7 @@ from swiftlite.model import draft_attention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
-from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
 from tests.engines.reference import Reference, follow, write_trained
 from tests.model.test_logits import load_megatron
@@ -42,13 +42,11 @@ def make_samples() -> list[Sample]:
     return samples
 
 
-def load(directory: Path, family: str, device, **options) -> tuple[GPTModel, Reference]:
+def load(directory: Path, family: str, mesh, **options) -> tuple[GPTModel, Reference]:
     reference = Reference.load(directory, family, depth=1)
     follow(reference, CONVENTIONS["vllm"][family])
     drafting = index.FAMILIES[family].mtp.drafting
-    return load_megatron(
-        directory, device, torch.float32, drafting=drafting, heads=Heads(1, STEPS), **options
-    ), reference
+    return load_megatron(directory, mesh, torch.float32, drafting=drafting, heads=Heads(1, STEPS), **options), reference
 
 
 def drafted_logits(reference: Reference, ids: list[int]) -> list[list[torch.Tensor]]:
@@ -66,9 +64,9 @@ def drafted_logits(reference: Reference, ids: list[int]) -> list[list[torch.Tens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_an_engine(family, tmp_path, device):
+def test_logits_are_those_of_an_engine(family, tmp_path, mesh):
     directory = make_tiny_hf(tmp_path, family, depth=1)
-    model, reference = load(directory, family, device)
+    model, reference = load(directory, family, mesh)
     ids = make_samples()[2].input_ids.tolist()
     with torch.no_grad():
         expected = drafted_logits(reference, ids)
@@ -123,9 +121,9 @@ def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tup
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, device):
+def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, mesh):
     directory = make_tiny_hf(tmp_path / "model", family, depth=1)
-    model, reference = load(directory, family, device)
+    model, reference = load(directory, family, mesh)
     samples = make_samples()
     expected_loss = naive_loss(reference, samples)
     expected_loss.backward()
@@ -151,7 +149,7 @@ def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, device
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypatch):
+def test_recomputation_and_the_size_of_calls(family, tmp_path, mesh, monkeypatch):
     """Recomputed, selectively or in full: the same bits. In calls of few queries: the same up to the order of sums."""
     directory = make_tiny_hf(tmp_path / "model", family, depth=1)
     batch = collate_packed(make_samples(), 0, num_drafts=STEPS)
@@ -165,7 +163,7 @@ def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypat
     }.items():
         if name == "cut":
             monkeypatch.setattr(draft_attention, "MAX_QUERIES", 4)
-        model, _ = load(directory, family, device, recompute=recompute)
+        model, _ = load(directory, family, mesh, recompute=recompute)
         results.append(our_gradients(model, batch, directory, tmp_path / name))
     (loss, gradients), *recomputed, (loss_of_cuts, gradients_of_cuts) = results
     for other_loss, other in recomputed:
@@ -178,7 +176,7 @@ def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypat
 
 
 def train_head(
-    directory: Path, out_dir: Path, rows_BS: torch.Tensor, device: Device, *, unroll: int, mtp_loss: MtpLoss = "ce"
+    directory: Path, out_dir: Path, rows_BS: torch.Tensor, mesh: Mesh, *, unroll: int, mtp_loss: MtpLoss = "ce"
 ) -> None:
     """A fresh head on the trunk of `directory`, 60 steps on the same rows, written as a checkpoint."""
     hf_config = json.loads((directory / "config.json").read_text())
@@ -186,10 +184,10 @@ def train_head(
     (model,) = build_model(
         family.transformer_config(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(1, unroll, BETA),
-        heads_only=True,
+        freeze_trunk=True,
         mtp_loss=mtp_loss,
         drafting=family.mtp.drafting,
     )
@@ -208,14 +206,14 @@ def train_head(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
-def test_later_drafts_are_accepted_more_often(family, tmp_path, device):
+def test_later_drafts_are_accepted_more_often(family, tmp_path, mesh):
     """Same trunk, same fresh head, same steps on the trunk's own text; counted as an engine that drafts 3 would."""
     prompts = write_trained(tmp_path / "trained", family, depth=1)
     teacher = Reference.load(tmp_path / "trained", family, depth=1)
     rows_BS = torch.tensor([prompt[:1] + teacher.greedy(prompt[:1], 31) for prompt in prompts])
     accepted = {}
     for unroll in (1, STEPS):
-        train_head(tmp_path / "trained", tmp_path / str(unroll), rows_BS, device, unroll=unroll)
+        train_head(tmp_path / "trained", tmp_path / str(unroll), rows_BS, mesh, unroll=unroll)
         served = follow(Reference.load(tmp_path / str(unroll), family, depth=1), CONVENTIONS["vllm"][family])
         counts = served.simulate([row[:4].tolist() for row in rows_BS], 24, STEPS)[1]
         accepted[unroll] = [count / counts.drafts for count in counts.accepted_per_position]

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file
-from torch.distributed import ProcessGroup
 
 from swiftlite import families
 from swiftlite.acceptance.statistics import Statistics
@@ -29,8 +27,8 @@ from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.model.ranks import whole_rows
 from swiftlite.plan.layout import length_multiple, sequence_multiple
-from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import shard
 from swiftlite.train.exchange import broadcast, stage_fields
 from swiftlite.train.objective import make_forward_step
@@ -119,14 +117,12 @@ def compute_all(
     for jobs, port in zip(sessions, ports, strict=True):
         prepare_session(port)
         with session(ParallelLayout(**jobs[0].layout), timeout_minutes=2) as mesh:
-            device = mesh.device
-            results += [compute(job, device) for job in jobs]
+            results += [compute(job, mesh) for job in jobs]
     return results
 
 
-def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, float]]:
+def compute(job: Job, mesh: Mesh) -> tuple[list[torch.Tensor], dict[str, float]]:
     """One job; losses only on ranks of the last stage."""
-    layout = ParallelLayout(**job.layout)
     hf_config = read_config(job.hf_dir)
     family = families.get(hf_config)
     depth = Heads.from_config(hf_config).layers
@@ -134,18 +130,17 @@ def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, flo
     if job.one_reader:
         rows = broadcast(
             rows if torch.distributed.get_rank() == 0 else None,
-            stage_fields(layout, depth),
-            pipeline_group=cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group()),
-            stage_group=cast(ProcessGroup, parallel_state.get_tensor_and_context_parallel_group()),
-            device=device.torch_device,
+            stage_fields(mesh.layout, depth),
+            pipeline_group=mesh.pp,
+            stage_group=mesh.tp_cp,
+            device=mesh.device.torch_device,
         )
     model = build_model(
         family.transformer_config(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(depth),
-        layout=layout,
         drafting=family.mtp.drafting,
         recompute=RecomputeArgs(**job.recompute),
     )
@@ -155,10 +150,10 @@ def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, flo
         chunk.zero_grad_buffer()
         chunk.config.finalize_model_grads_func = finalize_model_grads
     if job.is_packed:
-        batches = [pack(row, layout, depth) for row in rows]
+        batches = [pack(row, mesh.layout, depth) for row in rows]
     else:
         batches = [collate([sample], 0, num_drafts=depth) for row in rows for sample in row]
-    losses, statistics = forward_backward(wrapped, batches, layout, depth)
+    losses, statistics = forward_backward(wrapped, batches, mesh, depth)
     _save_gradients(wrapped, model, job.out_dir, family, hf_config)
     if job.is_packed and losses:
         losses = [
@@ -184,25 +179,25 @@ def pack(row: Sequence[Sample], layout: ParallelLayout, depth: int) -> Batch:
     )
 
 
-def forward_backward(wrapped, batches: Sequence[Batch], layout: ParallelLayout, depth: int):
+def forward_backward(wrapped, batches: Sequence[Batch], mesh: Mesh, depth: int):
     """The trainer's own forward step under megatron-core's schedule: per-token losses [K, S] of each micro-batch, whole
     rows, on the last stage; and the sums over all."""
     losses = []
-    train_step = make_forward_step([0.5 / k for k in range(1, depth + 1)])
+    train_step = make_forward_step([0.5 / k for k in range(1, depth + 1)], mesh)
 
     def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module):
         batch = next(iterator)
         output, loss_func = train_step(iter([batch]), chunk)
 
         def collect(output: Losses):
-            heads = [whole_rows(head.loss_BS.detach(), batch.cu_seqlens) for head in (output.main, *output.mtp)]
+            heads = [whole_rows(head.loss_BS.detach(), mesh, batch.cu_seqlens) for head in (output.main, *output.mtp)]
             losses.append(torch.cat(heads))
             return loss_func(output)
 
         return output, collect
 
-    rank, size = parallel_state.get_context_parallel_rank(), layout.context_parallel_size
-    iterators = [iter([shard(batch, rank, size) for batch in batches]) for _ in wrapped]
+    shards = [shard(batch, mesh.cp.rank(), mesh.cp.size()) for batch in batches]
+    iterators = [iter(shards) for _ in wrapped]
     parts = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -212,4 +207,4 @@ def forward_backward(wrapped, batches: Sequence[Batch], layout: ParallelLayout, 
         micro_batch_size=1,
         forward_only=False,
     )
-    return losses, Statistics.total(parts, 1 + depth, torch.device("cpu"))
+    return losses, Statistics.total(parts, 1 + depth, mesh)

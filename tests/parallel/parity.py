@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from safetensors.torch import load_file
@@ -213,13 +212,12 @@ def compute(job: Job) -> list[dict[str, float]]:
         model = build_model(
             family.transformer_config(hf_config),
             hf_config,
-            device=device,
+            mesh=mesh,
             dtype=dtype,
             heads=plan.heads,
-            layout=plan.layout,
             recompute=group_of(args, RecomputeArgs),
             moe=group_of(args, MoeArgs),
-            heads_only=args.mtp_mode == "heads_only",
+            freeze_trunk=args.mtp_mode == "heads_only",
             drafting=family.mtp.drafting,
             mtp_loss=args.mtp_loss,
         )
@@ -228,7 +226,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         schedule = make_schedule(args, len(samples))
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
         flops = training_flops(hf_config, plan.heads)
-        batches = Batches(plan, parallel_state.get_data_parallel_rank(), 0, flops)
+        batches = Batches(plan, mesh.dp.rank(), 0, flops)
         rows = batches.rows(samples)
         checkpointer = Checkpointer(job.out_dir, model, optimizer, {}, is_async=args.async_save)
         trainer = Trainer(
@@ -241,7 +239,7 @@ def compute(job: Job) -> list[dict[str, float]]:
             train_batches=partial(batches.train, rows, Sampler(len(rows), plan.global_batch_size, args.seed, False)),
             flops=flops,
             eval_batches=[],
-            device=device,
+            mesh=mesh,
             sinks=[],
             logging_steps=1,
             checkpointer=checkpointer,
@@ -267,9 +265,9 @@ def compute(job: Job) -> list[dict[str, float]]:
 
 def check_embeddings(model: Sequence[GPTModel]) -> None:
     """All copies of the embedding in a pipeline (the first stage's, the MTP layers', a tied head) are the same bits."""
-    # Not is_rank_in_embedding_group: that still knows the ranks of the session before (0.16.1).
-    group: Any = parallel_state.get_embedding_group(check_initialized=False)
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1 or group is None:
+    groups = model[0].pg_collection
+    group: Any = groups.embd
+    if groups.pp.size() == 1 or group is None:
         return
     ours = [
         parameter.detach()

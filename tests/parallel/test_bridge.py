@@ -4,6 +4,7 @@ from files over a checkpoint of one layout and a model of another back to the sa
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.layout import layout_problems, num_experts
-from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import CLASSES, make_tiny_hf
@@ -41,24 +42,22 @@ def name(family: str, tied: bool, depth: int) -> str:
     return f"{family}-{'tied' if tied else 'untied'}-{depth}"
 
 
-def build(source: Path, device: Device, depth: int, layout: ParallelLayout) -> list[GPTModel]:
+def build(source: Path, mesh: Mesh, depth: int) -> list[GPTModel]:
     hf_config = read_config(source)
     return build_model(
         families.get(hf_config).transformer_config(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(depth),
-        layout=layout,
     )
 
 
-def load(source: Path, device: Device, depth: int, tp_size: int, mtp_init: MtpInit = "checkpoint") -> GPTModel:
+def load(source: Path, mesh: Mesh, depth: int, mtp_init: MtpInit = "checkpoint") -> GPTModel:
     hf_config = read_config(source)
-    layout = ParallelLayout(
-        tensor_model_parallel_size=tp_size, sequence_parallel=tp_size > 1 and needs_sequence_parallel(hf_config)
-    )
-    model = build(source, device, depth, layout)
+    if mesh.tp.size() > 1 and needs_sequence_parallel(hf_config):
+        mesh = replace(mesh, layout=replace(mesh.layout, sequence_parallel=True))  # which takes no other groups
+    model = build(source, mesh, depth)
     load_hf(model, source, families.get(hf_config), hf_config, mtp_init=mtp_init)
     return model[0].eval()
 
@@ -85,16 +84,15 @@ def convert_all(root: Path, tp_size: int) -> dict[str, list[torch.Tensor]]:
     """What each process does: every case there and back, sharded and not; returns the logits by case."""
     logits = {}
     with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as mesh:
-        device = mesh.device
         for case in CASES:
             source = root / name(*case)
-            model = load(source, device, case[2], tp_size)
+            model = load(source, mesh, case[2])
             logits[name(*case)] = compute(model)
             save(model, source, root / f"tp{tp_size}" / name(*case), 10**9)
             save(model, source, root / f"tp{tp_size}-sharded" / name(*case), 40_000)
         for mtp_init in ("random", "copy_last_layer"):
             source = root / name("qwen3", False, 0)
-            model = load(source, device, 1, tp_size, mtp_init)
+            model = load(source, mesh, 1, mtp_init)
             logits[mtp_init] = compute(model)
             save(model, source, root / f"tp{tp_size}" / mtp_init, 10**9)
         dist.barrier()
@@ -197,8 +195,7 @@ def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None
         for one in (first, second):
             prepare_session(next(port))
             with session(one, tied_embeddings=tied, timeout_minutes=2) as mesh:
-                device = mesh.device
-                model = build(source, device, 1, one)
+                model = build(source, mesh, 1)
                 if one is first:
                     load_hf(model, source, family, hf_config)
                     Checkpointer(out_dir, model, None, {}).save(1)

@@ -26,14 +26,12 @@ def export_to_own_disk(source: Path, root: Path) -> list[str]:
     hf_config = read_config(source)
     family = families.get(hf_config)
     with session(LAYOUT) as mesh:
-        device = mesh.device
         model = build_model(
             family.transformer_config(hf_config),
             hf_config,
-            device=device,
+            mesh=mesh,
             dtype=torch.float32,
             heads=Heads(1),
-            layout=LAYOUT,
         )
         load_hf(model, source, family, hf_config)
         disk = root / str(dist.get_rank())

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
@@ -19,10 +18,11 @@ from swiftlite.families import deepseek_v3, dense
 from swiftlite.model import mla
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.build import build_config
+from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.model.specs import _attention_spec
 from swiftlite.runtime.compat import MCORE_VERSION
-from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.gloo
@@ -39,23 +39,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # One head per rank: the shared key's gradient is then a slice of that head's, and not contiguous to begin with.
     "one_head": {"num_attention_heads": 2, "rope_interleave": False},
 }
+LENGTH = 12
 Gradients = dict[str, torch.Tensor]
 
 
-def attention(case: tuple[str, str], device: Device, tp_size: int, sequence_parallel: bool) -> Any:
-    """`case`: ours or what it is compared with, and a variant."""
+def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The layer, and what it takes beside hidden states.
+
+    Args:
+        case: ours or what it is compared with, and a variant.
+    """
     whose, variant = case
     hf_config = HF_CONFIG | VARIANTS[variant]
     architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
-    config = build_config(architecture, device=device, dtype=torch.float32, mtp_num_layers=0)
+    config = build_config(architecture, device=mesh.device, dtype=torch.float32, mtp_num_layers=0)
     spec: Any = _attention_spec(config, CoreAttention)
+    angles = {"rotary_pos_emb": RotaryEmbedding(architecture["hf_rope"], mesh.cp)(LENGTH)}
     if whose == "stock":
         spec.module = McoreMLASelfAttention
         known = {field.name for field in fields(McoreMLATransformerConfig)}
         config = McoreMLATransformerConfig(**{key: value for key, value in vars(config).items() if key in known})
         config.qk_layernorm = True  # with its own specs, what turns the norms of the latents on
-    config.tensor_model_parallel_size, config.sequence_parallel = tp_size, sequence_parallel
-    return build_module(spec, config=config, layer_number=1)
+        angles = {}  # it makes its own, which are the same
+    config.tensor_model_parallel_size, config.sequence_parallel = mesh.tp.size(), sequence_parallel
+    return build_module(spec, config=config, layer_number=1), angles
 
 
 def fill(module: Any, tp_rank: int, tp_size: int) -> None:
@@ -76,18 +83,18 @@ def whole(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-def gradients(case: tuple[str, str], device: Device, tp_size: int, sequence_parallel: bool) -> Gradients:
+def gradients(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> Gradients:
     """Of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too."""
-    module = attention(case, device, tp_size, sequence_parallel)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    module, angles = attention(case, mesh, sequence_parallel)
+    tp_rank, tp_size = mesh.tp.rank(), mesh.tp.size()
     fill(module, tp_rank, tp_size)
     wrapped = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
     torch.manual_seed(1)
-    hidden, weight = torch.randn(12, 2, 64), torch.randn(12, 2, 64)
+    hidden, weight = torch.randn(LENGTH, 2, 64), torch.randn(LENGTH, 2, 64)
     if sequence_parallel:
         hidden, weight = hidden.chunk(tp_size)[tp_rank], weight.chunk(tp_size)[tp_rank]
     hidden.requires_grad_()
-    output, _ = wrapped(hidden, None)
+    output, _ = wrapped(hidden, None, **angles)
     (output * weight).sum().backward()
     finalize_model_grads([wrapped])
     assert hidden.grad is not None
@@ -106,10 +113,9 @@ CASES = [case for case in product(["ours", "stock"], VARIANTS) if not (IS_019 an
 
 def all_gradients(tp_size: int) -> dict[tuple[tuple[str, str], bool], Gradients]:
     with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as mesh:
-        device = mesh.device
         results = {}
         for case, sequence_parallel in product(CASES, [False, True] if tp_size > 1 else [False]):
-            results[case, sequence_parallel] = gradients(case, device, tp_size, sequence_parallel)
+            results[case, sequence_parallel] = gradients(case, mesh, sequence_parallel)
         return results
 
 

@@ -18,7 +18,6 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from swiftlite.runtime import cpu
 
@@ -51,7 +50,7 @@ def main():
     with session() as mesh:
         device = mesh.device
         architecture = index.get(hf_config).transformer_config(hf_config)
-        (model,) = build_model(architecture, hf_config, device=device, dtype=torch.float32, heads=Heads(1))
+        (model,) = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         wrapped = wrap_model([model], torch.float32)
@@ -61,12 +60,12 @@ def main():
         trainer = Trainer(
             model=wrapped, optimizer=optimizer, scheduler=scheduler, plan=plan, schedule=schedule,
             mtp_loss_scaling_factor=0.1, train_batches=lambda step: [batch], flops=training_flops(hf_config, 1),
-            eval_batches=[], device=device, sinks=[], logging_steps=1, checkpointer=None,
+            eval_batches=[], mesh=mesh, sinks=[], logging_steps=1, checkpointer=None,
         )
         assert trainer.step(1)["grad_norm"] > 0
         Checkpointer(Path(sys.argv[2]), [model], optimizer, {}).save(1)
         # What context-parallel ranks ask for in every forward pass.
-        get_pos_emb_on_this_cp_rank(torch.zeros(4, 1, 1, 2), 0, parallel_state.get_context_parallel_group())
+        get_pos_emb_on_this_cp_rank(torch.zeros(4, 1, 1, 2), 0, mesh.cp)
         assert not torch.cuda.is_available()
 
 if __name__ == "__main__":
