@@ -1,12 +1,12 @@
 """Rules that more than one command has."""
 
-import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from swiftlite.args.bounds import in_words, out_of_bounds
 from swiftlite.args.commands import BenchArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.heads import Heads
@@ -23,87 +23,10 @@ from swiftlite.plan.run import heads_of
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
-# (lowest, highest, whether the ends belong) of every number; a test holds that none is missing.
-RANGES: dict[str, tuple[float, float, str]] = {
-    "acceptance_max_new_tokens": (1, math.inf, "[)"),
-    "acceptance_samples": (0, math.inf, "[)"),
-    "adam_beta1": (0, 1, "[)"),
-    "adam_beta2": (0, 1, "[)"),
-    "adam_eps": (0, math.inf, "()"),
-    "clip_grad": (0, math.inf, "[)"),
-    "context_parallel_size": (1, math.inf, "[)"),
-    "dataset_num_proc": (1, math.inf, "[)"),
-    "decoder_first_pipeline_num_layers": (1, math.inf, "[)"),
-    "decoder_last_pipeline_num_layers": (1, math.inf, "[)"),
-    "distributed_timeout_minutes": (1, math.inf, "[)"),
-    "eval_iters": (1, math.inf, "[)"),
-    "eval_steps": (1, math.inf, "[)"),
-    "expert_model_parallel_size": (1, math.inf, "[)"),
-    "expert_tensor_parallel_size": (1, math.inf, "[)"),
-    "global_batch_size": (1, math.inf, "[)"),
-    "gpu_memory_gb": (0, math.inf, "()"),
-    "logging_steps": (1, math.inf, "[)"),
-    "lr": (0, math.inf, "()"),
-    "lr_warmup_fraction": (0, 1, "[]"),
-    "max_bad_rows": (0, math.inf, "[)"),
-    "max_batch_size": (1, math.inf, "[)"),
-    "max_length": (2, math.inf, "[)"),
-    "max_model_len": (2, math.inf, "[)"),
-    "max_new_tokens": (1, math.inf, "[)"),
-    "max_regression": (0, 1, "[]"),
-    "max_prompts": (1, math.inf, "[)"),
-    "max_shard_size_gb": (0, math.inf, "()"),
-    "micro_batch_size": (1, math.inf, "[)"),
-    "min_acceptance": (0, 1, "[]"),
-    "min_lr": (0, math.inf, "[)"),
-    "moe_aux_loss_coeff": (0, math.inf, "[)"),
-    "moe_router_bias_update_rate": (0, math.inf, "[)"),
-    "mtp_loss_scaling_factor": (0, math.inf, "()"),
-    "mtp_num_layers": (0, math.inf, "[)"),
-    "mtp_unroll": (1, math.inf, "[)"),
-    "mtp_unroll_beta": (0, 1, "(]"),
-    "num_gpus": (1, math.inf, "[)"),
-    "num_speculative_tokens": (1, math.inf, "[)"),
-    "num_train_epochs": (0, math.inf, "()"),
-    "num_virtual_stages_per_pipeline_rank": (1, math.inf, "[)"),
-    "packing_length": (2, math.inf, "[)"),
-    "pipeline_model_parallel_size": (1, math.inf, "[)"),
-    "port": (1, 65535, "[]"),
-    "recompute_num_layers": (1, math.inf, "[)"),
-    "rounds": (1, math.inf, "[)"),
-    "save_steps": (1, math.inf, "[)"),
-    "save_total_limit": (1, math.inf, "[)"),
-    "seed": (0, 2**32, "[)"),
-    "sglang_speculative_eagle_topk": (1, math.inf, "[)"),
-    "sglang_speculative_num_draft_tokens": (2, math.inf, "[)"),
-    "sglang_speculative_num_steps": (1, math.inf, "[)"),
-    "split_dataset_ratio": (0, 1, "[)"),
-    "streaming_buffer_size": (1, math.inf, "[)"),
-    "temperature": (0, math.inf, "[)"),
-    "tensor_model_parallel_size": (1, math.inf, "[)"),
-    "top_p": (0, 1, "(]"),
-    "train_iters": (1, math.inf, "[)"),
-    "weight_decay": (0, math.inf, "[)"),
-}
-
 
 def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
-    yield from numbers_out_of_range(args)
-
-
-def numbers_out_of_range(args: Any) -> Iterator[Problem]:
-    for name, value in vars(args).items():
-        if name in RANGES and isinstance(value, int | float) and not _in_range(value, *RANGES[name]):
-            low, high, ends = RANGES[name]
-            above = f"{'at least' if ends[0] == '[' else 'above'} {low}"
-            below = f" and {'at most' if ends[1] == ']' else 'below'} {high}" if high < math.inf else ""
-            yield f"--{name} {value} must be {above}{below}", ""
-
-
-def _in_range(value: float, low: float, high: float, ends: str) -> bool:
-    above = value >= low if ends[0] == "[" else value > low
-    below = value <= high if ends[1] == "]" else value < high
-    return above and below and math.isfinite(value)
+    for name, bounds in out_of_bounds(args).items():
+        yield f"--{name} {vars(args)[name]} must be {in_words(bounds)}", ""
 
 
 def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
@@ -195,7 +118,7 @@ def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Proble
 
 def layout_fits(args: Any, facts: Facts) -> Iterator[Problem]:
     layout = layout_of(args)
-    if any(numbers_out_of_range(layout)):
+    if out_of_bounds(layout):
         return  # another rule says so
     heads = heads_of(args, facts.heads) if isinstance(args, SftArgs) else facts.heads
     yield from layout_problems(layout, facts.hf_config, heads.layers)

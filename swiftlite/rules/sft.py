@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
-from swiftlite.args.mock import FLAG, check_mock_config
+from swiftlite.args.mock_config import FLAG, check_mock_config
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.plan.facts import Facts, Problem, read_hf_config, run_checkpoints
@@ -31,7 +32,6 @@ from swiftlite.rules.common import (
     hf_model_is_a_directory,
     layout_fits,
     numbers_are_in_range,
-    numbers_out_of_range,
     output_dir_is_given,
     recompute_options_fit,
     val_dataset_files_exist,
@@ -79,7 +79,7 @@ def mock_dataset_is_described(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def packing_has_room(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if any(numbers_out_of_range(args)) or not args.packing:
+    if out_of_bounds(args) or not args.packing:
         return
     multiple = sequence_multiple(layout_of(args))
     longest = -(-args.max_length // multiple) * multiple
@@ -128,7 +128,7 @@ def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     micro, layout = args.micro_batch_size, layout_of(args)
     if packing_of(args) == "step":
         return  # it counts samples, and each rank gets as many as level the work
-    if micro < 1 or args.global_batch_size < 1 or any(numbers_out_of_range(layout)):
+    if micro < 1 or args.global_batch_size < 1 or out_of_bounds(layout):
         return  # another rule says so
     if process_problems(layout, facts.world_size):
         return
@@ -204,7 +204,7 @@ def _add_heads(args: SftArgs) -> str:
 
 def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     layout, pp = layout_of(args), args.pipeline_model_parallel_size
-    if any(numbers_out_of_range(args)) or layout_problems(layout, facts.hf_config, facts.heads.layers):
+    if out_of_bounds(args) or layout_problems(layout, facts.hf_config, facts.heads.layers):
         return  # other rules say so
     if num_virtual_stages(layout) is None or process_problems(layout, facts.world_size):
         return

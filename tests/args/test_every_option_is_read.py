@@ -16,7 +16,7 @@ PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
     "megatron sft": ["train", "model", "plan/run.py", "plan/layout.py", "cli/main.py"],
     "export": ["export", "model", "plan/layout.py"],
-    "infer": ["infer"],
+    "infer": ["serve/infer.py", "engines"],
     "evaluate": ["evaluate"],
     "bench": ["bench", "args/commands.py"],
     "doctor": ["cli/doctor.py", "plan/memory.py"],

@@ -10,10 +10,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
-from swiftlite.args.docs import options
-from swiftlite.cli.table import COMMANDS
 from swiftlite.errors import OptionError
-from swiftlite.rules import common
 
 
 @pytest.fixture
@@ -285,16 +282,6 @@ def test_experts_have_a_key_of_each_family(here, key):
         "--expert_model_parallel_size 3 does not divide the model's 4 experts",
         "use 1 or 2",
     )
-
-
-def test_every_number_has_a_range():
-    numbers = {
-        name
-        for args_class in (command.args_class for command in COMMANDS)
-        for name, option in options(args_class).items()
-        if option.type in (int, float, int | None, float | None)
-    }
-    assert numbers == set(common.RANGES)
 
 
 @pytest.mark.parametrize(
