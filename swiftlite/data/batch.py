@@ -23,10 +23,11 @@ def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | 
     """What stands one token later, result[b, s] = tensor[b, s + 1], and `fill` at the end of each sequence.
 
     Args:
-        cu_seqlens: of a packed row; without, each row is one sequence.
+        cu_seqlens: where the sequences of a packed row start, see `Batch`; without it each row is one sequence.
     """
     shifted = tensor_BS.roll(-1, dims=1)
-    shifted[:, -1 if cu_seqlens is None else cu_seqlens[1:].long() - 1] = fill
+    last_S = -1 if cu_seqlens is None else cu_seqlens[1:].long() - 1
+    shifted[:, last_S] = fill
     return shifted
 
 
@@ -52,9 +53,9 @@ class Batch:
         position_ids_BS: int64; 0, 1, 2, ... in every sequence.
         num_tokens: tokens without padding.
         squares: sum of the squared lengths of the samples; with `num_tokens`, what a step costs.
-        cu_seqlens: of a packed row, int32 [num_sequences + 1], on the host, since shapes follow from it: where each
-            sequence starts in the whole row, its padding counted, and S. Stays so when the row is cut over ranks. None:
-            the rows are padded.
+        cu_seqlens: int32 [num_sequences + 1], where each sequence of a packed row starts, its padding counted, and
+            last S. It is on the host, since shapes follow from it, and stays that of the whole row when the row is cut
+            over ranks. None: the rows are padded.
     """
 
     tokens_KBS: torch.Tensor
@@ -105,16 +106,25 @@ def collate_packed(
         pad_token_id: any token of the vocabulary; no other sequence sees it.
         pad_each_to_multiple_of: so that context-parallel ranks can share each sequence
             (`plan.layout.sequence_multiple`).
-        pad_to_multiple_of: of the row, a multiple of the former (`plan.layout.length_multiple`).
+        pad_to_multiple_of: what the length of the row divides by, a multiple of the former
+            (`plan.layout.length_multiple`).
+
+    Example: samples of 3 and 4 tokens, each padded to a multiple of 2, the row to one of 4.
+
+        length  4          4         0: the row needs no more
+        cu_seqlens         0, 4, 8
+        position_ids       0, 1, 2, 3, 0, 1, 2, 3
     """
     assert pad_to_multiple_of % pad_each_to_multiple_of == 0
     lengths = [_round_up(len(sample), pad_each_to_multiple_of) for sample in samples]
     num_tokens = sum(lengths)
-    if rest := _round_up(max(1, num_tokens), pad_to_multiple_of) - num_tokens:
+    rest = _round_up(max(1, num_tokens), pad_to_multiple_of) - num_tokens
+    if rest:
         lengths.append(rest)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    starts, num_repeats = cu_seqlens[:-1], cu_seqlens.diff()
-    position_ids_BS = (torch.arange(sum(lengths)) - starts.repeat_interleave(num_repeats))[None]
+    starts = cu_seqlens[:-1]
+    positions_in_row = torch.arange(sum(lengths))
+    position_ids_BS = (positions_in_row - starts.repeat_interleave(cu_seqlens.diff()))[None]
     return _lay_out(samples, starts.tolist(), position_ids_BS, pad_token_id, num_drafts, cu_seqlens.int())
 
 
@@ -142,14 +152,15 @@ def _lay_out(
         loss_scale[here] = np.where(sample.labels == IGNORED, 0, sample.loss_scale)
 
     def rows(array: np.ndarray, num_shifts: int, fill: float) -> torch.Tensor:
+        """[1 + num_shifts, B, S]."""
         return ahead(torch.from_numpy(array).view_as(position_ids_BS), num_shifts, fill, cu_seqlens)
 
     return Batch(
-        rows(tokens, num_drafts, fill=0),
-        rows(labels, num_drafts + 1, fill=IGNORED)[1:],
-        rows(loss_scale, num_drafts + 1, fill=0)[1:],
-        position_ids_BS,
-        sum(map(len, samples)),
-        sum(len(sample) ** 2 for sample in samples),
-        cu_seqlens,
+        tokens_KBS=rows(tokens, num_drafts, fill=0),
+        labels_KBS=rows(labels, num_drafts + 1, fill=IGNORED)[1:],  # the trunk itself predicts one token ahead
+        loss_scale_KBS=rows(loss_scale, num_drafts + 1, fill=0)[1:],
+        position_ids_BS=position_ids_BS,
+        num_tokens=sum(map(len, samples)),
+        squares=sum(len(sample) ** 2 for sample in samples),
+        cu_seqlens=cu_seqlens,
     )

@@ -5,9 +5,10 @@ samples, whose `digest` ranks may compare.
 """
 
 import multiprocessing
+import operator
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -40,10 +41,14 @@ class Counts:
     trained_tokens: int = 0
     """Tokens of the kept rows that are labels."""
 
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
+
     def __str__(self) -> str:
         parts = [f"{self.kept} of {self.rows} rows kept"]
         for name in ("dropped_bad", "dropped_too_long", "not_sampled", "truncated"):
-            if number := asdict(self)[name]:
+            number = getattr(self, name)
+            if number:
                 parts.append(f"{number} {name.replace('_', ' ')}")
         return ", ".join([*parts, f"{self.tokens} tokens, {self.trained_tokens} trained"])
 
@@ -63,8 +68,7 @@ class DataReport:
 
     @property
     def total(self) -> Counts:
-        per_file = [asdict(counts) for counts in self.files.values()]
-        return Counts(**{f.name: sum(counts[f.name] for counts in per_file) for f in fields(Counts)})
+        return sum(self.files.values(), start=Counts())
 
     def as_dict(self) -> dict[str, Any]:
         return {"total": asdict(self.total), **asdict(self)}
@@ -116,7 +120,7 @@ def load_train_val(
         max_bad_rows: bad rows over all files that may be left out.
         system: system prompt for rows that bring none.
         num_proc: processes that tokenize; does not change the result.
-        seed: of `#N` samples and of the split.
+        seed: decides which rows are the `#N` samples and which are held out.
     Raises:
         UserError: a file that cannot be read, more bad rows than allowed, no row left, a tokenizer without a template.
     """
@@ -132,14 +136,13 @@ def load_train_val(
     if truncation_strategy == "error":
         _check_lengths(encoded, max_length)
 
-    num_train = len(train_rows.conversations)
-    train_encoded, val_encoded = encoded[:num_train], encoded[num_train:]
-    for specs, rows in ((train_rows.specs, train_encoded), (val_rows.specs, val_encoded)):
-        for spec, row in zip(specs, rows, strict=True):
-            _count(row, report.files[spec])
-    train = (
-        _kept(train_rows.conversations, train_encoded, "--dataset", max_length, truncation_strategy) if dataset else []
-    )
+    for spec, row in zip(train_rows.specs + val_rows.specs, encoded, strict=True):
+        _count(row, report.files[spec])
+    train_encoded = encoded[: len(train_rows.conversations)]
+    val_encoded = encoded[len(train_rows.conversations) :]
+    train = []
+    if dataset:
+        train = _kept(train_rows.conversations, train_encoded, "--dataset", max_length, truncation_strategy)
     if val_dataset:
         val = _kept(val_rows.conversations, val_encoded, "--val_dataset", max_length, truncation_strategy)
     else:
@@ -151,13 +154,16 @@ def load_train_val(
         val = [pair for pair, held in zip(train, is_held_out, strict=True) if held]
         train = [pair for pair, held in zip(train, is_held_out, strict=True) if not held]
 
-    samples, val_samples = [sample for _, sample in train], [sample for _, sample in val]
-    report.train_samples, report.val_samples = len(samples), len(val_samples)
+    samples = [sample for _, sample in train]
+    val_samples = [sample for _, sample in val]
+    report.train_samples = len(samples)
+    report.val_samples = len(val_samples)
     for spec, counts in report.files.items():
         logger.info("%s: %s", spec, counts)
     for note in report.notes:
         logger.info("%s", note)
-    return Data(samples, val_samples, [c for c, _ in val], report, digest([*samples, *val_samples]))
+    val_conversations = [conversation for conversation, _ in val]
+    return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]))
 
 
 def load_prompts(
@@ -168,7 +174,7 @@ def load_prompts(
     `.prompt()` leaves the last assistant turn out, `.answer()` is its text.
 
     Raises:
-        UserError: as `load_train_val`.
+        UserError: a file that cannot be read, a bad row where none is allowed.
     """
     rows = _read(files, DataReport(), system, seed, needs_answer=False)
     _check_bad_rows(rows.bad_rows, max_bad_rows, can_be_left_out=False)
@@ -257,7 +263,7 @@ class Encoder:
         return Encoded(length, source=source)
 
 
-_encoder: Encoder | None = None  # of a worker process
+_encoder: Encoder | None = None  # in a worker process, where `_start_worker` puts it
 
 
 def _start_worker(encoder: Encoder) -> None:

@@ -21,7 +21,7 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.errors import UserError
 
 NUM_SAMPLES = 100_000
-"""Of a distribution, as in Megatron-LM; a file has as many as it has lines."""
+"""A distribution gives this many samples, as in Megatron-LM; a file gives one for each of its lines."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def mock_samples(
     """The samples that a value of the option describes.
 
     Args:
-        num_samples: of a distribution.
+        num_samples: how many a distribution gives.
 
     Raises:
         UserError: see `mock_lengths`.
@@ -72,8 +72,9 @@ def mock_lengths(config: dict[str, Any], *, seed: int = 42, num_samples: int = N
     check_mock_config(config)
     if config["mode"] == "file":
         return _read_lengths(Path(config["path"]))
-    sigma, mean = config["lognormal_sigma"], config["mean_seq_len"]
-    drawn = np.random.RandomState(seed).lognormal(math.log(mean) - sigma**2 / 2, sigma, num_samples)
+    sigma = config["lognormal_sigma"]
+    mu = math.log(config["mean_seq_len"]) - sigma**2 / 2
+    drawn = np.random.RandomState(seed).lognormal(mu, sigma, num_samples)
     return np.clip(drawn, config["min_seq_len"], config["max_seq_len"]).astype(np.int64)
 
 

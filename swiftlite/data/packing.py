@@ -39,7 +39,7 @@ class Rows:
 
 
 def padded(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Lengths rounded up, so that ranks can share each sequence by position (`args.layout.length_multiple`)."""
+    """Lengths rounded up, so that ranks can share each sequence by position (`plan.layout.sequence_multiple`)."""
     return -(-lengths // multiple) * multiple
 
 
@@ -51,17 +51,17 @@ def check_lengths(lengths: Sequence[int] | np.ndarray, packing_length: int, mult
     """
     given = np.asarray(lengths, np.int64)
     result = padded(given, multiple)
-    if (wrong := np.flatnonzero((given < 1) | (result > packing_length))).size:
-        first = wrong[0]
-        if given[first] < 1:
-            raise UserError(f"sequence {first} has {given[first]} tokens; a packed row has none to give it")
-        rounded = f", {result[first]} when padded to a multiple of {multiple}" if multiple > 1 else ""
-        longest = result.max()
-        raise UserError(
-            f"sequence {first} has {given[first]} tokens{rounded}: over --packing_length {packing_length}",
-            f"--packing_length {longest} takes all; or cut them: --max_length {packing_length // multiple * multiple}",
-        )
-    return result
+    wrong = np.flatnonzero((given < 1) | (result > packing_length))
+    if not wrong.size:
+        return result
+    index = wrong[0]
+    if given[index] < 1:
+        raise UserError(f"sequence {index} has {given[index]} tokens; a packed row has none to give it")
+    rounded = f", {result[index]} when padded to a multiple of {multiple}" if multiple > 1 else ""
+    raise UserError(
+        f"sequence {index} has {given[index]} tokens{rounded}: over --packing_length {packing_length}",
+        f"--packing_length {result.max()} takes all; or cut them: --max_length {packing_length // multiple * multiple}",
+    )
 
 
 def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: int = 1) -> Rows:
@@ -69,6 +69,17 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
 
     Sequences of one length are alike, and so are rows with the same room. The loop is over pairs of these; the indices
     are dealt out afterwards, all at once.
+
+    Example: lengths `[5, 3, 8, 2, 2, 10, 10]` into rows of 10 tokens.
+
+        length  sequences  rows they go into, numbered as they are opened
+        10      5, 6       0 and 1, both new and full now
+        8       2          2, new, with room for 2 more
+        5       0          3, new, with room for 5 more
+        3       1          3, the fullest with room for it, now for 2 more
+        2       3, 4       3 and 2, both full now
+
+    Numbered by their first sequences, the rows are `[0, 1, 3]`, `[2, 4]`, `[5]`, `[6]`.
 
     Args:
         lengths: tokens of each sequence, at least 1.
@@ -88,58 +99,93 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
     distinct, counts = np.unique(sizes, return_counts=True)
 
     num_rows = 0
-    rooms: list[int] = []  # that open rows have, ascending, each once
-    spans: dict[int, list[tuple[int, int]]] = {}  # room -> the rows that have it, as spans [first, end)
-    taken: list[tuple[int, int, int]] = []  # in the order of `by_size`: rows [first, end) took so many sequences each
-
-    def leave(first: int, end: int, room: int) -> None:
-        if first < end and room >= distinct[0]:  # else nothing will come that fits
-            if room not in spans:
-                bisect.insort(rooms, room)
-            spans.setdefault(room, []).append((first, end))
-
+    open_rows = _OpenRows(smallest_size=int(distinct[0]))
+    dealt: list[tuple[int, int, int]] = []  # in the order of `by_size`: first row, number of rows, sequences for each
     for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
-            place = bisect.bisect_left(rooms, size)
-            if place < len(rooms):
-                room = rooms[place]
-                first, end = spans[room].pop()
-                if not spans[room]:
-                    del spans[room], rooms[place]
-            else:
+            room, rows = open_rows.take(size)
+            if not rows:
                 room = packing_length
-                first = num_rows
-                num_rows = end = first - -count // (room // size)
+                num_new = -(-count // (room // size))
+                rows = range(num_rows, num_rows + num_new)
+                num_rows += num_new
             # The row with the least room that will do has still less after a sequence: it takes all it can at once.
             most = room // size
-            full = min(end, first + count // most)
-            taken.append((first, full, most))
-            leave(first, full, room - most * size)
-            count -= (full - first) * most
-            if full < end and count:  # the last sequences of this size
-                taken.append((full, full + 1, count))
-                leave(full, full + 1, room - count * size)
-                full, count = full + 1, 0
-            leave(full, end, room)
+            num_full = min(len(rows), count // most)
+            full, others = rows[:num_full], rows[num_full:]
+            dealt.append((full.start, num_full, most))
+            open_rows.put(room - most * size, full)
+            count -= num_full * most
+            if others and count:  # fewer than `most` are left: the next row takes them
+                dealt.append((others.start, 1, count))
+                open_rows.put(room - count * size, others[:1])
+                others = others[1:]
+                count = 0
+            open_rows.put(room, others)
 
-    firsts, ends, times = np.array(taken).T
-    spread = ends - firsts
-    behind = np.arange(spread.sum()) - np.repeat(np.cumsum(spread) - spread, spread)
-    rows = np.empty(len(sizes), np.int64)
-    rows[by_size] = np.repeat(np.repeat(firsts, spread) + behind, np.repeat(times, spread))
-    return _in_order(rows, num_rows)
+    first_rows, num_rows_dealt, num_sequences = np.array(dealt).T
+    row_numbers = _join_ranges(first_rows, num_rows_dealt)
+    row_of = np.empty(len(sizes), np.int64)
+    row_of[by_size] = np.repeat(row_numbers, np.repeat(num_sequences, num_rows_dealt))
+    return _in_order(row_of, num_rows)
 
 
-def _in_order(rows: np.ndarray, num_rows: int) -> Rows:
-    """From the row of each sequence, every row used; rows are numbered anew by their first sequence."""
-    order = np.argsort(rows, kind="stable")
-    counts = np.bincount(rows, minlength=num_rows)
-    starts = np.cumsum(counts) - counts
-    by_first = np.argsort(order[starts])
+class _OpenRows:
+    """Rows that have room left, by their room: `{3: [range(0, 5)]}` are rows 0 to 4 with room for 3 tokens each.
+
+    Args:
+        smallest_size: rows with less room are full: nothing will come that fits.
+    """
+
+    def __init__(self, smallest_size: int):
+        self._smallest_size = smallest_size
+        self._rooms: list[int] = []  # the keys of `_rows`, ascending
+        self._rows: dict[int, list[range]] = {}
+
+    def put(self, room: int, rows: range) -> None:
+        """Note that these rows have this room now."""
+        if not rows or room < self._smallest_size:
+            return
+        if room not in self._rows:
+            bisect.insort(self._rooms, room)
+            self._rows[room] = []
+        self._rows[room].append(rows)
+
+    def take(self, size: int) -> tuple[int, range]:
+        """The least room that holds `size` tokens, and rows that have it, which are open no more; no rows if none."""
+        place = bisect.bisect_left(self._rooms, size)
+        if place == len(self._rooms):
+            return 0, range(0)
+        room = self._rooms[place]
+        rows = self._rows[room].pop()
+        if not self._rows[room]:
+            del self._rows[room]
+            del self._rooms[place]
+        return room, rows
+
+
+def _join_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Ranges one after the other: starts `[5, 0]` and lengths `[3, 2]` give `[5, 6, 7, 0, 1]`."""
+    places = np.cumsum(lengths) - lengths  # where in the result each range begins: [0, 3]
+    return np.repeat(starts - places, lengths) + np.arange(lengths.sum())
+
+
+def _in_order(row_of: np.ndarray, num_rows: int) -> Rows:
+    """Rows from the row of each sequence, numbered anew by their first sequences.
+
+    Example: `[1, 0, 1]`, where sequences 0 and 2 are in row 1. That row comes first, since sequence 0 does: the result
+    is `[0, 2]`, `[1]`.
+
+    Args:
+        row_of: `[num_sequences]`; every row below `num_rows` has a sequence.
+    """
+    order = np.argsort(row_of, kind="stable")  # the sequences of row 0, of row 1, ...: [1, 0, 2]
+    counts = np.bincount(row_of, minlength=num_rows)  # [1, 2]
+    starts = np.cumsum(counts) - counts  # where each row begins in `order`: [0, 1]
+    by_first = np.argsort(order[starts])  # old numbers of the rows in their new order: [1, 0]
     counts = counts[by_first]
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    behind = np.arange(len(rows)) - np.repeat(offsets[:-1], counts)
-    return Rows(order[np.repeat(starts[by_first], counts) + behind], offsets)
+    return Rows(order[_join_ranges(starts[by_first], counts)], offsets)
 
 
 Numbered = tuple[int, Sample]
@@ -175,8 +221,11 @@ class RowStream(Iterator[list[Sample]]):
         waiting: Iterable[Numbered] = (),
         ready: Iterable[list[Numbered]] = (),
     ):
-        self.packing_length, self.buffer_size, self.multiple = packing_length, buffer_size, multiple
-        self.waiting, self.ready = list(waiting), deque(ready)
+        self.packing_length = packing_length
+        self.buffer_size = buffer_size
+        self.multiple = multiple
+        self.waiting = list(waiting)
+        self.ready = deque(ready)
         self._samples = iter(samples)
 
     def __next__(self) -> list[Sample]:
@@ -192,13 +241,18 @@ class RowStream(Iterator[list[Sample]]):
         self.waiting += fresh
         lengths = np.array([len(sample) for _, sample in self.waiting], np.int64)
         rows = pack(lengths, self.packing_length, multiple=self.multiple)
-        goes = np.ones(len(rows), bool)
-        if len(fresh) == wanted:
+        is_ready = np.ones(len(rows), bool)
+        if len(fresh) == wanted:  # else the stream has ended
             fill = np.add.reduceat(padded(lengths, self.multiple)[rows.order], rows.offsets[:-1])
-            goes[np.argsort(-fill, kind="stable")[(len(rows) + 1) // 2 :]] = False
-            goes[0] = True  # rows come in the order of their first samples
-        self.ready.extend([self.waiting[i] for i in rows[row]] for row in np.flatnonzero(goes).tolist())
-        staying = np.sort(
-            np.concatenate([rows[row] for row in np.flatnonzero(~goes).tolist()] or [np.empty(0, np.int64)])
-        )
-        self.waiting = [self.waiting[i] for i in staying.tolist()]
+            fullest_first = np.argsort(-fill, kind="stable")
+            is_ready[fullest_first[(len(rows) + 1) // 2 :]] = False
+            is_ready[0] = True  # it holds the oldest sample, since rows come in the order of their first samples
+
+        staying: list[int] = []
+        for row, goes_out in enumerate(is_ready.tolist()):
+            indices = rows[row].tolist()
+            if goes_out:
+                self.ready.append([self.waiting[index] for index in indices])
+            else:
+                staying += indices
+        self.waiting = [self.waiting[index] for index in sorted(staying)]

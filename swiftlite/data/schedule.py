@@ -1,14 +1,17 @@
 """Who computes which sequences of a step: a pure function of the lengths of the global batch.
 
-The work of a sequence is `linear * length + square * length ** 2` (matrices, attention; `args.flops`). First sequences
-go to data-parallel ranks so that their sums of work are level, then each rank spreads its own over micro-batches; the
-ranks' micro-batches are ordered by work, so that at each index they are as level as they can be too. Moving the samples
-is not done here: a framework whose every rank has all data, or that has its own exchange, can use this alone.
+The work of a sequence is `linear * length + square * length ** 2` (matrices, attention; `plan/flops.py`). First the
+sequences go to data-parallel ranks so that their sums of work are level, then each rank spreads its own over
+micro-batches. The micro-batches of a rank are ordered by work, so that at each index ranks are as level as they can be
+too. Moving the samples is not done here: a framework whose every rank has all data, or that has its own exchange, can
+use this alone.
 """
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +34,7 @@ class Schedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of every rank."""
+        """Micro-batches of each rank."""
         return self.work.shape[0]
 
     @property
@@ -80,84 +83,123 @@ def schedule(
     """
     sizes = check_lengths(lengths, packing_length, multiple)
     work = linear * sizes + square * sizes.astype(np.float64) ** 2
-    by_size = np.argsort(-sizes, kind="stable")
-    sizes_of, work_of = sizes.tolist(), work.tolist()
+    sizes_list = sizes.tolist()
+    work_list = work.tolist()
+    longest_first = np.argsort(-sizes, kind="stable").tolist()
+    items = [_Item(index, sizes_list[index], work_list[index]) for index in longest_first]
 
-    dp = data_parallel_size
-    number = max(1, -(-int(sizes.sum()) // (dp * packing_length)))
+    num_micro_batches = max(1, -(-int(sizes.sum()) // (data_parallel_size * packing_length)))
     while True:
-        number = -(-number // num_multiple_of) * num_multiple_of
-        ranks = _level(by_size.tolist(), work_of, dp, at_least=number)
-        found = [_micro_batches(mine, sizes_of, work_of, number, packing_length) for mine in ranks]
-        slots = [rank for rank in found if rank is not None]
-        if len(slots) == dp:
-            return _schedule(slots, work)
-        number += 1
+        num_micro_batches = -(-num_micro_batches // num_multiple_of) * num_multiple_of
+        ranks = _level(items, data_parallel_size, at_least=num_micro_batches)
+        cut = [_micro_batches(rank, num_micro_batches, packing_length) for rank in ranks]
+        fitting = [micro_batches for micro_batches in cut if micro_batches is not None]
+        if len(fitting) == data_parallel_size:
+            return _as_schedule(fitting, work)
+        num_micro_batches += 1
 
 
-def _level(items: list[int], work: list[float], num_groups: int, at_least: int) -> list[list[int]]:
-    """Each item, the most work first, to the group with the least so far; as many items as asked for in each group,
-    if there are enough."""
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    heap = [(0.0, group) for group in range(num_groups)]
-    missing = at_least * num_groups
-    for left, item in zip(range(len(items), 0, -1), items, strict=True):
-        if left == missing:  # what is left, the shortest sequences, goes where a micro-batch would be empty
-            heap = [entry for entry in heap if len(groups[entry[1]]) < at_least]
+class _Item(NamedTuple):
+    """A sequence: its index in the global batch, its padded tokens, its work."""
+
+    index: int
+    size: int
+    work: float
+
+
+_Group = list[_Item]
+
+
+def _work_of(group: _Group) -> float:
+    return sum(item.work for item in group)
+
+
+def _level(items: Sequence[_Item], num_groups: int, at_least: int) -> list[_Group]:
+    """Groups level in work: each item, the most work first, goes to the group with the least so far.
+
+    Each group gets at least so many items, if there are enough of them.
+
+    Example: work of 8, 6, 4, 4, 2 in two groups. 8 and 6 open one each, both 4 go where less is (6 + 4 = 10, then
+    8 + 4 = 12), and so does 2: the groups are `[8, 4]` and `[6, 4, 2]`.
+    """
+    groups: list[_Group] = [[] for _ in range(num_groups)]
+    heap = [(0.0, number) for number in range(num_groups)]  # work so far, and of which group
+    num_lacking = at_least * num_groups
+    for position, item in enumerate(items):
+        if len(items) - position == num_lacking:
+            # All that are left, the shortest sequences, are needed by groups that lack some.
+            heap = [(so_far, number) for so_far, number in heap if len(groups[number]) < at_least]
             heapq.heapify(heap)
-        so_far, group = heap[0]
-        heapq.heapreplace(heap, (so_far + work[item], group))
-        missing -= len(groups[group]) < at_least
-        groups[group].append(item)
+        so_far, number = heap[0]
+        heapq.heapreplace(heap, (so_far + item.work, number))
+        if len(groups[number]) < at_least:
+            num_lacking -= 1
+        groups[number].append(item)
     return groups
 
 
-def _micro_batches(
-    items: list[int], sizes: list[int], work: list[float], number: int, packing_length: int
-) -> list[list[int]] | None:
+def _micro_batches(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
     """A rank's sequences, longest first, in this many micro-batches, most work first; None if they do not fit."""
-    if sum(sizes[item] for item in items) > number * packing_length:
+    if sum(item.size for item in items) > number * packing_length:
         return None
-    slots = _level_within(items, sizes, work, number, packing_length)
-    if slots is None:
-        rows = pack([sizes[item] for item in items], packing_length)
-        if len(rows) > number:
-            return None
-        slots = [[items[i] for i in rows[row].tolist()] for row in range(len(rows))]
-        while len(slots) < min(number, len(items)):
-            slots.sort(key=lambda slot: (len(slot) > 1, sum(work[item] for item in slot)))
-            slot = slots.pop()
-            slots += [slot[::2], slot[1::2]]
-        slots += [[] for _ in range(number - len(slots))]
-    return sorted(slots, key=lambda slot: -sum(work[item] for item in slot))
+    groups = _level_within(items, number, packing_length)
+    if groups is None:
+        groups = _packed(items, number, packing_length)
+    if groups is None:
+        return None
+    return sorted(groups, key=lambda group: -_work_of(group))
 
 
-def _level_within(
-    items: list[int], sizes: list[int], work: list[float], number: int, packing_length: int
-) -> list[list[int]] | None:
-    """As `_level`, in groups that hold so many tokens; None where that leaves an item without a place."""
-    slots: list[list[int]] = [[] for _ in range(number)]
+def _level_within(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
+    """Groups level in work as by `_level`, of at most `packing_length` tokens; None if an item finds no place so.
+
+    Example: tokens 5, 4, 3, 2 as work, two groups of 7. The first three give `[5]` and `[4, 3]`; 2 goes to the first,
+    which has less work. With 5, 4, 3, 3 the second 3 has no place: None.
+    """
+    groups: list[_Group] = [[] for _ in range(number)]
     rooms = [packing_length] * number
-    heap = [(0.0, slot) for slot in range(number)]
+    heap = [(0.0, group) for group in range(number)]  # work so far, and of which group
     for item in items:
-        full = []
-        while heap and rooms[heap[0][1]] < sizes[item]:
-            full.append(heapq.heappop(heap))
+        too_full = []
+        while heap and rooms[heap[0][1]] < item.size:
+            too_full.append(heapq.heappop(heap))
         if not heap:
             return None
-        so_far, slot = heap[0]
-        heapq.heapreplace(heap, (so_far + work[item], slot))
-        rooms[slot] -= sizes[item]
-        slots[slot].append(item)
-        for entry in full:
+        so_far, chosen = heap[0]
+        heapq.heapreplace(heap, (so_far + item.work, chosen))
+        rooms[chosen] -= item.size
+        groups[chosen].append(item)
+        for entry in too_full:  # they may have room for shorter items
             heapq.heappush(heap, entry)
-    return slots
+    return groups
 
 
-def _schedule(ranks: list[list[list[int]]], work: np.ndarray) -> Schedule:
-    """From the micro-batches of each rank."""
-    slots = [sorted(slot) for together in zip(*ranks, strict=True) for slot in together]
-    order = np.array([item for slot in slots for item in slot], np.int64)
-    offsets = np.concatenate([[0], np.cumsum([len(slot) for slot in slots])])
-    sums = np.concatenate([[0.0], np.cumsum(work[order])])
-    return Schedule(order, offsets, np.diff(sums[offsets]).reshape(-1, len(ranks)))
+def _packed(items: Sequence[_Item], number: int, packing_length: int) -> list[_Group] | None:
+    """Groups as full as `packing.pack` makes them, whatever their work; None if these are more than `number`."""
+    rows = pack([item.size for item in items], packing_length)
+    if len(rows) > number:
+        return None
+    groups = [[items[index] for index in row] for row in rows]
+    while len(groups) < min(number, len(items)):  # a micro-batch would be empty: halve the one with the most work
+        groups.sort(key=lambda group: (len(group) > 1, _work_of(group)))
+        most = groups.pop()
+        groups += [most[::2], most[1::2]]
+    groups += [[] for _ in range(number - len(groups))]
+    return groups
+
+
+def _as_schedule(ranks: Sequence[Sequence[_Group]], work: np.ndarray) -> Schedule:
+    """The schedule of each rank's micro-batches.
+
+    Example: rank 0 has `[[0], [2]]`, rank 1 has `[[3], [4, 1]]`. Slots go by micro-batch first, `[0]`, `[3]`, `[2]`,
+    `[1, 4]`, so that `order` is `[0, 3, 2, 1, 4]` and `offsets` is `[0, 1, 2, 3, 5]`.
+    """
+    slots = []
+    for same_micro_batch in zip(*ranks, strict=True):
+        for group in same_micro_batch:
+            slots.append(sorted(item.index for item in group))
+    order = np.array(list(itertools.chain(*slots)), np.int64)
+    offsets = np.array([0, *itertools.accumulate(len(slot) for slot in slots)])
+    work_before = np.concatenate([[0.0], np.cumsum(work[order])])
+    work_of_slots = np.diff(work_before[offsets])
+    return Schedule(order, offsets, work_of_slots.reshape(-1, len(ranks)))

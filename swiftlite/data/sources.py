@@ -45,12 +45,14 @@ def find_file(spec: str) -> DataFile:
     Raises:
         UserError: no such file (near names are suggested), a directory, an unknown suffix, a bad count.
     """
-    path, sample = Path(spec), None
+    path = Path(spec)
+    sample = None
     if "#" in spec and not path.exists():
         name, _, count = spec.rpartition("#")
         if not count.isdecimal() or int(count) == 0:
             raise UserError(f"{spec}: #{count} is not a number of rows", f"write {name}#500 for 500 random rows")
-        path, sample = Path(name), int(count)
+        path = Path(name)
+        sample = int(count)
     if path.is_dir():
         files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in READERS)
         held = f"it holds {', '.join(files[:8])}" if files else "it holds no data file"
@@ -136,9 +138,11 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     decoder = json.JSONDecoder()
     position = _skip_space(text, 0)
     is_array = text.startswith("[", position)
-    position += is_array
-    line, counted = 1, 0
-    while (position := _skip_space(text, position)) < len(text) and not (is_array and text[position] == "]"):
+    if is_array:
+        position = _skip_space(text, position + 1)
+    line = 1
+    counted = 0  # characters whose lines are counted in `line`
+    while position < len(text) and not (is_array and text[position] == "]"):
         line += text.count("\n", counted, position)
         counted = position
         try:
@@ -148,19 +152,31 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
         yield line, row
         position = _skip_space(text, position)
         if is_array and text.startswith(",", position):
-            position += 1
+            position = _skip_space(text, position + 1)
         elif is_array and not text.startswith("]", position):
             raise _not_json(path, text, position, "expected , or ]")
-    if is_array:
-        if position >= len(text):
-            raise _not_json(path, text, position, "the array is not closed by ]")
-        if (rest := _skip_space(text, position + 1)) < len(text):
-            raise _not_json(path, text, rest, "something follows the array")
+    if not is_array:
+        return
+    if position >= len(text):
+        raise _not_json(path, text, position, "the array is not closed by ]")
+    rest = _skip_space(text, position + 1)
+    if rest < len(text):
+        raise _not_json(path, text, rest, "something follows the array")
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than many a document
-    reader = csv.reader(io.StringIO(_decode(path), newline=""), strict=True)
+    # By the standard library and not pyarrow.csv, which does not know the line of a row behind one that spans lines.
+    text = _decode(path)
+    limit = csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than many a document
+    try:
+        rows = list(_parse_csv(text, path))
+    finally:
+        csv.field_size_limit(limit)  # the module has one limit for the whole process
+    yield from rows
+
+
+def _parse_csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(reader, [])
         start = reader.line_num + 1
@@ -187,7 +203,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         for batch in file.iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
-                yield number, _padded_schema(row) or row
+                yield number, _padding_error(row) or row
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
@@ -199,23 +215,33 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
 
 
 STREAMED = (".jsonl", ".parquet")
-"""Those that need not read the whole file first."""
+"""Suffixes whose readers need not read the whole file first."""
 
 
-def _padded_schema(row: dict[str, Any]) -> RowError | None:
-    """Parquet gives every struct of a column the same fields, so the schemas of other rows' tools leak in as nulls."""
-    nested = {"tools": row.get("tools")}
-    messages: Any = row.get("messages")
-    for i, message in enumerate(messages if isinstance(messages, list) else []):
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        for call in calls if isinstance(calls, list) else []:
-            if isinstance(call, dict) and isinstance(call.get("function"), dict):
-                nested[f"messages[{i}].tool_calls"] = call["function"].get("arguments")
-    for path, value in nested.items():
+def _padding_error(row: dict[str, Any]) -> RowError | None:
+    """Parquet gives every struct of a column the same fields, so fields of other rows' tools come as nulls in this one.
+
+    Returns:
+        The error of a row that holds such nulls.
+    """
+    nested = [("tools", row.get("tools"))]
+    for number, message in enumerate(_list(row.get("messages"))):
+        for call in _list(_dict(message).get("tool_calls")):
+            function = _dict(_dict(call).get("function"))
+            nested.append((f"messages[{number}].tool_calls", function.get("arguments")))
+    for path, value in nested:
         if value is not None and _holds_null(value):
             problem = "has nulls: Parquet has padded it with fields of other rows"
             return RowError(path, problem, "store it as JSON text (json.dumps) in a text column")
     return None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _holds_null(value: Any) -> bool:

@@ -5,13 +5,14 @@ the numbers of the rows that it has read and of those that wait: the files are r
 waits is tokenized again.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from swiftlite.data.conversation import BadRow
 from swiftlite.data.dataset import Encoder
-from swiftlite.data.packing import RowStream
+from swiftlite.data.packing import Numbered, RowStream
 from swiftlite.data.sample import Sample
 from swiftlite.data.sources import READERS, STREAMED, check_row, find_file
 from swiftlite.errors import UserError
@@ -46,19 +47,27 @@ class Stream(Iterator[list[Sample]]):
         state: dict[str, Any] | None = None,
     ):
         self._paths = [_streamed(spec) for spec in files]
-        self._encoder, self._max_bad_rows, self._system = encoder, max_bad_rows, system
+        self._encoder = encoder
+        self._max_bad_rows = max_bad_rows
+        self._system = system
         state = state or {"num_read": 0, "rows_per_epoch": None, "num_bad": 0, "waiting": [], "ready": []}
         self.num_read: int = state["num_read"]
         self.rows_per_epoch: int | None = state["rows_per_epoch"]  # known after the first
         self._num_bad: int = state["num_bad"]
-        held = self._read_again({*state["waiting"], *(number for row in state["ready"] for number in row)})
+        waiting: list[int] = state["waiting"]
+        ready: list[list[int]] = state["ready"]
+        samples = self._read_again({*waiting, *itertools.chain(*ready)})
+
+        def numbered(numbers: list[int]) -> list[Numbered]:
+            return [(number, samples[number]) for number in numbers]
+
         self._rows = RowStream(
             self._read(),
             packing_length,
             buffer_size,
             multiple=multiple,
-            waiting=[(number, held[number]) for number in state["waiting"]],
-            ready=[[(number, held[number]) for number in row] for row in state["ready"]],
+            waiting=numbered(waiting),
+            ready=map(numbered, ready),
         )
 
     def __next__(self) -> list[Sample]:
@@ -70,8 +79,8 @@ class Stream(Iterator[list[Sample]]):
             "num_read": self.num_read,
             "rows_per_epoch": self.rows_per_epoch,
             "num_bad": self._num_bad,
-            "waiting": [number for number, _ in self._rows.waiting],
-            "ready": [[number for number, _ in row] for row in self._rows.ready],
+            "waiting": _numbers(self._rows.waiting),
+            "ready": [_numbers(row) for row in self._rows.ready],
         }
 
     @property
@@ -85,21 +94,28 @@ class Stream(Iterator[list[Sample]]):
             for line, row in READERS[path.suffix.lower()](path):
                 yield row, f"{path}:{line}"
 
-    def _read(self) -> Iterator[tuple[int, Sample]]:
-        """What trains of all rows that were not read yet; they are numbered through all epochs."""
+    def _read(self) -> Iterator[Numbered]:
+        """The samples of rows that were not read yet, epoch after epoch; rows are numbered through all epochs.
+
+        Example: a stream of files of 5 rows that has read rows 0 to 6 is in its second epoch. It passes over the first
+        two rows of the files, gives the samples of rows 7, 8 and 9, then those of the third epoch.
+        """
         while True:
             first = self.num_read % self.rows_per_epoch if self.rows_per_epoch else self.num_read
-            num_rows, num_kept = 0, 0
+            num_rows = 0
+            num_kept = 0
             for row, source in self._one_pass():
                 num_rows += 1
                 if num_rows <= first:
                     continue
-                number, self.num_read = self.num_read, self.num_read + 1
+                number = self.num_read
+                self.num_read += 1
                 sample = self._encode(row, source)
                 if sample is not None:
                     num_kept += 1
                     yield number, sample
-            if num_rows < first or (self.rows_per_epoch or num_rows) != num_rows:
+            is_as_long_as_before = self.rows_per_epoch in (None, num_rows)
+            if num_rows < first or not is_as_long_as_before:
                 raise _changed("--dataset")
             if not first and not num_kept:
                 raise UserError(
@@ -111,22 +127,24 @@ class Stream(Iterator[list[Sample]]):
 
     def _read_again(self, numbers: set[int]) -> dict[int, Sample]:
         """The samples of rows that an earlier stream had read and not given away."""
-        wanted: dict[int, list[int]] = {}  # by place in the files: a small file may wait more than once
+        wanted: dict[int, list[int]] = {}  # by place in the files: a row may wait in several epochs
         for number in sorted(numbers):
-            wanted.setdefault(number % (self.rows_per_epoch or self.num_read), []).append(number)
+            place = number % self.rows_per_epoch if self.rows_per_epoch else number
+            wanted.setdefault(place, []).append(number)
         samples: dict[int, Sample] = {}
-        for place, (row, source) in enumerate(self._one_pass() if wanted else ()):
-            if place in wanted:
-                conversation = check_row(row, source, system=self._system)
-                sample = None if isinstance(conversation, BadRow) else self._encoder(conversation).sample
-                if sample is None:
-                    raise _changed(source)
-                samples |= dict.fromkeys(wanted.pop(place), sample)
-                if not wanted:
-                    return samples
-        if wanted:
-            raise _changed("--dataset")
-        return samples
+        if not wanted:
+            return samples
+        for place, (row, source) in enumerate(self._one_pass()):
+            if place not in wanted:
+                continue
+            conversation = check_row(row, source, system=self._system)
+            sample = None if isinstance(conversation, BadRow) else self._encoder(conversation).sample
+            if sample is None:
+                raise _changed(source)
+            samples |= dict.fromkeys(wanted.pop(place), sample)
+            if not wanted:
+                return samples
+        raise _changed("--dataset")
 
     def _encode(self, row: object, source: str) -> Sample | None:
         """None where a row is left out."""
@@ -151,6 +169,10 @@ class Stream(Iterator[list[Sample]]):
             allowed = f"; {self._max_bad_rows} before it were left out" if self._max_bad_rows else ""
             skip = f"--max_bad_rows {self._num_bad} leaves it out, but no more after it"
             raise UserError(f"{bad}{allowed}", "\n    ".join(line for line in (bad.hint, skip) if line))
+
+
+def _numbers(samples: Iterable[Numbered]) -> list[int]:
+    return [number for number, _ in samples]
 
 
 def _streamed(spec: str) -> Path:

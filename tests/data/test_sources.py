@@ -101,8 +101,9 @@ def test_parquet_that_padded_tools_with_nulls_is_refused(tmp_path):
     assert rows.bad_rows[0].hint == "store it as JSON text (json.dumps) in a text column"
 
 
-def test_parquet_that_padded_call_arguments_with_nulls_is_refused(tmp_path):
-    calls = [{"name": "get", "arguments": {"city": "x"}}, {"name": "sum", "arguments": {"of": "x"}}]
+@pytest.mark.parametrize("arguments", [[{"city": "x"}, {"of": "x"}], [{"city": "x"}, {"city": "x", "of": "x"}]])
+def test_parquet_that_padded_call_arguments_with_nulls_is_refused(tmp_path, arguments):
+    calls = [{"name": "get", "arguments": given} for given in arguments]
     messages = [
         {"role": "user", "content": "q", "tool_calls": None},
         {"role": "assistant", "content": "", "tool_calls": [{"function": call} for call in calls]},
