@@ -44,7 +44,7 @@ def teacher_forced(
     family = families.get(hf_config, hf_dir)
     heads = Heads.from_config(hf_config)
     chunks = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         device=device,
         dtype=getattr(torch, torch_dtype),

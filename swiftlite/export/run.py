@@ -56,7 +56,7 @@ def to_hf(args: ExportArgs, device: Device) -> None:
     if args.mtp == "strip":
         heads = Heads()
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         device=device,
         dtype=getattr(torch, state["torch_dtype"]),
@@ -140,7 +140,7 @@ def to_mcore(args: ExportArgs, device: Device) -> None:
         heads = Heads()
     dtype = args.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         device=device,
         dtype=getattr(torch, dtype),

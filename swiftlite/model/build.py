@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
 from swiftlite.errors import OptionError
+from swiftlite.families.architecture import Architecture
 from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
@@ -22,13 +24,16 @@ from swiftlite.plan.layout import (
 )
 from swiftlite.runtime.device import Device
 
+# By the names that transformers has for them.
+_ACTIVATIONS = {"silu": F.silu}
+
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
 def build_config(
-    architecture: dict[str, Any],
+    mcore_config: dict[str, Any],
     *,
     device: Device,
     dtype: torch.dtype,
@@ -40,14 +45,15 @@ def build_config(
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
-        architecture: keyword arguments from `Family.transformer_config`.
+        mcore_config: arguments of TransformerConfig from `Architecture.mcore_config`.
     """
     layout, recompute, moe = layout or ParallelLayout(), recompute or RecomputeArgs(), moe or MoeArgs()
-    config_class = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    config_class = MLATransformerConfig if mcore_config.get("multi_latent_attention") else TransformerConfig
+    of_architecture: dict[str, Any] = {**mcore_config, "activation_func": _ACTIVATIONS[mcore_config["activation_func"]]}
     is_interleaved = num_virtual_stages(layout) is not None
     is_full = recompute.recompute_granularity == "full"
     return config_class(
-        **architecture,
+        **of_architecture,
         mtp_num_layers=mtp_num_layers or None,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -106,7 +112,7 @@ def _stages(layout: ParallelLayout) -> str | None:
 
 
 def build_model(
-    architecture: dict[str, Any],
+    architecture: Architecture,
     hf_config: dict[str, Any],
     *,
     device: Device,
@@ -122,6 +128,8 @@ def build_model(
     """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
 
     Args:
+        architecture: from `Family.architecture`.
+        hf_config: config.json, for the rotary frequencies.
         heads: the MTP heads that it gets.
         drafting: what MTP layers are fed; of no consequence where nothing is computed.
         mtp_loss: what the heads learn, see GPTModel.
@@ -130,13 +138,13 @@ def build_model(
         OptionError: the model cannot be laid out so.
     """
     layout = layout or ParallelLayout()
-    if problems := layout_problems(layout, hf_config, heads.layers):
+    if problems := layout_problems(layout, architecture, heads.layers):
         raise OptionError(problems)
     chunks = []
     for vp_stage in range(num_virtual_stages(layout) or 1):
         # Of its own for each: megatron-core's schedules and our rotary embedding leave notes in it.
         config = build_config(
-            architecture,
+            architecture.mcore_config(),
             device=device,
             dtype=dtype,
             mtp_num_layers=heads.layers,
@@ -144,7 +152,7 @@ def build_model(
             recompute=recompute,
             moe=moe,
         )
-        stage = _build_stage(config, hf_config, layout, vp_stage, heads, heads_only, drafting, mtp_loss)
+        stage = _build_stage(config, architecture, hf_config, layout, vp_stage, heads, heads_only, drafting, mtp_loss)
         chunks.append(stage.to(device.torch_device))
     _mark_experts(chunks, layout)
     return chunks
@@ -152,6 +160,7 @@ def build_model(
 
 def _build_stage(
     config: TransformerConfig,
+    architecture: Architecture,
     hf_config: dict[str, Any],
     layout: ParallelLayout,
     vp_stage: int,
@@ -163,6 +172,8 @@ def _build_stage(
     pp_rank, pp_size = parallel_state.get_pipeline_model_parallel_rank(), layout.pipeline_model_parallel_size
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
     stage = vp_stage * pp_size + pp_rank
+    first_layer = sum(per_stage[:stage])
+    layers = architecture.layers[first_layer : first_layer + per_stage[stage]]
     is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
     has_mtp = is_last_virtual and pp_rank == mtp_pipeline_rank(layout)
     return GPTModel(
@@ -172,11 +183,11 @@ def _build_stage(
         heads_only=heads_only,
         drafting=drafting,
         mtp_loss=mtp_loss,
-        transformer_layer_spec=decoder_spec(config, sum(per_stage[:stage]), per_stage[stage], drafting),
-        mtp_block_spec=mtp_spec(config, heads.unroll > 1) if has_mtp else None,
-        vocab_size=hf_config["vocab_size"],
+        transformer_layer_spec=decoder_spec(config, layers, drafting),
+        mtp_block_spec=mtp_spec(config, architecture.mtp_block, heads.unroll > 1) if has_mtp else None,
+        vocab_size=architecture.outside.vocab,
         max_sequence_length=hf_config["max_position_embeddings"],
-        share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
+        share_embeddings_and_output_weights=architecture.outside.is_tied,
         position_embedding_type="rope",
         pre_process=stage == 0,
         post_process=stage == len(per_stage) - 1,

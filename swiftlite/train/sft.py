@@ -86,7 +86,7 @@ def _run(args: SftArgs, device: Device, after_step: Callable[[int, LiveWeights],
     schedule = make_schedule(args, len(rows))
 
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         device=device,
         dtype=dtype,
