@@ -60,7 +60,7 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
     with session(setup.layout, tied_embeddings=tied) as device:
         family = index.get(hf_config)
         chunks = build_model(
-            family.transformer_config(hf_config),
+            family.architecture(hf_config),
             hf_config,
             device=device,
             dtype=dtype,

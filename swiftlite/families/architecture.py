@@ -10,6 +10,7 @@ from typing import Any
 from swiftlite.bridge.layout import PadEnd
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.layer import Layer, Sublayer
+from swiftlite.families.rank import Rank
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Outside:
     hf_embedding: str = "model.embed_tokens.weight"
     hf_final_norm: str = "model.norm.weight"
     hf_output_layer: str = "lm_head.weight"
+
+    def local_vocab(self, rank: Rank) -> int:
+        """Rows of the embedding on a rank, padding included."""
+        return -(-self.vocab // rank.tp)
 
     def rows(self) -> list[Row]:
         """Bridge rows of embedding, final norm and, unless tied, the output layer."""

@@ -69,6 +69,7 @@ def known_architecture(hf_config: HfConfig) -> Architecture | None:
         return None
     try:
         architecture = family.architecture(hf_config)
+        architecture.outside.local_vocab(Rank())
         for part in architecture.sublayers:
             part.parameters(Rank())
     except (KeyError, TypeError, ZeroDivisionError):  # a size is missing, or no number to count with

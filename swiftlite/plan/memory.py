@@ -217,7 +217,7 @@ class _Model:
         self.setup, self.rank = setup, _rank_of(setup)
         self.layers, self.outside = architecture.layers, architecture.outside
         self.hidden = architecture.outside.hidden
-        self.vocab = _share(architecture.outside.vocab, self.rank.tp)
+        self.vocab = architecture.outside.local_vocab(self.rank)
         self.num_mtp_layers = setup.heads.layers
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 

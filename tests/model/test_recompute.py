@@ -46,7 +46,7 @@ def make_model(
 ) -> GPTModel:
     """A small model in training mode, always with the same random numbers."""
     [model] = build_model(
-        families.get(HF_CONFIG).transformer_config(HF_CONFIG),
+        families.get(HF_CONFIG).architecture(HF_CONFIG),
         HF_CONFIG,
         device=device,
         dtype=torch.float32,

@@ -184,7 +184,7 @@ def train_head(
     hf_config = json.loads((directory / "config.json").read_text())
     family = index.get(hf_config)
     (model,) = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         device=device,
         dtype=torch.float32,

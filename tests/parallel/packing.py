@@ -139,7 +139,7 @@ def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, flo
             device=device.torch_device,
         )
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         device=device,
         dtype=torch.float32,

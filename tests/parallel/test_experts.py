@@ -74,7 +74,7 @@ def build(source: Path, device: Device, layout: ParallelLayout) -> list[GPTModel
     hf_config = read_config(source)
     family = families.get(hf_config)
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         device=device,
         dtype=torch.float32,
