@@ -61,7 +61,7 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
         device = mesh.device
         family = index.get(hf_config)
         chunks = build_model(
-            family.transformer_config(hf_config),
+            family.architecture(hf_config),
             hf_config,
             mesh=mesh,
             dtype=dtype,

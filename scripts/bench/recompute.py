@@ -128,7 +128,7 @@ def main() -> None:
         figures = {}
         for name, values in SETTINGS.items():
             [model] = build_model(
-                families.get(hf_config).transformer_config(hf_config),
+                families.get(hf_config).architecture(hf_config),
                 hf_config,
                 mesh=mesh,
                 dtype=getattr(torch, args.torch_dtype),

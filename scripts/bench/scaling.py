@@ -91,7 +91,7 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
             torch_dtype="float32", micro_batch_size=rows // size, global_batch_size=rows, train_iters=steps, lr=1e-4
         )
         plan, schedule = make_plan(args, size, Heads()), make_schedule(args, rows * steps)
-        model = build_model(family.transformer_config(hf_config), hf_config, mesh=mesh, dtype=torch.float32)
+        model = build_model(family.architecture(hf_config), hf_config, mesh=mesh, dtype=torch.float32)
         load_hf(model, model_dir, family, hf_config)
         wrapped = wrap_model(model, torch.float32, args)
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)

@@ -45,7 +45,7 @@ def teacher_forced(
     family = families.get(hf_config, hf_dir)
     heads = Heads.from_config(hf_config)
     chunks = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=getattr(torch, torch_dtype),

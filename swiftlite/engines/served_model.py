@@ -10,9 +10,9 @@ from typing import Any
 
 from swiftlite import families
 from swiftlite.bridge.audit import mtp_keys
-from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.plan import compare_shapes
+from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.errors import UserError
 from swiftlite.families import Family

@@ -56,7 +56,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     if args.mtp == "strip":
         heads = Heads()
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=getattr(torch, state["torch_dtype"]),
@@ -139,7 +139,7 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
         heads = Heads()
     dtype = args.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=getattr(torch, dtype),

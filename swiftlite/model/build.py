@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig as McoreTransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
 from swiftlite.errors import OptionError
+from swiftlite.families.architecture import Architecture
 from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
@@ -24,13 +26,16 @@ from swiftlite.plan.layout import (
 from swiftlite.runtime.device import Device
 from swiftlite.runtime.mesh import Mesh
 
+# By the names that transformers has for them.
+_ACTIVATIONS = {"silu": F.silu}
+
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
 def build_config(
-    architecture: dict[str, Any],
+    mcore_config: dict[str, Any],
     *,
     device: Device,
     dtype: torch.dtype,
@@ -43,17 +48,18 @@ def build_config(
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
-        architecture: keyword arguments from `Family.transformer_config`.
+        mcore_config: arguments of TransformerConfig from `Architecture.mcore_config`.
         attention_scaling: `RotaryEmbedding`'s.
     """
     layout = layout or ParallelLayout()
     recompute = recompute or RecomputeArgs()
     moe = moe or MoeArgs()
-    config_class = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    config_class = MLATransformerConfig if mcore_config.get("multi_latent_attention") else TransformerConfig
+    of_architecture: dict[str, Any] = {**mcore_config, "activation_func": _ACTIVATIONS[mcore_config["activation_func"]]}
     is_interleaved = num_virtual_stages(layout) is not None
     is_full = recompute.recompute_granularity == "full"
     return config_class(
-        **architecture,
+        **of_architecture,
         attention_scaling=attention_scaling,
         mtp_num_layers=mtp_num_layers or None,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -113,7 +119,7 @@ def _stages(layout: ParallelLayout) -> str | None:
 
 
 def build_model(
-    architecture: dict[str, Any],
+    architecture: Architecture,
     hf_config: dict[str, Any],
     *,
     mesh: Mesh,
@@ -128,6 +134,8 @@ def build_model(
     """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
 
     Args:
+        architecture: from `Family.architecture`.
+        hf_config: config.json, for the rotary frequencies.
         mesh: the model's ranks and layout; need not be the active one.
         heads: the MTP heads that it gets.
         freeze_trunk: only the heads learn, and no gradient is computed for anything else.
@@ -137,15 +145,16 @@ def build_model(
     Raises:
         OptionError: the model cannot be laid out so.
     """
-    if problems := layout_problems(mesh.layout, hf_config, heads.layers):
+    if problems := layout_problems(mesh.layout, architecture, heads.layers):
         raise OptionError(problems)
+    mcore_config = architecture.mcore_config()
     chunks = []
     for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
         # Latent attention turns only a part of each head, and states what turns it apart from all else.
-        rotary_pos_emb = RotaryEmbedding(architecture.get("hf_rope", hf_config), mesh.cp)
+        rotary_pos_emb = RotaryEmbedding(mcore_config.get("hf_rope", hf_config), mesh.cp)
         # One for each stage: megatron-core's schedules leave notes in it.
         config = build_config(
-            architecture,
+            mcore_config,
             device=mesh.device,
             dtype=dtype,
             mtp_num_layers=heads.layers,
@@ -157,6 +166,7 @@ def build_model(
         with mesh.active():
             stage = _build_stage(
                 config,
+                architecture,
                 hf_config,
                 mesh,
                 vp_stage,
@@ -174,6 +184,7 @@ def build_model(
 
 def _build_stage(
     config: McoreTransformerConfig,
+    architecture: Architecture,
     hf_config: dict[str, Any],
     mesh: Mesh,
     vp_stage: int,
@@ -184,17 +195,19 @@ def _build_stage(
     pp_rank, pp_size = mesh.pp.rank(), mesh.pp.size()
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
     stage = vp_stage * pp_size + pp_rank
+    first_layer = sum(per_stage[:stage])
+    layers = architecture.layers[first_layer : first_layer + per_stage[stage]]
     is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
     has_mtp = is_last_virtual and pp_rank == mtp_pipeline_rank(layout)
     is_unrolled = options["heads"].unroll > 1
     return GPTModel(
         config=config,
         drafting=drafting,
-        transformer_layer_spec=decoder_spec(config, sum(per_stage[:stage]), per_stage[stage], drafting),
-        mtp_block_spec=mtp_spec(config, is_unrolled) if has_mtp else None,
-        vocab_size=hf_config["vocab_size"],
+        transformer_layer_spec=decoder_spec(config, layers, drafting),
+        mtp_block_spec=mtp_spec(config, architecture.mtp_block, is_unrolled) if has_mtp else None,
+        vocab_size=architecture.outside.vocab,
         max_sequence_length=hf_config["max_position_embeddings"],
-        share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
+        share_embeddings_and_output_weights=architecture.outside.is_tied,
         position_embedding_type="rope",
         pre_process=stage == 0,
         post_process=stage == len(per_stage) - 1,

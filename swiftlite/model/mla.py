@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig as
 
 from swiftlite.model.context_parallel import padded_cu_seqlens
 from swiftlite.model.norm import RMSNorm
+from swiftlite.model.rope import rope_config
 from swiftlite.runtime.compat import ROTARY_IN_PAIRS
 
 
@@ -32,8 +33,8 @@ from swiftlite.runtime.compat import ROTARY_IN_PAIRS
 class MLATransformerConfig(McoreMLATransformerConfig):
     """megatron-core's, with what it cannot say about rotary embeddings.
 
-    Of megatron-core's own fields for them, `rotary_scaling_factor` and `mscale_all_dim` make the softmax scale; the
-    others are not used.
+    Of megatron-core's own fields for them, `rotary_scaling_factor` and `mscale_all_dim` make the softmax scale, and are
+    set here from `hf_rope`; the others are not used.
 
     Args:
         hf_rope: the keys of config.json that fix the frequencies, as RotaryEmbedding takes them, for a head of
@@ -47,6 +48,11 @@ class MLATransformerConfig(McoreMLATransformerConfig):
     attention_scaling: float = 1.0
 
     def __post_init__(self):
+        # megatron-core's defaults are those of one model.
+        rope_parameters = rope_config(self.hf_rope).rope_parameters or {}
+        self.rope_type = "rope"
+        self.rotary_scaling_factor = rope_parameters.get("factor") or 1.0
+        self.mscale_all_dim = rope_parameters.get("mscale_all_dim") or 0.0
         super().__post_init__()
         # finalize_model_grads.py:354 sums over tensor-parallel ranks what is called q_layernorm, for norms that each
         # rank applies to its own heads. Every rank has the whole query latent: the sum would be a multiple.

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding as McoreRotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig as McoreTransformerConfig
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from swiftlite.errors import UserError
-from swiftlite.families.rope_config import rope_config
+from swiftlite.families.rope import ROPE_KEYS
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types of rotary embedding whose frequencies depend on the length of the sequence."""
@@ -40,6 +41,11 @@ class TransformerConfig(McoreTransformerConfig):
     @property
     def yarn_mscale(self) -> float:
         return self.attention_scaling - 1.0
+
+
+def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
+    """The rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
+    return LlamaConfig.from_dict({key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None})
 
 
 class RotaryEmbedding(McoreRotaryEmbedding):

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.config import near
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
 
 Problem = tuple[str, str]
@@ -25,6 +27,11 @@ class Facts:
     """Processes of the run."""
     hf_config: dict[str, Any]
     """The model's config.json; empty when there is none to read (another rule says so)."""
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """What its family reads from it; None where that is too little to look at."""
+        return known_architecture(self.hf_config)
 
     @property
     def heads(self) -> Heads:

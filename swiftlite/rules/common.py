@@ -18,7 +18,7 @@ from swiftlite.plan.facts import (
     read_hf_config,
     run_checkpoints,
 )
-from swiftlite.plan.layout import layout_of, layout_problems, num_experts, process_problems
+from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.run import heads_of
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -121,7 +121,7 @@ def layout_fits(args: Any, facts: Facts) -> Iterator[Problem]:
     if out_of_bounds(layout):
         return  # another rule says so
     heads = heads_of(args, facts.heads) if isinstance(args, SftArgs) else facts.heads
-    yield from layout_problems(layout, facts.hf_config, heads.layers)
+    yield from layout_problems(layout, facts.architecture, heads.layers)
     yield from process_problems(layout, facts.world_size)
 
 
@@ -131,14 +131,14 @@ def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, 
 
 
 def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
-    known = ("core_attn", "mlp", "moe", "mla_up_proj")
+    of_some_models = {"moe": "experts", "mla_up_proj": "latent attention"}
+    known = ("core_attn", "mlp", *of_some_models)
+    architecture = facts.architecture
     for module in args.recompute_modules:
         if module not in known:
             yield f"--recompute_modules {module} is none of {', '.join(known)}", ""
-        elif module == "moe" and facts.hf_config and not num_experts(facts.hf_config):
-            yield "--recompute_modules moe, but the model has no experts", "leave it out"
-        elif module == "mla_up_proj" and facts.hf_config and not facts.hf_config.get("kv_lora_rank"):
-            yield "--recompute_modules mla_up_proj, but the model has no latent attention", "leave it out"
+        elif module in of_some_models and architecture and module not in architecture.recompute_modules:
+            yield f"--recompute_modules {module}, but the model has no {of_some_models[module]}", "leave it out"
     if args.distribute_saved_activations:
         if args.recompute_granularity != "full":
             yield "--distribute_saved_activations needs --recompute_granularity full", "add it"

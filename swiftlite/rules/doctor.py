@@ -65,7 +65,7 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         return  # the plan has nothing to stand on; this or another rule says so
     layout = layout_of(args)
     setup = planned_setup(args, facts.hf_config)
-    yield from layout_problems(layout, facts.hf_config, setup.heads.layers)
+    yield from layout_problems(layout, facts.architecture, setup.heads.layers)
     for problem, _ in process_problems(layout, setup.num_gpus):
         yield f"--num_gpus {args.num_gpus}: {problem}", "leave --num_gpus out for the fewest that this layout takes"
 

@@ -18,7 +18,6 @@ from swiftlite.plan.layout import (
     data_parallel_size,
     layout_of,
     layout_problems,
-    num_experts,
     num_virtual_stages,
     process_problems,
     sequence_multiple,
@@ -204,7 +203,7 @@ def _add_heads(args: SftArgs) -> str:
 
 def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     layout, pp = layout_of(args), args.pipeline_model_parallel_size
-    if out_of_bounds(args) or layout_problems(layout, facts.hf_config, facts.heads.layers):
+    if out_of_bounds(args) or layout_problems(layout, facts.architecture, facts.heads.layers):
         return  # other rules say so
     if num_virtual_stages(layout) is None or process_problems(layout, facts.world_size):
         return
@@ -334,7 +333,8 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
     not_whole = "--streaming" if args.streaming else FLAG
     why = "--split_dataset_ratio is 0" if args.split_dataset_ratio == 0 else f"{not_whole} without --val_dataset"
     nothing = f"nothing is held out: {why}"
-    no_experts = (bool(facts.hf_config) and not num_experts(facts.hf_config), "the model has no experts")
+    architecture = facts.architecture
+    no_experts = (architecture is not None and not architecture.has_experts, "the model has no experts")
     idle = {
         "split_dataset_ratio": (
             bool(args.val_dataset) or not_whole_read,

@@ -87,7 +87,7 @@ def _run(args: SftArgs, mesh: Mesh, after_step: Callable[[int, LiveWeights], Non
     schedule = make_schedule(args, len(rows))
 
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=dtype,

@@ -20,7 +20,7 @@ from tests.tiny import make_tiny_hf
 @pytest.fixture
 def model(tmp_path: Path, mesh) -> GPTModel:
     hf_config = read_config(make_tiny_hf(tmp_path, "qwen3", depth=1))
-    architecture = families.get(hf_config).transformer_config(hf_config)
+    architecture = families.get(hf_config).architecture(hf_config)
     return build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))[0]
 
 

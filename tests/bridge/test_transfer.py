@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "he
 def build(hf_dir: Path, mesh, depth: int, dtype: torch.dtype = torch.float32, **overrides) -> GPTModel:
     """A Megatron model for the directory whose every number is NaN, so that nothing unfilled goes unnoticed."""
     hf_config = read_config(hf_dir) | overrides
-    architecture = families.get(hf_config).transformer_config(hf_config)
+    architecture = families.get(hf_config).architecture(hf_config)
     (model,) = build_model(architecture, hf_config, mesh=mesh, dtype=dtype, heads=Heads(depth))
     with torch.no_grad():
         for _, tensor in tensors_of(model):

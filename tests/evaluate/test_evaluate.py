@@ -50,7 +50,7 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family)
     hf_config = read_config(hf_dir)
     kind = families.get(hf_config)
     chunks = build_model(
-        kind.transformer_config(hf_config),
+        kind.architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=torch.float32,

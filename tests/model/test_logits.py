@@ -60,7 +60,7 @@ def load_megatron(directory: Path, mesh, dtype: torch.dtype, **options) -> GPTMo
     hf_config = json.loads((directory / "config.json").read_text())
     family = index.get(hf_config)
     options = {"heads": Heads.from_config(hf_config), **options}
-    (model,) = build_model(family.transformer_config(hf_config), hf_config, mesh=mesh, dtype=dtype, **options)
+    (model,) = build_model(family.architecture(hf_config), hf_config, mesh=mesh, dtype=dtype, **options)
     load_hf([model], directory, family, hf_config)
     return model.eval()
 

@@ -12,11 +12,12 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from swiftlite.families import deepseek_v3, dense
-from swiftlite.model.attention import CoreAttention
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.layer import Layer
 from swiftlite.model.build import build_config
 from swiftlite.model.mla import MLASelfAttention
 from swiftlite.model.rope import RotaryEmbedding
-from swiftlite.model.specs import _attention_spec
+from swiftlite.model.specs import attention_spec
 from swiftlite.runtime import megatron_fixes
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
@@ -56,18 +57,20 @@ def run_hf(attention: DeepseekV3Attention, hidden_SBH: torch.Tensor) -> torch.Te
 def mcore_attention(theirs: DeepseekV3Attention, mesh) -> tuple[MLASelfAttention, RotaryEmbedding]:
     """Ours, with the same weights, and what makes its angles."""
     hf_config = theirs.config.to_dict()
-    architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
-    rotary = RotaryEmbedding(architecture["hf_rope"], mesh.cp)
+    kind = deepseek_v3.attention(hf_config)
+    architecture = Architecture(dense.outside(hf_config), (Layer(kind, dense.mlp(hf_config)),))
+    mcore_config = architecture.mcore_config()
+    rotary = RotaryEmbedding(mcore_config["hf_rope"], mesh.cp)
     config = build_config(
-        architecture,
+        mcore_config,
         device=mesh.device,
         dtype=torch.float32,
         mtp_num_layers=0,
         attention_scaling=rotary.attention_scaling,
     )
-    attention = build_module(_attention_spec(config, CoreAttention), config=config, layer_number=1)
+    attention = build_module(attention_spec(kind), config=config, layer_number=1)
     weights = theirs.state_dict(prefix="self_attn.")
-    renamed = {row.mcore: weights.pop(name) for row in deepseek_v3.attention_rows(hf_config) for name in row.hf}
+    renamed = {row.mcore: weights.pop(name) for row in kind.rows() for name in row.hf}
     assert not weights
     attention.load_state_dict({name.removeprefix("self_attention."): weight for name, weight in renamed.items()})
     return attention.eval(), rotary

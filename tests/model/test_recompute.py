@@ -44,7 +44,7 @@ POSITIONS = torch.arange(12).expand(2, 12)
 def make_model(mesh, depth: int = 1, freeze_trunk: bool = False, **options) -> GPTModel:
     """A small model in training mode, always with the same random numbers."""
     [model] = build_model(
-        families.get(HF_CONFIG).transformer_config(HF_CONFIG),
+        families.get(HF_CONFIG).architecture(HF_CONFIG),
         HF_CONFIG,
         mesh=mesh,
         dtype=torch.float32,

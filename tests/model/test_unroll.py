@@ -182,7 +182,7 @@ def train_head(
     hf_config = json.loads((directory / "config.json").read_text())
     family = index.get(hf_config)
     (model,) = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=torch.float32,

@@ -136,7 +136,7 @@ def compute(job: Job, mesh: Mesh) -> tuple[list[torch.Tensor], dict[str, float]]
             device=mesh.device.torch_device,
         )
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=torch.float32,

@@ -162,7 +162,8 @@ def refusal(job: Job, num_processes: int) -> str:
     hf_config = read_config(job.hf_dir)
     depth = Heads.from_config(hf_config).layers
     layout = layout_of(job.args(depth))
-    problems = layout_problems(layout, hf_config, depth) or process_problems(layout, num_processes)
+    problems = layout_problems(layout, families.get(hf_config).architecture(hf_config), depth)
+    problems = problems or process_problems(layout, num_processes)
     return "; ".join(problem for problem, _ in problems)
 
 
@@ -210,7 +211,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         plan = make_plan(args, torch.distributed.get_world_size(), Heads(depth))
         samples = make_samples(hf_config["vocab_size"])
         model = build_model(
-            family.transformer_config(hf_config),
+            family.architecture(hf_config),
             hf_config,
             mesh=mesh,
             dtype=dtype,

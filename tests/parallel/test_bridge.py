@@ -23,7 +23,7 @@ from swiftlite.families import Family
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
-from swiftlite.plan.layout import layout_problems, num_experts
+from swiftlite.plan.layout import layout_problems
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
@@ -45,7 +45,7 @@ def name(family: str, tied: bool, depth: int) -> str:
 def build(source: Path, mesh: Mesh, depth: int) -> list[GPTModel]:
     hf_config = read_config(source)
     return build_model(
-        families.get(hf_config).transformer_config(hf_config),
+        families.get(hf_config).architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=torch.float32,
@@ -63,7 +63,7 @@ def load(source: Path, mesh: Mesh, depth: int, mtp_init: MtpInit = "checkpoint")
 
 
 def needs_sequence_parallel(hf_config: dict[str, Any]) -> bool:
-    return bool(num_experts(hf_config))
+    return families.get(hf_config).architecture(hf_config).has_experts
 
 
 def save(model: GPTModel, source: Path, out_dir: Path, max_shard_bytes: int) -> None:
@@ -228,7 +228,9 @@ def resharded(tmp_path_factory) -> tuple[Path, list[Pair]]:
     for family in families.FAMILIES:
         for tied in (False, True):
             source = make_tiny_hf(root / name(family, tied, 1), family, 1, tied, **SIZES, num_hidden_layers=4)
-        possible = [one for one in LAYOUTS if not layout_problems(one, read_config(source), 1)]
+        hf_config = read_config(source)
+        architecture = families.get(hf_config).architecture(hf_config)
+        possible = [one for one in LAYOUTS if not layout_problems(one, architecture, 1)]
         for number in range(PAIRS_PER_FAMILY):
             first, second = generator.sample(possible, 2)
             pairs.append((family, number == 0, first, second))

@@ -45,17 +45,16 @@ def stock_model(hf_dir: Path, mesh: Mesh, per_token: bool = True) -> Any:
     """megatron-core's GPTModel and MTP layer with our layers, on one process, with the same weights as ours."""
     hf_config = read_config(hf_dir)
     family = families.get(hf_config)
-    config = build_config(
-        family.transformer_config(hf_config), device=mesh.device, dtype=torch.float32, mtp_num_layers=1
-    )
+    architecture = family.architecture(hf_config)
+    config = build_config(architecture.mcore_config(), device=mesh.device, dtype=torch.float32, mtp_num_layers=1)
     config.calculate_per_token_loss = per_token
-    heads = mtp_spec(config)
+    heads = mtp_spec(config, architecture.mtp_block)
     assert heads is not None
     for head in heads.layer_specs:  # pyright: ignore[reportOptionalIterable]
         head.module = StockMtpLayer
     model = StockGPTModel(
         config=config,
-        transformer_layer_spec=decoder_spec(config, 0, config.num_layers, Drafting()),  # pyright: ignore[reportArgumentType]
+        transformer_layer_spec=decoder_spec(config, architecture.layers, Drafting()),  # pyright: ignore[reportArgumentType]
         mtp_block_spec=heads,  # pyright: ignore[reportArgumentType]
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
@@ -73,7 +72,7 @@ def our_model(hf_dir: Path, mesh: Mesh):
     hf_config = read_config(hf_dir)
     family = families.get(hf_config)
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=torch.float32,

@@ -74,7 +74,7 @@ def build(source: Path, mesh: Mesh) -> list[GPTModel]:
     hf_config = read_config(source)
     family = families.get(hf_config)
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
         mesh=mesh,
         dtype=torch.float32,

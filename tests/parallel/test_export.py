@@ -27,7 +27,7 @@ def export_to_own_disk(source: Path, root: Path) -> list[str]:
     family = families.get(hf_config)
     with session(LAYOUT) as mesh:
         model = build_model(
-            family.transformer_config(hf_config),
+            family.architecture(hf_config),
             hf_config,
             mesh=mesh,
             dtype=torch.float32,

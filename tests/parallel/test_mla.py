@@ -15,11 +15,12 @@ from packaging.version import Version
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families import deepseek_v3, dense
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.layer import Layer
 from swiftlite.model import mla
-from swiftlite.model.attention import CoreAttention
 from swiftlite.model.build import build_config
 from swiftlite.model.rope import RotaryEmbedding
-from swiftlite.model.specs import _attention_spec
+from swiftlite.model.specs import attention_spec
 from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.gloo
 HF_CONFIG = {
     "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 12, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-    "intermediate_size": 96, "num_hidden_layers": 1, "rope_theta": 10000.0,
+    "intermediate_size": 96, "num_hidden_layers": 1, "rope_theta": 10000.0, "vocab_size": 128,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "pairs": {},
@@ -51,10 +52,12 @@ def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tup
     """
     whose, variant = case
     hf_config = HF_CONFIG | VARIANTS[variant]
-    architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
-    config = build_config(architecture, device=mesh.device, dtype=torch.float32, mtp_num_layers=0)
-    spec: Any = _attention_spec(config, CoreAttention)
-    angles = {"rotary_pos_emb": RotaryEmbedding(architecture["hf_rope"], mesh.cp)(LENGTH)}
+    kind = deepseek_v3.attention(hf_config)
+    architecture = Architecture(dense.outside(hf_config), (Layer(kind, dense.mlp(hf_config)),))
+    mcore_config = architecture.mcore_config()
+    config = build_config(mcore_config, device=mesh.device, dtype=torch.float32, mtp_num_layers=0)
+    spec: Any = attention_spec(kind)
+    angles = {"rotary_pos_emb": RotaryEmbedding(mcore_config["hf_rope"], mesh.cp)(LENGTH)}
     if whose == "stock":
         spec.module = McoreMLASelfAttention
         known = {field.name for field in fields(McoreMLATransformerConfig)}

@@ -12,12 +12,20 @@ from swiftlite import rules
 from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.errors import OptionError
 
+SIZES = {
+    "vocab_size": 120,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+}
+
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A working directory with a model without heads, one with MTP depth 2, rows, and a run."""
     monkeypatch.chdir(tmp_path)
-    config = {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 12}
+    config = {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, **SIZES}
     for name, depth in (("plain", {}), ("mtp2", {"num_nextn_predict_layers": 2})):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config | depth))
@@ -42,6 +50,12 @@ CHAIN = {
     "sglang_speculative_num_draft_tokens": 3,
 }
 TREE = CHAIN | {"sglang_speculative_eagle_topk": 3, "sglang_speculative_num_draft_tokens": 13}
+
+
+def change_config(**changes) -> None:
+    """Of the model without heads."""
+    path = Path("plain/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def problems_of(args, world_size=1):
@@ -272,16 +286,32 @@ def test_tensor_parallel_divides_heads_groups_and_ffn(here):
     ]
 
 
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_experts_have_a_key_of_each_family(here, key):
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("qwen3_moe", "num_experts"), ("qwen3_moe", "num_local_experts"), ("glm4_moe", "n_routed_experts")],
+)
+def test_experts_have_a_key_of_each_family(here, family, key):
     """Qwen3's on the hub, Qwen3's as transformers 5 writes it, GLM-4.5's and DeepSeek-V3's."""
-    config = json.loads(Path("plain/config.json").read_text())
-    Path("plain/config.json").write_text(json.dumps(config | {key: 4}))
+    sizes = {"model_type": family, key: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    change_config(**sizes)
     args = dataclasses.replace(SFT, expert_model_parallel_size=3)
     assert problems_of(args, world_size=3)[0] == (
         "--expert_model_parallel_size 3 does not divide the model's 4 experts",
         "use 1 or 2",
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": "gpt2"}, {"model_type": None}, *({key: None} for key in SIZES)],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_model_that_is_not_known_is_not_looked_at(here, change):
+    """What its config.json lacks is said by its family, when the model is read."""
+    change_config(**change)
+    parallel = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 3}
+    args = dataclasses.replace(SFT, **parallel, recompute_modules=["moe", "mla_up_proj"], moe_aux_loss_coeff=0.5)
+    assert not [problem for problem, _ in problems_of(args, world_size=5) if "number of processes" not in problem]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, t
 def main():
     with session() as mesh:
         device = mesh.device
-        architecture = index.get(hf_config).transformer_config(hf_config)
+        architecture = index.get(hf_config).architecture(hf_config)
         (model,) = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)

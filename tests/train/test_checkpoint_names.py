@@ -25,7 +25,7 @@ transformer_layer.self_attention.linear_qkv.weight transformer_layer.self_attent
 def names(tmp_path, mesh, family: str) -> set[str]:
     """Of all tensors of a model of two decoder layers and one MTP layer."""
     hf_config = read_config(make_tiny_hf(tmp_path, family, depth=1))
-    architecture = families.get(hf_config).transformer_config(hf_config)
+    architecture = families.get(hf_config).architecture(hf_config)
     model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))
     state: dict[str, Any] = _model_state(model)["model"]
     return {sharded.key for sharded in state.values() if not sharded.key.endswith("_extra_state")}
@@ -46,7 +46,7 @@ def test_no_name_follows_the_release(tmp_path, mesh, family):
 
 def test_a_checkpoint_has_the_files_of_every_release(tmp_path, mesh):
     hf_config = read_config(make_tiny_hf(tmp_path / "hf", "qwen3"))
-    architecture = families.get(hf_config).transformer_config(hf_config)
+    architecture = families.get(hf_config).architecture(hf_config)
     model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(0))
     for parameter in model[0].parameters():
         torch.nn.init.zeros_(parameter)

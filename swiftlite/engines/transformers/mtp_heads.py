@@ -17,8 +17,8 @@ from transformers import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
-from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.packing import stack
+from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.served_model import ServedModel
