@@ -12,17 +12,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.utils import get_model_config
 
 from swiftlite.acceptance.counts import DraftCounts, walk
 from swiftlite.data.batch import ahead
 from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.model.gpt import Logits
 from swiftlite.model.loss import vocab_parallel_argmax
+from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, largest, whole_rows
-from swiftlite.plan.layout import length_multiple, num_virtual_stages
+from swiftlite.plan.layout import length_multiple
 from swiftlite.runtime.mesh import Mesh
 
 NO_ROW = [0]
@@ -122,18 +120,16 @@ def predict(
             output = torch.stack([most_likely(logits_BSV) for logits_BSV in (output.main, *output.mtp)])
         return output, lambda predictions_KBS, non_loss_data: predictions_KBS
 
-    schedule = get_forward_backward_func(mesh.pp.size(), num_virtual_stages(mesh.layout))
-    result = schedule(
-        forward_step_func=forward_step,
-        data_iterator=[iter(())] * len(model) if len(model) > 1 else iter(()),
-        model=list(model),
-        num_microbatches=1 if len(model) == 1 else mesh.pp.size(),
-        seq_length=input_ids_BS.size(1),
+    result = run_pipeline(
+        model,
+        mesh,
+        forward_step,
+        [iter(()) for _ in model],
+        num_micro_batches=1 if len(model) == 1 else mesh.pp.size(),
         micro_batch_size=len(rows),
+        length=input_ids_BS.size(1),
         forward_only=True,
         collect_non_loss_data=True,
-        p2p_communicator=P2PCommunicator(mesh.pp, get_model_config(model[0])),
-        pg_collection=mesh.groups,
     )
     predictions_KBS = result[0] if result else torch.empty_like(tokens_KBS, device=mesh.device.torch_device)
     return from_last_stage(predictions_KBS, mesh).cpu()

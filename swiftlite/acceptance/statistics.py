@@ -3,14 +3,11 @@
 Shapes: B batch, S sequence (this context-parallel rank's part).
 """
 
-from collections.abc import Sequence
-
 import torch
-import torch.distributed as dist
 
 from swiftlite.data.batch import shift_left
 from swiftlite.model.gpt import Losses
-from swiftlite.model.ranks import from_last_stage, whole_rows
+from swiftlite.model.ranks import whole_rows
 from swiftlite.runtime.mesh import Mesh
 
 
@@ -47,19 +44,6 @@ class Statistics:
             loss = (head.loss_BS.detach() * weight_BS).sum().double()
             rows.append(torch.stack([loss, valid_BS.sum() * counts_here, hits_BS.sum() * counts_here]))
         return Statistics(torch.stack(rows))
-
-    @staticmethod
-    def total(parts: Sequence["Statistics"], heads: int, mesh: Mesh) -> "Statistics":
-        """The sum over these micro-batches and over all ranks, the same on every rank.
-
-        Args:
-            parts: of this rank; pipeline stages without the loss have none.
-        """
-        rows = torch.zeros(heads, 3, dtype=torch.float64, device=mesh.device.torch_device)
-        for part in parts:
-            rows += part.rows
-        dist.all_reduce(rows, group=mesh.dp_cp)
-        return Statistics(from_last_stage(rows, mesh).cpu())
 
     def means(self, prefix: str = "") -> dict[str, float]:
         """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""

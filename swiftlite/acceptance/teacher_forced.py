@@ -8,17 +8,13 @@ from typing import Any
 
 import torch
 
-from swiftlite import families
 from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.statistics import Statistics
-from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import collate_packed, shift_left
 from swiftlite.data.packing import pack
 from swiftlite.data.sample import Sample
-from swiftlite.heads import Heads
-from swiftlite.model.build import build_model
 from swiftlite.model.forward import forward
+from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.runtime.mesh import Mesh
 
 ALL = "all"
@@ -41,19 +37,10 @@ def teacher_forced(
         predictions that are the trunk's own for the same token; empty lists of a model without heads. Beside them
         `replayed`: `DraftCounts.to_json` of an engine's walk over the same rows, which skips what it has accepted.
     """
-    hf_config = read_config(hf_dir)
-    family = families.get(hf_config, hf_dir)
-    heads = Heads.from_config(hf_config)
-    chunks = build_model(
-        family.architecture(hf_config),
-        hf_config,
-        mesh=mesh,
-        dtype=getattr(torch, torch_dtype),
-        heads=heads,
-        drafting=family.mtp.drafting,
-    )
-    load_hf(chunks, hf_dir, family, hf_config)
-    (model,) = (chunk.eval() for chunk in chunks)
+    hf_model = read_hf_model(hf_dir)
+    heads = hf_model.heads
+    (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
+    model.eval()
     by_channel: dict[str, list[Sample]] = {}
     for sample in samples:
         by_channel.setdefault(sample.channel or "", []).append(sample)

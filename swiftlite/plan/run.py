@@ -11,6 +11,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.heads import Heads
 from swiftlite.plan.layout import data_parallel_size, layout_of
+from swiftlite.plan.trainable import trainable_of
 
 Packing = Literal["none", "micro_batch", "rows", "step"]
 """What is packed: nothing; the samples of a micro-batch; all samples, into rows that batches are made of; or those of a
@@ -147,12 +148,11 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         mtp = f"0, the {checkpoint.layers} of the checkpoint are dropped"
     else:
         mtp = "0, the checkpoint has none"
-    mode = {"joint": "trunk and MTP heads together", "heads_only": "MTP heads alone, the trunk stays bit for bit"}
     lines = [
         ("model", args.model),
         ("torch_dtype", args.torch_dtype),
         ("MTP depth", mtp),
-        ("trains", mode[args.mtp_mode] if heads.layers else "the whole model"),
+        ("trains", trainable_of(args, heads).words),
     ]
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import InferArgs
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.conversation import Conversation
@@ -70,7 +71,7 @@ def run(args: InferArgs) -> None:
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
     _check_result_path(args)
     if args.acceptance_json:
-        _read_acceptance(Path(args.acceptance_json))
+        read_acceptance(Path(args.acceptance_json))
     if args.speculative == "mtp":
         tell_of_untrained_drafts(model, args.num_speculative_tokens)
     if args.val_dataset:
@@ -153,27 +154,6 @@ def summary(result: Round, plain: Round | None = None) -> list[str]:
         total = len(plain.completions)
         lines.append(f"answers equal: {same} of {total}" + ("" if same == total else f"; {total - same} differ"))
     return lines
-
-
-def add_engine_acceptance(path: Path, backend: str, num_prompts: int, counts: DraftCounts) -> None:
-    """Put an engine's counts into a run's acceptance.json, beside the run's own.
-
-    Raises:
-        UserError: it is not such a file.
-    """
-    content = _read_acceptance(path)
-    content.setdefault("engines", {})[backend] = {"prompts": num_prompts, **counts.to_json()}
-    write_durably(path, json.dumps(content, indent=2).encode() + b"\n")
-
-
-def _read_acceptance(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--acceptance_json {path}: {error}", "give the acceptance.json of an sft run") from None
-    if not isinstance(content, dict) or "depths" not in content:
-        raise UserError(f"--acceptance_json {path} is no acceptance.json", "give the one in the sft run's --output_dir")
-    return content
 
 
 def _chat(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:

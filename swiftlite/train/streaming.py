@@ -5,13 +5,12 @@ from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
-from megatron.core import parallel_state
 
 from swiftlite.data.batch import Batch
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import micro_batches
 from swiftlite.data.stream import Stream
-from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import Batches
 from swiftlite.train.exchange import broadcast, broadcast_counts, exchange, stage_fields
 
@@ -23,22 +22,19 @@ class StreamedBatches:
         stream: of packed rows, on the first rank; None elsewhere.
     """
 
-    def __init__(self, batches: Batches, stream: Stream | None, device: Device):
-        self.batches, self.stream, self.device = batches, stream, device.torch_device
+    def __init__(self, batches: Batches, stream: Stream | None, mesh: Mesh):
+        self.batches, self.stream, self.mesh = batches, stream, mesh
         self._fields = stage_fields(batches.plan.layout, batches.plan.heads.layers)
 
     def train(self, step: int) -> list[Batch]:
         """The micro-batches of the next step, whatever its number."""
-        # Annotated as lists of groups upstream.
-        pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()
-        stage_group: Any = parallel_state.get_tensor_and_context_parallel_group()
-        is_first_of_replica = pipeline_group.rank() == stage_group.rank() == 0
+        is_first_of_replica = self.mesh.pp.rank() == self.mesh.tp_cp.rank() == 0
         received = broadcast(
             self._own() if is_first_of_replica else None,
             self._fields,
-            pipeline_group=pipeline_group,
-            stage_group=stage_group,
-            device=self.device,
+            pipeline_group=self.mesh.pp,
+            stage_group=self.mesh.tp_cp,
+            device=self.mesh.device.torch_device,
         )
         return [self.batches.collate(samples) for samples in received]
 
@@ -49,12 +45,12 @@ class StreamedBatches:
     def _own(self) -> list[list[Sample]]:
         """This data-parallel rank's micro-batches of the rows that the first rank reads."""
         plan = self.batches.plan
-        group: Any = parallel_state.get_data_parallel_group()
+        group, device = self.mesh.dp, self.mesh.device.torch_device
         rows: list[list[Sample]] = []
         if self.stream is not None:
             rows = list(islice(self.stream, plan.global_batch_size))
         counts, lengths = broadcast_counts(
-            [len(row) for row in rows], [len(sample) for row in rows for sample in row], group, self.device
+            [len(row) for row in rows], [len(sample) for row in rows for sample in row], group, device
         )
         starts = [0, *accumulate(counts)]
         cut = [
@@ -72,7 +68,7 @@ class StreamedBatches:
                 [lengths, *[[]] * (group.size() - 1)],
                 [[number for numbers in mine for number in numbers] for mine in cut],
                 group,
-                self.device,
+                device,
             )
         )
         return [list(islice(received, len(numbers))) for numbers in cut[group.rank()]]

@@ -22,7 +22,7 @@ from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
+from swiftlite.train.objective import NextTokenObjective, total_loss
 from tests.engines.reference import Reference, follow, write_trained
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
@@ -101,7 +101,8 @@ def naive_loss(reference: Reference, samples: list[Sample]) -> torch.Tensor:
 
 def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss, and gradients by HF name: the bridge writes them as if they were the weights."""
-    counts = count_targets([batch], STEPS)
+    objective = NextTokenObjective(Heads(1, STEPS, BETA), SCALE)
+    counts = objective.count_targets([batch])
     model.train()
     losses: Any = model(
         batch.tokens_KBS[0],
@@ -109,8 +110,7 @@ def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tup
         labels=batch.labels_KBS[0],
         packed_seq_params=describe_packed(batch.cu_seqlens),
     )
-    coefficients = mtp_coefficients(counts, SCALE, Heads(1, STEPS, BETA).weights)
-    loss = total_loss(losses, batch.loss_scale_KBS, coefficients) / int(counts[0])
+    loss = total_loss(losses, batch.loss_scale_KBS, objective.coefficients(counts)) / int(counts[0])
     loss.backward()
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -32,6 +32,7 @@ from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
+from swiftlite.train.objective import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
 from tests.parallel.launch import launch, open_store, prepare_session
@@ -206,7 +207,6 @@ def compute(job: Job) -> list[dict[str, float]]:
     with session(
         layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings")), timeout_minutes=2
     ) as mesh:
-        device = mesh.device
         dtype = getattr(torch, args.torch_dtype)
         plan = make_plan(args, torch.distributed.get_world_size(), Heads(depth))
         samples = make_samples(hf_config["vocab_size"])
@@ -223,31 +223,31 @@ def compute(job: Job) -> list[dict[str, float]]:
             mtp_loss=args.mtp_loss,
         )
         load_hf(model, job.hf_dir, family, hf_config)
-        wrapped = wrap_model(model, dtype, args)
+        wrapped = wrap_model(model, mesh, dtype, args)
         schedule = make_schedule(args, len(samples))
-        optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
+        optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
         flops = training_flops(hf_config, plan.heads)
         batches = Batches(plan, mesh.dp.rank(), 0, flops)
         rows = batches.rows(samples)
-        checkpointer = Checkpointer(job.out_dir, model, optimizer, {}, is_async=args.async_save)
+        checkpointer = Checkpointer(job.out_dir, mesh, model, optimizer, {}, is_async=args.async_save)
         trainer = Trainer(
+            mesh=mesh,
             model=wrapped,
+            objective=NextTokenObjective(plan.heads, args.mtp_loss_scaling_factor),
             optimizer=optimizer,
             scheduler=scheduler,
             plan=plan,
             schedule=schedule,
-            mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
             train_batches=partial(batches.train, rows, Sampler(len(rows), plan.global_batch_size, args.seed, False)),
-            flops=flops,
             eval_batches=[],
-            mesh=mesh,
+            count_flops=flops.step,
             sinks=[],
             logging_steps=1,
             checkpointer=checkpointer,
         )
         first, last = job.steps
         if job.resume:
-            load_checkpoint(job.resume, model, optimizer)
+            load_checkpoint(job.resume, mesh, model, optimizer)
             scheduler.step(increment=first - 1)
             check_embeddings(model)
         metrics = []

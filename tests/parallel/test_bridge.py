@@ -198,11 +198,11 @@ def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None
                 model = build(source, mesh, 1)
                 if one is first:
                     load_hf(model, source, family, hf_config)
-                    Checkpointer(out_dir, model, None, {}).save(1)
+                    Checkpointer(out_dir, mesh, model, None, {}).save(1)
                 else:
                     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
                         parameter.data.fill_(float("nan"))
-                    load_checkpoint(out_dir / "checkpoint-1", model)
+                    load_checkpoint(out_dir / "checkpoint-1", mesh, model)
                     save_hf(model, out_dir / "hf", family, hf_config, dtypes="float32")
                     stream(model, out_dir, family, hf_config)
                 dist.barrier()

@@ -144,7 +144,7 @@ def save_tied(hf_dir: Path, out_dir: Path, as_stock: bool) -> str:
         except AssertionError as error:
             return str(error)
         if not as_stock:
-            Checkpointer(out_dir, [model], None, {}).save(1)
+            Checkpointer(out_dir, mesh, [model], None, {}).save(1)
     return ""
 
 

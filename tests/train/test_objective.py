@@ -13,7 +13,7 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import Losses
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
+from swiftlite.train.objective import NextTokenObjective, total_loss
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -34,8 +34,9 @@ def make_samples(num: int, seed: int = 0) -> list[Sample]:
 
 def batch_loss_and_gradients(model, batches: list[Batch], depth: int, mesh: Mesh):
     """What a step computes: gradients of all micro-batches, divided by the trunk's targets as megatron-core does."""
-    counts = count_targets(batches, depth)
-    coefficients = mtp_coefficients(counts, SCALE, Heads(depth).weights) if depth else []
+    objective = NextTokenObjective(Heads(depth), SCALE)
+    counts = objective.count_targets(batches)
+    coefficients = objective.coefficients(counts)
     model.zero_grad()
     parts, total = [], 0.0
     for batch in batches:
@@ -118,7 +119,8 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, mesh, depth)
     ]
     losses = model.forward_postprocess([hidden.detach(), *heads], list(batch.labels_KBS))
     assert isinstance(losses, Losses)
-    coefficients = mtp_coefficients(count_targets([batch], depth), SCALE, Heads(depth).weights)
+    objective = NextTokenObjective(Heads(depth), SCALE)
+    coefficients = objective.coefficients(objective.count_targets([batch]))
     total_loss(losses, batch.loss_scale_KBS, coefficients).backward()
     seen = 0
     for k, head in enumerate(heads, start=1):
