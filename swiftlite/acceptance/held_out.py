@@ -49,13 +49,12 @@ class HeldOut:
         counts = measure_acceptance(
             model,
             self.prompts,
-            layout=self.mesh.layout,
+            mesh=self.mesh,
             num_drafts=self.num_drafts,
             eos_token_ids=self.eos_token_ids,
             max_new_tokens=self.max_new_tokens,
             max_length=self.max_length,
             batch_size=self.batch_size,
-            device=self.mesh.device,
         )
         if dist.get_rank():
             return

@@ -13,10 +13,9 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -71,10 +70,10 @@ class CoreAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        pg_collection: ProcessGroupCollection,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
     ):
@@ -83,7 +82,8 @@ class CoreAttention(MegatronModule):
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels)
-        self.cp_group = cast(dist.ProcessGroup, pg_collection.cp)
+        assert pg_collection is not None  # upstream's annotation leaves room for what it never is
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,

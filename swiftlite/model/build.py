@@ -170,10 +170,10 @@ def build_model(
                 hf_config,
                 mesh,
                 vp_stage,
-                drafting,
                 rotary_pos_emb=rotary_pos_emb,
                 heads=heads,
-                trunk_is_frozen=freeze_trunk,
+                freeze_trunk=freeze_trunk,
+                drafting=drafting,
                 mtp_loss=mtp_loss,
             )
         chunks.append(stage.to(mesh.device.torch_device))
@@ -188,8 +188,12 @@ def _build_stage(
     hf_config: dict[str, Any],
     mesh: Mesh,
     vp_stage: int,
+    *,
+    rotary_pos_emb: RotaryEmbedding,
+    heads: Heads,
+    freeze_trunk: bool,
     drafting: Drafting,
-    **options: Any,
+    mtp_loss: MtpLoss,
 ) -> GPTModel:
     layout = mesh.layout
     pp_rank, pp_size = mesh.pp.rank(), mesh.pp.size()
@@ -199,12 +203,15 @@ def _build_stage(
     layers = architecture.layers[first_layer : first_layer + per_stage[stage]]
     is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
     has_mtp = is_last_virtual and pp_rank == mtp_pipeline_rank(layout)
-    is_unrolled = options["heads"].unroll > 1
     return GPTModel(
         config=config,
+        rotary_pos_emb=rotary_pos_emb,
+        heads=heads,
+        trunk_is_frozen=freeze_trunk,
         drafting=drafting,
+        mtp_loss=mtp_loss,
         transformer_layer_spec=decoder_spec(config, layers, drafting),
-        mtp_block_spec=mtp_spec(config, architecture.mtp_block, is_unrolled) if has_mtp else None,
+        mtp_block_spec=mtp_spec(config, architecture.mtp_block, heads.unroll > 1) if has_mtp else None,
         vocab_size=architecture.outside.vocab,
         max_sequence_length=hf_config["max_position_embeddings"],
         share_embeddings_and_output_weights=architecture.outside.is_tied,
@@ -213,11 +220,11 @@ def _build_stage(
         post_process=stage == len(per_stage) - 1,
         pg_collection=mesh.groups,
         vp_stage=vp_stage if num_virtual_stages(layout) else None,
-        **options,
     )
 
 
 def _freeze_trunk(chunks: Sequence[GPTModel]) -> None:
+    """Leave only the heads to learn."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(name.startswith("mtp."))

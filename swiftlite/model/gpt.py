@@ -124,6 +124,7 @@ class GPTModel(McoreGPTModel):
         # It is given whole sequences: they are gathered before positions are picked from them (`_whole`).
         config = copy.copy(self.config)
         config.sequence_parallel = False
+        assert config.init_method is not None
         # A tied head on the stage of MTP layers is their embedding. megatron-core would allocate a second weight there,
         # which nothing uses, and then refuse to save it (gpt_model.py:249, language_module.py:341 of 0.16.1).
         has_embedding = self.pre_process or self.mtp_process
@@ -180,7 +181,8 @@ class GPTModel(McoreGPTModel):
             mtp_labels = ahead(labels, num_drafts, IGNORE_INDEX, cu_seqlens)[1:]
 
         if self._is_behind_heads:
-            states_SBH = list(self.decoder.input_tensor.chunk(1 + num_drafts))
+            received: Any = self.decoder.input_tensor
+            states_SBH = list(received.chunk(1 + num_drafts))
         else:
             trunk_SBH, rotary_pos_emb = self._trunk(input_ids, position_ids, attention_mask, packed_seq_params)
             states_SBH = [trunk_SBH]

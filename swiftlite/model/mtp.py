@@ -1,6 +1,10 @@
 """The MTP layer: depth k (from 1) sees, at position s, the trunk's state there and the tokens s+1 .. s+k, and predicts
 token s+k+1.
 
+For example, in the row "the cat sat on mats", at the position of "cat": depth 1 sees the trunk's state, which has read
+"the cat", and the embedding of "sat", and predicts "on". Depth 2 sees the state of depth 1 and the embedding of "on",
+and predicts "mats".
+
 Rotary positions are the trunk's (s, not s+k), as the engines use them when they draft.
 
 Shapes: S sequence, B batch, H hidden size.

@@ -116,7 +116,22 @@ class Mesh:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, what megatron-core itself still reads from globals (`parallel_state`) is this mesh."""
+        """Inside, what megatron-core itself still reads from globals (`parallel_state`) is this mesh's.
+
+        That is, in 0.16.1 (below megatron/core), by runs that hand their groups to everything that takes any:
+
+            building    transformer/multi_token_prediction.py:651, 666 and 1046, the parts of an MTP layer
+            computing   multi_token_prediction.py:743 and 746, after the projection of an MTP layer
+                        tensor_parallel/layers.py:482 and 519, the buffer that sequence parallelism gathers into
+                        tensor_parallel/layers.py:1281, where nothing depends on it
+                        tensor_parallel/cross_entropy.py:131 to 157
+                        tensor_parallel/random.py:524 and 547, distribute_saved_activations
+            a step      transformer/moe/moe_utils.py:1070, the update of expert biases
+            saving      transformer/module.py:84, the sharded state of modules that keep no group
+
+        The random states of tensor-parallel ranks stay the session's. Nothing is drawn from them: weights come from the
+        bridge, and dropout is 0.
+        """
         with _parallel_state(self._globals):
             yield
 
@@ -138,11 +153,11 @@ def _read_parallel_state() -> dict[str, Any]:
 def _parallel_state(values: dict[str, Any]) -> Iterator[None]:
     """These values instead of those that are there."""
     before = _read_parallel_state()
-    vars(parallel_state).update(values)
+    parallel_state.__dict__.update(values)
     try:
         yield
     finally:
-        vars(parallel_state).update(before)
+        parallel_state.__dict__.update(before)
 
 
 def _embedding_ranks(pp_ranks: Sequence[int], pp_size: int | None = None, *, layout: ParallelLayout, tied: bool):

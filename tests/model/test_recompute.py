@@ -19,7 +19,7 @@ from packaging.version import Version
 from swiftlite import families
 from swiftlite.args.fields import RecomputeArgs
 from swiftlite.heads import Heads
-from swiftlite.model import mtp, recompute
+from swiftlite.model import gpt, mtp, recompute
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mtp import MultiTokenPredictionLayer
@@ -123,9 +123,9 @@ stock_until_17 = pytest.mark.skipif(not BEFORE_18, reason="mended in megatron-co
 
 
 @stock_until_17
-def test_stock_block_does_not_take_what_does_not_divide(mesh):
+def test_stock_block_does_not_take_what_does_not_divide(mesh, monkeypatch):
+    monkeypatch.setattr(gpt, "TransformerBlock", StockBlock)
     model = make_model(mesh, **full("uniform", 3))
-    model.decoder.__class__ = StockBlock
     with pytest.raises(IndexError):
         train(model)
 
@@ -133,8 +133,8 @@ def test_stock_block_does_not_take_what_does_not_divide(mesh):
 @pytest.mark.parametrize("block", [StockBlock, recompute.TransformerBlock])
 @pytest.mark.parametrize("method", ["uniform", "block"])
 def test_padding_mask_reaches_every_layer(mesh, monkeypatch, method, block):
+    monkeypatch.setattr(gpt, "TransformerBlock", block)
     model = make_model(mesh, **full(method, 2))
-    model.decoder.__class__ = block
     masks = []
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["padding_mask"]), with_kwargs=True)

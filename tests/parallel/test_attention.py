@@ -96,4 +96,4 @@ def test_the_stock_class_refuses_context_parallelism(mesh):
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, context_parallel_size=2)
     with pytest.raises(AssertionError, match="Context parallelism is only supported by TEDotProductAttention"):
         DotProductAttention(config, 1, AttnMaskType.causal, "self")
-    CoreAttention(config, 1, AttnMaskType.causal, "self", mesh.groups)
+    CoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=mesh.groups)
