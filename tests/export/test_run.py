@@ -88,12 +88,12 @@ def test_stripped_heads_leave_no_tensor_and_no_promise(export, hf_dir, converted
 def test_grafted_heads_are_the_other_models(export, hf_dir, converted, mesh, tmp_path, where):
     """Two heads in float32, where the model had one in bfloat16."""
     base = make_tiny_hf(tmp_path / "base", "qwen3", depth=2, with_tokenizer=True, seed=1)
-    graft = {"mtp_graft_from": str(base)}
     if where == "to_mcore":
-        to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(converted), to_mcore=True, **graft), mesh)
+        args = ExportArgs(model=str(hf_dir), output_dir=str(converted), to_mcore=True, mtp_graft_from=str(base))
+        to_mcore(args, mesh)
         out = export()
     else:
-        out = export(**graft)
+        out = export(mtp_graft_from=str(base))
     found = tensors(out)
     trunk = {key: tensor for key, tensor in tensors(hf_dir).items() if not key.startswith("mtp.")}
     heads = {key: tensor for key, tensor in tensors(base).items() if key.startswith("mtp.")}
