@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
 
 from swiftlite.plan.layout import num_virtual_stages
 from swiftlite.runtime.mesh import Mesh
@@ -49,7 +50,7 @@ def run_pipeline(
         seq_length=length,
         forward_only=forward_only,
         # Both or neither, or megatron-core refuses: it would take the groups from its globals.
-        p2p_communicator=P2PCommunicator(mesh.pp, model[0].config),
+        p2p_communicator=P2PCommunicator(mesh.pp, get_model_config(model[0])),
         pg_collection=mesh.groups,
         **options,
     )

@@ -120,7 +120,10 @@ class Batches:
             multiple=sequence_multiple(layout),
             num_multiple_of=layout.pipeline_model_parallel_size if num_virtual_stages(layout) else 1,
         )
-        return [[samples[index] for index in slot.tolist()] for slot in scheduled.rank(self.data_parallel_rank)]
+        mine = []
+        for indices in scheduled.rank(self.data_parallel_rank):
+            mine.append([samples[index] for index in indices.tolist()])
+        return mine
 
 
 def _samples(rows: SampleRows, indices: np.ndarray) -> list[Sample]:

@@ -1,6 +1,6 @@
 """`swiftlite megatron sft`: a run, phase by phase. Those that every training command shares are in `phases.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from swiftlite.train.phases import (
 )
 from swiftlite.train.sinks import open_sinks
 from swiftlite.train.streaming import StreamedBatches
-from swiftlite.train.trainer import Trainer
+from swiftlite.train.trainer import GetBatches, Trainer
 
 
 def run(args: SftArgs, after_step: AfterStep | None = None) -> int:
@@ -108,20 +108,14 @@ def make_trainer(run: Run, state: Mapping[str, Any], after_step: AfterStep | Non
     Args:
         state: `restore`'s.
     """
-    args, plan, learner = run.args, run.plan, run.learner
-    if args.streaming:
-        stream = open_stream(args, plan, run.tokenizer, state) if run.is_first_rank else None
-        streamed = StreamedBatches(run.batches, stream, run.mesh)
-        train_batches, data_state = streamed.train, streamed.state
-    else:
-        sampler = Sampler(len(run.rows), plan.global_batch_size, args.seed, args.dataset_shuffle)
-        train_batches, data_state = partial(run.batches.train, run.rows, sampler), dict
+    args, learner = run.args, run.learner
+    train_batches, data_state = open_train_batches(run, state)
     checkpointer = Checkpointer(
         run.output_dir,
         run.mesh,
         learner.chunks,
         learner.optimizer,
-        {"mtp_num_layers": plan.heads.layers, "torch_dtype": args.torch_dtype},
+        {"mtp_num_layers": run.plan.heads.layers, "torch_dtype": args.torch_dtype},
         keep=args.save_total_limit,
         is_async=args.async_save,
     )
@@ -131,10 +125,10 @@ def make_trainer(run: Run, state: Mapping[str, Any], after_step: AfterStep | Non
     return Trainer(
         mesh=run.mesh,
         model=learner.wrapped,
-        objective=NextTokenObjective(plan.heads, args.mtp_loss_scaling_factor),
+        objective=NextTokenObjective(run.plan.heads, args.mtp_loss_scaling_factor),
         optimizer=learner.optimizer,
         scheduler=learner.scheduler,
-        plan=plan,
+        plan=run.plan,
         schedule=run.schedule,
         train_batches=train_batches,
         eval_batches=run.batches.evaluation(run.data.val, args.eval_iters),
@@ -147,9 +141,20 @@ def make_trainer(run: Run, state: Mapping[str, Any], after_step: AfterStep | Non
     )
 
 
+def open_train_batches(run: Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:
+    """The micro-batches of each step, and what a checkpoint keeps of the data."""
+    args = run.args
+    if args.streaming:
+        stream = open_stream(args, run.plan, run.tokenizer, state) if run.is_first_rank else None
+        streamed = StreamedBatches(run.batches, stream, run.mesh)
+        return streamed.train, streamed.state
+    sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
+    return partial(run.batches.train, run.rows, sampler), dict
+
+
 def make_held_out(run: Run) -> HeldOut:
     """The first held-out prompts of the run, for acceptance.json."""
-    args, hf_model = run.args, run.hf_model
+    args = run.args
     template = ChatTemplate(run.tokenizer)
     conversations = run.data.val_conversations[: args.acceptance_samples]
     return HeldOut(
@@ -157,9 +162,9 @@ def make_held_out(run: Run) -> HeldOut:
         mesh=run.mesh,
         num_drafts=run.plan.heads.drafts,
         prompts=[template.encode_prompt(chat.prompt().messages, chat.tools) for chat in conversations],
-        eos_token_ids=stop_token_ids(template, hf_model.directory),
+        eos_token_ids=stop_token_ids(template, run.hf_model.directory),
         max_new_tokens=args.acceptance_max_new_tokens,
-        max_length=hf_model.config["max_position_embeddings"],
+        max_length=run.hf_model.config["max_position_embeddings"],
         batch_size=max(args.micro_batch_size, 8),
     )
 

@@ -23,7 +23,9 @@ class StreamedBatches:
     """
 
     def __init__(self, batches: Batches, stream: Stream | None, mesh: Mesh):
-        self.batches, self.stream, self.mesh = batches, stream, mesh
+        self.batches = batches
+        self.stream = stream
+        self.mesh = mesh
         self._fields = stage_fields(batches.plan.layout, batches.plan.heads.layers)
 
     def train(self, step: int) -> list[Batch]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,12 @@ from swiftlite.plan.trainable import HEADS_ONLY, JOINT, Trainable
 from swiftlite.train.report import check_frozen, compare_tensors, hash_tensors, write_report
 
 
-def make_chunk() -> torch.nn.Module:
+def make_chunk() -> Any:
     """Parameters with the names of a trunk and a head."""
-    chunk = torch.nn.Module()
-    chunk.decoder = torch.nn.Linear(3, 2)
-    chunk.mtp = torch.nn.Linear(2, 2, bias=False)
-    return chunk
+    return torch.nn.ModuleDict({"decoder": torch.nn.Linear(3, 2), "mtp": torch.nn.Linear(2, 2, bias=False)})
 
 
-def add_one(parameter: torch.nn.Parameter) -> None:
+def add_one(parameter: torch.Tensor) -> None:
     with torch.no_grad():
         parameter += 1
 
@@ -31,7 +29,9 @@ def test_a_hash_is_that_of_the_bytes(dtype):
     chunk = make_chunk().to(dtype)
     found = hash_tensors([chunk])
     assert list(found) == ["decoder.weight", "decoder.bias", "mtp.weight"]
-    content = chunk.mtp.weight.detach().view(torch.int16 if dtype is torch.bfloat16 else torch.int32).numpy().tobytes()
+    content = (
+        chunk["mtp"].weight.detach().view(torch.int16 if dtype is torch.bfloat16 else torch.int32).numpy().tobytes()
+    )
     assert found["mtp.weight"] == hashlib.sha256(content).hexdigest()
 
 
@@ -44,8 +44,8 @@ def test_virtual_stages_are_told_apart():
 def test_what_changed_and_what_did_not(mesh):
     chunk = make_chunk()
     before = hash_tensors([chunk])
-    add_one(chunk.decoder.weight)
-    add_one(chunk.mtp.weight)
+    add_one(chunk["decoder"].weight)
+    add_one(chunk["mtp"].weight)
     joint = compare_tensors([chunk], before, JOINT)
     assert joint["trained_tensors"] == 2
     assert joint["trained_but_unchanged"] == ["rank0.decoder.bias"]
@@ -65,10 +65,10 @@ def test_what_changed_and_what_did_not(mesh):
 def test_the_hash_of_the_trunk_leaves_the_heads_out(mesh):
     chunk = make_chunk()
     before = hash_tensors([chunk])
-    add_one(chunk.mtp.weight)
+    add_one(chunk["mtp"].weight)
     same = compare_tensors([chunk], before, HEADS_ONLY)
     assert same["trunk_sha256_before"] == same["trunk_sha256_after"]
-    add_one(chunk.decoder.bias)
+    add_one(chunk["decoder"].bias)
     other = compare_tensors([chunk], before, HEADS_ONLY)
     assert other["trunk_sha256_before"] == same["trunk_sha256_before"]
     assert other["trunk_sha256_after"] != other["trunk_sha256_before"]
@@ -81,7 +81,7 @@ def test_any_choice_of_parameters_is_proven(mesh):
     biases.apply([chunk])
     assert [name for name, parameter in chunk.named_parameters() if parameter.requires_grad] == ["decoder.bias"]
     before = hash_tensors([chunk])
-    chunk.decoder(torch.ones(1, 3)).sum().backward()
+    chunk["decoder"](torch.ones(1, 3)).sum().backward()
     torch.optim.SGD([p for p in chunk.parameters() if p.requires_grad], lr=1.0).step()
     found = compare_tensors([chunk], before, biases)
     assert (found["trained_tensors"], found["frozen_tensors"]) == (1, 2)

@@ -48,7 +48,8 @@ def test_config_tells_of_the_heads_of_the_run_and_of_no_quantisation(hf_dir, tmp
 def test_the_precision_of_every_tensor_is_noted(hf_dir, tmp_path):
     source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1))
     with safe_open(hf_dir / "model.safetensors", "pt") as file:
-        expected = {name: str(file.get_tensor(name).dtype).removeprefix("torch.") for name in file.keys()}
+        dtypes = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+    expected = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     assert source_dtypes(source) == expected
     assert set(expected.values()) == {"bfloat16"}
 
@@ -63,5 +64,5 @@ def test_grafted_heads_bring_their_own_precision(hf_dir, tmp_path):
 
 def test_a_place_that_cannot_be_made_is_named(hf_dir, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="--output_dir .*file/run cannot be made: Not a directory"):
+    with pytest.raises(UserError, match=r"--output_dir .*file/run cannot be made: Not a directory"):
         write_source(read_hf_model(hf_dir), tmp_path / "file" / "run", Heads(1))

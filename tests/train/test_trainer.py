@@ -102,10 +102,15 @@ def test_evaluating_leaves_the_model_as_it_was(make_trainer):
 
 def test_what_fails_while_evaluating_leaves_the_model_training(make_trainer):
     trainer = make_trainer()
-    with pytest.raises(ZeroDivisionError), trainer.evaluating():
-        assert not any(chunk.training for chunk in trainer.model)
-        assert not torch.is_grad_enabled()
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with trainer.evaluating():
+            assert not any(chunk.training for chunk in trainer.model)
+            assert not torch.is_grad_enabled()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert all(chunk.training for chunk in trainer.model)
     assert torch.is_grad_enabled()
 
@@ -122,7 +127,7 @@ def test_a_loss_that_is_no_number_ends_the_run(make_trainer):
     trainer = make_trainer()
     with torch.no_grad():
         next(trainer.model[0].parameters()).fill_(torch.nan)
-    with pytest.raises(UserError, match="^step 1: loss nan") as error:
+    with pytest.raises(UserError, match=r"^step 1: loss nan") as error:
         trainer.fit(0)
     assert error.value.hint is not None
     assert error.value.hint.startswith("lower --lr or --mtp_loss_scaling_factor, or look at the rows of this step")
