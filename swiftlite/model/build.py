@@ -1,6 +1,5 @@
 """From a family and a config.json to the model on this rank."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -138,7 +137,7 @@ def build_model(
         hf_config: config.json, for the rotary frequencies.
         mesh: the model's ranks and layout; need not be the active one.
         heads: the MTP heads that it gets.
-        freeze_trunk: only the heads learn, and no gradient is computed for anything else.
+        freeze_trunk: no gradient is computed for the trunk; `Trainable` says which parameters learn.
         drafting: what MTP layers are fed; of no consequence where nothing is computed.
         mtp_loss: what the heads learn, see GPTModel.
 
@@ -177,8 +176,6 @@ def build_model(
                 mtp_loss=mtp_loss,
             )
         chunks.append(stage.to(mesh.device.torch_device))
-    if freeze_trunk:
-        _freeze_trunk(chunks)
     return chunks
 
 
@@ -221,13 +218,6 @@ def _build_stage(
         pg_collection=mesh.groups,
         vp_stage=vp_stage if num_virtual_stages(layout) else None,
     )
-
-
-def _freeze_trunk(chunks: Sequence[GPTModel]) -> None:
-    """Leave only the heads to learn."""
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(name.startswith("mtp."))
 
 
 def check_computable(layout: ParallelLayout, device: Device) -> None:

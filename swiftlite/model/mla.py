@@ -94,7 +94,8 @@ class MLASelfAttention(McoreMLASelfAttention):
             rotary_pos_emb: `RotaryEmbedding`'s, of the whole row or of a packed one.
             kwargs: as megatron-core's layers call attention.
         """
-        return super().forward(hidden_states, attention_mask, position_ids=rotary_pos_emb, **kwargs)
+        result: Any = super().forward(hidden_states, attention_mask, position_ids=rotary_pos_emb, **kwargs)
+        return result
 
     def get_query_key_value_tensors(
         self,

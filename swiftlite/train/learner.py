@@ -74,7 +74,7 @@ def make_learner(
         mtp_init=args.mtp_init,
         graft_from=args.mtp_graft_from,
         seed=args.seed,
-        heads_only=trainable.freezes_trunk,
+        freeze_trunk=trainable.freezes_trunk,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
         mtp_loss=args.mtp_loss,

@@ -58,9 +58,7 @@ def take_turns(hf_dir: Path) -> list[torch.Tensor]:
 def load(hf_dir: Path, mesh: Mesh) -> GPTModel:
     hf_config = read_config(hf_dir)
     family = families.get(hf_config)
-    [model] = build_model(
-        family.transformer_config(hf_config), hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1)
-    )
+    [model] = build_model(family.architecture(hf_config), hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))
     load_hf([model], hf_dir, family, hf_config)
     return model.eval()
 

@@ -17,6 +17,7 @@ from swiftlite.families import index
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.plan.trainable import HEADS_ONLY
 from tests.tiny import CLASSES, make_tiny_hf, mtp_names
 
 ROPES = {
@@ -61,6 +62,8 @@ def load_megatron(directory: Path, mesh, dtype: torch.dtype, **options) -> GPTMo
     family = index.get(hf_config)
     options = {"heads": Heads.from_config(hf_config), **options}
     (model,) = build_model(family.architecture(hf_config), hf_config, mesh=mesh, dtype=dtype, **options)
+    if options.get("freeze_trunk"):
+        HEADS_ONLY.apply([model])
     load_hf([model], directory, family, hf_config)
     return model.eval()
 

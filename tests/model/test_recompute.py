@@ -23,6 +23,7 @@ from swiftlite.model import gpt, mtp, recompute
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mtp import MultiTokenPredictionLayer
+from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.compat import MCORE_VERSION, MTP_INNER_LAYER
 from tests.scripts.conftest import SCRIPTS
 
@@ -52,6 +53,8 @@ def make_model(mesh, depth: int = 1, freeze_trunk: bool = False, **options) -> G
         freeze_trunk=freeze_trunk,
         recompute=RecomputeArgs(**options),
     )
+    if freeze_trunk:
+        HEADS_ONLY.apply([model])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

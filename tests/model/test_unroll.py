@@ -21,6 +21,7 @@ from swiftlite.model import draft_attention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
+from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.objective import NextTokenObjective, total_loss
 from tests.engines.reference import Reference, follow, write_trained
@@ -191,6 +192,7 @@ def train_head(
         mtp_loss=mtp_loss,
         drafting=family.mtp.drafting,
     )
+    HEADS_ONLY.apply([model])
     load_hf([model], directory, family, hf_config, mtp_init="random")
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
     weights = torch.tensor(model.heads.weights)

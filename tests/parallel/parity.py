@@ -29,6 +29,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
 from swiftlite.plan.run import make_plan, make_schedule
+from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
@@ -222,6 +223,8 @@ def compute(job: Job) -> list[dict[str, float]]:
             drafting=family.mtp.drafting,
             mtp_loss=args.mtp_loss,
         )
+        if args.mtp_mode == "heads_only":
+            HEADS_ONLY.apply(model)
         load_hf(model, job.hf_dir, family, hf_config)
         wrapped = wrap_model(model, mesh, dtype, args)
         schedule = make_schedule(args, len(samples))
