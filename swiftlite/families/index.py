@@ -59,10 +59,10 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
 
 
 def known_architecture(hf_config: HfConfig) -> Architecture | None:
-    """The architecture of a config.json, for rules; None where it does not say enough.
+    """The architecture of a config.json, for rules to look at; None where there is too little to look at.
 
-    That is when there is no config.json, its model_type is unknown, or it lacks a size: `get` says so, or what `get` is
-    followed by, when the model is built.
+    A config.json that is absent, of an unknown model_type or without a size is not for rules to report: its family
+    does, when the model is read.
     """
     family = _find(hf_config)
     if family is None:

@@ -1,5 +1,7 @@
 """Families against transformers: the same tensors, the same shapes, and no field of a config that nobody looks at."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -141,6 +143,13 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
 def mcore_config(config: dict[str, Any]) -> dict[str, Any]:
     """Arguments of megatron-core's config for a config.json that its family accepts."""
     return families.get(config).architecture(config).mcore_config()
+
+
+def test_families_are_declarations():
+    """Rules and plans ask them before torch is loaded."""
+    script = "import sys, swiftlite.families; print({'torch', 'transformers', 'megatron'} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

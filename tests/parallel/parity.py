@@ -164,8 +164,8 @@ def refusal(job: Job, num_processes: int) -> str:
     hf_config = read_config(job.hf_dir)
     depth = Heads.from_config(hf_config).layers
     layout = layout_of(job.args(depth))
-    problems = layout_problems(layout, families.get(hf_config).architecture(hf_config), depth)
-    problems = problems or process_problems(layout, num_processes)
+    architecture = families.get(hf_config).architecture(hf_config)
+    problems = layout_problems(layout, architecture, depth) or process_problems(layout, num_processes)
     return "; ".join(problem for problem, _ in problems)
 
 
