@@ -83,7 +83,7 @@ def require_heads(model: ServedModel) -> None:
         )
 
 
-def tell_of_untrained_drafts(model: ServedModel, num_tokens: int | None) -> None:
+def log_untrained_drafts(model: ServedModel, num_tokens: int | None) -> None:
     """Log it when more tokens are to be drafted than the heads were trained for; None is as many as they were."""
     if (num_tokens or 0) > model.heads.drafts > 0:
         logger.info(

@@ -1,23 +1,21 @@
-"""vLLM as an engine: real vLLM with `{"method": "mtp"}`, its options derived from the checkpoint.
+"""vLLM as an engine: real vLLM with `{"method": "mtp"}`, its options derived from the checkpoint (`options.py`).
 
 vLLM keeps its own worker processes; this process only sends token ids. What vLLM lacks for our checkpoints is in
-`vllm_plugin.py`. Measured with vLLM 0.32.
+`plugin.py`. Measured with vLLM 0.32.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.conventions import convention
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts
 from swiftlite.engines.plugin import require_plugin
-from swiftlite.engines.served_model import ServedModel, read_model, require_heads
+from swiftlite.engines.served_model import read_model
+from swiftlite.engines.vllm.info import VLLM
+from swiftlite.engines.vllm.options import is_on_cpu, memory_on_cpu, speculative_config, verifies_greedily_only
 from swiftlite.engines.vllm.weight_update import Bucket, WeightUpdate
 from swiftlite.errors import UserError
-from swiftlite.log import logger
 
 
 class VllmEngine:
@@ -29,7 +27,7 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig):
         model = read_model(config.model)
-        require_plugin("vllm")
+        require_plugin(VLLM)
         # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
@@ -140,85 +138,6 @@ class VllmEngine:
         """Stop vLLM's processes, if it has any, and wait for them."""
         # Of itself vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills them all.
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
-
-
-def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, Any] | None:
-    """What vLLM is told about drafting, after making sure that it drafts with what was trained.
-
-    Returns:
-        vLLM's `speculative_config`; None without speculation.
-
-    Raises:
-        UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
-    """
-    given = config.speculative_config
-    if given is not None and given.get("method") != "mtp":
-        if "model" in given and Path(given["model"]).absolute() == model.directory.absolute():
-            raise UserError(
-                "--vllm_speculative_config names the model as its own draft: every draft accepted and none cheaper",
-                'write {"method": "mtp", "num_speculative_tokens": 1} for its heads, or leave the option out',
-            )
-        return given  # another drafter, which needs nothing of our heads
-    num_tokens = config.num_speculative_tokens if given is None else given.get("num_speculative_tokens")
-    if num_tokens == 0:
-        return None
-    require_heads(model)
-    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
-
-
-def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
-    """Tokens per step that this vLLM drafts with heads that were trained for them; unset, all that they were.
-
-    Raises:
-        UserError: at one of the steps vLLM would run another head.
-    """
-    from swiftlite.engines.vllm.plugin import check_draft_steps
-
-    num_run = num_heads(model)
-    if num_tokens is None:
-        if num_run < model.heads.layers:
-            logger.warning(
-                "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.heads.layers
-            )
-            return num_run
-        num_tokens = model.heads.drafts
-    try:
-        check_draft_steps(num_tokens, model.heads.layers, num_run == model.heads.layers)
-    except ValueError as error:
-        raise UserError(str(error), "or --infer_backend transformers, which runs every head") from None
-    return num_tokens
-
-
-def num_heads(model: ServedModel) -> int:
-    """Distinct heads that draft in this vLLM; the classes of our plugin run all of them in its newer model runner."""
-    from swiftlite.engines.vllm.plugin import has_multi_module_runner
-
-    can_run = convention("vllm", model.family.name).num_heads(model.heads.layers)
-    return can_run if has_multi_module_runner() else min(can_run, 1)
-
-
-def is_on_cpu() -> bool:
-    """Whether this vLLM computes on the CPU."""
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
-def verifies_greedily_only() -> bool:
-    """Whether this vLLM verifies drafts wrongly at a temperature above 0.
-
-    vllm-project/vllm#55005, in 0.32: the stand-in for Triton's expand kernel loses what it wrote, and drafts are
-    verified with uninitialised memory for temperature and top_p. Greedy requests do not pass through it.
-    """
-    from vllm.triton_utils import HAS_TRITON
-
-    return is_on_cpu() and not HAS_TRITON
-
-
-def memory_on_cpu() -> dict[str, str]:
-    """Environment variables without which vLLM takes half of the machine's memory for its key-value cache."""
-    name = "VLLM_CPU_KVCACHE_SPACE"
-    return {name: os.environ.get(name, "1")} if is_on_cpu() else {}
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A backend of vLLM's weight-transfer API: a worker reloads its model in place from safetensors files.
 
-Registered by `vllm_plugin.py`, called by `weight_update.py`. vLLM's own backends send through GPUs and say nothing of
+Registered by `plugin.py`, called by `weight_update.py`. vLLM's own backends send through GPUs and say nothing of
 what was left out; this one works on a CPU too, where the weights are repacked, and fails unless every tensor found a
 parameter and every parameter a tensor.
 """

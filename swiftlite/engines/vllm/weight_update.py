@@ -1,6 +1,6 @@
 """New weights for a vLLM that is running, from Hugging Face tensors, through vLLM's weight-transfer API.
 
-This is the caller's side; vLLM's workers take the tensors in `vllm_weight_transfer.py`. Buckets travel as files in the
+This is the caller's side; vLLM's workers take the tensors in `weight_transfer.py`. Buckets travel as files in the
 temporary directory, one at a time, so that neither side holds a second model. Who sends them: any iterable, such as
 `train/live_weights.py`.
 """
@@ -29,7 +29,7 @@ class WeightUpdate:
     """Puts new weights into an engine, complete or not at all usable.
 
     Args:
-        llm: started with the backend of `vllm_weight_transfer.py`.
+        llm: started with the backend of `weight_transfer.py`.
         model: what it was started from; new tensors must have the same names and shapes.
         drafts: whether it runs the model's MTP heads.
     """
