@@ -1,4 +1,4 @@
-"""Sending a server all prompts, so many at once; how one prompt is sent is the engine's own (`engines/client.py`)."""
+"""Sending a server all prompts, N at once; how one prompt is sent is the engine's own (`engines/client.py`)."""
 
 import asyncio
 import time

@@ -31,7 +31,7 @@ def run(args: BenchArgs) -> None:
     """Measure, print a table and what to start; write bench.json and bench.svg.
 
     Raises:
-        UserError: the engine would not draft so many tokens with these heads, or a prompt is too long: before any
+        UserError: the engine would not draft that many tokens with these heads, or a prompt is too long: before any
             server starts. A server that fails: what was measured before it is kept.
     """
     model = read_model(args.model)

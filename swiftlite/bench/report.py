@@ -23,6 +23,7 @@ from swiftlite.table import text_table
 
 # Two servers that draft nothing differ by a few percent on a machine of their own.
 MUCH_DRIFT = 0.1
+COLUMNS = ("at once", "drafted", "tokens/s", "ratio", "first token", "per token", "accepted length", "answers equal")
 
 
 def choose_all(servers: Sequence[ServerResult]) -> dict[int, Choice]:
@@ -95,7 +96,7 @@ def describe_surroundings(args: BenchArgs) -> dict[str, Any]:
 def table(servers: Sequence[ServerResult], choices: dict[int, Choice]) -> str:
     """A line for each server and concurrency."""
     expected = expected_answers(servers)
-    rows = [("at once", "drafted", "tokens/s", "ratio", "first token", "per token", "accepted length", "answers equal")]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for place, choice in enumerate(choices.values()):
         for server in servers[:-1]:
             k = server.num_speculative_tokens

@@ -112,7 +112,7 @@ class EngineInfo:
 
     @property
     def speculative_option_names(self) -> tuple[str, ...]:
-        """Those of the engine's own options that say how to draft."""
+        """The engine's own options that say how to draft."""
         return tuple(name for name in self.option_names if name != self.kwargs_option)
 
     def engine_kwargs(self, args: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ EngineCommand = DeployArgs | InferArgs
 
 
 def given(args: EngineCommand, names: tuple[str, ...]) -> dict[str, object]:
-    """Those of these options that were given."""
+    """The options among these that were given, with their values."""
     return {name: vars(args)[name] for name in names if vars(args)[name] is not None}
 
 

@@ -8,7 +8,7 @@ from swiftlite.engines.sglang.rules import RULES
 
 
 def speculative_config(args: SglangArgs) -> dict[str, Any] | None:
-    """Those of SGLang's options of drafting that were given, by SGLang's names."""
+    """SGLang's options of drafting that were given, by SGLang's names; None when none were."""
     drafting = {
         "speculative_algorithm": args.sglang_speculative_algorithm,
         "speculative_num_steps": args.sglang_speculative_num_steps,

@@ -5,7 +5,6 @@ architecture that is not in it becomes its own draft (`plugin.py` adds some). Th
 together: steps alone is a TypeError there, topk alone a bare AssertionError.
 """
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +43,7 @@ def speculative_options(
 
     Args:
         num_tokens: to draft per step, in a chain; None is what the heads were trained for, or what `given` says.
-        given: those of the four that the user gave.
+        given: the options of these four that the user gave.
 
     Raises:
         UserError: the heads are not whole, or SGLang would draft with something else.
@@ -52,7 +51,8 @@ def speculative_options(
     require_heads(model)
     given = given or {}
     num_steps = given.get("speculative_num_steps", num_tokens)
-    if problem := depth_problem(model, num_steps):
+    problem = depth_problem(model, num_steps)
+    if problem:
         raise UserError(problem, "serve it with --infer_backend vllm")
     if num_steps is None:
         num_drafting = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
@@ -82,8 +82,8 @@ def known_report(model: ServedModel) -> LoadReport:
 
 
 def is_on_cpu() -> bool:
-    """Whether a SGLang that is installed here computes on the CPU."""
-    return importlib.util.find_spec("sglang") is not None and not torch.accelerator.is_available()
+    """Whether SGLang is installed here and computes on the CPU."""
+    return SGLANG.is_installed and not torch.accelerator.is_available()
 
 
 def cpu_variables() -> dict[str, str]:

@@ -20,8 +20,10 @@ def numbers_go_together(args: Any) -> Iterator[Problem]:
 
 
 def numbers_agree(args: Any) -> Iterator[Problem]:
-    steps, topk, tokens = (vars(args)[name] for name in NUMBERS)
-    if None in (steps, topk, tokens):
+    steps = args.sglang_speculative_num_steps
+    topk = args.sglang_speculative_eagle_topk
+    tokens = args.sglang_speculative_num_draft_tokens
+    if steps is None or topk is None or tokens is None:
         return
     if topk == 1 and tokens != steps + 1:
         yield (

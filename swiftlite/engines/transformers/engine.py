@@ -102,7 +102,8 @@ class TransformersEngine:
         """The ids [1, S] with drafts behind them; `fed` None begins a sequence."""
         if self._drafter is None:
             return ids
-        outputs = None if fed is None else BaseModelOutput(hidden_states=(fed,))
+        hidden_states: Any = (fed,)
+        outputs = None if fed is None else BaseModelOutput(hidden_states=hidden_states)
         drafted_ids, _ = self._drafter.get_candidates(ids, model_outputs=outputs, is_first_iteration=fed is None)
         return drafted_ids
 

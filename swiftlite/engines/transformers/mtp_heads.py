@@ -36,7 +36,9 @@ class MtpHead(nn.Module):
     def __init__(self, decoder: Any):
         super().__init__()
         size = decoder.config.hidden_size
-        self.enorm, self.hnorm, self.final_layernorm = (deepcopy(decoder.norm) for _ in range(3))
+        self.enorm = deepcopy(decoder.norm)
+        self.hnorm = deepcopy(decoder.norm)
+        self.final_layernorm = deepcopy(decoder.norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
         self.transformer_layer = deepcopy(decoder.layers[-1])
         self.transformer_layer.self_attn.layer_idx = 0  # every head has a cache of its own, of one layer

@@ -7,11 +7,12 @@ vLLM keeps its own worker processes; this process only sends token ids. What vLL
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts
 from swiftlite.engines.plugin import require_plugin
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.options import is_on_cpu, memory_on_cpu, speculative_config, verifies_greedily_only
 from swiftlite.engines.vllm.weight_update import Bucket, WeightUpdate
@@ -33,28 +34,13 @@ class VllmEngine:
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
         from vllm import LLM
 
-        from swiftlite.engines.vllm.plugin import WEIGHT_TRANSFER
-
         os.environ.update(memory_on_cpu())
         if config.in_this_process and is_on_cpu():
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        options = {
-            "model": str(model.directory),
-            "dtype": config.torch_dtype,
-            "trust_remote_code": config.trust_remote_code,
-            "max_model_len": config.max_model_len,
-            "max_num_seqs": config.max_batch_size,
-            "use_tqdm_on_load": False,
-            "skip_tokenizer_init": True,  # token ids in, token ids out
-            "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
-            "disable_log_stats": False,  # the counts of drafts are among the statistics
-            "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
-            "speculative_config": speculative_config(model, config),
-            "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
-        } | config.engine_kwargs
+        options = engine_options(model, config)
         try:
             with outside_torchrun():
-                self._llm = LLM(**{name: value for name, value in options.items() if value is not None})
+                self._llm = LLM(**options)
         except (TypeError, ValueError) as error:  # pydantic's are ValueErrors
             raise UserError(f"vLLM refuses its options: {error}", "see --vllm_engine_kwargs") from error
         except RuntimeError as error:
@@ -140,9 +126,34 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
+def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM`.
+
+    Raises:
+        UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
+    """
+    from swiftlite.engines.vllm.plugin import WEIGHT_TRANSFER
+
+    options = {
+        "model": str(model.directory),
+        "dtype": config.torch_dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_batch_size,
+        "use_tqdm_on_load": False,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
+        "disable_log_stats": False,  # the counts of drafts are among the statistics
+        "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
+        "speculative_config": speculative_config(model, config),
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
+    } | config.engine_kwargs
+    return {name: value for name, value in options.items() if value is not None}
+
+
 @contextmanager
 def outside_torchrun() -> Iterator[None]:
-    """Without torchrun's variables: vLLM's processes would take them for theirs, and wait for a store in vain."""
+    """Hide torchrun's variables: vLLM's processes would take them for theirs, and wait for a store in vain."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}
