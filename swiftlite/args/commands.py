@@ -126,7 +126,7 @@ class ExaminationArgs:
     model: str | None = None
     """Directory of a Hugging Face model to audit: shards, index, MTP depth, config. With --plan config.json is
     enough."""
-    engine: Literal["vllm", "sglang"] | None = None
+    engine: str | None = None
     """Also run this engine's own configuration and weight loaders on --model, without starting it: what stays random,
     what is never read, which class drafts with how many heads. Where SGLang is not installed, what is known of its
     classes."""

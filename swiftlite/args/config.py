@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from swiftlite.args.docs import Option, options
+from swiftlite.args.docs import Choices, Option, options
 from swiftlite.errors import OptionError, UserError
 
 Args = TypeVar("Args")
@@ -197,9 +197,11 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
         loader.dispose()
 
 
-def values_from_file(args_class: type, path: str) -> tuple[dict[str, Any], list[Problem]]:
+def values_from_file(
+    args_class: type, path: str, choices: Choices | None = None
+) -> tuple[dict[str, Any], list[Problem]]:
     """The file's options as values of their types, and what is wrong with the others."""
-    known, values, problems = options(args_class), {}, []
+    known, values, problems = options(args_class, choices), {}, []
     for key, (value, where) in read_file(path).items():
         name = str(key).replace("-", "_")
         if name not in known:

@@ -251,7 +251,7 @@ class RunArgs:
 class EngineArgs:
     """Engine"""
 
-    infer_backend: Literal["transformers", "vllm", "sglang"] = "transformers"
+    infer_backend: str = "transformers"
     """Engine that generates."""
     speculative: Literal["none", "mtp"] = "none"
     """mtp: the checkpoint's own heads draft tokens, the trunk verifies them."""
@@ -296,7 +296,7 @@ class SglangArgs:
 class ServerArgs:
     """Server"""
 
-    infer_backend: Literal["vllm", "sglang"] = "vllm"
+    infer_backend: str = "vllm"
     """Engine whose own OpenAI-compatible server is started."""
     speculative: Literal["none", "mtp"] | None = None
     """mtp: the checkpoint's own heads draft tokens, the trunk verifies them. Unset: mtp when there are heads."""
@@ -320,7 +320,7 @@ class EvaluationArgs:
     """Directory of a Hugging Face model to compare with, such as the one before training."""
     output_dir: str = ""
     """Directory for evaluation.json and evaluation.svg; it may exist."""
-    infer_backend: Literal["none", "transformers", "vllm", "sglang"] = "none"
+    infer_backend: str = "none"
     """An engine that generates answers to the prompts, whose own counters are read; none: teacher-forced alone."""
     max_prompts: PositiveInt = 64
     """Prompts of each channel that the engine gets."""
@@ -342,7 +342,7 @@ class BenchmarkArgs:
     """Files with prompts (rows as for sft; the last assistant turn is left out)."""
     output_dir: str = ""
     """Directory for bench.json, bench.svg and the servers' logs; it may exist."""
-    infer_backend: Literal["vllm", "sglang"] = "vllm"
+    infer_backend: str = "vllm"
     """Engine whose server is measured, as `deploy` starts it."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
     """Tokens to draft per step, a server for each; 0 drafts nothing and must be among them."""

@@ -35,7 +35,7 @@ def command_help(command: Command) -> str:
     if command.is_parallel:
         usage += " NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT start several processes."
     text += ["", *textwrap.wrap(usage, width)]
-    for group in groups(command.args_class):
+    for group in groups(command.args_class, command.choices()):
         text += ["", f"{group.title}:"]
         for option in group.options:
             text.append(f"  --{option.name} {placeholder(option.type)}")

@@ -53,7 +53,7 @@ def _run(argv: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         return _show(command_help(command))
 
-    args, notes = parse(command.args_class, rest, command.words)
+    args, notes = parse(command.args_class, rest, command.words, command.choices())
     processes = launch.read_environment(os.environ)
     world_size = processes.world_size if command.is_parallel else 1
     rank = processes.rank or 0

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.errors import UserError
-from swiftlite.evaluate.picture import rates
-from swiftlite.evaluate.run import load_rows
+from swiftlite.evaluate.figures import rates
+from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
 from swiftlite.runtime.mesh import Mesh
 
@@ -57,7 +57,7 @@ def check_acceptance(
 
 
 def _mean(hf_dir: Path, dataset: Sequence[str], torch_dtype: str, mesh: Mesh) -> float:
-    """Over depths; 0 of a model without heads."""
+    """The mean over depths of the share of predictions that are the trunk's own; 0 for a model without heads."""
     _, data = load_rows(hf_dir, dataset)
     shares = rates("teacher_forced", teacher_forced(hf_dir, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL])
     return sum(shares) / max(len(shares), 1)

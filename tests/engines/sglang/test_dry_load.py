@@ -1,4 +1,4 @@
-"""The doctor's look at a checkpoint through SGLang's own loaders; one process of SGLang's audits all of this file."""
+"""The doctor's look at a checkpoint through SGLang's own loaders; one process of SGLang's loads all of this file."""
 
 import importlib.util
 import json
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from swiftlite.engines.audit import EngineReport
-from swiftlite.engines.conventions import CONVENTIONS
+from swiftlite.engines.load_report import LoadReport
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection
+from tests.engines.reference import convention
 from tests.stand_ins import sglang_environment
 from tests.tiny import CLASSES
 
@@ -19,20 +19,20 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
-AUDIT_ALL = """
+LOAD_ALL = """
 import dataclasses, json, sys
 from pathlib import Path
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.sglang.audit import audit
+from swiftlite.engines.sglang.dry_load import dry_load
 for directory, options in json.loads(sys.argv[1]):
-    report = audit(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
+    report = dry_load(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
     print(json.dumps(dataclasses.asdict(report)))
 """
 WHOLE = [(family, depth) for family in CLASSES for depth in (0, 1)]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> dict[Any, EngineReport]:
+def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     folder = tmp_path_factory.mktemp("models")
     asked: dict[Any, Path] = {}
     for family, depth in WHOLE:
@@ -46,11 +46,11 @@ def reports(tmp_path_factory) -> dict[Any, EngineReport]:
     damage(asked["itself"], "llama", 1, None, architectures=["MistralForCausalLM"])
 
     questions = json.dumps([(str(directory), {}) for directory in asked.values()])
-    command = [sys.executable, "-c", AUDIT_ALL, questions]
+    command = [sys.executable, "-c", LOAD_ALL, questions]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=sglang_environment())
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
-    return {name: EngineReport(**line) for name, line in zip(asked, lines, strict=True)}
+    return {name: LoadReport(**line) for name, line in zip(asked, lines, strict=True)}
 
 
 @pytest.mark.parametrize(("family", "depth"), WHOLE)
@@ -58,8 +58,8 @@ def test_a_whole_checkpoint_passes(reports, family, depth):
     report = reports[family, depth]
     assert report.problems == []
     assert report.notes == []
-    assert report.draft == (CONVENTIONS["sglang"][family].draft if depth else None)
-    assert (report.depth, report.num_heads) == (depth, depth)
+    assert report.draft == (convention("sglang", family).draft if depth else None)
+    assert (report.num_mtp_heads, report.num_drafting) == (depth, depth)
     assert report.target
 
 
@@ -72,7 +72,7 @@ def test_a_broken_checkpoint_is_found(reports, family, name):
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3"])
 def test_numbers_that_sglang_would_leave_random_are_counted(reports, family):
     """The classes of SGLang's own, which load what they find; those of our plugin refuse."""
-    draft = CONVENTIONS["sglang"][family].draft
+    draft = convention("sglang", family).draft
     (problem,) = reports[family, "no projection"].problems
     assert problem.startswith(f"{draft} is left with {64 * 128} random numbers in model.")
     assert problem.split(".")[-2:] == [projection(family).split(".")[-2], "weight"]

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 
 def draw(concurrencies: Sequence[int], speeds: Mapping[str, Sequence[Sequence[float]]]) -> bytes:
-    """The picture, as SVG.
+    """The chart, as SVG.
 
     Args:
         speeds: name of a server -> for each concurrency the tokens per second of its rounds.

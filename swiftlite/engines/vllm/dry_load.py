@@ -1,19 +1,16 @@
 """What vLLM would do with a checkpoint, found out by its own configuration and weight loaders, without an engine.
 
-    python -m swiftlite.engines.vllm.audit MODEL_DIR [JSON]
-
-prints an `EngineReport` as JSON on the last line of stdout. JSON holds fields of `EngineConfig`. A process of its own,
-because vLLM wants process groups. Next: `engine_audit.py`, which starts it for `swiftlite doctor`.
+Imported in a process of its own (`engines/dry_load.py`).
 """
 
-import dataclasses
-import json
-import sys
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
 
 import torch
 import vllm
@@ -29,12 +26,20 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from swiftlite.bridge.tensors import Checkpoint, some
-from swiftlite.engines.audit import EngineReport
+from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.load_audit import LoadError, stage, unfilled, unknown_class, unread
+from swiftlite.engines.load_report import (
+    LoadError,
+    LoadReport,
+    drafts_for_itself,
+    stage,
+    unfilled,
+    unknown_class,
+    unread,
+)
 from swiftlite.engines.served_model import ServedModel, read_model
-from swiftlite.engines.vllm.engine import num_heads, num_tokens_to_draft
+from swiftlite.engines.vllm.info import VLLM
+from swiftlite.engines.vllm.options import num_drafting_heads, num_tokens_to_draft
 from swiftlite.engines.weight_recorder import WeightRecorder
 from swiftlite.errors import UserError
 
@@ -42,7 +47,7 @@ from swiftlite.errors import UserError
 SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
 
-def audit(config: EngineConfig) -> EngineReport:
+def dry_load(config: EngineConfig) -> LoadReport:
     """Let vLLM's loaders run on the checkpoint's headers; no tensor is read.
 
     Raises:
@@ -50,48 +55,43 @@ def audit(config: EngineConfig) -> EngineReport:
     """
     model = read_model(config.model)
     problems: list[str] = []
-    notes: list[str] = []
+    recorder = WeightRecorder(Checkpoint(model.directory).stored)
     target = draft = None
     try:
         speculative = _speculative_config(model, config, problems)
         with stage("vLLM refuses its options"):
             vllm_config = _vllm_config(model, config, speculative)
         with _process_groups(vllm_config):
-            entries = Checkpoint(model.directory).stored
-            recorder = WeightRecorder(entries)
             target = _load(vllm_config, vllm_config.model_config, recorder)
             problems += unfilled(recorder, target)
-            drafting = vllm_config.speculative_config
-            if drafting is not None and drafting.method in ("mtp", "draft_model"):
-                draft_config = drafting.draft_model_config
-                # Their key-value caches go by the layers' names; the MTP classes have names of their own.
-                prefix = "draft_model" if drafting.method == "draft_model" else ""
-                draft = _load(vllm_config, draft_config, recorder, prefix)
-                problems += unfilled(recorder, draft, SHARED if drafting.method == "mtp" else ())
-                if type(draft) is type(target) and Path(draft_config.model).samefile(model.directory):
-                    problems.append(
-                        f"the target drafts for itself: the draft is another {type(target).__name__} of the same "
-                        "directory, so every draft is accepted and none is cheaper"
-                    )
+            draft = _load_draft(vllm_config, recorder)
+        drafting = vllm_config.speculative_config
+        if draft is not None and drafting is not None:
+            problems += unfilled(recorder, draft, SHARED if drafting.method == "mtp" else ())
+            directory = Path(drafting.draft_model_config.model)
+            if type(draft) is type(target) and directory.samefile(model.directory):
+                problems.append(drafts_for_itself(target))
         if model.heads.layers == 0 or draft is not None:
-            problems += [f"no class of vLLM reads {key}" for key in some(unread(model, recorder))]
-        notes += unknown_class("vllm", model, draft)
+            problems += unread(VLLM, model, recorder)
     except LoadError as error:
         problems.append(str(error))
-    return EngineReport(
+    return LoadReport(
         engine=f"vllm {vllm.__version__}",
         target=target and type(target).__name__,
         draft=draft and type(draft).__name__,
-        depth=model.heads.layers,
-        num_heads=num_heads(model) if draft is not None else 0,
-        verdict="every tensor has its place, every parameter its numbers",
+        num_mtp_heads=model.heads.layers,
+        num_drafting=num_drafting_heads(model) if draft is not None else 0,
         problems=problems,
-        notes=notes,
+        notes=unknown_class(VLLM, model, draft),
     )
 
 
 def _speculative_config(model: ServedModel, config: EngineConfig, problems: list[str]) -> dict[str, Any] | None:
-    """As `vllm_engine.speculative_config`, for heads that may be broken: what is wrong with them is to be found out."""
+    """vLLM's options of drafting for heads that may be broken: what is wrong with them is to be found out.
+
+    Args:
+        problems: gets a line when vLLM would run another head than the one trained for a step.
+    """
     given = config.speculative_config
     if (given is None and model.heads.layers == 0) or config.num_speculative_tokens == 0:
         return None
@@ -132,6 +132,16 @@ def _process_groups(vllm_config: VllmConfig) -> Iterator[None]:
             destroy_distributed_environment()
 
 
+def _load_draft(vllm_config: VllmConfig, recorder: WeightRecorder) -> nn.Module | None:
+    """The draft model as vLLM makes and fills it; None where drafting needs no model."""
+    drafting = vllm_config.speculative_config
+    if drafting is None or drafting.method not in ("mtp", "draft_model"):
+        return None
+    # Key-value caches go by the layers' names; the MTP classes have names of their own.
+    prefix = "draft_model" if drafting.method == "draft_model" else ""
+    return _load(vllm_config, drafting.draft_model_config, recorder, prefix)
+
+
 def _load(vllm_config: VllmConfig, model_config: ModelConfig, recorder: WeightRecorder, prefix: str = "") -> nn.Module:
     """The model as vLLM makes and fills it, without numbers."""
     name = ", ".join(model_config.architectures)
@@ -141,8 +151,3 @@ def _load(vllm_config: VllmConfig, model_config: ModelConfig, recorder: WeightRe
         with stage(f"vLLM's {type(model).__name__} stops at the checkpoint"), recorder:
             model.load_weights(recorder.weights())
     return model
-
-
-if __name__ == "__main__":
-    given = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    print(json.dumps(dataclasses.asdict(audit(EngineConfig(Path(sys.argv[1]), **given)))))

@@ -1,19 +1,12 @@
 """What SGLang would do with a checkpoint, found out by its own configuration and weight loaders, without an engine.
 
-    python -m swiftlite.engines.sglang.audit MODEL_DIR [JSON]
-
-prints an `EngineReport` as JSON on the last line of stdout. JSON holds fields of `EngineConfig`. A process of its own,
-because SGLang wants process groups. Next: `engine_audit.py`, which starts it for `swiftlite doctor`.
+Imported in a process of its own (`engines/dry_load.py`).
 """
 
-import dataclasses
-import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,19 +32,26 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.runtime_context import SpawnRanks, publish
 
 from swiftlite.bridge.tensors import Checkpoint, some
-from swiftlite.engines.audit import EngineReport
-from swiftlite.engines.conventions import convention
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.load_audit import LoadError, stage, unfilled, unknown_class, unread
+from swiftlite.engines.load_report import (
+    LoadError,
+    LoadReport,
+    drafts_for_itself,
+    stage,
+    unfilled,
+    unknown_class,
+    unread,
+)
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.sglang.engine import checked_options
+from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.weight_recorder import WeightRecorder
 
 # What SGLang takes from the target for every MTP draft (`set_embed_and_head` of the draft classes), loaded or not.
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 
 
-def audit(config: EngineConfig) -> EngineReport:
+def dry_load(config: EngineConfig) -> LoadReport:
     """Let SGLang's loaders run on the checkpoint's headers; no tensor is read.
 
     Raises:
@@ -59,47 +59,46 @@ def audit(config: EngineConfig) -> EngineReport:
     """
     model = read_model(config.model)
     drafts = model.heads.layers > 0 and config.num_speculative_tokens != 0
-    known = convention("sglang", model.family.name)
     problem = depth_problem(model, config.num_speculative_tokens) if drafts else None
     problems = [problem] if problem else []
+    recorder = WeightRecorder(Checkpoint(model.directory).stored)
     target = draft = None
     try:
         with stage("SGLang refuses its options"):
             server_args = checked_options(_options(model, config, drafts))
         with _process_groups(server_args):
-            recorder = WeightRecorder(Checkpoint(model.directory).stored)
             target = _load(server_args, recorder)
             problems += unfilled(recorder, target)
             if drafts:
                 draft = _load(server_args, recorder, is_draft_model=True)
                 problems += unfilled(recorder, draft, SHARED)
-                problems += [
-                    f"{type(draft).__name__} loads another tensor over {key}"
-                    for key in some(sorted(key for key in recorder.replaced if not key.endswith(SHARED)))
-                ]
+                problems += _replaced(recorder, draft)
                 if type(draft) is type(target):
-                    problems.append(
-                        f"the target drafts for itself: the draft is another {type(target).__name__} of the same "
-                        "directory, so every draft is accepted and none is cheaper"
-                    )
+                    problems.append(drafts_for_itself(target))
         if model.heads.layers == 0 or draft is not None:
-            problems += [f"no class of SGLang reads {key}" for key in some(unread(model, recorder))]
+            problems += unread(SGLANG, model, recorder)
     except LoadError as error:
         problems.append(str(error))
-    return EngineReport(
+    known = SGLANG.convention_for(model.family)
+    return LoadReport(
         engine=f"sglang {sglang.__version__}",
         target=target and type(target).__name__,
         draft=draft and type(draft).__name__,
-        depth=model.heads.layers,
-        num_heads=known.num_heads(model.heads.layers) if draft is not None else 0,
-        verdict="every tensor has its place, every parameter its numbers",
+        num_mtp_heads=model.heads.layers,
+        num_drafting=known.num_drafting(model.heads.layers) if draft is not None else 0,
         problems=problems,
-        notes=unknown_class("sglang", model, draft),
+        notes=unknown_class(SGLANG, model, draft),
     )
 
 
+def _replaced(recorder: WeightRecorder, draft: nn.Module) -> list[str]:
+    """Tensors of the checkpoint that the draft has taken, and then others in their place."""
+    keys = sorted(key for key in recorder.replaced if not key.endswith(SHARED))
+    return [f"{type(draft).__name__} loads another tensor over {key}" for key in some(keys)]
+
+
 def _options(model: ServedModel, config: EngineConfig, drafts: bool) -> dict[str, Any]:
-    """As `sglang_engine.engine_options`, for heads that may be broken: what is wrong with them is to be found out."""
+    """SGLang's options for heads that may be broken: what is wrong with them is to be found out."""
     num_tokens = config.num_speculative_tokens or 1
     drafting = {
         "speculative_algorithm": "NEXTN",
@@ -146,8 +145,3 @@ def _load(server_args: Any, recorder: WeightRecorder, is_draft_model: bool = Fal
         with stage(f"SGLang's {type(model).__name__} stops at the checkpoint"), recorder:
             model.load_weights(recorder.weights())
     return model
-
-
-if __name__ == "__main__":
-    given = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    print(json.dumps(dataclasses.asdict(audit(EngineConfig(Path(sys.argv[1]), **given)))))
