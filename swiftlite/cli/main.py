@@ -28,14 +28,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        failure.tell_launcher(error, error.exit_code)
+        failure.report(error, error.exit_code)
         _tell(f"swiftlite: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         _tell("swiftlite: interrupted")
         return 130
     except Exception as error:
-        if failure.tell_launcher(error, 1):
+        if failure.report(error, 1):
             return 1
         raise
 
