@@ -37,7 +37,9 @@ class Group:
 def options(args_class: type) -> dict[str, Option]:
     """Every field of the class by name, in the order in which `--help` shows them."""
     types = typing.get_type_hints(args_class)
-    owners = {name: owner for owner in reversed(args_class.__mro__) for name in inspect.get_annotations(owner)}
+    owners = {}
+    for owner in reversed(args_class.__mro__):
+        owners |= dict.fromkeys(inspect.get_annotations(owner), owner)
     found = {}
     for field in dataclasses.fields(args_class):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -143,13 +143,20 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[
 
 
 def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str]:
-    values, known = vars(args), options(type(args))
+    """A note for each setting that is not its default and has no effect.
+
+    Args:
+        idle: by name of an option, whether it has no effect, and why.
+    """
+    values = vars(args)
+    known = options(type(args))
     for name, (is_idle, why) in idle.items():
         if is_idle and values[name] != known[name].default:
             yield f"--{name} {as_typed(values[name])} has no effect: {why}"
 
 
 def as_typed(value: Any) -> str:
+    """The value as one would type it behind its flag."""
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -12,10 +12,17 @@ from swiftlite.plan.facts import Facts, Problem, run_checkpoints
 from swiftlite.rules.common import as_typed
 
 # What a run may change when it goes on: how often it reports and saves, and how its work is cut up.
-_FREE_GROUPS = (RunArgs, ParallelLayout, DistributedArgs, RecomputeArgs)
-_FREE = {"dataset_num_proc", "micro_batch_size", "num_train_epochs", "train_iters", "trust_remote_code"}.union(
-    field.name for group in _FREE_GROUPS for field in dataclasses.fields(group)
-)
+_FREE = {
+    *(field.name for field in dataclasses.fields(RunArgs)),
+    *(field.name for field in dataclasses.fields(ParallelLayout)),
+    *(field.name for field in dataclasses.fields(DistributedArgs)),
+    *(field.name for field in dataclasses.fields(RecomputeArgs)),
+    "dataset_num_proc",
+    "micro_batch_size",
+    "num_train_epochs",
+    "train_iters",
+    "trust_remote_code",
+}
 
 
 def output_dir_fits_resume(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -105,7 +112,7 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
 
 
 def _saved_options(args: SftArgs) -> dict[str, Any] | None:
-    """args.json of the run that goes on; None where there is none that can be read."""
+    """The content of args.json of the run that is resumed; None where there is none that can be read."""
     if not args.resume:
         return None
     try:
