@@ -139,17 +139,17 @@ class ExaminationArgs:
     gpu_memory_gb: PositiveFloat = 80.0
     """Memory of one GPU, in GB (1e9 bytes)."""
     use_distributed_optimizer: bool = False
-    """As for megatron sft."""
+    """The same as for megatron sft."""
     micro_batch_size: PositiveInt = 1
-    """As for megatron sft."""
+    """The same as for megatron sft."""
     max_length: Length = 2048
-    """As for megatron sft; every row is taken to be as long, and every token to be learned."""
+    """The same as for megatron sft; every row is taken to be as long, and every token to be learned."""
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """As for megatron sft, or for the engine."""
+    """The same as for megatron sft, or for the engine."""
     mtp_num_layers: NonNegativeInt | None = None
-    """As for megatron sft. Unset: what the checkpoint has."""
+    """The same as for megatron sft. Unset: what the checkpoint has."""
     mtp_mode: MtpMode = "joint"
-    """As for megatron sft."""
+    """The same as for megatron sft."""
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,8 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
             raise UserError(f"{path} holds no mapping", "write one `option: value` per line", 2)
         entries = {}
         for key_node, value_node in node.value:
-            key, where = loader.construct_object(key_node, deep=True), f"{path}:{key_node.start_mark.line + 1}"
+            key = loader.construct_object(key_node, deep=True)
+            where = f"{path}:{key_node.start_mark.line + 1}"
             if key in entries:
                 raise UserError(f"{where}: {key} was given before, at {entries[key][1]}", "keep one of the two", 2)
             entries[key] = (loader.construct_object(value_node, deep=True), where)
@@ -201,7 +202,9 @@ def values_from_file(
     args_class: type, path: str, choices: Choices | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """The file's options as values of their types, and what is wrong with the others."""
-    known, values, problems = options(args_class, choices), {}, []
+    known = options(args_class, choices)
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
     for key, (value, where) in read_file(path).items():
         name = str(key).replace("-", "_")
         if name not in known:

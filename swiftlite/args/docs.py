@@ -44,7 +44,9 @@ def options(args_class: type, choices: Choices | None = None) -> dict[str, Optio
     for name, values in (choices or {}).items():
         kind: Any = Literal[tuple(values)]
         types[name] = kind | None if types[name] == str | None else kind
-    owners = {name: owner for owner in reversed(args_class.__mro__) for name in inspect.get_annotations(owner)}
+    owners = {}
+    for owner in reversed(args_class.__mro__):
+        owners |= dict.fromkeys(inspect.get_annotations(owner), owner)
     found = {}
     for field in dataclasses.fields(args_class):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -1,4 +1,4 @@
-"""`--sft_mock_dataset_config_json`: what its value may be. Pure text, no files.
+"""What the value of `--sft_mock_dataset_config_json` may be. Pure text, no files.
 
     {"mode": "file", "path": "lengths.csv"}
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192, "mean_seq_len": 4096,
@@ -26,10 +26,10 @@ EXAMPLES = {
 
 
 def check_mock_config(config: dict[str, Any]) -> None:
-    """Nothing, if the value can be.
+    """Refuse a value that cannot be.
 
     Raises:
-        UserError: naming the key that cannot be.
+        UserError: it names the key that cannot be.
     """
     mode = config.get("mode")
     if mode not in ("file", "distribution"):
@@ -53,7 +53,9 @@ def check_mock_config(config: dict[str, Any]) -> None:
             raise _wrong(config, key, "is not a number of at least 0")
     if config["lognormal_sigma"] > 10:  # the middle two thirds of lengths are e^20 apart
         raise _wrong(config, "lognormal_sigma", "is over 10")
-    low, mean, high = config["min_seq_len"], config["mean_seq_len"], config["max_seq_len"]
+    low = config["min_seq_len"]
+    mean = config["mean_seq_len"]
+    high = config["max_seq_len"]
     if low > high:
         raise _wrong(config, "min_seq_len", f"is over max_seq_len, {high}")
     if not low <= mean <= high:

@@ -40,7 +40,8 @@ def parse(
         argv = argv[1:]
     flags, strays = _split(argv)
     problems += [(f"{stray} belongs to no option", "write --option value") for stray in strays]
-    notes, seen = [], {}
+    notes = []
+    seen = set()
     for flag, texts in flags:
         name = flag.removeprefix("--").replace("-", "_")
         if name not in known:
@@ -48,7 +49,7 @@ def parse(
             continue
         if name in seen:
             notes.append(f"--{name} is given twice; the last one counts: {' '.join(texts) or 'true'}")
-        seen[name] = texts
+        seen.add(name)
         try:
             values[name] = _value(known[name], texts)
         except UserError as error:

@@ -69,7 +69,8 @@ def find(argv: list[str]) -> tuple[Command, list[str]]:
             return command, argv[len(words) :]
     given = " ".join(word for word in argv[:2] if not word.startswith("-"))
     # `sft` alone and `megatron stf` both mean `megatron sft`; `export model_dir` and `exprot model_dir` have one word.
-    spellings = {form: command.words for command in COMMANDS for form in (command.words, command.words.split()[-1])}
+    spellings = {command.words.split()[-1]: command.words for command in COMMANDS}
+    spellings |= {command.words: command.words for command in COMMANDS}
     for attempt in (given, argv[0]):
         for near in difflib.get_close_matches(attempt, spellings, n=1):
             raise UserError(f"`{given}` is no command", f"did you mean swiftlite {spellings[near]}?", exit_code=2)

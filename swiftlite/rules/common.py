@@ -10,14 +10,7 @@ from swiftlite.args.bounds import in_words, out_of_bounds
 from swiftlite.args.commands import BenchArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.heads import Heads
-from swiftlite.plan.facts import (
-    Facts,
-    Problem,
-    is_run,
-    near_path,
-    read_hf_config,
-    run_checkpoints,
-)
+from swiftlite.plan.facts import Facts, Problem, is_run, near_path, read_hf_config, run_checkpoints
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.run import heads_of
 
@@ -85,15 +78,15 @@ def file_problems(flag: str, name: str, suffixes: tuple[str, ...]) -> Iterator[P
 def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
         yield "--output_dir is required", "name the directory to write"
-    elif Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
+        return
+    directory = Path(args.output_dir)
+    if directory.exists() and not directory.is_dir():
         yield f"--output_dir {args.output_dir} is a file", "name a directory"
-    else:
-        place = next(
-            path for path in (Path(args.output_dir), *Path(args.output_dir).absolute().parents) if path.exists()
-        )
-        if not place.is_dir() or not os.access(place, os.W_OK):
-            why = "may not be written" if place.is_dir() else "is a file"
-            yield f"--output_dir {args.output_dir} cannot be made: {place} {why}", "name a place you may write"
+        return
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        why = "may not be written" if place.is_dir() else "is a file"
+        yield f"--output_dir {args.output_dir} cannot be made: {place} {why}", "name a place you may write"
 
 
 def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -150,13 +143,20 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[
 
 
 def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str]:
-    values, known = vars(args), options(type(args))
+    """A note for each setting that is not its default and has no effect.
+
+    Args:
+        idle: by name of an option, whether it has no effect, and why.
+    """
+    values = vars(args)
+    known = options(type(args))
     for name, (is_idle, why) in idle.items():
         if is_idle and values[name] != known[name].default:
             yield f"--{name} {as_typed(values[name])} has no effect: {why}"
 
 
 def as_typed(value: Any) -> str:
+    """The value as one would type it behind its flag."""
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

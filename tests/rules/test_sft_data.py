@@ -1,4 +1,4 @@
-"""Rules of packing and streaming: the options that break each, and those that have no effect."""
+"""Rules of what is read, packed and streamed: the options that break each, and those that have no effect."""
 
 import dataclasses
 import json
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
-from swiftlite.args.commands import SftArgs
-from swiftlite.errors import OptionError
+from tests.rules.good import SFT, problems_of
 
 MOCK = {
     "mode": "distribution",
@@ -20,21 +19,35 @@ MOCK = {
 }
 
 
-@pytest.fixture
-def args(tmp_path, monkeypatch) -> SftArgs:
-    monkeypatch.chdir(tmp_path)
-    Path("model").mkdir()
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 8, "num_hidden_layers": 4}
-    Path("model/config.json").write_text(json.dumps(config))
-    Path("model/model.safetensors").write_bytes(b"weights")
-    Path("train.jsonl").write_text('{"query": "q", "response": "r"}\n' * 3)
-    return SftArgs(model="model", dataset=["train.jsonl"], output_dir="out")
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"dataset": []}, "--dataset is required", "--dataset train.jsonl"),
+        ({"dataset": ["trian.jsonl"]}, "--dataset trian.jsonl does not exist", "did you mean train.jsonl?"),
+        ({"dataset": ["train.jsonl#many"]}, "--dataset train.jsonl#many: after # comes", "train.jsonl#500"),
+        ({"dataset": ["train.jsonl#0"]}, "--dataset train.jsonl#0: after # comes", "train.jsonl#500"),
+        ({"dataset": ["train.jsonl#"]}, "--dataset train.jsonl#: after # comes", "train.jsonl#500"),
+        ({"dataset": ["."]}, "--dataset . is a directory", "name the files: train.jsonl val.jsonl"),
+        ({"dataset": ["plain"]}, "--dataset plain is a directory", "config.json"),
+        ({"dataset": ["plain/model.safetensors"]}, "ends in none of .jsonl, .json, .parquet, .csv", "JSON lines"),
+        (
+            {"dataset": ["AI-ModelScope/alpaca"]},
+            "does not exist",
+            "hf download --repo-type dataset AI-ModelScope/alpaca",
+        ),
+        ({"val_dataset": ["vla.jsonl"]}, "--val_dataset vla.jsonl does not exist", "did you mean val.jsonl?"),
+    ],
+)
+def test_files(here, change, problem, hint):
+    ((found, advice),) = problems_of(dataclasses.replace(SFT, **change))
+    assert problem in found
+    assert hint in advice
 
 
-def problems_of(args: SftArgs, world_size: int = 1) -> list[tuple[str, str]]:
-    with pytest.raises(OptionError) as raised:
-        rules.check(args, world_size)
-    return raised.value.problems
+def test_an_empty_file_is_no_dataset(here):
+    Path("train.jsonl").write_text("")
+    ((problem, _),) = problems_of(SFT)
+    assert problem == "--dataset train.jsonl is empty"
 
 
 @pytest.mark.parametrize(
@@ -47,8 +60,8 @@ def problems_of(args: SftArgs, world_size: int = 1) -> list[tuple[str, str]]:
         {"packing": True, "packing_length": 4096, "sft_mock_dataset_config_json": MOCK, "dataset": []},
     ],
 )
-def test_good_options_pass_without_a_note(args, change):
-    assert rules.check(dataclasses.replace(args, **change)) == []
+def test_good_options_pass_without_a_note(here, change):
+    assert rules.check(dataclasses.replace(SFT, **change)) == []
 
 
 @pytest.mark.parametrize(
@@ -96,14 +109,14 @@ def test_good_options_pass_without_a_note(args, change):
         ),
     ],
 )
-def test_problems(args, change, problem, hint):
-    (found,) = problems_of(dataclasses.replace(args, **change))
+def test_problems(here, change, problem, hint):
+    (found,) = problems_of(dataclasses.replace(SFT, **change))
     assert found[0] == problem
     assert hint is None or found[1] == hint
 
 
-def test_context_parallel_ranks_share_each_sample(args):
-    packed = dataclasses.replace(args, packing=True, max_length=2046, context_parallel_size=2)
+def test_context_parallel_ranks_share_each_sample(here):
+    packed = dataclasses.replace(SFT, packing=True, max_length=2046, context_parallel_size=2)
     ((problem, hint),) = problems_of(packed, world_size=2)
     assert problem == (
         "a sample may have --max_length 2046 tokens, which 2 context-parallel ranks share as 2048, a packed row "
@@ -112,10 +125,10 @@ def test_context_parallel_ranks_share_each_sample(args):
     assert hint == "--packing_length 2048, or --max_length 2044"
 
 
-def test_resuming_keeps_the_rows(args):
+def test_resuming_keeps_the_rows(here):
     Path("out/checkpoint-5").mkdir(parents=True)
-    resumed = dataclasses.replace(args, packing=True, resume=True, context_parallel_size=2)
-    Path("out/args.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(args, packing=True))))
+    resumed = dataclasses.replace(SFT, packing=True, resume=True, context_parallel_size=2)
+    Path("out/args.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(SFT, packing=True))))
     ((problem, hint),) = problems_of(resumed, world_size=2)
     assert problem.startswith("--resume with --context_parallel_size 2, but this run began with 1: each sample")
     assert hint == "--context_parallel_size 1"
@@ -138,8 +151,8 @@ def test_resuming_keeps_the_rows(args):
         ({"streaming_buffer_size": 7}, "--streaming_buffer_size 7 has no effect: --streaming is not given"),
     ],
 )
-def test_notes(args, change, note):
-    assert rules.check(dataclasses.replace(args, **change)) == [note]
+def test_notes(here, change, note):
+    assert rules.check(dataclasses.replace(SFT, **change)) == [note]
 
 
 @pytest.mark.parametrize(
@@ -149,13 +162,13 @@ def test_notes(args, change, note):
         ("train.csv", "--dataset train.csv with --streaming: only .jsonl and .parquet are read row by row"),
     ],
 )
-def test_a_stream_is_read_row_by_row(args, name, problem):
+def test_a_stream_is_read_row_by_row(here, name, problem):
     Path("train.csv").write_text("query,response\nq,r\n")
-    streamed = dataclasses.replace(args, dataset=[name], packing=True, streaming=True, train_iters=3)
+    streamed = dataclasses.replace(SFT, dataset=[name], packing=True, streaming=True, train_iters=3)
     assert [found for found, _ in problems_of(streamed)] == [problem]
 
 
-def test_a_file_of_lengths_that_is_not_there(args):
+def test_a_file_of_lengths_that_is_not_there(here):
     mock = {"mode": "file", "path": "lengths.csv"}
-    ((problem, _),) = problems_of(dataclasses.replace(args, dataset=[], sft_mock_dataset_config_json=mock))
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, dataset=[], sft_mock_dataset_config_json=mock))
     assert problem == "--sft_mock_dataset_config_json: lengths.csv is no file"
