@@ -1,4 +1,3 @@
-"""Hugging Face <-> Megatron weights: rows (a family's table), layout (pure), plan, placement (ranks), tensors (files).
-
-Start with `transfer.py`: `load_hf` and `save_hf`.
+"""Weights between Hugging Face directories and live Megatron models, with torch alone but for `placement.py`, which knows
+megatron-core and processes. Start with `transfer.py`: `load_hf` and `save_hf`.
 """
