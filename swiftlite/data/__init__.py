@@ -1,3 +1,3 @@
-"""From data files to batches of tokens and labels, with numpy, torch and the tokenizer's library alone: ranks and models
-are not known here. Start with `dataset.py`.
+"""From data files to batches of tokens and labels. This room uses numpy, torch and the tokenizer's library, and knows
+neither ranks nor models.
 """
