@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format and types: ruff and pyright over the whole checkout.
+# Lint, format and types: ruff and pyright over the whole checkout. Then the documentation's site, which links must hold.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
@@ -9,4 +9,5 @@ status=0
 ruff check . || status=1
 ruff format --check . || status=1
 pyright || status=1
+bash scripts/docs.sh || status=1
 exit $status

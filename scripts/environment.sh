@@ -1,5 +1,5 @@
-# Sourced by quickstart.sh, test.sh and check.sh: makes the virtual environment that they run in and puts it on PATH.
-# A layer (core, vllm, sglang, dev) is installed once and again when the requirements it came from change.
+# Sourced by the other scripts here: makes the virtual environment that they run in and puts it on PATH.
+# A layer (core, vllm, sglang, dev, docs) is installed once and again when the requirements it came from change.
 #
 #   SWIFTLITE_VENV      where the environment lives (default: .venv in the checkout)
 #   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in an environment of its own (.venv-megatron-0.19.2);
@@ -66,6 +66,10 @@ install_sglang() {
 
 install_dev() {
     pip_install -r "$root/requirements/dev.txt"
+}
+
+install_docs() {
+    pip_install -r "$root/requirements/docs.txt"
 }
 
 install_swiftlite() {

@@ -1,4 +1,5 @@
-"""Hugging Face <-> Megatron weights: rows (a family's table), layout (pure), plan, placement (ranks), tensors (files).
+"""Weights between Hugging Face directories and live Megatron models. This room uses torch; only `placement.py` knows
+megatron-core and processes.
 
 Start with `transfer.py`: `load_hf` and `save_hf`.
 """

@@ -1,5 +1,6 @@
 """Does a Hugging Face directory hold exactly what its config.json promises? Read from the files; no model is built."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.plan import compare_shapes
 from swiftlite.bridge.quantization import block_size
-from swiftlite.bridge.rows import RowTable
+from swiftlite.bridge.rows import Row, RowTable, Shape
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -36,14 +37,15 @@ class MtpOnDisk:
 
 
 def mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[str, Any]) -> list[str]:
-    """Those of the keys that belong to MTP heads."""
+    """The HF keys that belong to MTP heads."""
     return [key for key in hf_keys if family.is_mtp(hf_config, key)]
 
 
 def missing_mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[str, Any], depth: int) -> list[str]:
     """Keys of heads 0 to depth - 1 that are not there."""
     present = set(hf_keys)
-    return [key for head in range(depth) for key in _head_keys(family, hf_config, head) if key not in present]
+    wanted = itertools.chain.from_iterable(_head_keys(family, hf_config, head) for head in range(depth))
+    return [key for key in wanted if key not in present]
 
 
 def mtp_depth_on_disk(hf_dir: str | Path, family: RowTable, hf_config: Mapping[str, Any]) -> MtpOnDisk:
@@ -77,24 +79,29 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
         problems.append(f"config.json promises {mtp.promised} MTP layers, the files have tensors of {mtp.depth}")
 
     rows = family.rows(hf_config, max(mtp.promised, mtp.depth))
-    expected = {key: shape for row in rows for key, shape in row.hf.items()}
-    expected |= {key: shape for row in rows for key, shape in row.hf_shapes().items() if key in entries}
+    expected: dict[str, Shape] = {}
+    for row in rows:
+        expected |= row.hf
+    for row in rows:
+        expected |= {key: shape for key, shape in row.hf_shapes().items() if key in entries}
     derived = [key for key in entries if family.is_derived(key)]
     problems += compare_shapes(expected, {key: entry.shape for key, entry in entries.items()}, derived)
     if not problems:
         with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
-            copies = [(key, copy) for row in rows for key in row.hf for copy in row.hf_copies if copy in entries]
-            problems += [f"{copy} differs from {key}" for key, copy in copies if not checkpoint.is_equal(key, copy)]
+            problems += _copies_that_differ(checkpoint, rows)
             problems += _not_finite(checkpoint)
     return problems
 
 
 def _mtp_on_disk(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[str, Any]) -> MtpOnDisk:
     found = set(mtp_keys(hf_keys, family, hf_config))
-    # A head has at least one key of its own, so no head has a number beyond the count of keys.
-    numbers = {head for key in found if (head := family.head_of(hf_config, key)) is not None and head < len(found)}
-    heads = [head for head in numbers if not found.isdisjoint(_head_keys(family, hf_config, head))]
-    depth = max(heads) + 1 if heads else 0
+    depth = 0
+    for head in {family.head_of(hf_config, key) for key in found}:
+        # A head has at least one key of its own, so no head has a number beyond the count of keys.
+        if head is None or head >= len(found):
+            continue
+        if not found.isdisjoint(_head_keys(family, hf_config, head)):
+            depth = max(depth, head + 1)
     promised = Heads.from_config(hf_config).layers
     missing = missing_mtp_keys(found, family, hf_config, max(promised, depth))
     return MtpOnDisk(promised, depth, tuple(missing))
@@ -102,6 +109,16 @@ def _mtp_on_disk(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[st
 
 def _head_keys(family: RowTable, hf_config: Mapping[str, Any], head: int) -> list[str]:
     return [key for row in family.head_rows(hf_config, head) for key in row.hf]
+
+
+def _copies_that_differ(checkpoint: Checkpoint, rows: Iterable[Row]) -> list[str]:
+    problems = []
+    for row in rows:
+        copies = [copy for copy in row.hf_copies if copy in checkpoint.entries]
+        for key, copy in itertools.product(row.hf, copies):
+            if not checkpoint.is_equal(key, copy):
+                problems.append(f"{copy} differs from {key}")
+    return problems
 
 
 def _not_finite(checkpoint: Checkpoint) -> list[str]:

@@ -53,7 +53,8 @@ class Interleave:
     """Each HF tensor is cut into `units` equal parts; part 0 of every tensor comes first, then part 1 of every tensor.
 
     One unit is a plain copy, or a concatenation. One unit per query group is megatron-core's `linear_qkv`:
-    [queries of the group, its key, its value], group after group.
+    [queries of the group, its key, its value], group after group. With two groups, 4 queries, 2 keys and 2 values are
+    q0 q1 k0 v0 q2 q3 k1 v1.
 
     Args:
         units: number of parts; None stands for one per tensor-parallel rank, as in megatron-core's `linear_fc1`, where
@@ -101,10 +102,16 @@ GATE_UP = Interleave(None)
 
 
 def clip(segments: Sequence[Segment], begin: int, end: int) -> list[Piece]:
-    """The pieces of `segments` that fall into positions [begin, end), with their places counted from `begin`."""
-    pieces, position = [], 0
+    """The pieces of `segments` that fall into positions [begin, end), with their places counted from `begin`.
+
+    Example: segments of 3 numbers of tensor 0 and 3 of tensor 1, and positions [2, 4): the last number of tensor 0 at
+    place 0, the first of tensor 1 at place 1.
+    """
+    pieces = []
+    position = 0
     for source, start, length in segments:
-        first, last = max(begin, position), min(end, position + length)
+        first = max(begin, position)
+        last = min(end, position + length)
         if first < last:
             pieces.append(Piece(source, start + first - position, last - first, first - begin))
         position += length

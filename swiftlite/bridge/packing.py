@@ -15,9 +15,9 @@ import torch
 from swiftlite.bridge.entry import Entry
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-# Names of the parts of one expert, in the order in which they are stacked.
+# By the last part of a stack's name, the matrices of one expert in it, in order.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_PACKED = {part: packed for packed, parts in _PARTS.items() for part in parts}
+_STACK_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 
 
 def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -28,9 +28,11 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """
     unfolded = {}
     for key, entry in entries.items():
-        prefix, _, name = key.rpartition(".")
-        experts = _experts_of(prefix, _PARTS[name], entry) if prefix.endswith(".experts") and name in _PARTS else {}
-        unfolded.update(experts if experts and entries.keys().isdisjoint(experts) else {key: entry})
+        experts = _experts_of(key, entry)
+        if experts and entries.keys().isdisjoint(experts):
+            unfolded |= experts
+        else:
+            unfolded[key] = entry
     return unfolded
 
 
@@ -40,40 +42,60 @@ def fold(
     """Dtypes and shapes of single experts' tensors, with those replaced whose stacked name is in `packed`."""
     folded: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for key, (dtype, shape) in tensors.items():
+        match = _EXPERT.fullmatch(key)
         name = packed_name(key)
-        if name != key and name in packed:
-            (rows, columns), num_parts = shape, len(_PARTS[name.rpartition(".")[2]])
-            match = _EXPERT.fullmatch(key)
-            assert match
-            folded[name] = (dtype, (int(match.group(2)) + 1, num_parts * rows, columns))  # the last expert stays
-        else:
+        if not match or name not in packed:
             folded[key] = (dtype, shape)
+            continue
+        num_experts = int(match.group(2)) + 1  # experts come in order: the last one's entry stays
+        rows, columns = shape
+        folded[name] = (dtype, (num_experts, _num_parts(name) * rows, columns))
     return folded
 
 
 def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with those of single experts stacked, as transformers holds them in memory; experts come in order."""
-    parts: dict[str, list[torch.Tensor]] = {}
+    """Tensors with those of single experts stacked, as transformers holds them in memory; experts come in order.
+
+    Example: gate and up projections of 8 experts, 16 tensors [ffn, hidden], become one [8, 2 * ffn, hidden].
+    """
+    members: dict[str, list[torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        parts.setdefault(packed_name(key), []).append(tensor)
-    return {
-        name: tensors[name]
-        if name in tensors
-        else torch.stack(part).unflatten(0, (-1, len(_PARTS[name.rpartition(".")[2]]))).flatten(1, 2)
-        for name, part in parts.items()
-    }
+        members.setdefault(packed_name(key), []).append(tensor)
+    stacked = {}
+    for name, parts in members.items():
+        if name in tensors:
+            stacked[name] = tensors[name]
+        else:
+            by_expert = torch.stack(parts).unflatten(0, (-1, _num_parts(name)))  # [experts, parts, rows, columns]
+            stacked[name] = by_expert.flatten(1, 2)
+    return stacked
 
 
 def packed_name(key: str) -> str:
-    """Where a file that stacks experts keeps this tensor: the name of the stack, or the tensor's own."""
+    """The name under which a file that stacks experts keeps this tensor: that of the stack, or the tensor's own."""
     match = _EXPERT.fullmatch(key)
-    return f"{match.group(1)}.{_PACKED[match.group(3)]}" if match else key
+    return f"{match.group(1)}.{_STACK_OF[match.group(3)]}" if match else key
 
 
-def _experts_of(prefix: str, parts: tuple[str, ...], entry: Entry) -> dict[str, Entry]:
-    if len(entry.shape) != 3 or entry.shape[1] % len(parts):
+def _num_parts(name: str) -> int:
+    """Matrices of one expert in the stack of this name."""
+    return len(_PARTS[name.rpartition(".")[2]])
+
+
+def _experts_of(key: str, entry: Entry) -> dict[str, Entry]:
+    """Entries of the single experts in a stack; none if this is no stack."""
+    prefix, _, name = key.rpartition(".")
+    if not prefix.endswith(".experts") or name not in _PARTS or len(entry.shape) != 3:
         return {}
+    parts = _PARTS[name]
     num_experts, rows, columns = entry.shape
+    if rows % len(parts):
+        return {}
     part = replace(entry, shape=(rows // len(parts), columns))
-    keys = [f"{prefix}.{expert}.{name}.weight" for expert in range(num_experts) for name in parts]
-    return {key: replace(part, offset=entry.offset + number * part.nbytes) for number, key in enumerate(keys)}
+    experts = {}
+    offset = entry.offset
+    for expert in range(num_experts):
+        for matrix in parts:
+            experts[f"{prefix}.{expert}.{matrix}.weight"] = replace(part, offset=offset)
+            offset += part.nbytes
+    return experts

@@ -1,8 +1,8 @@
 """Which rank holds which part of which parameter: the only file of the bridge that knows megatron-core and processes.
 
 A parameter says itself how it is shared (`tensor_model_parallel`, `partition_dim`), and a layer or an expert which
-number it has, so no table of names is kept here. Reading needs no collective;
-writing none but barriers, where all ranks see the same files.
+number it has, so no table of names is kept here. Reading needs no collective; writing needs none but barriers where all
+ranks see the same files.
 """
 
 import re
@@ -109,32 +109,40 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
     """Whether a parameter that this rank does not hold may be held by another one.
 
     Ranks share layers (and the embedding, the final norm, the head) over pipeline stages, and experts within a layer.
-    So it may when its layer, or its expert in a layer held here, is none of this rank's and the model has so many;
-    whoever holds it finds out whether the parameter itself is there. This needs no talk between ranks.
+    So another rank may hold the parameter if the model has its layer, or its expert, and this rank has not. Whoever
+    holds that finds out whether the parameter itself is there; ranks need not ask each other.
     """
     config = _unwrap(model_chunks[0]).config
-    counts = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
-    held = {owner for shard in shards for owner in _owners(shard.name)}
+    num_layers = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
+    held_modules = {_module_of(shard.name) for shard in shards}
+    held_experts = {_expert_of(shard.name) for shard in shards}
     num_stages = _groups(model_chunks).pp.size()
     num_expert_ranks = _groups(model_chunks).ep.size()
 
     def may_be(name: str) -> bool:
-        owner, *expert = _owners(name)
-        if owner not in held:
+        if _module_of(name) not in held_modules:
             layer = _NUMBERED_LAYER.match(name)
-            return num_stages > 1 and (layer is None or int(layer.group(2)) < counts[layer.group(1)])
-        match = _EXPERTS.search(name)
-        is_of_model = match is not None and int(match.group(1)) < (config.num_moe_experts or 0)
-        return num_expert_ranks > 1 and is_of_model and expert[0] not in held
+            is_in_model = layer is None or int(layer.group(2)) < num_layers[layer.group(1)]
+            return num_stages > 1 and is_in_model
+        expert = _EXPERTS.search(name)
+        if expert is None or num_expert_ranks == 1:
+            return False
+        is_in_model = int(expert.group(1)) < (config.num_moe_experts or 0)
+        return is_in_model and _expert_of(name) not in held_experts
 
     return may_be
 
 
-def _owners(name: str) -> list[str]:
-    """What a rank holds whole or not at all: a layer, or a module outside of layers; then the expert within."""
-    layer, expert = _NUMBERED_LAYER.match(name), _EXPERTS.search(name)
-    owner = layer.group(0) if layer else ".".join(name.split(".")[:2])
-    return [owner, name[: expert.end()]] if expert else [owner]
+def _module_of(name: str) -> str:
+    """What a pipeline stage holds or not: a layer, `decoder.layers.3.`, or else a module, `decoder.final_layernorm`."""
+    layer = _NUMBERED_LAYER.match(name)
+    return layer.group(0) if layer else ".".join(name.split(".")[:2])
+
+
+def _expert_of(name: str) -> str | None:
+    """The expert that a parameter belongs to, `decoder.layers.3.mlp.experts.local_experts.7.`."""
+    expert = _EXPERTS.search(name)
+    return name[: expert.end()] if expert else None
 
 
 def mtp_num_layers(model_chunks: Sequence[nn.Module]) -> int:
@@ -152,7 +160,7 @@ def _unwrap(chunk: nn.Module) -> GPTModel:
 
 
 def is_first_rank() -> bool:
-    """Whether this process does what must be done once."""
+    """Whether this is the process that does what must be done once."""
     return dist.get_rank() == 0
 
 

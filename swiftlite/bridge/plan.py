@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from swiftlite.bridge.layout import ZEROS, clip, covers
+from swiftlite.bridge.layout import ZEROS, Segment, clip, covers
 from swiftlite.bridge.rows import Row, Shape
 from swiftlite.bridge.tensors import Index, some
 from swiftlite.errors import UserError
@@ -68,24 +68,35 @@ class Binding:
     is_copy: bool  # the shard is one of the row's mcore_copies
 
     def copies(self) -> Iterator[Copy]:
-        """The slices that make up this rank's part, in the order of the parameter."""
-        shard, axis = self.shard, self.row.layout.axis
+        """The slices that make up this rank's part, in the order of the parameter.
+
+        Example: rank 1 of 2 holds positions 2 and 3 along axis 0 of a parameter [4, 8] that joins `a` [3, 8] and `b`
+        [1, 8]. They are `local[0:1] <-> a[2:3]` and `local[1:2] <-> b[0:1]`, all 8 columns of each.
+        """
+        shard = self.shard
+        axis = self.row.layout.axis
         keys = list(self.row.hf)
-        pieces_from, pieces_to = 0, shard.global_shape[axis]
-        rest = [slice(None)] * shard.tensor.dim()  # the HF side of the axes that the layout leaves alone
+        local_shape = shard.tensor.shape
+        begin = 0
+        end = shard.global_shape[axis]
+        others = [slice(None)] * shard.tensor.dim()  # the part of an HF tensor that this rank has along the other axes
         if shard.partition_dim == axis:
-            pieces_from, pieces_to = shard.first, shard.first + shard.tensor.shape[axis]
+            begin = shard.first
+            end = begin + local_shape[axis]
         elif shard.partition_dim is not None:
             dim = shard.partition_dim
-            rest[dim] = slice(shard.first, shard.first + shard.tensor.shape[dim])
-        for source, start, length, local_start in clip(segments_of(self.row, shard), pieces_from, pieces_to):
-            local_index, hf_index = [slice(None)] * shard.tensor.dim(), list(rest)
+            others[dim] = slice(shard.first, shard.first + local_shape[dim])
+
+        for source, start, length, local_start in clip(segments_of(self.row, shard), begin, end):
+            local_index = [slice(None)] * shard.tensor.dim()
             local_index[axis] = slice(local_start, local_start + length)
+            hf_index = list(others)
             hf_index[axis] = slice(start, start + length)
-            yield Copy(shard, tuple(local_index), None if source == ZEROS else keys[source], tuple(hf_index))
+            hf_key = None if source == ZEROS else keys[source]
+            yield Copy(shard, tuple(local_index), hf_key, tuple(hf_index))
 
 
-def segments_of(row: Row, shard: Shard):
+def segments_of(row: Row, shard: Shard) -> list[Segment]:
     """The row's layout for the size and the tensor-parallel sharing of this parameter."""
     axis = row.layout.axis
     tp_size = 1 if shard.partition_dim is None else shard.tp_size
@@ -122,41 +133,58 @@ def bind(
         ValueError: two rows claim one HF key or one parameter, or a layout does not use each number once: a mistake in
             a family's table.
     """
-    row_of: dict[str, tuple[Row, bool]] = {}
-    for row in (*rows, *borrowed):
-        for name in (row.mcore, *row.mcore_copies):
-            if name in row_of:
-                raise ValueError(f"two rows fill {name}")
-            row_of[name] = (row, name != row.mcore)
-    claimed = Counter(key for row in rows for key in (*row.hf, *row.hf_copies))
-    if twice := [key for key, count in claimed.items() if count > 1]:
-        raise ValueError(f"two rows claim {', '.join(twice)}")
+    all_rows = (*rows, *borrowed)
+    row_of = _rows_by_name(all_rows)
+    _check_claims(rows)
 
     names = {shard.name for shard in shards}
     problems = [f"no source for {name}" for name in sorted(names - row_of.keys() - set(made))]
-    problems += [
-        f"the Megatron model has no {row.mcore}"
-        for row in (*rows, *borrowed)
-        if names.isdisjoint((row.mcore, *row.mcore_copies)) and not others_hold(row.mcore)
-    ]
+    for row in all_rows:
+        if names.isdisjoint((row.mcore, *row.mcore_copies)) and not others_hold(row.mcore):
+            problems.append(f"the Megatron model has no {row.mcore}")
     problems += [f"the Megatron model has no {name}" for name in made if name not in names and not others_hold(name)]
     if hf_shapes is not None:
-        expected = {key: shape for row in (*rows, *borrowed) for key, shape in row.hf.items()}
-        expected |= {key: shape for row in rows for key, shape in row.hf_shapes().items() if key in hf_shapes}
+        expected: dict[str, Shape] = {}
+        for row in all_rows:
+            expected |= row.hf
+        for row in rows:
+            expected |= {key: shape for key, shape in row.hf_shapes().items() if key in hf_shapes}
         problems += compare_shapes(expected, hf_shapes, ignored)
 
     bindings = []
     for shard in shards:
-        if shard.name not in row_of:
+        row = row_of.get(shard.name)
+        if row is None:
             continue
-        row, is_copy = row_of[shard.name]
-        if problem := _misfit(row, shard):
+        problem = _misfit(row, shard)
+        if problem:
             problems.append(problem)
         else:
-            bindings.append(Binding(row, shard, is_copy))
+            bindings.append(Binding(row, shard, is_copy=shard.name != row.mcore))
     if problems:
         raise UserError(f"{what} and the Megatron model do not match:\n  " + "\n  ".join(some(problems)), hint)
     return bindings
+
+
+def _rows_by_name(rows: Iterable[Row]) -> dict[str, Row]:
+    """The row that fills each Megatron parameter."""
+    row_of: dict[str, Row] = {}
+    for row in rows:
+        for name in (row.mcore, *row.mcore_copies):
+            if name in row_of:
+                raise ValueError(f"two rows fill {name}")
+            row_of[name] = row
+    return row_of
+
+
+def _check_claims(rows: Iterable[Row]) -> None:
+    """No HF key may be in two rows."""
+    claims: Counter[str] = Counter()
+    for row in rows:
+        claims.update((*row.hf, *row.hf_copies))
+    twice = [key for key, count in claims.items() if count > 1]
+    if twice:
+        raise ValueError(f"two rows claim {', '.join(twice)}")
 
 
 def compare_shapes(
@@ -165,11 +193,9 @@ def compare_shapes(
     """One line for every HF key that is missing, unexpected, or of another shape."""
     problems = [f"missing: {key}" for key in expected if key not in found]
     problems += [f"unexpected: {key}" for key in found if key not in expected and key not in ignored]
-    problems += [
-        f"{key} has shape {list(found[key])}, config.json asks for {list(shape)}"
-        for key, shape in expected.items()
-        if key in found and tuple(found[key]) != tuple(shape)
-    ]
+    for key, shape in expected.items():
+        if key in found and tuple(found[key]) != tuple(shape):
+            problems.append(f"{key} has shape {list(found[key])}, config.json asks for {list(shape)}")
     return problems
 
 
@@ -180,16 +206,21 @@ def report_missing(names: Iterable[str]) -> str:
 
 def _misfit(row: Row, shard: Shard) -> str:
     """Why the HF tensors of a row cannot fill this parameter; empty when they can."""
-    axis, shapes = row.layout.axis, list(row.hf.values())
-    other_axes = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
+    axis = row.layout.axis
+    shapes = list(row.hf.values())
+    other_axes = {_without(shape, axis) for shape in shapes}
     if len(other_axes) > 1:
         raise ValueError(f"the HF tensors of {row.mcore} cannot be joined along axis {axis}: {shapes}")
     lengths = [shape[axis] for shape in shapes]
-    is_same_elsewhere = shard.global_shape[:axis] + shard.global_shape[axis + 1 :] in other_axes
-    if len(shard.global_shape) == len(shapes[0]) and is_same_elsewhere:
-        if covers(segments_of(row, shard), lengths, shard.global_shape[axis]):
+    total = shard.global_shape[axis]
+    if len(shard.global_shape) == len(shapes[0]) and _without(shard.global_shape, axis) in other_axes:
+        if covers(segments_of(row, shard), lengths, total):
             return ""
-        if sum(lengths) == shard.global_shape[axis]:
+        if sum(lengths) == total:
             raise ValueError(f"the layout of {row.mcore} does not use every number once")
     sources = ", ".join(f"{key} {list(shape)}" for key, shape in row.hf.items())
     return f"{shard.name} has shape {list(shard.global_shape)}, which cannot hold {sources}"
+
+
+def _without(shape: Shape, axis: int) -> Shape:
+    return shape[:axis] + shape[axis + 1 :]

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
+from math import prod
+from operator import mul
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -167,13 +169,14 @@ class Checkpoint:
 
     def is_equal(self, key: str, other: str, index: Index | None = None) -> bool:
         """Whether two tensors of one shape are the same in a slice, bit by bit: a NaN equals itself."""
-        return self.entries[key].dtype == self.entries[other].dtype and all(
-            torch.equal(one.view(torch.uint8), another.view(torch.uint8))
-            for one, another in zip(self.chunks(key, index), self.chunks(other, index), strict=True)
-        )
+        if self.entries[key].dtype != self.entries[other].dtype:
+            return False
+        chunks = zip(self.chunks(key, index), self.chunks(other, index), strict=True)
+        return all(torch.equal(one.view(torch.uint8), another.view(torch.uint8)) for one, another in chunks)
 
     def _read_chunk(self, key: str, part: "_Part", buffer: "_Buffer") -> torch.Tensor:
-        entry, scale_entry = self.entries[key], self._scales.get(key)
+        entry = self.entries[key]
+        scale_entry = self._scales.get(key)
         chunk = buffer.like(entry.dtype, part.shape)
         self._read_part(entry, part, chunk)
         if scale_entry is None or not chunk.numel():
@@ -202,15 +205,14 @@ def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
     """
     with Checkpoint(hf_dir) as checkpoint:
         stored = checkpoint.stored
-        quantised = {key for key in stored if fp8.is_quantised(key, stored)}
-        return {
-            key: {
-                "dtype": "bfloat16" if key in quantised else str(entry.dtype).removeprefix("torch."),
-                "shape": list(entry.shape),
-            }
-            for key, entry in stored.items()
-            if key.removesuffix(fp8.SCALE_SUFFIX) not in quantised or key in quantised
-        }
+    quantised = {key for key in stored if fp8.is_quantised(key, stored)}
+    factors = {key + fp8.SCALE_SUFFIX for key in quantised}
+    described = {}
+    for key, entry in stored.items():
+        if key not in factors:
+            dtype = torch.bfloat16 if key in quantised else entry.dtype
+            described[key] = {"dtype": str(dtype).removeprefix("torch."), "shape": list(entry.shape)}
+    return described
 
 
 class ShardedFiles:
@@ -381,7 +383,7 @@ def _make_header(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for key, (dtype, shape) in tensors.items():
-        end = begin + _product(shape) * dtype.itemsize
+        end = begin + prod(shape) * dtype.itemsize
         header[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -399,7 +401,7 @@ def split(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes:
     shards: list[list[str]] = [[]]
     filled = 0
     for key, (dtype, shape) in tensors.items():
-        nbytes = _product(shape) * dtype.itemsize
+        nbytes = prod(shape) * dtype.itemsize
         if shards[-1] and filled + nbytes > max_bytes:
             shards.append([])
             filled = 0
@@ -419,16 +421,21 @@ class _Part:
         return [len(one) for one in self.ranges]
 
     def stretches(self, entry: Entry) -> Iterator[tuple[int, int]]:
-        """Where in the file the box lies: (offset, length) in bytes of each stretch without a gap, in order."""
-        strides = [_product(entry.shape[axis + 1 :]) * entry.dtype.itemsize for axis in range(len(entry.shape))]
-        cut = [axis for axis, one in enumerate(self.ranges) if len(one) < entry.shape[axis]]
-        last = cut[-1] if cut else 0  # behind this axis all numbers are wanted
-        if not self.ranges:
+        """Where in the file the box lies: (offset, length) in bytes of each stretch without a gap, in order.
+
+        Example: rows 1 and 2, columns 3 to 5, of a bfloat16 tensor [4, 10] that begins at byte 100 of the file. A row
+        has 20 bytes and a number 2, so the stretches are (126, 6) and (146, 6).
+        """
+        if not self.ranges:  # a tensor without axes, which is one number
             yield entry.offset, entry.nbytes
             return
-        start, length = self.ranges[last].start * strides[last], len(self.ranges[last]) * strides[last]
+        cut_axes = [axis for axis, wanted in enumerate(self.ranges) if len(wanted) < entry.shape[axis]]
+        last = cut_axes[-1] if cut_axes else 0  # behind this axis all numbers are wanted
+        strides = [prod(entry.shape[axis + 1 :]) * entry.dtype.itemsize for axis in range(last + 1)]
+        start = entry.offset + self.ranges[last].start * strides[last]
+        length = len(self.ranges[last]) * strides[last]
         for position in product(*self.ranges[:last]):
-            yield entry.offset + start + sum(map(int.__mul__, position, strides)), length
+            yield start + sum(map(mul, position, strides)), length
 
 
 def _parts(entry: Entry, index: Index) -> Iterator[tuple[Index, _Part]]:
@@ -437,8 +444,8 @@ def _parts(entry: Entry, index: Index) -> Iterator[tuple[Index, _Part]]:
     if not ranges:
         yield (), _Part(())
         return
-    rows, others = ranges[0], ranges[1:]
-    row_bytes = max(1, _product(map(len, others)) * entry.dtype.itemsize)
+    rows, *others = ranges
+    row_bytes = max(1, prod(map(len, others)) * entry.dtype.itemsize)
     step = max(1, _CHUNK_BYTES // row_bytes)
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
@@ -452,7 +459,7 @@ class _Buffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def like(self, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-        nbytes = _product(shape) * dtype.itemsize
+        nbytes = prod(shape) * dtype.itemsize
         if len(self._bytes) < nbytes:
             self._bytes = torch.empty(nbytes, dtype=torch.uint8)
         return self._bytes[:nbytes].view(dtype).view(shape)
@@ -487,7 +494,8 @@ def _bytes_of(contiguous: torch.Tensor) -> memoryview:
 def _write_fully(descriptor: int, memory: memoryview, offset: int) -> None:
     while memory:
         written = os.pwrite(descriptor, memory, offset)
-        memory, offset = memory[written:], offset + written
+        memory = memory[written:]
+        offset += written
 
 
 def _reserve(descriptor: int, size: int) -> None:
@@ -504,10 +512,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _product(shape: Iterable[int]) -> int:
-    result = 1
-    for length in shape:
-        result *= length
-    return result

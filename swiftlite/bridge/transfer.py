@@ -5,9 +5,10 @@ Every rank reads and writes only the slices it holds. All directions first bind 
 parameters (`plan.py`); nothing is touched unless both sides match completely.
 """
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -49,9 +50,11 @@ class LoadReport:
 
     def over_all_ranks(self) -> "LoadReport":
         """What all ranks did together; collective."""
-        reports = placement.gather_from_all_ranks(self)
-        initialised = {name: how for report in reports for name, how in report.initialised.items()}
-        loaded = dict.fromkeys(name for report in reports for name in report.loaded)
+        loaded: dict[str, None] = {}
+        initialised: dict[str, str] = {}
+        for report in placement.gather_from_all_ranks(self):
+            loaded |= dict.fromkeys(report.loaded)
+            initialised |= report.initialised
         return LoadReport(tuple(loaded), initialised, self.dropped)
 
     def __str__(self) -> str:
@@ -114,17 +117,18 @@ def graft_heads(
         UserError: another family, number or shape of heads; names what differs.
     """
     base_config = read_config(Path(graft_from))
-    kinds = [str(config.get("model_type")) for config in (base_config, hf_config)]
-    if kinds[0] != kinds[1]:
+    base_type = base_config.get("model_type")
+    trunk_type = hf_config.get("model_type")
+    if base_type != trunk_type:
         raise UserError(
-            f"{graft_from} is a model of type {kinds[0]}, the trunk one of type {kinds[1]}",
+            f"{graft_from} is a model of type {base_type}, the trunk one of type {trunk_type}",
             "take heads from the model that the trunk was fine-tuned from",
         )
     depth = placement.mtp_num_layers(model_chunks)
     with Checkpoint(graft_from, block_size(base_config)) as base:
         _check_mtp_depth(depth, base, family, base_config)
-        rows = [row for head in range(depth) for row in family.head_rows(base_config, head)]
-        _check_same_shapes(rows, [row for head in range(depth) for row in family.head_rows(hf_config, head)], base)
+        rows = _head_rows(family, base_config, depth)
+        _check_same_shapes(rows, _head_rows(family, hf_config, depth), base)
         names = {row.mcore for row in rows}
         shards = [shard for shard in placement.shards_of(model_chunks) if shard.name in names]
         _read(bind(shards, rows, others_hold=lambda name: True), base, family, base_config)
@@ -135,18 +139,67 @@ def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpo
     shapes = {row.mcore: list(row.hf.values()) for row in wanted}
     problems = [f"{row.mcore} has no place in this model" for row in rows if row.mcore not in shapes]
     problems += [f"{name} is not in it" for name in shapes.keys() - {row.mcore for row in rows}]
-    problems += [
-        f"{key} has shape {list(base.entries[key].shape)}, this model takes {list(shape)}"
-        for row in rows
-        if row.mcore in shapes
-        for key, shape in zip(row.hf, shapes[row.mcore], strict=True)
-        if tuple(base.entries[key].shape) != tuple(shape)
-    ]
+    for row in rows:
+        if row.mcore not in shapes:
+            continue
+        for key, shape in zip(row.hf, shapes[row.mcore], strict=True):
+            found = base.entries[key].shape
+            if tuple(found) != tuple(shape):
+                problems.append(f"{key} has shape {list(found)}, this model takes {list(shape)}")
     if problems:
         raise UserError(
             f"the MTP heads of {base.hf_dir} do not fit:\n  " + "\n  ".join(some(problems)),
             "take heads from the model that the trunk was fine-tuned from",
         )
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Where the numbers of each Megatron parameter come from.
+
+    Args:
+        read: rows whose HF tensors are read, each for its own parameter.
+        borrowed: rows of head parameters that start as a copy of HF tensors which `read` claims.
+        drawn: rows of head parameters whose HF tensors are drawn at random.
+        filled: how head parameters without HF tensors begin, by Megatron name.
+        grafted: names of head parameters that `graft_heads` will fill.
+        dropped: HF keys that are not needed.
+    """
+
+    read: Sequence[Row]
+    borrowed: Sequence[Row] = ()
+    drawn: Sequence[Row] = ()
+    filled: Mapping[str, fresh_heads.Fill] = field(default_factory=dict)
+    grafted: Collection[str] = ()
+    dropped: Sequence[str] = ()
+
+    @property
+    def made(self) -> set[str]:
+        """Megatron parameters that get nothing from the checkpoint's files."""
+        return {*(row.mcore for row in self.drawn), *self.filled, *self.grafted}
+
+
+def _sources(
+    checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any], depth: int, mtp_init: MtpInit
+) -> _Sources:
+    derived = [key for key in checkpoint.entries if family.is_derived(key)]
+    if depth and mtp_init == "checkpoint":
+        _check_mtp_depth(depth, checkpoint, family, hf_config)
+        return _Sources(family.rows(hf_config, depth), dropped=derived)
+    trunk = family.rows(hf_config, 0)
+    dropped = derived + mtp_keys(checkpoint.entries, family, hf_config)
+    if mtp_init == "copy_last_layer":
+        borrowed = fresh_heads.copied_rows(family, hf_config, depth)
+        return _Sources(trunk, borrowed=borrowed, filled=fresh_heads.pass_through(depth), dropped=dropped)
+    heads = _head_rows(family, hf_config, depth)
+    if mtp_init == "graft":
+        return _Sources(trunk, grafted=[row.mcore for row in heads], dropped=dropped)
+    return _Sources(trunk, drawn=heads, dropped=dropped)
+
+
+def _head_rows(family: Family, hf_config: Mapping[str, Any], depth: int) -> list[Row]:
+    """Rows of heads 0 to depth - 1."""
+    return [row for head in range(depth) for row in family.head_rows(hf_config, head)]
 
 
 def _load(
@@ -157,57 +210,45 @@ def _load(
     mtp_init: MtpInit,
     seed: int,
 ) -> LoadReport:
-    depth = placement.mtp_num_layers(model_chunks)
-    rows: list[Row] = family.rows(hf_config, 0)
-    borrowed: list[Row] = []
-    drawn: list[Row] = []
-    fills: dict[str, fresh_heads.Fill] = {}
-    dropped = [key for key in checkpoint.entries if family.is_derived(key)]
-    if depth and mtp_init == "checkpoint":
-        _check_mtp_depth(depth, checkpoint, family, hf_config)
-        rows = family.rows(hf_config, depth)
-    else:
-        dropped += mtp_keys(checkpoint.entries, family, hf_config)
-        if mtp_init == "copy_last_layer":
-            borrowed = fresh_heads.copied_rows(family, hf_config, depth)
-            fills = fresh_heads.pass_through(depth)
-        elif mtp_init != "graft":
-            drawn = [row for head in range(depth) for row in family.head_rows(hf_config, head)]
-
+    sources = _sources(checkpoint, family, hf_config, placement.mtp_num_layers(model_chunks), mtp_init)
     shards = placement.shards_of(model_chunks)
-    made = {*fills, *(row.mcore for row in drawn)}
-    if mtp_init == "graft":  # the caller fills them
-        made = {row.mcore for head in range(depth) for row in family.head_rows(hf_config, head)}
     bindings = bind(
         shards,
-        rows,
-        borrowed=borrowed,
-        made=made,
+        sources.read,
+        borrowed=sources.borrowed,
+        made=sources.made,
         others_hold=placement.others_hold(model_chunks, shards),
         hf_shapes={key: entry.shape for key, entry in checkpoint.entries.items()},
-        ignored=dropped,
+        ignored=sources.dropped,
         what=str(checkpoint.hf_dir),
         hint="check that the tensors belong to this config.json, and that both are complete",
     )
-    drawn_names = {row.mcore for row in drawn}
-    drawn_here = [shard for shard in shards if shard.name in drawn_names]
-    drawn_bindings = bind(drawn_here, drawn, others_hold=lambda name: True)
+    drawn_names = {row.mcore for row in sources.drawn}
+    drawn_shards = [shard for shard in shards if shard.name in drawn_names]
+    drawn_bindings = bind(drawn_shards, sources.drawn, others_hold=lambda name: True)
+
     _read(bindings, checkpoint, family, hf_config)
-    for binding in drawn_bindings:
-        tensors = fresh_heads.random_tensors(binding.row, hf_config.get("initializer_range") or 0.02, seed)
+    _draw(drawn_bindings, std=hf_config.get("initializer_range") or 0.02, seed=seed)
+    for shard in shards:
+        if shard.name in sources.filled:
+            sources.filled[shard.name](shard)
+
+    borrowed_names = {row.mcore for row in sources.borrowed}
+    bound = [binding.shard.name for binding in bindings]
+    loaded = tuple(name for name in bound if name not in borrowed_names)
+    initialised = {name: mtp_init for name in bound if name in borrowed_names}
+    initialised |= {shard.name: mtp_init for shard in shards if shard.name in sources.made}
+    assert len(loaded) + len(initialised) == len(shards)
+    return LoadReport(loaded, initialised, tuple(sources.dropped))
+
+
+def _draw(bindings: Sequence[Binding], std: float, seed: int) -> None:
+    """Fill the parameters with numbers drawn for their HF tensors, of which each rank takes its slices."""
+    for binding in bindings:
+        tensors = fresh_heads.random_tensors(binding.row, std, seed)
         for shard, local_index, hf_key, hf_index in binding.copies():
             assert hf_key is not None
             shard.tensor[local_index] = tensors[hf_key][hf_index]
-    for shard in shards:
-        if shard.name in fills:
-            fills[shard.name](shard)
-
-    from_trunk = {row.mcore for row in borrowed}
-    initialised = {binding.shard.name: mtp_init for binding in bindings if binding.shard.name in from_trunk}
-    initialised |= {shard.name: mtp_init for shard in shards if shard.name in made}
-    loaded = tuple(binding.shard.name for binding in bindings if binding.shard.name not in from_trunk)
-    assert len(loaded) + len(initialised) == len(shards)
-    return LoadReport(loaded, initialised, tuple(dropped))
 
 
 @torch.no_grad()
@@ -244,18 +285,18 @@ def save_hf(
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     source_dtypes = dtypes if isinstance(dtypes, Mapping) else {}
     dtype_of = _dtype_of(dtypes, bindings)
-    tensors = {
-        key: (dtype_of(key), shape)
-        for row in rows
-        for key, shape in row.hf_shapes().items()
-        if key in row.hf or key in source_dtypes or family.is_mtp(hf_config, key)
-    }
+    tensors = {}
+    for row in rows:
+        for key, shape in row.hf_shapes().items():
+            if key in row.hf or key in source_dtypes or family.is_mtp(hf_config, key):
+                tensors[key] = (dtype_of(key), shape)
 
     out_dir = Path(out_dir)
     files = ShardedFiles(out_dir, fold(tensors, source_dtypes.keys()), max_shard_bytes)
     if placement.is_first_rank():
         out_dir.mkdir(parents=True, exist_ok=True)
-        if present := sorted(path.name for path in out_dir.glob("*.safetensors*")):
+        present = sorted(path.name for path in out_dir.glob("*.safetensors*"))
+        if present:
             raise UserError(f"{out_dir} already holds {', '.join(present[:3])}", "give a new or empty directory")
         files.create()
     placement.barrier()
@@ -301,20 +342,24 @@ def stream_hf(
     """
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     dtype_of = _dtype_of(dtypes, bindings)
-    tensors = {
-        key: (dtype_of(key), shape)
-        for row in rows
-        for key, shape in row.hf.items()
-        if family.is_mtp(hf_config, key) is (part == "heads")
-    }
+    tensors = {}
+    for row in rows:
+        for key, shape in row.hf.items():
+            if family.is_mtp(hf_config, key) == (part == "heads"):
+                tensors[key] = (dtype_of(key), shape)
+    if not tensors:
+        return
     pieces = defaultdict(list)  # views, no numbers
-    for key, index, tensor in _pieces(bindings, ()):
-        pieces[key].append((key, index, tensor))
-    for keys in split(tensors, bucket_bytes) if tensors else ():
+    for piece in _pieces(bindings, ()):
+        pieces[piece[0]].append(piece)
+    for keys in split(tensors, bucket_bytes):
         bucket: dict[str, torch.Tensor] = {}
         if placement.is_first_rank():
-            bucket = {key: torch.empty(tensors[key][1], dtype=tensors[key][0]) for key in keys}
-        placement.bring_to_first_rank((piece for key in keys for piece in pieces[key]), partial(_place, bucket))
+            for key in keys:
+                dtype, shape = tensors[key]
+                bucket[key] = torch.empty(shape, dtype=dtype)
+        mine = itertools.chain.from_iterable(pieces[key] for key in keys)
+        placement.bring_to_first_rank(mine, partial(_place, bucket))
         if placement.is_first_rank():
             yield bucket
 
@@ -344,7 +389,11 @@ def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable,
 
 
 def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
-    """What to say of a tensor that should repeat another and does not."""
+    """The error of a tensor that should repeat another and does not.
+
+    Args:
+        head: the MTP head that `copy_key` belongs to; None for a tied model's output layer.
+    """
     if head is None:
         return UserError(
             f"config.json says that the embeddings are tied, but {copy_key} differs from {hf_key}",
@@ -374,7 +423,11 @@ def _bind_all(
 
 
 def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[tuple[str, Index, torch.Tensor]]:
-    """What this rank has to write: HF key, where in that tensor, the numbers; of copies, those among `keys`."""
+    """What this rank has to write: HF key, where in that tensor, the numbers.
+
+    Args:
+        keys: HF keys that exist; of a row's copies, those among them are written.
+    """
     for binding in bindings:
         if not binding.shard.writes or binding.is_copy:
             continue
@@ -399,7 +452,8 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_co
         raise UserError(
             f"--mtp_num_layers {depth}, but config.json of {hf_dir} promises {promised} MTP layers", keep + start_anew
         )
-    if missing := missing_mtp_keys(checkpoint.entries, family, hf_config, depth):
+    missing = missing_mtp_keys(checkpoint.entries, family, hf_config, depth)
+    if missing:
         raise UserError(
             f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:{report_missing(missing)}", start_anew
         )
@@ -407,11 +461,15 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_co
 
 def _dtype_of(dtypes: Dtypes, bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:
     """HF key -> the dtype it is written in; see `save_hf`."""
-    if isinstance(dtypes, Mapping):
-        by_key, other = dtypes, Counter(dtypes.values()).most_common(1)[0][0]
-    else:
-        by_key, other = {}, dtypes or bindings[0].shard.tensor.dtype
-    return lambda key: _dtype(by_key.get(packed_name(key)) or by_key.get(key, other))
+    if not isinstance(dtypes, Mapping):
+        one = _dtype(dtypes or bindings[0].shard.tensor.dtype)
+        return lambda key: one
+    [(most_frequent, _)] = Counter(dtypes.values()).most_common(1)
+
+    def dtype_of(key: str) -> torch.dtype:
+        return _dtype(dtypes.get(packed_name(key)) or dtypes.get(key) or most_frequent)
+
+    return dtype_of
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:

@@ -109,11 +109,8 @@ def collate_packed(
         pad_to_multiple_of: what the length of the row divides by, a multiple of the former
             (`plan.layout.length_multiple`).
 
-    Example: samples of 3 and 4 tokens, each padded to a multiple of 2, the row to one of 4.
-
-        length  4          4         0: the row needs no more
-        cu_seqlens         0, 4, 8
-        position_ids       0, 1, 2, 3, 0, 1, 2, 3
+    Example: samples of 3 and 1 tokens, each padded to a multiple of 2, the row to one of 8. The sequences have 4, 2 and
+    2 tokens, the last of padding alone: `cu_seqlens` is 0, 4, 6, 8 and positions are 0, 1, 2, 3, 0, 1, 0, 1.
     """
     assert pad_to_multiple_of % pad_each_to_multiple_of == 0
     lengths = [_round_up(len(sample), pad_each_to_multiple_of) for sample in samples]

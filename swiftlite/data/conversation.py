@@ -14,8 +14,9 @@ from swiftlite.errors import UserError
 
 Message = dict[str, Any]
 
+MEDIA = ("images", "videos", "audios")
 FIELDS = {"messages", "conversations", "instruction", "input", "output", "query", "response", "history", "system"}
-FIELDS |= {"tools", "channel", "images", "videos", "audios"}
+FIELDS |= {"tools", "channel", *MEDIA}
 FORMATS = 'messages, conversations, query + response, or instruction + output, as {"query": "...", "response": "..."}'
 
 SHAREGPT_ROLES = {
@@ -109,8 +110,9 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
     if not isinstance(row, dict):
         hint = "rename the file to .json if it is one array" if isinstance(row, list) else ""
         raise RowError("row", f"is {_kind(row)}, not an object", hint)
-    given, row = row, {key: value for key, value in row.items() if value is not None and value != ""}
-    for media in ("images", "videos", "audios"):
+    given = row
+    row = {key: value for key, value in given.items() if value is not None and value != ""}
+    for media in MEDIA:
         if row.get(media):
             raise RowError(media, "swiftlite trains on text alone")
 
@@ -150,7 +152,8 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
 def _check_spelling(row: dict[str, Any]) -> None:
     """A field named almost as a known one that the row lacks is that field: passing it over would train on half."""
     for name in row.keys() - FIELDS:
-        if close := difflib.get_close_matches(str(name), FIELDS - row.keys(), n=1, cutoff=0.8):
+        close = difflib.get_close_matches(str(name), FIELDS - row.keys(), n=1, cutoff=0.8)
+        if close:
             raise RowError(
                 str(name), "is no field of a row", f"did you mean {close[0]}? A field of your own needs another name"
             )
@@ -265,7 +268,8 @@ def _check_order(turns: list[_Turn], needs_answer: bool) -> None:
 
 def _weight(message: Message, path: str) -> float:
     """Take `loss` and `loss_scale` off a message."""
-    loss, scale = message.pop("loss", None), message.pop("loss_scale", None)
+    loss = message.pop("loss", None)
+    scale = message.pop("loss_scale", None)
     if loss is None and scale is None:
         return 1.0
     if loss is not None and scale is not None:

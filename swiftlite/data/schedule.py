@@ -20,12 +20,12 @@ from swiftlite.data.packing import check_lengths, pack
 
 @dataclass(frozen=True)
 class Schedule:
-    """The sequences of one step, by index: `[micro-batch, rank]` slots of at most `packing_length` tokens.
+    """The sequences of one step, by index: micro-batches of at most `packing_length` tokens, as many on every rank.
 
     Attributes:
         order: int64 `[num_sequences]`; the sequences of micro-batch 0 on rank 0, on rank 1, ..., then of micro-batch 1.
-        offsets: int64 `[num_micro_batches * data_parallel_size + 1]`; where each slot begins in `order`.
-        work: float64 `[num_micro_batches, data_parallel_size]`, in units of the coefficients; 0 where a slot is empty.
+        offsets: int64 `[num_micro_batches * data_parallel_size + 1]`; where each rank's micro-batch begins in `order`.
+        work: float64 `[num_micro_batches, data_parallel_size]`, in units of the coefficients; 0 if empty.
     """
 
     order: np.ndarray
@@ -42,12 +42,15 @@ class Schedule:
         return self.work.shape[1]
 
     def micro_batch(self, index: int, rank: int) -> np.ndarray:
-        """Indices of a slot's sequences, ascending; empty only where there are fewer sequences than slots."""
-        slot = index * self.data_parallel_size + rank
-        return self.order[self.offsets[slot] : self.offsets[slot + 1]]
+        """Indices of the sequences of a rank's micro-batch, ascending.
+
+        It is empty only where there are fewer sequences than micro-batches of all ranks.
+        """
+        place = index * self.data_parallel_size + rank
+        return self.order[self.offsets[place] : self.offsets[place + 1]]
 
     def rank(self, rank: int) -> list[np.ndarray]:
-        """The micro-batches of a rank."""
+        """The sequences of each micro-batch of a rank."""
         return [self.micro_batch(index, rank) for index in range(self.num_micro_batches)]
 
     @property
@@ -191,15 +194,13 @@ def _packed(items: Sequence[_Item], number: int, packing_length: int) -> list[_G
 def _as_schedule(ranks: Sequence[Sequence[_Group]], work: np.ndarray) -> Schedule:
     """The schedule of each rank's micro-batches.
 
-    Example: rank 0 has `[[0], [2]]`, rank 1 has `[[3], [4, 1]]`. Slots go by micro-batch first, `[0]`, `[3]`, `[2]`,
-    `[1, 4]`, so that `order` is `[0, 3, 2, 1, 4]` and `offsets` is `[0, 1, 2, 3, 5]`.
+    Example: rank 0 has `[[0], [2]]`, rank 1 has `[[3], [4, 1]]`. The first of both ranks come first, then the second of
+    both, `[0]`, `[3]`, `[2]`, `[1, 4]`: `order` is `[0, 3, 2, 1, 4]` and `offsets` is `[0, 1, 2, 3, 5]`.
     """
-    slots = []
-    for same_micro_batch in zip(*ranks, strict=True):
-        for group in same_micro_batch:
-            slots.append(sorted(item.index for item in group))
-    order = np.array(list(itertools.chain(*slots)), np.int64)
-    offsets = np.array([0, *itertools.accumulate(len(slot) for slot in slots)])
+    groups = itertools.chain(*zip(*ranks, strict=True))
+    indices = [sorted(item.index for item in group) for group in groups]
+    order = np.array(list(itertools.chain(*indices)), np.int64)
+    offsets = np.array([0, *itertools.accumulate(map(len, indices))])
     work_before = np.concatenate([[0.0], np.cumsum(work[order])])
-    work_of_slots = np.diff(work_before[offsets])
-    return Schedule(order, offsets, work_of_slots.reshape(-1, len(ranks)))
+    work_of_groups = np.diff(work_before[offsets])
+    return Schedule(order, offsets, work_of_groups.reshape(-1, len(ranks)))

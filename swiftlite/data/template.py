@@ -109,16 +109,18 @@ class ChatTemplate:
         self._check_complete(conversation, text)
 
         weights = self._turn_weights(conversation)
-        turns = [i for i, weight in weights.items() if weight != (1.0 if self.loss_scale == "all" else 0.0)]
-        if self.loss_scale != "all" and not turns:
+        trains_all = self.loss_scale == "all"
+        usual_weight = 1.0 if trains_all else 0.0
+        turns = [turn for turn, weight in weights.items() if weight != usual_weight]
+        if not trains_all and not turns:
             raise RowError("messages", "nothing trains: the assistant's turns all have loss false")
         spans = [self._trim(text, span) for span in self._locate(conversation, turns, text)]
-        if self.loss_scale != "all":
+        if not trains_all:
             for turn, (start, end) in zip(turns, spans, strict=True):
                 _check_turn(messages[turn], f"messages[{turn}]", text[start:end])
 
         ids, ranges = self._tokenize(text, spans, [f"messages[{turn}]" for turn in turns])
-        token_weights = np.full(len(ids), 1.0 if self.loss_scale == "all" else 0.0, np.float32)
+        token_weights = np.full(len(ids), usual_weight, np.float32)
         for turn, (first, last) in zip(turns, ranges, strict=True):
             token_weights[first:last] = weights[turn]
         return make_sample(ids, token_weights, conversation.source, conversation.channel)
@@ -181,7 +183,8 @@ class ChatTemplate:
         """Characters of the given turns in the text."""
         if not turns:
             return []
-        messages, tools = conversation.messages, conversation.tools
+        messages = conversation.messages
+        tools = conversation.tools
         blocks = self._generation_blocks(messages, tools)
         assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if len(blocks) == len(assistants):  # else a template marks only some kinds of turn
@@ -201,7 +204,7 @@ class ChatTemplate:
         return [(int(start), int(end)) for start, end in blocks[0]]
 
     def _turn_span(self, messages: list[Message], tools: Tools | None, turn: int, text: str) -> Span:
-        """From the end of the prompt that would ask for this turn to where the rest of the conversation begins."""
+        """The text between the prompt that would ask for this turn and the rest of the conversation."""
         where = f"messages[{turn}]"
         prompt = self._render(messages[:turn], tools, add_generation_prompt=True)
         if not text.startswith(prompt):
@@ -248,13 +251,16 @@ class ChatTemplate:
         if self.tokenizer.is_fast:
             tokens = self._tokenize_pieces(text, set())
             ranges = [self._token_range(tokens, text, span) for span in spans]
-            cuts = {border for span, found in zip(spans, ranges, strict=True) if not found for border in span}
+            cuts = set()
+            for span, found in zip(spans, ranges, strict=True):
+                if not found:
+                    cuts.update(span)
             if spans and not self._prompt_stands_alone(tokens, text, spans[-1][0]):
                 cuts.add(spans[-1][0])
             if not cuts:
                 return tokens.ids, [found for found in ranges if found]
         else:
-            cuts = {border for span in spans for border in span}
+            cuts = set(itertools.chain(*spans))
         tokens = self._tokenize_pieces(text, cuts)
         ranges = []
         for name, span in zip(names, spans, strict=True):
@@ -267,37 +273,45 @@ class ChatTemplate:
         return tokens.ids, ranges
 
     def _tokenize_pieces(self, text: str, cuts: set[int]) -> "_Tokens":
+        """Tokens of the text, cut at these places, each piece tokenized alone."""
         tokens = _Tokens([], [], {})
         is_fast = bool(self.tokenizer.is_fast)
-        for start, end in itertools.pairwise([0, *sorted(cuts - {0, len(text)}), len(text)]):
+        inner_cuts = sorted(cuts - {0, len(text)})
+        for start, end in itertools.pairwise([0, *inner_cuts, len(text)]):
             piece = self.tokenizer(
                 text[start:end], add_special_tokens=False, return_offsets_mapping=is_fast, verbose=False
             )
             tokens.indices[start] = len(tokens.ids)
             tokens.ids += piece["input_ids"]
-            tokens.starts += [start + token_start for token_start, _ in piece["offset_mapping"]] if is_fast else []
+            if is_fast:
+                tokens.starts += [start + token_start for token_start, _ in piece["offset_mapping"]]
             tokens.indices[end] = len(tokens.ids)
         return tokens
 
     def _token_range(self, tokens: "_Tokens", text: str, span: Span) -> Span | None:
         """The tokens that are this span; None if one lies across its border, for then they decode to other text."""
-        first, last = tokens.index(span[0]), tokens.index(span[1])
-        return (first, last) if self._gives_back(tokens.ids, first, last, text[slice(*span)]) else None
+        start, end = span
+        first = tokens.index(start)
+        last = tokens.index(end)
+        return (first, last) if self._gives_back(tokens.ids, first, last, text[start:end]) else None
 
     def _prompt_stands_alone(self, tokens: "_Tokens", text: str, end: int) -> bool:
         """Whether the tokens before `end` are those of that text alone.
 
         They are not when the next character decides how white space is grouped: GPT-2 keeps two newlines together at
-        the end of a text, but not before a word. Special tokens divide a text, so looking back to the last is enough.
+        the end of a text, but not before a word. Special tokens divide a text, so the tokens from the last one on are
+        enough: `<|im_start|>assistant\\n` of a long conversation.
         """
-        ids, first = tokens.ids, tokens.index(end)
-        tail = next((i for i in range(first - 1, -1, -1) if ids[i] in self._added_tokens), 0)
-        prompt = text[tokens.starts[tail] if tail else 0 : end]
-        if prompt not in self._known_tails:
-            if len(prompt) > 200:  # no special token in sight: every prompt is new
-                return self._ids(prompt) == ids[tail:first]
-            self._known_tails[prompt] = self._ids(prompt)  # nearly always the one header of the assistant's turns
-        return self._known_tails[prompt] == ids[tail:first]
+        num_before = tokens.index(end)
+        special = (i for i in reversed(range(num_before)) if tokens.ids[i] in self._added_tokens)
+        first = next(special, 0)
+        found = tokens.ids[first:num_before]
+        tail = text[tokens.starts[first] if first else 0 : end]
+        if len(tail) > 200:  # no special token in sight: every tail is new, so none is kept
+            return self._ids(tail) == found
+        if tail not in self._known_tails:
+            self._known_tails[tail] = self._ids(tail)  # nearly always the one header of the assistant's turns
+        return self._known_tails[tail] == found
 
     def _gives_back(self, ids: list[int], first: int, last: int, text: str) -> bool:
         decoded = self._decode(ids[first:last])
@@ -365,6 +379,8 @@ def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...
     ids = {eos, template.end_token_id}
     for name in ("generation_config.json", "config.json"):
         path = Path(hf_dir) / name
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        if not path.exists():
+            continue
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         ids |= set(named) if isinstance(named, list) else {named}
     return tuple(sorted(ids - {None}))

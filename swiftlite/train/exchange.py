@@ -6,8 +6,8 @@ context-parallel ranks is `batches.shard`. Counts and lengths are always sent ah
 sample's `source` and `channel` stay where they were read.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate, islice
+import itertools
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -26,10 +26,16 @@ FILL: dict[str, np.generic] = {
     "loss_scale": np.float32(0),
 }
 ALL: Fields = tuple(FILL)
+IDS: Fields = ALL[:1]
+TARGETS: Fields = ALL[1:]
 
 
 def gather_lengths(samples: Sequence[Sample], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Lengths of the samples of every rank of the group, by rank: what a schedule is made from."""
+    """Lengths of the samples of every rank of the group, by rank: what `exchange` and a schedule need.
+
+    Where one rank reads for all, `broadcast_counts` gives the same. This is for frameworks in which every data-parallel
+    rank has read samples of its own.
+    """
     counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
     counts[group.rank()] = len(samples)
     dist.all_reduce(counts, group=group)
@@ -48,6 +54,9 @@ def exchange(
 ) -> list[Sample]:
     """The samples that this rank is assigned, in that order, moved in one all-to-all.
 
+    Example: rank 0 has two samples, numbers 0 and 1, rank 1 has number 2. With the assignment `[[2], [0, 1]]` rank 0
+    sends both of its samples to rank 1 and gets number 2 from there.
+
     Args:
         samples: this rank's own.
         lengths: of every rank's own, by rank (`gather_lengths`). A sample's number counts through all of them.
@@ -57,33 +66,49 @@ def exchange(
     Raises:
         ValueError: a number that no sample has.
     """
-    me, size = group.rank(), group.size()
+    me = group.rank()
     assert [len(sample) for sample in samples] == list(lengths[me])
-    starts = [0, *accumulate(map(len, lengths))]
-    length_of = [length for row in lengths for length in row]
-    if unknown := [number for row in assignment for number in row if not 0 <= number < len(length_of)]:
-        raise ValueError(f"sample {unknown[0]} is assigned, but there are {len(length_of)}, counted from 0")
-    own = [range(starts[rank], starts[rank + 1]) for rank in range(size)]
-    sent = [[number for number in assignment[rank] if number in own[me]] for rank in range(size)]
-    received = [[number for number in assignment[me] if number in own[rank]] for rank in range(size)]
+    length_of = list(itertools.chain(*lengths))
+    for number in itertools.chain(*assignment):
+        if not 0 <= number < len(length_of):
+            raise ValueError(f"sample {number} is assigned, but there are {len(length_of)}, counted from 0")
+    firsts = [0, *itertools.accumulate(map(len, lengths))]
+    numbers_of = [range(first, end) for first, end in itertools.pairwise(firsts)]  # of each rank's own samples
 
-    def num_tokens(parts: Sequence[Sequence[int]]) -> list[int]:
-        return [sum(length_of[number] for number in part) for part in parts]
+    to_send = [_among(wanted, numbers_of[me]) for wanted in assignment]  # by the rank that gets them
+    to_receive = [_among(assignment[me], own) for own in numbers_of]  # by the rank that has them
 
-    outgoing = _flatten([samples[number - starts[me]] for part in sent for number in part], ALL, device)
-    incoming = outgoing.new_empty(sum(num_tokens(received)), len(ALL))
-    dist.all_to_all_single(incoming, outgoing, num_tokens(received), num_tokens(sent), group=group)
-    numbers = [number for part in received for number in part]
-    arrived = dict(zip(numbers, _unflatten(incoming, [length_of[n] for n in numbers], ALL), strict=True))
+    def num_tokens(numbers: Iterable[int]) -> int:
+        return sum(length_of[number] for number in numbers)
+
+    outgoing = _flatten([samples[number - firsts[me]] for number in itertools.chain(*to_send)], ALL, device)
+    sizes_received = [num_tokens(numbers) for numbers in to_receive]
+    incoming = outgoing.new_empty(sum(sizes_received), len(ALL))
+    sizes_sent = [num_tokens(numbers) for numbers in to_send]
+    dist.all_to_all_single(incoming, outgoing, sizes_received, sizes_sent, group=group)
+    arriving = list(itertools.chain(*to_receive))
+    arrived = dict(zip(arriving, _unflatten(incoming, [length_of[n] for n in arriving], ALL), strict=True))
     return [arrived[number] for number in assignment[me]]
+
+
+def _among(numbers: Iterable[int], own: range) -> list[int]:
+    return [number for number in numbers if number in own]
 
 
 def stage_fields(layout: ParallelLayout, mtp_num_layers: int) -> list[Fields]:
     """What each pipeline rank computes with: ids where there is an embedding, which the MTP layers have as well; labels
-    and weights where the loss is. Positions follow from lengths, which every rank gets."""
-    size = layout.pipeline_model_parallel_size
-    embedding = {0, mtp_pipeline_rank(layout)} if mtp_num_layers else {0}
-    return [ALL[:1] * (rank in embedding) + ALL[1:] * (rank == size - 1) for rank in range(size)]
+    and weights where the loss is. Positions follow from lengths, which every rank gets.
+
+    Example: of three stages, the MTP layers on the second, it is `IDS`, `IDS`, `TARGETS`.
+    """
+    last = layout.pipeline_model_parallel_size - 1
+    with_embedding = {0, mtp_pipeline_rank(layout)} if mtp_num_layers else {0}
+    fields = []
+    for rank in range(last + 1):
+        ids = IDS if rank in with_embedding else ()
+        targets = TARGETS if rank == last else ()
+        fields.append(ids + targets)
+    return fields
 
 
 def broadcast(
@@ -102,19 +127,23 @@ def broadcast(
         pipeline_group: ranks that hold the stages in order.
         stage_group: ranks that hold the same stage: its tensor- and context-parallel ranks.
     """
-    samples = [sample for row in micro_batches or () for sample in row]
-    counts, lengths = [len(row) for row in micro_batches or ()], [len(sample) for sample in samples]
-    own, flat = fields[pipeline_group.rank()], None
+    micro_batches = micro_batches or []
+    samples = list(itertools.chain(*micro_batches))
+    counts = [len(micro_batch) for micro_batch in micro_batches]
+    lengths = [len(sample) for sample in samples]
+    own = fields[pipeline_group.rank()]
+    # First along the pipeline, to one rank of each stage, then from that one to the others of its stage.
     if stage_group.rank() == 0:
         counts, lengths = broadcast_counts(counts, lengths, pipeline_group, device)
         flat = _send_to_stages(samples, sum(lengths), fields, pipeline_group, device)
-    counts, lengths = broadcast_counts(counts, lengths, stage_group, device)
-    if flat is None:
+        broadcast_counts(counts, lengths, stage_group, device)
+    else:
+        counts, lengths = broadcast_counts(counts, lengths, stage_group, device)
         flat = torch.empty(sum(lengths), len(own), dtype=torch.int32, device=device)
     if own:
         dist.broadcast(flat, dist.get_global_rank(stage_group, 0), group=stage_group)
     received = iter(_unflatten(flat, lengths, own))
-    return [list(islice(received, count)) for count in counts]
+    return [list(itertools.islice(received, count)) for count in counts]
 
 
 def broadcast_counts(
@@ -129,8 +158,8 @@ def broadcast_counts(
     else:
         numbers = torch.empty(int(sizes.sum()), dtype=torch.int64, device=device)
     dist.broadcast(numbers, source, group=group)
-    num_micro_batches = int(sizes[0])
-    return numbers[:num_micro_batches].tolist(), numbers[num_micro_batches:].tolist()
+    num_counts = int(sizes[0])
+    return numbers[:num_counts].tolist(), numbers[num_counts:].tolist()
 
 
 def _send_to_stages(
@@ -139,12 +168,12 @@ def _send_to_stages(
     """This stage's arrays, from the first stage; a stage that uses none is sent nothing."""
     own = fields[group.rank()]
     if group.rank() == 0:
-        messages = [
-            (_flatten(samples, names, device), dist.get_global_rank(group, stage))
-            for stage, names in enumerate(fields)
-            if stage and names
-        ]
-        for request in [dist.isend(flat, peer, group=group) for flat, peer in messages]:
+        sending = []  # each with its tensor, which must stay until it is sent
+        for stage, names in enumerate(fields):
+            if stage and names:
+                flat = _flatten(samples, names, device)
+                sending.append((flat, dist.isend(flat, dist.get_global_rank(group, stage), group=group)))
+        for _, request in sending:
             assert request is not None
             request.wait()
         return _flatten(samples, own, device)
@@ -156,22 +185,30 @@ def _send_to_stages(
 
 def _flatten(samples: Sequence[Sample], fields: Fields, device: torch.device) -> torch.Tensor:
     """Some arrays of all samples, one sample after the other: int32 [tokens, fields], weights by their bits."""
-    columns = [
-        np.concatenate([np.empty(0, fill.dtype), *(vars(sample)[name] for sample in samples)]).astype(fill.dtype)
-        for name, fill in FILL.items()
-        if name in fields
-    ]
-    rows = np.stack([column.view(np.int32) for column in columns], axis=1) if columns else np.empty((0, 0), np.int32)
-    return torch.from_numpy(rows).to(device)
+    if not fields:
+        return torch.empty(0, 0, dtype=torch.int32, device=device)
+    columns = []
+    for name in fields:
+        dtype = FILL[name].dtype
+        parts = [vars(sample)[name].astype(dtype) for sample in samples]
+        column = np.concatenate([np.empty(0, dtype), *parts])  # without samples an empty column
+        columns.append(column.view(np.int32))
+    return torch.from_numpy(np.stack(columns, axis=1)).to(device)
 
 
 def _unflatten(flat: torch.Tensor, lengths: Sequence[int], fields: Fields) -> list[Sample]:
     """`_flatten` backwards; an array that is not among the fields holds nothing but its fill."""
-    columns = dict(zip(fields, flat.cpu().numpy().T, strict=True))
+    received = dict(zip(fields, flat.cpu().numpy().T, strict=True))
     arrays = {}
     for name, fill in FILL.items():
-        column = (
-            np.ascontiguousarray(columns[name]).view(fill.dtype) if name in columns else np.full(sum(lengths), fill)
-        )
-        arrays[name] = np.split(column, [*accumulate(lengths)][:-1]) if lengths else []
-    return [Sample(*parts) for parts in zip(*arrays.values(), strict=True)]
+        if name in received:
+            arrays[name] = np.ascontiguousarray(received[name]).view(fill.dtype)
+        else:
+            arrays[name] = np.full(sum(lengths), fill)
+    samples = []
+    start = 0
+    for length in lengths:
+        here = slice(start, start + length)
+        samples.append(Sample(**{name: array[here] for name, array in arrays.items()}))
+        start += length
+    return samples

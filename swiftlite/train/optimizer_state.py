@@ -5,6 +5,7 @@ megatron-core has a form for each of its optimizers; none can be read by another
 experts shared or not). Here both write the same.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
 )
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,19 +35,19 @@ class Slot:
         inner: torch's optimizer.
         main: what that updates: the parameter itself, its float32 copy, or a flat part of either. None where all of the
             parameter's state is on other ranks.
-        first: where in the flat parameter `main` begins.
+        start: where in the flat parameter `main` begins.
         group: data-parallel ranks among which the parameter's state is shared; None where each holds all of it.
     """
 
     parameter: torch.nn.Parameter
     inner: torch.optim.Optimizer
     main: torch.Tensor | None
-    first: int = 0
+    start: int = 0
     group: dist.ProcessGroup | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is of this parameter: its moments and, when it is not float32 itself, the weight that is."""
+        """What the parameter's state consists of: its moments and, unless it is float32 itself, its main weight."""
         return MOMENTS if self.parameter.dtype is torch.float32 else (*MOMENTS, MAIN_WEIGHT)
 
     def part(self, kind: str) -> torch.Tensor:
@@ -61,10 +62,11 @@ class Slot:
         return state[kind]
 
     def set_step(self, step: int) -> None:
-        """Tell torch's optimizer how many updates there have been."""
+        """Set the number of updates that torch's optimizer counts from."""
         if isinstance(self.inner, torch.optim.AdamW) and self.main is not None:
-            on = self.main.device if self.inner.param_groups[0].get("fused") else torch.device("cpu")
-            self.inner.state[self.main]["step"] = torch.tensor(float(step), device=on)
+            is_fused = self.inner.param_groups[0].get("fused")
+            device = self.main.device if is_fused else torch.device("cpu")
+            self.inner.state[self.main]["step"] = torch.tensor(float(step), device=device)
         else:  # Transformer Engine's and Apex' FusedAdam count once per group
             for group in self.inner.param_groups:
                 group["step"] = step
@@ -72,8 +74,13 @@ class Slot:
 
 def slots_of(optimizer: MegatronOptimizer) -> list[Slot]:
     """Every parameter that learns on this rank, in an order that all data-parallel ranks share."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [slot for part in parts if not getattr(part, "is_stub_optimizer", False) for slot in _slots_of(part)]
+    parts: list[Any] = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    slots: list[Slot] = []
+    for part in parts:
+        if part.is_stub_optimizer:  # it has no parameter on this rank
+            continue
+        slots += _shared_slots(part) if isinstance(part, DistributedOptimizer) else _whole_slots(part)
+    return slots
 
 
 def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[str, Sharded]:
@@ -99,11 +106,11 @@ def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[st
 
 def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[str, Sharded]:
     """Empty tensors of whole parameters for `dist_checkpointing.load`."""
-    return {
-        f"{number}.{kind}": _like(sharded, torch.empty(slot.parameter.shape), kind)
-        for number, (slot, sharded) in enumerate(_placed(slots, model_state))
-        for kind in slot.kinds
-    }
+    tensors = {}
+    for number, (slot, sharded) in enumerate(_placed(slots, model_state)):
+        for kind in slot.kinds:
+            tensors[f"{number}.{kind}"] = _like(sharded, torch.empty(slot.parameter.shape), kind)
+    return tensors
 
 
 @torch.no_grad()
@@ -112,57 +119,69 @@ def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int)
     for number, slot in enumerate(slots):
         for kind in slot.kinds:
             part = slot.part(kind)
-            part.copy_(loaded[f"{number}.{kind}"].view(-1)[slot.first : slot.first + part.numel()].view(part.shape))
+            whole = loaded[f"{number}.{kind}"].view(-1)
+            part.copy_(whole[slot.start : slot.start + part.numel()].view(part.shape))
         slot.set_step(step)
 
 
-def _slots_of(part: Any) -> Iterator[Slot]:
-    inner = part.optimizer
-    if isinstance(part, DistributedOptimizer):
-        for parameter in (parameter for buffer in part.buffers for parameter in buffer.params):
+def _shared_slots(part: DistributedOptimizer) -> Iterator[Slot]:
+    """The parameters of megatron-core's distributed optimizer, which cuts their state among data-parallel ranks.
+
+    Parameters lie one after the other in a flat buffer, and each rank holds the state of one range of it.
+
+    Example: two parameters of 6 and 4 numbers, two ranks. Rank 0 holds the state of numbers 0 to 4 of the first one and
+    none of the second. Rank 1 holds that of number 5 of the first, where its part starts, and all of the second.
+    """
+    for buffer in part.buffers:
+        for parameter in buffer.params:
             if parameter not in part.model_param_group_index_map:
-                yield Slot(parameter, inner, None, group=part.data_parallel_group)
+                yield Slot(parameter, part.optimizer, main=None, group=part.data_parallel_group)
                 continue
             group, place = part.model_param_group_index_map[parameter]
-            first = part._get_model_param_range_map(parameter)["param"].start
-            yield Slot(parameter, inner, inner.param_groups[group]["params"][place], first, part.data_parallel_group)
-        return
-    pairs: list[tuple[Sequence, Sequence]] = [(group["params"], group["params"]) for group in inner.param_groups]
-    if hasattr(part, "float16_groups"):
-        pairs = [
-            *zip(part.float16_groups, part.fp32_from_float16_groups, strict=True),
-            *((group, group) for group in part.fp32_from_fp32_groups),
-        ]
-    for parameters, mains in pairs:
-        for parameter, main in zip(parameters, mains, strict=True):
-            yield Slot(parameter, inner, main)
+            main = part.optimizer.param_groups[group]["params"][place]
+            start = part._get_model_param_range_map(parameter)["param"].start
+            yield Slot(parameter, part.optimizer, main, start, part.data_parallel_group)
+
+
+def _whole_slots(part: Any) -> Iterator[Slot]:
+    """The parameters of megatron-core's other optimizers, whose state every data-parallel rank holds whole."""
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        parameters = [*itertools.chain(*part.float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
+        mains = [*itertools.chain(*part.fp32_from_float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
+    else:
+        parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+        mains = parameters
+    for parameter, main in zip(parameters, mains, strict=True):
+        yield Slot(parameter, part.optimizer, main)
 
 
 def _placed(slots: Sequence[Slot], model_state: dict[str, Any]) -> Iterator[tuple[Slot, Sharded]]:
     """Each slot with its parameter's place in the whole model."""
-    sharded = get_param_id_to_sharded_param_map(model_state, iter([slot.parameter for slot in slots]))
-    return ((slot, sharded[number]) for number, slot in enumerate(slots))
+    places = get_param_id_to_sharded_param_map(model_state, (slot.parameter for slot in slots))
+    for number, slot in enumerate(slots):
+        yield slot, places[number]
 
 
 def _gather(slot: Slot, kind: str, owner: int) -> torch.Tensor | None:
     """The whole parameter's numbers on the owner, None elsewhere.
 
-    Added up as integers, where all ranks but one have zeros: so every bit arrives as it was.
+    The ranks' parts are added up as integers, and where one has its numbers all others have zeros: so every bit arrives
+    as it was.
     """
     assert slot.group is not None
     part = slot.part(kind)
     whole = torch.zeros(slot.parameter.numel(), device=slot.parameter.device)
-    whole[slot.first : slot.first + part.numel()] = part.view(-1)
+    whole[slot.start : slot.start + part.numel()] = part.view(-1)
     dist.reduce(whole.view(torch.int32), dist.get_global_rank(slot.group, owner), group=slot.group)
     return whole.view(slot.parameter.shape).cpu() if slot.group.rank() == owner else None
 
 
 def _like(sharded: Sharded, tensor: torch.Tensor, kind: str) -> Sharded:
-    """A tensor that has the same place in the whole model as the parameter, under a name of its own."""
+    """The tensor at the parameter's place in the whole model, under a name for this kind of state."""
     return make_sharded_optimizer_tensor(sharded, tensor, prefix=f"optimizer.{kind}")
 
 
 def _written_here(sharded: Sharded) -> Sharded:
-    """The same, and of all data-parallel ranks it is this one that writes it."""
+    """The same tensor, marked so that this one of the data-parallel ranks writes it."""
     assert isinstance(sharded.replica_id, tuple)
     return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))

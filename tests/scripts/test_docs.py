@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from swiftlite.args.docs import options
 from swiftlite.bridge.layout import SwapHalves
@@ -108,6 +109,15 @@ def test_what_engines_do_with_the_heads(language):
 
 def test_both_languages_have_the_same_pages():
     assert sorted(path.name for path in (ROOT / "docs" / "zh").glob("*.md")) == PAGES
+
+
+def test_the_site_leads_to_every_page():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    shown = []
+    for item in nav:
+        pages = item if isinstance(item, str) else next(iter(item.values()))
+        shown += [pages] if isinstance(pages, str) else pages
+    assert sorted(shown) == sorted([*PAGES, "api/index.md"])
 
 
 @pytest.mark.parametrize("name", PAIRS)

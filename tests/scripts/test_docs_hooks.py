@@ -1,0 +1,48 @@
+"""What the site makes of the repository's pages."""
+
+from pathlib import Path
+
+import pytest
+
+import swiftlite
+
+PACKAGE = Path(swiftlite.__file__).parent
+
+
+@pytest.fixture
+def hooks(load_script):
+    return load_script("docs_hooks")
+
+
+def test_every_room_has_a_page(hooks):
+    files = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert set(hooks.rooms()) == {name for name in files if not name.startswith("__")}
+    assert hooks.rooms()["data"].startswith("From data files to batches")
+
+
+@pytest.mark.parametrize(
+    ("heading", "expected"),
+    [
+        ("What a head computes", "what-a-head-computes"),
+        ("Operations, tokens/s, MFU", "operations-tokenss-mfu"),
+        ("一个头起草多个 token", "一个头起草多个-token"),
+        ("`doctor --engine`: what would be loaded?", "doctor---engine-what-would-be-loaded"),
+    ],
+)
+def test_anchors_are_those_of_the_repository_s_pages(hooks, heading, expected):
+    assert hooks.anchor(heading, "-") == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("[中文](../zh/mtp.md)", ""),
+        ("[English](../en/add-a-family.md)", ""),
+        ("[SLURM](../../examples/slurm.sbatch) has one", "SLURM (`examples/slurm.sbatch`) has one"),
+        ("[Serving](serving.md#live-weights)", "[Serving](serving.md#live-weights)"),
+        (r"| `--x` | `a\|b` | this \| that |", r"| `--x` | `a|b` | this \| that |"),
+        (r"    sed 's/a\|b/`c\|d`/'", r"    sed 's/a\|b/`c\|d`/'"),
+    ],
+)
+def test_what_reads_otherwise_on_the_site(hooks, line, expected):
+    assert hooks.on_page_markdown(line + "\n").removesuffix("\n") == expected
