@@ -180,7 +180,7 @@ class _Sources:
 
 
 def _sources(
-    checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any], depth: int, mtp_init: MtpInit
+    checkpoint: Checkpoint, family: RowTable, hf_config: Mapping[str, Any], depth: int, mtp_init: MtpInit
 ) -> _Sources:
     derived = [key for key in checkpoint.entries if family.is_derived(key)]
     if depth and mtp_init == "checkpoint":
@@ -197,7 +197,7 @@ def _sources(
     return _Sources(trunk, drawn=heads, dropped=dropped)
 
 
-def _head_rows(family: Family, hf_config: Mapping[str, Any], depth: int) -> list[Row]:
+def _head_rows(family: RowTable, hf_config: Mapping[str, Any], depth: int) -> list[Row]:
     """Rows of heads 0 to depth - 1."""
     return [row for head in range(depth) for row in family.head_rows(hf_config, head)]
 
