@@ -38,7 +38,7 @@ def test_operations_with_mtp_layers(family, depth, heads_only, mesh):
         torch.stack([head.loss_BS.sum() for head in heads]).sum().backward()
     learned = [int((head.prediction_BS >= 0).sum()) for head in (losses.main, *losses.mtp)]
     assert learned == [LENGTH - NOT_LEARNED - k for k in range(depth + 1)]
-    flops = training_flops(hf_config, depth, heads_only=heads_only)
+    flops = training_flops(hf_config, Heads(depth), heads_only=heads_only)
     causal = flops.square * (LENGTH**2 + LENGTH)
     # torch does not count a CPU's attention kernel, which wants keys and values of one size; DeepSeek's take matrix
     # products, of all pairs.

@@ -29,6 +29,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.families import index
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint import Checkpointer
@@ -54,12 +55,12 @@ def main():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         wrapped = wrap_model([model], torch.float32)
-        plan, schedule = make_plan(args, 1, 1), make_schedule(args, 1)
+        plan, schedule = make_plan(args, 1, Heads(1)), make_schedule(args, 1)
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
         batch = collate([make_sample([1, 2, 3, 4], [0, 1, 1, 1])], 0, num_drafts=1)
         trainer = Trainer(
             model=wrapped, optimizer=optimizer, scheduler=scheduler, plan=plan, schedule=schedule,
-            mtp_loss_scaling_factor=0.1, train_batches=lambda step: [batch], flops=training_flops(hf_config, 1),
+            mtp_loss_scaling_factor=0.1, train_batches=lambda step: [batch], flops=training_flops(hf_config, Heads(1)),
             eval_batches=[], mesh=mesh, sinks=[], logging_steps=1, checkpointer=None,
         )
         assert trainer.step(1)["grad_norm"] > 0
