@@ -58,7 +58,7 @@ def english_texts() -> list[str]:
     texts = {}
     for command in COMMANDS:
         texts[title(command.args_class)] = None
-        for group in groups(command.args_class):
+        for group in groups(command.args_class, command.choices()):
             texts |= {group.title: None} | {option.doc: None for option in group.options}
     return list(texts)
 
@@ -74,7 +74,7 @@ def page(language: str) -> str:
     text = [INTRO[language]]
     for command in COMMANDS:
         text += [f"## swiftlite {command.words}\n", f"{table[title(command.args_class)]}\n"]
-        for group in groups(command.args_class):
+        for group in groups(command.args_class, command.choices()):
             text += [f"### {table[group.title]}\n", _row(HEADS[language]), _row(("---", "---", "---"))]
             for option in group.options:
                 words = table[option.doc] + default_words(option)

@@ -7,25 +7,38 @@ from pathlib import Path
 import pytest
 
 import swiftlite
+from swiftlite.engines.index import ENGINES
 
 ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
-    {"errors", "heads", "log"},
+    {"errors", "heads", "log", "table"},
     {"args"},
     {"bridge", "data"},
     {"families"},
     {"plan"},
-    {"rules", "runtime"},
+    {"runtime"},
     {"model"},
     {"acceptance"},
     {"engines", "train"},
-    {"serve", "evaluate"},
+    {"rules", "serve", "evaluate"},
     {"export", "bench"},
     {"cli"},
 )
 MEGATRON = ("runtime", "model", "acceptance", "train", "bridge/placement.py")
-WITHOUT_TORCH = ("errors.py", "heads.py", "log.py", "args", "plan", "rules", "cli")
+DECLARED = ("bridge/layout.py", "bridge/quantization.py", "bridge/rows.py")  # what families declare with
+WITHOUT_TORCH = (
+    "errors.py",
+    "heads.py",
+    "log.py",
+    "table.py",
+    "args",
+    *DECLARED,
+    "families",
+    "plan",
+    "rules",
+    "cli",
+)
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
@@ -61,9 +74,35 @@ def test_only_some_import_megatron(file):
         assert not [name for name in imports(file) if name.split(".")[0] == "megatron"]
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if file.parts[0] != "runtime"], ids=str)
+def test_groups_are_handed_in(file):
+    assert not [name for name in imports(file) if "parallel_state" in name]
+
+
 @pytest.mark.parametrize("file", [file for file in FILES if str(file).startswith(WITHOUT_TORCH)], ids=str)
-def test_the_command_line_needs_no_heavy_library(file):
+def test_what_answers_before_torch_needs_no_heavy_library(file):
     """`cli/elastic.py` is the launcher's own process."""
     if str(file) != "cli/elastic.py":
         heavy = {"torch", "transformers", "megatron", "vllm"}
         assert not [name for name in imports(file) if name.split(".")[0] in heavy]
+
+
+def decisions(tree: ast.AST) -> Iterator[ast.AST]:
+    """What is compared, looked up by, or a key."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            yield node
+        elif isinstance(node, ast.Subscript):
+            yield node.slice
+        elif isinstance(node, ast.Dict):
+            yield from (key for key in node.keys if key is not None)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if str(file) != "engines/index.py"], ids=str)
+def test_nothing_is_decided_by_the_name_of_an_engine(file):
+    """Its record says it (swiftlite/engines/info.py)."""
+    found = []
+    for decision in decisions(ast.parse((ROOT / file).read_text())):
+        constants = [node.value for node in ast.walk(decision) if isinstance(node, ast.Constant)]
+        found += [value for value in constants if value in ENGINES]
+    assert found == []

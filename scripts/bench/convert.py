@@ -114,9 +114,9 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, dict[str, float]]:
     family = families.get(hf_config)
     size = 2 if int(os.environ.get("WORLD_SIZE", "1")) == RANKS else 1
     layout = ParallelLayout(tensor_model_parallel_size=size, pipeline_model_parallel_size=size)
-    with session(layout) as device:
-        architecture = family.transformer_config(hf_config)
-        model = build_model(architecture, hf_config, device=device, dtype=torch.bfloat16, heads=Heads(1), layout=layout)
+    with session(layout) as mesh:
+        architecture = family.architecture(hf_config)
+        model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.bfloat16, heads=Heads(1))
         with torch.no_grad():
             for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
                 parameter.zero_()  # the pages exist before the clock starts

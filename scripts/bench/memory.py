@@ -29,6 +29,7 @@ from swiftlite.model.gpt import Losses
 from swiftlite.plan import memory
 from swiftlite.plan import run as plan
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.optim import make_optimizer, wrap_model
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -57,16 +58,16 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
     """
     dtype = torch.bfloat16 if setup.parameter_bytes == 2 else torch.float32
     tied = bool(hf_config.get("tie_word_embeddings"))
-    with session(setup.layout, tied_embeddings=tied) as device:
+    with session(setup.layout, tied_embeddings=tied) as mesh:
+        device = mesh.device
         family = index.get(hf_config)
         chunks = build_model(
-            family.transformer_config(hf_config),
+            family.architecture(hf_config),
             hf_config,
-            device=device,
+            mesh=mesh,
             dtype=dtype,
             heads=setup.heads,
-            heads_only=setup.mtp_mode == "heads_only",
-            layout=setup.layout,
+            freeze_trunk=setup.mtp_mode == "heads_only",
             recompute=setup.recompute,
             drafting=family.mtp.drafting,
         )
@@ -77,7 +78,8 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
         activations = logits = None
         if setup.layout.pipeline_model_parallel_size == 1:
             activations, logits = _kept_by_autograd(chunks[0], hf_config, setup, device.torch_device)
-        wrapped = wrap_model(chunks, dtype, DistributedArgs(use_distributed_optimizer=setup.use_distributed_optimizer))
+        distributed = DistributedArgs(use_distributed_optimizer=setup.use_distributed_optimizer)
+        wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         gradients: Any = wrapped  # `buffers` is taken for torch's method
         buffers = [buffer for chunk in gradients for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -85,7 +87,7 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             parameters=sum(parameter.numel() for parameter in parameters),
             weights=_bytes(parameters),
             gradients=_bytes(buffer.grad_data for buffer in buffers),
-            optimizer=_optimizer_bytes(setup, wrapped, device) if buffers else 0,
+            optimizer=_optimizer_bytes(setup, wrapped, mesh) if buffers else 0,
             activations=activations,
             logits=logits,
         )
@@ -97,7 +99,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _optimizer_bytes(setup: memory.Setup, wrapped, device) -> int:
+def _optimizer_bytes(setup: memory.Setup, wrapped, mesh: Mesh) -> int:
     """AdamW's two moments after a step, and its float32 weights where the model's are not."""
     args = SftArgs(
         torch_dtype="bfloat16" if setup.parameter_bytes == 2 else "float32",
@@ -106,7 +108,7 @@ def _optimizer_bytes(setup: memory.Setup, wrapped, device) -> int:
         global_batch_size=setup.num_gpus,
     )
     schedule = plan.Schedule(num_samples=2, steps=2, warmup_steps=1)
-    optimizer, _ = make_optimizer(args, plan.make_plan(args, setup.num_gpus, Heads()), schedule, wrapped, device)
+    optimizer, _ = make_optimizer(args, plan.make_plan(args, setup.num_gpus, Heads()), schedule, wrapped, mesh)
     optimizer.step()
     held: list[torch.Tensor] = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):

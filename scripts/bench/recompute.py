@@ -121,15 +121,16 @@ def main() -> None:
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": args.length,
     }
-    with session() as device:
+    with session() as mesh:
+        device = mesh.device
         tokens = torch.arange(args.length, device=device.torch_device).expand(args.micro_batch_size, -1) % 1024
         positions = torch.arange(args.length, device=device.torch_device).expand_as(tokens)
         figures = {}
         for name, values in SETTINGS.items():
             [model] = build_model(
-                families.get(hf_config).transformer_config(hf_config),
+                families.get(hf_config).architecture(hf_config),
                 hf_config,
-                device=device,
+                mesh=mesh,
                 dtype=getattr(torch, args.torch_dtype),
                 heads=Heads(1),
                 recompute=RecomputeArgs(**values),

@@ -79,37 +79,38 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
     from swiftlite.plan.flops import training_flops
     from swiftlite.plan.run import make_plan, make_schedule
     from swiftlite.runtime.distributed import session
+    from swiftlite.train.objective import NextTokenObjective
     from swiftlite.train.optim import make_optimizer, wrap_model
     from swiftlite.train.trainer import Trainer
 
     hf_config = read_config(model_dir)
     family = families.get(hf_config)
-    with session() as device:
+    with session() as mesh:
         rank, size = dist.get_rank(), dist.get_world_size()
         args = SftArgs(
             torch_dtype="float32", micro_batch_size=rows // size, global_batch_size=rows, train_iters=steps, lr=1e-4
         )
         plan, schedule = make_plan(args, size, Heads()), make_schedule(args, rows * steps)
-        model = build_model(family.transformer_config(hf_config), hf_config, device=device, dtype=torch.float32)
+        model = build_model(family.architecture(hf_config), hf_config, mesh=mesh, dtype=torch.float32)
         load_hf(model, model_dir, family, hf_config)
-        wrapped = wrap_model(model, torch.float32, args)
-        optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
+        wrapped = wrap_model(model, mesh, torch.float32, args)
+        optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
 
         def batches(step: int):
             weights = np.ones(LENGTH, np.float32)
             return [collate([make_sample(row, weights) for row in random_rows(step, rank, rows // size).numpy()], 0)]
 
         trainer = Trainer(
+            mesh=mesh,
             model=wrapped,
+            objective=NextTokenObjective(Heads(), 0.1),
             optimizer=optimizer,
             scheduler=scheduler,
             plan=plan,
             schedule=schedule,
-            mtp_loss_scaling_factor=0.1,
             train_batches=batches,
-            flops=training_flops(hf_config),
             eval_batches=[],
-            device=device,
+            count_flops=training_flops(hf_config).step,
             sinks=[],
             logging_steps=1,
             checkpointer=None,

@@ -11,18 +11,17 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
+import torch.distributed as dist
 
 from swiftlite.acceptance.counts import DraftCounts, walk
-from swiftlite.args.fields import ParallelLayout
 from swiftlite.data.batch import ahead
 from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.model.gpt import Logits
 from swiftlite.model.loss import vocab_parallel_argmax
+from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, largest, whole_rows
 from swiftlite.plan.layout import length_multiple
-from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 
 NO_ROW = [0]
 """What a rank computes when it has nothing of its own left."""
@@ -33,13 +32,12 @@ def measure_acceptance(
     model: Sequence[torch.nn.Module],
     prompts: Sequence[Sequence[int]],
     *,
-    layout: ParallelLayout,
+    mesh: Mesh,
     num_drafts: int,
     eos_token_ids: Collection[int | None],
     max_new_tokens: int,
     max_length: int,
     batch_size: int,
-    device: Device,
 ) -> DraftCounts:
     """What an engine that drafts `num_drafts` tokens per step would count on these prompts.
 
@@ -49,22 +47,22 @@ def measure_acceptance(
         model: the chunks of this rank, wrapped or bare, in evaluation mode.
         max_length: longest row, the model's own limit.
     """
-    predict_rows = partial(predict, model, layout=layout, num_drafts=num_drafts, device=device)
-    group = parallel_state.get_data_parallel_group()
+    predict_rows = partial(predict, model, mesh=mesh, num_drafts=num_drafts)
 
     def any_rank(mine: bool) -> bool:
-        return bool(largest(mine, device.torch_device, group))
+        return bool(largest(mine, mesh, mesh.dp))
 
-    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     counts = DraftCounts(0, 0, (0,) * num_drafts)
-    for start in range(0, len(prompts), batch_size * size):
-        mine = list(prompts)[start : start + batch_size * size][rank::size]
+    at_once = batch_size * mesh.dp.size()
+    for start in range(0, len(prompts), at_once):
+        mine = list(prompts)[start : start + at_once][mesh.dp.rank() :: mesh.dp.size()]
         rows = greedy(predict_rows, any_rank, mine, eos_token_ids, max_new_tokens, max_length)
         drafts = predict_rows([tokens for tokens, _ in rows] or [NO_ROW])[1:]
         for index, (tokens, first) in enumerate(rows):
             counts += walk(drafts[:, index, : len(tokens)], torch.tensor(tokens), first)
-    sums = torch.tensor([counts.drafts, counts.drafted, *counts.accepted_per_position], device=device.torch_device)
-    torch.distributed.all_reduce(sums, group=group)
+    numbers = [counts.drafts, counts.drafted, *counts.accepted_per_position]
+    sums = torch.tensor(numbers, device=mesh.device.torch_device)
+    dist.all_reduce(sums, group=mesh.dp)
     drafts, drafted, *accepted = sums.tolist()
     return DraftCounts(drafts, drafted, tuple(accepted))
 
@@ -99,41 +97,42 @@ def greedy(
 
 
 def predict(
-    model: Sequence[torch.nn.Module],
-    rows: Sequence[Sequence[int]],
-    *,
-    layout: ParallelLayout,
-    num_drafts: int,
-    device: Device,
+    model: Sequence[torch.nn.Module], rows: Sequence[Sequence[int]], *, mesh: Mesh, num_drafts: int
 ) -> torch.Tensor:
     """The most likely token of the trunk and of each depth at every position, int64 [K, B, S], on every rank."""
-    tokens_BS, position_ids_BS = pad(rows, length_multiple(layout))
+    tokens_BS, position_ids_BS = pad(rows, length_multiple(mesh.layout))
     # A head's input at the end of a row, beyond what is known, is never looked at: no rule needed for it there.
     tokens_KBS = ahead(tokens_BS, num_drafts, fill=0)
-    shard = partial(
-        shard_sequence, dim=-1, rank=parallel_state.get_context_parallel_rank(), size=layout.context_parallel_size
-    )
-    here = [shard(tensor).to(device.torch_device) for tensor in (tokens_KBS, position_ids_BS)]
+
+    def here(tensor: torch.Tensor) -> torch.Tensor:
+        return shard_sequence(tensor, -1, mesh.cp.rank(), mesh.cp.size()).to(mesh.device.torch_device)
+
+    def most_likely(logits_BSV: torch.Tensor) -> torch.Tensor:
+        token_N = vocab_parallel_argmax(logits_BSV.flatten(0, 1), mesh.tp)
+        return whole_rows(token_N.view(logits_BSV.shape[:2]), mesh)
+
+    input_ids_BS, *mtp_input_ids = here(tokens_KBS)
+    positions_BS = here(position_ids_BS)
 
     def forward_step(_, chunk: torch.nn.Module):
-        output = chunk(here[0][0], here[1], mtp_input_ids=here[0][1:])
+        output = chunk(input_ids_BS, positions_BS, mtp_input_ids=mtp_input_ids)
         if isinstance(output, Logits):  # the last stage; others hand on their states
-            heads = (output.main, *output.mtp)
-            output = torch.stack([whole_rows(vocab_parallel_argmax(h.flatten(0, 1)).view(h.shape[:2])) for h in heads])
+            output = torch.stack([most_likely(logits_BSV) for logits_BSV in (output.main, *output.mtp)])
         return output, lambda predictions_KBS, non_loss_data: predictions_KBS
 
-    result = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(())] * len(model) if len(model) > 1 else iter(()),
-        model=list(model),
-        num_microbatches=1 if len(model) == 1 else layout.pipeline_model_parallel_size,
-        seq_length=here[1].size(1),
+    result = run_pipeline(
+        model,
+        mesh,
+        forward_step,
+        [iter(()) for _ in model],
+        num_micro_batches=1 if len(model) == 1 else mesh.pp.size(),
         micro_batch_size=len(rows),
+        length=input_ids_BS.size(1),
         forward_only=True,
         collect_non_loss_data=True,
     )
-    predictions_KBS = result[0] if result else torch.empty_like(tokens_KBS, device=device.torch_device)
-    return from_last_stage(predictions_KBS).cpu()
+    predictions_KBS = result[0] if result else torch.empty_like(tokens_KBS, device=mesh.device.torch_device)
+    return from_last_stage(predictions_KBS, mesh).cpu()
 
 
 def pad(rows: Sequence[Sequence[int]], multiple: int) -> tuple[torch.Tensor, torch.Tensor]:

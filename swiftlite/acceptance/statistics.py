@@ -3,14 +3,12 @@
 Shapes: B batch, S sequence (this context-parallel rank's part).
 """
 
-from collections.abc import Sequence
-
 import torch
-from megatron.core import parallel_state
 
 from swiftlite.data.batch import shift_left
 from swiftlite.model.gpt import Losses
-from swiftlite.model.ranks import from_last_stage, whole_rows
+from swiftlite.model.ranks import whole_rows
+from swiftlite.runtime.mesh import Mesh
 
 
 class Statistics:
@@ -24,7 +22,9 @@ class Statistics:
         self.rows = rows
 
     @staticmethod
-    def of(losses: Losses, loss_scale_KBS: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> "Statistics":
+    def of(
+        losses: Losses, loss_scale_KBS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None
+    ) -> "Statistics":
         """The sums of one micro-batch, float64 [1 + drafts, 3].
 
         Only losses are local: predictions are compared on whole rows, and counted by the first context-parallel rank.
@@ -32,31 +32,18 @@ class Statistics:
         Args:
             cu_seqlens: as in `Batch`.
         """
-        counts_here = parallel_state.get_context_parallel_rank() == 0
+        counts_here = mesh.cp.rank() == 0
         rows = []
-        trunk_BS = whole_rows(losses.main.prediction_BS, cu_seqlens)
+        trunk_BS = whole_rows(losses.main.prediction_BS, mesh, cu_seqlens)
         for depth, (head, weight_BS) in enumerate(zip((losses.main, *losses.mtp), loss_scale_KBS, strict=True)):
             if depth > 0:
                 trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=cu_seqlens)
-            prediction_BS = whole_rows(head.prediction_BS, cu_seqlens)
+            prediction_BS = whole_rows(head.prediction_BS, mesh, cu_seqlens)
             valid_BS = prediction_BS != -1
             hits_BS = valid_BS & (prediction_BS == trunk_BS)
             loss = (head.loss_BS.detach() * weight_BS).sum().double()
             rows.append(torch.stack([loss, valid_BS.sum() * counts_here, hits_BS.sum() * counts_here]))
         return Statistics(torch.stack(rows))
-
-    @staticmethod
-    def total(parts: Sequence["Statistics"], heads: int, device: torch.device) -> "Statistics":
-        """The sum over these micro-batches and over all ranks, the same on every rank.
-
-        Args:
-            parts: of this rank; pipeline stages without the loss have none.
-        """
-        rows = torch.zeros(heads, 3, dtype=torch.float64, device=device)
-        for part in parts:
-            rows += part.rows
-        torch.distributed.all_reduce(rows, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        return Statistics(from_last_stage(rows).cpu())
 
     def means(self, prefix: str = "") -> dict[str, float]:
         """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""

@@ -8,18 +8,14 @@ from typing import Any
 
 import torch
 
-from swiftlite import families
 from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.statistics import Statistics
-from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import collate_packed, shift_left
 from swiftlite.data.packing import pack
 from swiftlite.data.sample import Sample
-from swiftlite.heads import Heads
-from swiftlite.model.build import build_model
 from swiftlite.model.forward import forward
-from swiftlite.runtime.device import Device
+from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.runtime.mesh import Mesh
 
 ALL = "all"
 """Names the sum over all channels."""
@@ -27,12 +23,13 @@ ALL = "all"
 
 @torch.no_grad()
 def teacher_forced(
-    hf_dir: Path, samples: Sequence[Sample], *, torch_dtype: str, device: Device, row_length: int = 4096
+    hf_dir: Path, samples: Sequence[Sample], *, torch_dtype: str, mesh: Mesh, row_length: int = 4096
 ) -> dict[str, dict[str, Any]]:
     """The rows of one model, by channel, and `all` of them together.
 
     Args:
-        hf_dir: a Hugging Face model, of which this process alone holds every part.
+        hf_dir: a Hugging Face model.
+        mesh: not split: this rank holds the whole model.
         row_length: most tokens of a forward pass, or the longest sample if that has more.
 
     Returns:
@@ -40,19 +37,10 @@ def teacher_forced(
         predictions that are the trunk's own for the same token; empty lists of a model without heads. Beside them
         `replayed`: `DraftCounts.to_json` of an engine's walk over the same rows, which skips what it has accepted.
     """
-    hf_config = read_config(hf_dir)
-    family = families.get(hf_config, hf_dir)
-    heads = Heads.from_config(hf_config)
-    chunks = build_model(
-        family.transformer_config(hf_config),
-        hf_config,
-        device=device,
-        dtype=getattr(torch, torch_dtype),
-        heads=heads,
-        drafting=family.mtp.drafting,
-    )
-    load_hf(chunks, hf_dir, family, hf_config)
-    (model,) = (chunk.eval() for chunk in chunks)
+    hf_model = read_hf_model(hf_dir)
+    heads = hf_model.heads
+    (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
+    model.eval()
     by_channel: dict[str, list[Sample]] = {}
     for sample in samples:
         by_channel.setdefault(sample.channel or "", []).append(sample)
@@ -60,7 +48,7 @@ def teacher_forced(
     walks: dict[str, DraftCounts] = {}
     for channel, chosen in sorted(by_channel.items()):
         rows = pack([len(sample) for sample in chosen], max(row_length, *map(len, chosen)))
-        parts = [_measure(model, [chosen[i] for i in row.tolist()], heads.drafts, device) for row in rows]
+        parts = [_measure(model, [chosen[i] for i in row.tolist()], heads.drafts, mesh) for row in rows]
         sums[channel] = torch.stack([rows for rows, _ in parts]).sum(dim=0)
         walks[channel] = reduce(add, (walk for _, walk in parts))
     counts = {channel: len(chosen) for channel, chosen in by_channel.items()}
@@ -70,12 +58,12 @@ def teacher_forced(
 
 
 def _measure(
-    model: torch.nn.Module, samples: Sequence[Sample], num_drafts: int, device: Device
+    model: torch.nn.Module, samples: Sequence[Sample], num_drafts: int, mesh: Mesh
 ) -> tuple[torch.Tensor, DraftCounts]:
-    """Of one packed row: `Statistics.rows`, and an engine's walk."""
-    batch = collate_packed(samples, 0, num_drafts=num_drafts).map(lambda tensor: tensor.to(device.torch_device))
+    """One packed row: its `Statistics.rows`, and an engine's walk."""
+    batch = collate_packed(samples, 0, num_drafts=num_drafts).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
-    rows = Statistics.of(losses, batch.loss_scale_KBS, batch.cu_seqlens).rows.cpu()
+    rows = Statistics.of(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).rows.cpu()
     if not num_drafts:
         return rows, DraftCounts(0, 0, ())
     trunk_BS, agrees = losses.main.prediction_BS, []

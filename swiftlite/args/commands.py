@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from swiftlite.args.bounds import Fraction, Length, NonNegativeInt, PositiveFloat, PositiveInt
 from swiftlite.args.fields import (
     BenchmarkArgs,
     DataArgs,
@@ -60,13 +61,13 @@ class ConversionArgs:
     """Directory of a Hugging Face model whose MTP heads the result gets instead, as in megatron sft."""
     torch_dtype: Literal["bfloat16", "float32"] | None = None
     """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
-    max_shard_size_gb: float = 5.0
+    max_shard_size_gb: PositiveFloat = 5.0
     """Largest safetensors file, in GB (1e9 bytes)."""
     val_dataset: list[str] = field(default_factory=list)
     """Files of rows for the next two options."""
-    min_acceptance: float | None = None
+    min_acceptance: Fraction | None = None
     """Refuse an export whose heads agree with its trunk on a smaller share of those rows (mean over depths, 0 to 1)."""
-    max_regression: float | None = None
+    max_regression: Fraction | None = None
     """Refuse an export whose share is lower than that of --baseline by more than this (0 to 1)."""
     baseline: str | None = None
     """Directory of the Hugging Face model for --max_regression. Unset: the one that the run began with."""
@@ -125,7 +126,7 @@ class ExaminationArgs:
     model: str | None = None
     """Directory of a Hugging Face model to audit: shards, index, MTP depth, config. With --plan config.json is
     enough."""
-    engine: Literal["vllm", "sglang"] | None = None
+    engine: str | None = None
     """Also run this engine's own configuration and weight loaders on --model, without starting it: what stays random,
     what is never read, which class drafts with how many heads. Where SGLang is not installed, what is known of its
     classes."""
@@ -133,22 +134,22 @@ class ExaminationArgs:
     """With --engine: allow Python files that come with the model to run."""
     plan: bool = False
     """Print what training --model would need on each rank, and whether it fits, instead; the options below say how."""
-    num_gpus: int | None = None
+    num_gpus: PositiveInt | None = None
     """GPUs of the run. Unset: as few as the layout allows."""
-    gpu_memory_gb: float = 80.0
+    gpu_memory_gb: PositiveFloat = 80.0
     """Memory of one GPU, in GB (1e9 bytes)."""
     use_distributed_optimizer: bool = False
-    """As for megatron sft."""
-    micro_batch_size: int = 1
-    """As for megatron sft."""
-    max_length: int = 2048
-    """As for megatron sft; every row is taken to be as long, and every token to be learned."""
+    """The same as for megatron sft."""
+    micro_batch_size: PositiveInt = 1
+    """The same as for megatron sft."""
+    max_length: Length = 2048
+    """The same as for megatron sft; every row is taken to be as long, and every token to be learned."""
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """As for megatron sft, or for the engine."""
-    mtp_num_layers: int | None = None
-    """As for megatron sft. Unset: what the checkpoint has."""
+    """The same as for megatron sft, or for the engine."""
+    mtp_num_layers: NonNegativeInt | None = None
+    """The same as for megatron sft. Unset: what the checkpoint has."""
     mtp_mode: MtpMode = "joint"
-    """As for megatron sft."""
+    """The same as for megatron sft."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from swiftlite.args.docs import Option, options
+from swiftlite.args.docs import Choices, Option, options
 from swiftlite.errors import OptionError, UserError
 
 Args = TypeVar("Args")
@@ -51,8 +51,19 @@ def split_type(kind: Any) -> tuple[Any, bool]:
     return kind, False
 
 
+# What an option of each type takes, in the words of its problem.
+_TAKES: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list[str]: "one or more names",
+    dict[str, Any]: "a JSON object",
+}
+
+
 def convert(option: Option, value: Any) -> Any:
-    """A value of the option's type.
+    """A value of the option's type. Whether a number keeps its bounds is left to the rules.
 
     Args:
         value: a string from the command line (a list of strings for a list), or what a YAML or JSON file held.
@@ -67,85 +78,60 @@ def convert(option: Option, value: Any) -> Any:
     empty = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
     if empty and may_be_none:
         return None
-    if typing.get_origin(kind) is list:
-        value = [] if empty or value in (["none"], ["null"]) else value
-        return _to_ints(value) if typing.get_args(kind) == (int,) else _to_list(value)
     if choices:
         suggestion = near(str(value), choices)
-        raise UserError(
-            f"takes {' or '.join(choices)}, not {_show(value)}", f"did you mean {suggestion}?" if suggestion else ""
-        )
+        hint = f"did you mean {suggestion}?" if suggestion else ""
+        raise UserError(f"takes {' or '.join(choices)}, not {_show(value)}", hint)
+    if typing.get_origin(kind) is list and (empty or value in (["none"], ["null"])):
+        return []
+    if kind == list[int]:
+        return [_validated(int, number) for number in _numbers(value)]
+    if kind == list[str]:
+        return _validated(kind, [value] if isinstance(value, str) else value)
     if typing.get_origin(kind) is dict:
-        return _to_dict(option.name, value)
-    return {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}[kind](value)
+        example = f"""for example --{option.name} '{{"key": 1}}'"""
+        return _validated(kind, _from_json(value, example), example)
+    if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return _validated(kind, value, "put it in quotes" if kind is str and value is not None else "")
+
+
+def _validated(kind: Any, value: Any, hint: str = "") -> Any:
+    """The value in the type. Only a number may come as text; pydantic would also take 2.0 for an int, or 1 for true.
+
+    Raises:
+        UserError: it is of another type.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    is_number_as_text = kind in (int, float) and isinstance(value, str)
+    try:
+        return TypeAdapter(kind).validate_python(value, strict=not is_number_as_text)
+    except ValidationError:
+        raise UserError(f"takes {_TAKES[kind]}, not {_show(value)}", hint) from None
 
 
 def _show(value: Any) -> str:
     return "null" if value is None else repr(value)
 
 
-def _to_list(value: Any) -> list[str]:
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise UserError(f"takes one or more names, not {_show(value)}")
-    return list(value)
+def _numbers(value: Any) -> Iterator[Any]:
+    """Single numbers: `0,1,2` and `0 1 2` from the command line are the same; a file may hold numbers."""
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, str):
+            yield from filter(None, entry.split(","))
+        else:
+            yield entry
 
 
-def _to_ints(value: Any) -> list[int]:
-    """`0,1,2` and `0 1 2` from the command line are the same; a file may hold numbers."""
-    entries = value if isinstance(value, list) else [value]
-    return [
-        _to_int(part)
-        for entry in entries
-        for part in (filter(None, entry.split(",")) if isinstance(entry, str) else [entry])
-    ]
-
-
-def _to_dict(name: str, value: Any) -> dict[str, Any]:
-    example = f"""for example --{name} '{{"key": 1}}'"""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UserError(f"takes JSON; at character {error.pos + 1} of {value!r}: {error.msg}", example) from None
-    if not isinstance(value, dict):
-        raise UserError(f"takes a JSON object, not {_show(value)}", example)
-    return value
-
-
-def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    raise UserError(f"takes true or false, not {_show(value)}")
-
-
-def _to_int(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
+def _from_json(value: Any, example: str) -> Any:
+    """The content of JSON text; anything but text as it is."""
+    if not isinstance(value, str):
         return value
     try:
-        if isinstance(value, str):
-            return int(value)
-    except ValueError:
-        pass
-    raise UserError(f"takes a whole number, not {_show(value)}")
-
-
-def _to_float(value: Any) -> float:
-    try:
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
-            return float(value)
-    except ValueError:
-        pass
-    raise UserError(f"takes a number, not {_show(value)}")
-
-
-def _to_str(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    raise UserError(f"takes text, not {_show(value)}", "put it in quotes" if value is not None else "")
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise UserError(f"takes JSON; at character {error.pos + 1} of {value!r}: {error.msg}", example) from None
 
 
 def read_file(path: str) -> dict[str, tuple[Any, str]]:
@@ -199,7 +185,8 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
             raise UserError(f"{path} holds no mapping", "write one `option: value` per line", 2)
         entries = {}
         for key_node, value_node in node.value:
-            key, where = loader.construct_object(key_node, deep=True), f"{path}:{key_node.start_mark.line + 1}"
+            key = loader.construct_object(key_node, deep=True)
+            where = f"{path}:{key_node.start_mark.line + 1}"
             if key in entries:
                 raise UserError(f"{where}: {key} was given before, at {entries[key][1]}", "keep one of the two", 2)
             entries[key] = (loader.construct_object(value_node, deep=True), where)
@@ -211,9 +198,13 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
         loader.dispose()
 
 
-def values_from_file(args_class: type, path: str) -> tuple[dict[str, Any], list[Problem]]:
+def values_from_file(
+    args_class: type, path: str, choices: Choices | None = None
+) -> tuple[dict[str, Any], list[Problem]]:
     """The file's options as values of their types, and what is wrong with the others."""
-    known, values, problems = options(args_class), {}, []
+    known = options(args_class, choices)
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
     for key, (value, where) in read_file(path).items():
         name = str(key).replace("-", "_")
         if name not in known:

@@ -8,10 +8,14 @@ import dataclasses
 import inspect
 import sys
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Choices = Mapping[str, Sequence[str]]
+"""By name of an option, the values that it takes where the class alone does not say, such as names of engines."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,15 @@ class Group:
     options: list[Option]
 
 
-def options(args_class: type) -> dict[str, Option]:
+def options(args_class: type, choices: Choices | None = None) -> dict[str, Option]:
     """Every field of the class by name, in the order in which `--help` shows them."""
     types = typing.get_type_hints(args_class)
-    owners = {name: owner for owner in reversed(args_class.__mro__) for name in inspect.get_annotations(owner)}
+    for name, values in (choices or {}).items():
+        kind: Any = Literal[tuple(values)]
+        types[name] = kind | None if types[name] == str | None else kind
+    owners = {}
+    for owner in reversed(args_class.__mro__):
+        owners |= dict.fromkeys(inspect.get_annotations(owner), owner)
     found = {}
     for field in dataclasses.fields(args_class):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -47,11 +56,11 @@ def options(args_class: type) -> dict[str, Option]:
     return found
 
 
-def groups(args_class: type) -> list[Group]:
+def groups(args_class: type, choices: Choices | None = None) -> list[Group]:
     """The options by the class that declares them; those of the command's own class come under "Options"."""
     titles = {owner.__name__: title(owner) for owner in args_class.__mro__[:-1]} | {args_class.__name__: "Options"}
     by_owner: dict[str, list[Option]] = {}
-    for option in options(args_class).values():
+    for option in options(args_class, choices).values():
         by_owner.setdefault(option.owner, []).append(option)
     return [Group(titles[owner], members) for owner, members in by_owner.items()]
 

@@ -1,4 +1,4 @@
-"""The arithmetic of `bench`: what was measured of a request, of a round, of rounds; and how many tokens to draft."""
+"""The arithmetic of `bench`: what was measured in a round and in rounds; and how many tokens to draft."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,34 +7,12 @@ from typing import Any
 import numpy as np
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.client import Answer
 
 # Shares of rounds that are left out on the slow side of drafting and on the fast side of not drafting. With 5 rounds of
 # equal servers, normal noise and 3 numbers of tokens to choose from, one is taken for a gain in 1 of 110 runs; with the
 # quartiles in 1 of 7; and of real gains of 3 times the noise 13 % are missed, of the strictest rule, no overlap, 45 %.
 SLOW_END, FAST_END = 10, 90
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One streamed answer.
-
-    Attributes:
-        num_tokens: as the engine counts them.
-        seconds_to_first: from sending the request to the first piece of the answer.
-        seconds: to the last piece.
-        counts: of drafts, where the engine counts them by request.
-    """
-
-    text: str
-    num_tokens: int
-    seconds_to_first: float
-    seconds: float
-    counts: DraftCounts | None = None
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Of the tokens after the first, however many came at once; None of a single one."""
-        return (self.seconds - self.seconds_to_first) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
 @dataclass(frozen=True)
@@ -50,7 +28,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ConcurrencyResult:
     """What one server did at one concurrency.
 
     Attributes:
@@ -64,7 +42,9 @@ class Measured:
     @property
     def mean_accepted_length(self) -> float:
         """Tokens of a step."""
-        return 1 + self.counts.accepted / max(self.counts.drafts, 1) if self.counts else 1.0
+        if self.counts is None:
+            return 1.0
+        return 1 + self.counts.accepted / max(self.counts.drafts, 1)
 
     @property
     def speeds(self) -> list[float]:
@@ -73,13 +53,11 @@ class Measured:
 
     def num_equal(self, expected: Sequence[Answer]) -> int:
         """Prompts that got the expected answer in every round."""
-        return sum(
-            all(
-                (each.answers[i].text, each.answers[i].num_tokens) == (want.text, want.num_tokens)
-                for each in self.rounds
-            )
-            for i, want in enumerate(expected)
-        )
+        count = 0
+        for number, want in enumerate(expected):
+            found = [each.answers[number] for each in self.rounds]
+            count += all((answer.text, answer.num_tokens) == (want.text, want.num_tokens) for answer in found)
+        return count
 
     def to_json(self, expected: Sequence[Answer]) -> dict[str, Any]:
         """The form of bench.json.
@@ -103,7 +81,7 @@ class Measured:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """p50 and p90 of a request, in milliseconds; None of no request."""
+    """p50 and p90 of requests, in milliseconds; None when there are none."""
     if not seconds:
         return None
     p50, p90 = np.percentile(seconds, [50, 90])
@@ -140,11 +118,15 @@ def choose(
         lengths: the mean accepted length of each. A step that verifies drafts takes no less than a plain one, so no
             number can be faster by more than this; what was measured beyond it is the machine's.
     """
-    plain = [*first, *last]
-    limit, middle = np.percentile(plain, FAST_END), max(np.median(first), np.median(last))
+    limit = np.percentile([*first, *last], FAST_END)
+    middle = max(np.median(first), np.median(last))
     ratios = {k: float(np.median(each) / middle) for k, each in speeds.items()}
     drift = float(np.median(last) / np.median(first)) - 1
-    surely = [k for k, each in speeds.items() if min(np.percentile(each, SLOW_END), lengths[k] * middle) > limit]
+    surely = []
+    for k, each in speeds.items():
+        slow = min(np.percentile(each, SLOW_END), lengths[k] * middle)
+        if slow > limit:
+            surely.append(k)
     best = max(ratios, key=ratios.__getitem__)
     if surely:
         chosen = max(surely, key=ratios.__getitem__)

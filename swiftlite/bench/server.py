@@ -7,10 +7,11 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
 
 # Engines finish what they hold and stop their workers; vLLM on a CPU needs 2 s.
@@ -36,19 +37,19 @@ class Server:
         return self.process.poll() is not None
 
     def failure(self, what: str) -> UserError:
-        """What to tell the user when it did not do its part: the end of its log."""
+        """The error of a server that did not do its part, with the end of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_TO_SHOW:]
         tail = "".join(f"\n    | {line}" for line in lines)
         return UserError(f"{what}; its log ends so:{tail}", f"all of it: {self.log}")
 
 
 @contextlib.contextmanager
-def serve(command: Sequence[str], variables: Mapping[str, str], url: str, log: Path) -> Iterator[Server]:
+def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
     """Start a server, wait until it is healthy, and stop it with all its children.
 
     Args:
         command: makes it listen at `url`.
-        variables: of its environment, beside those of this process.
+        log: file for all that it prints.
 
     Raises:
         UserError: it ended before it was healthy.
@@ -56,8 +57,8 @@ def serve(command: Sequence[str], variables: Mapping[str, str], url: str, log: P
     with log.open("wb") as stream:
         # A session of its own: Ctrl-C is for us alone, and what its children leave behind can be found.
         process = subprocess.Popen(
-            command,
-            env={**os.environ, **variables},
+            command.words,
+            env={**os.environ, **command.variables},
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,

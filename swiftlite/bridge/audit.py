@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.plan import compare_shapes
-from swiftlite.bridge.rows import Family, Row, Shape
+from swiftlite.bridge.quantization import block_size
+from swiftlite.bridge.rows import Row, RowTable, Shape
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -36,19 +36,19 @@ class MtpOnDisk:
         return self.promised == self.depth and not self.missing
 
 
-def mtp_keys(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any]) -> list[str]:
+def mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[str, Any]) -> list[str]:
     """The HF keys that belong to MTP heads."""
     return [key for key in hf_keys if family.is_mtp(hf_config, key)]
 
 
-def missing_mtp_keys(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any], depth: int) -> list[str]:
+def missing_mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[str, Any], depth: int) -> list[str]:
     """Keys of heads 0 to depth - 1 that are not there."""
     present = set(hf_keys)
     wanted = itertools.chain.from_iterable(_head_keys(family, hf_config, head) for head in range(depth))
     return [key for key in wanted if key not in present]
 
 
-def mtp_depth_on_disk(hf_dir: str | Path, family: Family, hf_config: Mapping[str, Any]) -> MtpOnDisk:
+def mtp_depth_on_disk(hf_dir: str | Path, family: RowTable, hf_config: Mapping[str, Any]) -> MtpOnDisk:
     """Compare the depth that config.json promises with the tensors.
 
     Raises:
@@ -58,7 +58,7 @@ def mtp_depth_on_disk(hf_dir: str | Path, family: Family, hf_config: Mapping[str
         return _mtp_on_disk(checkpoint.entries, family, hf_config)
 
 
-def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
+def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     """Re-open every file of a Hugging Face directory and compare it with its config.json.
 
     Checked: index keys = keys in the files; trunk keys and shapes = what the family has for this config; MTP depth
@@ -93,7 +93,7 @@ def audit_hf(hf_dir: str | Path, family: Family) -> list[str]:
     return problems
 
 
-def _mtp_on_disk(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str, Any]) -> MtpOnDisk:
+def _mtp_on_disk(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[str, Any]) -> MtpOnDisk:
     found = set(mtp_keys(hf_keys, family, hf_config))
     depth = 0
     for head in {family.head_of(hf_config, key) for key in found}:
@@ -107,7 +107,7 @@ def _mtp_on_disk(hf_keys: Iterable[str], family: Family, hf_config: Mapping[str,
     return MtpOnDisk(promised, depth, tuple(missing))
 
 
-def _head_keys(family: Family, hf_config: Mapping[str, Any], head: int) -> list[str]:
+def _head_keys(family: RowTable, hf_config: Mapping[str, Any], head: int) -> list[str]:
     return [key for row in family.head_rows(hf_config, head) for key in row.hf]
 
 

@@ -9,24 +9,30 @@ Numbers do not depend on the tensor-parallel size.
 
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from swiftlite.bridge.plan import Shard
-from swiftlite.bridge.rows import Family, Row, lift
+from swiftlite.bridge.rows import Row, RowTable
 
 Fill = Callable[[Shard], None]
 
 
-def copied_rows(family: Family, hf_config: Mapping[str, Any], depth: int) -> list[Row]:
+def copied_rows(family: RowTable, hf_config: Mapping[str, Any], depth: int) -> list[Row]:
     """Rows that fill blocks and output norms of `depth` heads from the trunk's own HF tensors."""
-    last_layer = f"model.layers.{hf_config['num_hidden_layers'] - 1}."
-    norm = {"model.norm.weight": (hf_config["hidden_size"],)}
+    trunk, last_layer = family.rows(hf_config, 0), f"decoder.layers.{hf_config['num_hidden_layers'] - 1}."
     rows = []
     for head in range(depth):
-        rows += lift(family.block_rows(hf_config), f"mtp.layers.{head}.transformer_layer.", last_layer)
-        rows.append(Row(f"mtp.layers.{head}.final_layernorm.weight", norm))
+        for row in trunk:
+            if row.mcore.startswith(last_layer):
+                name = f"transformer_layer.{row.mcore.removeprefix(last_layer)}"
+            elif row.mcore == "decoder.final_layernorm.weight":
+                name = "final_layernorm.weight"
+            else:
+                continue
+            rows.append(replace(row, mcore=f"mtp.layers.{head}.{name}"))
     return rows
 
 

@@ -13,8 +13,8 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -70,7 +70,7 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
                 )
             )
     # megatron-core 0.16 marks a weight as sharded only while initialising it; gradient norms count on the mark too.
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    tp_size = _groups(model_chunks).tp.size()
     assert tp_size == 1 or any(shard.partition_dim is not None for shard in shards), (
         "no parameter is marked as tensor-parallel: build the model with perform_initialization=True"
     )
@@ -82,11 +82,8 @@ def _sharing(local_name: str, model: GPTModel) -> _Sharing:
     if match := _EXPERTS.search(local_name):
         experts = cast(SequentialMLP, model.get_submodule(local_name[: match.start() + len(".experts")]))
         return _Sharing(experts.tp_group.rank(), experts.tp_group.size(), experts.dp_group.rank() == 0)
-    return _Sharing(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
-    )
+    groups = model.pg_collection
+    return _Sharing(groups.tp.rank(), groups.tp.size(), groups.dp_cp.rank() == 0)
 
 
 def global_name(local_name: str, model: nn.Module) -> str:
@@ -119,8 +116,8 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
     num_layers = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
     held_modules = {_module_of(shard.name) for shard in shards}
     held_experts = {_expert_of(shard.name) for shard in shards}
-    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-    num_expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+    num_stages = _groups(model_chunks).pp.size()
+    num_expert_ranks = _groups(model_chunks).ep.size()
 
     def may_be(name: str) -> bool:
         if _module_of(name) not in held_modules:
@@ -151,6 +148,11 @@ def _expert_of(name: str) -> str | None:
 def mtp_num_layers(model_chunks: Sequence[nn.Module]) -> int:
     """MTP depth that the model was built with, the same on every stage."""
     return _unwrap(model_chunks[0]).config.mtp_num_layers or 0
+
+
+def _groups(model_chunks: Sequence[nn.Module]) -> ProcessGroupCollection:
+    """The process groups of the model's mesh."""
+    return _unwrap(model_chunks[0]).pg_collection
 
 
 def _unwrap(chunk: nn.Module) -> GPTModel:

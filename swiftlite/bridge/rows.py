@@ -52,8 +52,11 @@ def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
     ]
 
 
-class Family(Protocol):
-    """What the bridge asks of a family (`swiftlite/families/family.py`). `hf_config` is the content of config.json."""
+class RowTable(Protocol):
+    """What the bridge asks of a family (`families/family.py`): its rows, and which HF keys are whose.
+
+    `hf_config` is the content of config.json.
+    """
 
     def head_of(self, hf_config: Mapping[str, Any], hf_key: str, /) -> int | None:
         """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
@@ -66,10 +69,6 @@ class Family(Protocol):
     @property
     def is_derived(self) -> Callable[[str], bool]:
         """Whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
-        ...
-
-    def block_rows(self, hf_config: Mapping[str, Any], /) -> list[Row]:
-        """The decoder layer inside an MTP head, like the trunk's last; names relative to the layer on both sides."""
         ...
 
     def head_rows(self, hf_config: Mapping[str, Any], head: int, /) -> list[Row]:

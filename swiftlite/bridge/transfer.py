@@ -19,11 +19,11 @@ from torch import nn
 from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
-from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.packing import fold, packed_name
 from swiftlite.bridge.plan import Binding, bind, report_missing
-from swiftlite.bridge.rows import Family, Row
+from swiftlite.bridge.quantization import block_size
+from swiftlite.bridge.rows import Row, RowTable
 from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles, some, split
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -71,7 +71,7 @@ class LoadReport:
 def load_hf(
     model_chunks: Sequence[nn.Module],
     hf_dir: str | Path,
-    family: Family,
+    family: RowTable,
     hf_config: Mapping[str, Any],
     *,
     mtp_init: MtpInit = "checkpoint",
@@ -105,7 +105,7 @@ def load_hf(
 
 @torch.no_grad()
 def graft_heads(
-    model_chunks: Sequence[nn.Module], graft_from: str | Path, family: Family, hf_config: Mapping[str, Any]
+    model_chunks: Sequence[nn.Module], graft_from: str | Path, family: RowTable, hf_config: Mapping[str, Any]
 ) -> None:
     """Fill the model's MTP heads from another checkpoint of its family, which must have as many and of the same shapes.
 
@@ -205,7 +205,7 @@ def _head_rows(family: Family, hf_config: Mapping[str, Any], depth: int) -> list
 def _load(
     model_chunks: Sequence[nn.Module],
     checkpoint: Checkpoint,
-    family: Family,
+    family: RowTable,
     hf_config: Mapping[str, Any],
     mtp_init: MtpInit,
     seed: int,
@@ -255,7 +255,7 @@ def _draw(bindings: Sequence[Binding], std: float, seed: int) -> None:
 def save_hf(
     model_chunks: Sequence[nn.Module],
     out_dir: str | Path,
-    family: Family,
+    family: RowTable,
     hf_config: Mapping[str, Any],
     *,
     dtypes: Dtypes = None,
@@ -320,7 +320,7 @@ def save_hf(
 @torch.no_grad()
 def stream_hf(
     model_chunks: Sequence[nn.Module],
-    family: Family,
+    family: RowTable,
     hf_config: Mapping[str, Any],
     part: Literal["trunk", "heads"],
     *,
@@ -368,7 +368,7 @@ def _place(bucket: Mapping[str, torch.Tensor], key: str, index: Index, tensor: t
     bucket[key][index] = tensor
 
 
-def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]) -> None:
+def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable, hf_config: Mapping[str, Any]) -> None:
     """Copy every slice this rank holds, in the order of the files, so that disks read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
@@ -407,7 +407,7 @@ def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
 
 
 def _bind_all(
-    model_chunks: Sequence[nn.Module], family: Family, hf_config: Mapping[str, Any]
+    model_chunks: Sequence[nn.Module], family: RowTable, hf_config: Mapping[str, Any]
 ) -> tuple[list[Row], list[Binding]]:
     """The whole table for this model, and this rank's part of it."""
     rows = family.rows(hf_config, placement.mtp_num_layers(model_chunks))
@@ -438,7 +438,7 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[tuple
                     yield key, hf_index, shard.tensor[local_index]
 
 
-def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: Family, hf_config: Mapping[str, Any]) -> None:
+def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_config: Mapping[str, Any]) -> None:
     """The heads asked for, the heads promised by config.json and the heads on disk must be the same."""
     hf_dir = checkpoint.hf_dir
     promised = Heads.from_config(hf_config).layers

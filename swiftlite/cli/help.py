@@ -35,7 +35,7 @@ def command_help(command: Command) -> str:
     if command.is_parallel:
         usage += " NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT start several processes."
     text += ["", *textwrap.wrap(usage, width)]
-    for group in groups(command.args_class):
+    for group in groups(command.args_class, command.choices()):
         text += ["", f"{group.title}:"]
         for option in group.options:
             text.append(f"  --{option.name} {placeholder(option.type)}")
@@ -50,7 +50,7 @@ def placeholder(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(typing.get_args(kind))
     if typing.get_origin(kind) is list:
-        return "INT[,INT ...]" if typing.get_args(kind) == (int,) else "VALUE [VALUE ...]"
+        return "INT[,INT ...]" if kind == list[int] else "VALUE [VALUE ...]"
     if typing.get_origin(kind) is dict:
         return "JSON"
     return {bool: "[true|false]", int: "INT", float: "NUMBER", str: "TEXT"}[kind]
@@ -66,7 +66,10 @@ def default_words(option: Option) -> str:
 def default_text(option: Option) -> str:
     """The default as it would be typed."""
     if isinstance(option.default, list):
-        return ("," if typing.get_args(option.type) == (int,) else " ").join(map(str, option.default))
+        separator = "," if option.type == list[int] else " "
+        return separator.join(map(str, option.default))
     if isinstance(option.default, bool):
         return str(option.default).lower()
-    return f"{option.default:g}".replace("e-0", "e-") if isinstance(option.default, float) else str(option.default)
+    if isinstance(option.default, float):
+        return f"{option.default:g}".replace("e-0", "e-")
+    return str(option.default)

@@ -58,13 +58,16 @@ def read_environment(env: Mapping[str, str]) -> Processes:
         return int(text)
 
     if all(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
-        rank, size = number("RANK", 0, 0), number("WORLD_SIZE", 1, 1)
+        rank = number("RANK", 0, 0)
+        size = number("WORLD_SIZE", 1, 1)
         if problems:
             raise OptionError(problems)
         return Processes(rank=rank, started_world_size=size or 1)
 
-    nproc, nnodes = number("NPROC_PER_NODE", 1, 1) or 1, number("NNODES", 1, 1) or 1
-    node_rank, port = number("NODE_RANK", None, 0), number("MASTER_PORT", None, 1)
+    nproc = number("NPROC_PER_NODE", 1, 1) or 1
+    nnodes = number("NNODES", 1, 1) or 1
+    node_rank = number("NODE_RANK", None, 0)
+    port = number("MASTER_PORT", None, 1)
     if port is not None and port > 65535:
         problems.append((f"MASTER_PORT={port} is above 65535", f"export MASTER_PORT={DEFAULT_MASTER_PORT}"))
     if nnodes > 1 and not env.get("MASTER_ADDR"):

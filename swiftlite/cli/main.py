@@ -8,7 +8,6 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import swiftlite
 from swiftlite import log, rules
@@ -19,8 +18,8 @@ from swiftlite.cli.parse import parse
 from swiftlite.cli.table import COMMANDS, Command, find
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
-from swiftlite.plan import facts
-from swiftlite.plan import run as plan
+from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.run import make_plan, make_schedule, render
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,14 +27,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        failure.tell_launcher(error, error.exit_code)
-        _tell(f"swiftlite: {error}")
+        failure.report(error, error.exit_code)
+        _say_once(f"swiftlite: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        _tell("swiftlite: interrupted")
+        _say_once("swiftlite: interrupted")
         return 130
     except Exception as error:
-        if failure.tell_launcher(error, 1):
+        if failure.report(error, 1):
             return 1
         raise
 
@@ -53,7 +52,7 @@ def _run(argv: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         return _show(command_help(command))
 
-    args, notes = parse(command.args_class, rest, command.words)
+    args, notes = parse(command.args_class, rest, command.words, command.choices())
     processes = launch.read_environment(os.environ)
     world_size = processes.world_size if command.is_parallel else 1
     rank = processes.rank or 0
@@ -71,15 +70,19 @@ def _run(argv: list[str]) -> int:
     if rank == 0:
         _log(notes, command, processes)
     if not sys.warnoptions:
-        # megatron-core warns a dozen times, per rank, that Transformer Engine and Apex are absent; doctor says it once.
-        warnings.filterwarnings("ignore", module=r"megatron\.core\.")
-        # Its checkpoint loader's own; the CPU shim stands in the way of the name of the module.
-        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-        # megatron-core's pipeline looks at gradients of what it passes on.
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        # Newer torch names for the collectives that megatron-core calls.
-        warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
+        _ignore_upstream_warnings()
     return command.load()(args) or 0
+
+
+def _ignore_upstream_warnings() -> None:
+    # megatron-core warns a dozen times, per rank, that Transformer Engine and Apex are absent; doctor says it once.
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+    # megatron-core's checkpoint loader is the cause, but the CPU shim hides the name of its module.
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+    # megatron-core's pipeline looks at gradients of what it passes on.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    # torch has newer names for the collectives that megatron-core calls.
+    warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
 
 def _log(notes: list[str], command: Command, processes: launch.Processes) -> None:
@@ -90,10 +93,10 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
 
 
 def _dry_run(args: SftArgs, world_size: int) -> str:
-    heads = Heads.from_config(facts.read_hf_config(Path(args.model)))
+    heads = Heads.from_config(read_hf_config(Path(args.model)))
     num_rows = None if args.packing else _count_rows(args.dataset)
-    schedule = plan.make_schedule(args, num_rows) if num_rows else None
-    return plan.render(args, plan.make_plan(args, world_size, heads), heads, schedule)
+    schedule = make_schedule(args, num_rows) if num_rows else None
+    return render(args, make_plan(args, world_size, heads), heads, schedule)
 
 
 def _count_rows(dataset: list[str]) -> int | None:
@@ -118,12 +121,12 @@ def _show(text: str) -> int:
     return 0
 
 
-def _tell(text: str) -> None:
+def _say_once(text: str) -> None:
     """Print to stderr, once for all ranks of this machine that end with the same message."""
-    told: Any = os.environ.get(failure.FOLDER)
-    if told:
+    folder = os.environ.get(failure.FOLDER)
+    if folder:
         try:
-            (Path(told) / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
+            (Path(folder) / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
         except FileExistsError:
             return
         except FileNotFoundError:

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from swiftlite.args.config import Problem, convert, near, split_type, values_from_file
-from swiftlite.args.docs import Option, options
+from swiftlite.args.docs import Choices, Option, options
 from swiftlite.errors import OptionError, UserError
 
 
-def parse(args_class: type, argv: Sequence[str], command: str = "") -> tuple[Any, list[str]]:
+def parse(
+    args_class: type, argv: Sequence[str], command: str = "", choices: Choices | None = None
+) -> tuple[Any, list[str]]:
     """Read flags, over a YAML or JSON file when the first argument is no flag.
 
     `--some_flag value`, `--some-flag value` and `--some_flag=value` are the same; a list takes all values up to the
@@ -22,6 +24,7 @@ def parse(args_class: type, argv: Sequence[str], command: str = "") -> tuple[Any
         args_class: frozen dataclass to fill.
         argv: what follows the command's words.
         command: the command's words, for messages.
+        choices: values of options whose values the class does not know.
 
     Returns:
         The arguments, and notes on flags that were given twice.
@@ -29,15 +32,16 @@ def parse(args_class: type, argv: Sequence[str], command: str = "") -> tuple[Any
     Raises:
         OptionError: everything that could not be read, with the near option where there is one.
     """
-    known = options(args_class)
+    known = options(args_class, choices)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     if argv and not argv[0].startswith("-"):
-        values, problems = values_from_file(args_class, argv[0])
+        values, problems = values_from_file(args_class, argv[0], choices)
         argv = argv[1:]
     flags, strays = _split(argv)
     problems += [(f"{stray} belongs to no option", "write --option value") for stray in strays]
-    notes, seen = [], {}
+    notes = []
+    seen = set()
     for flag, texts in flags:
         name = flag.removeprefix("--").replace("-", "_")
         if name not in known:
@@ -45,7 +49,7 @@ def parse(args_class: type, argv: Sequence[str], command: str = "") -> tuple[Any
             continue
         if name in seen:
             notes.append(f"--{name} is given twice; the last one counts: {' '.join(texts) or 'true'}")
-        seen[name] = texts
+        seen.add(name)
         try:
             values[name] = _value(known[name], texts)
         except UserError as error:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.docs import Choices
+from swiftlite.engines import index
 from swiftlite.errors import UserError
 
 
@@ -22,6 +24,13 @@ class Command:
     is_parallel: bool
     """Whether it can run as several processes."""
 
+    def choices(self) -> Choices:
+        """What its option that takes an engine's name takes, by the engines that there are now; {} without one."""
+        if self.args_class not in ENGINE_OPTIONS:
+            return {}
+        option, names = ENGINE_OPTIONS[self.args_class]
+        return {option: names()}
+
     def load(self) -> Callable[[Any], int | None]:
         module, function = self.target.split(":")
         return getattr(importlib.import_module(module), function)
@@ -32,10 +41,20 @@ COMMANDS = (
     Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
     Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate, heads drafting, count what is accepted", False),
     Command("deploy", DeployArgs, "swiftlite.serve.deploy:run", "an engine's own server, heads drafting", False),
-    Command("evaluate", EvaluateArgs, "swiftlite.evaluate.run:run", "how often the heads are right, by channel", False),
-    Command("bench", BenchArgs, "swiftlite.bench.run:run", "how many tokens to draft, by measured speed", False),
+    Command(
+        "evaluate", EvaluateArgs, "swiftlite.evaluate.command:run", "how often the heads are right, by channel", False
+    ),
+    Command("bench", BenchArgs, "swiftlite.bench.command:run", "how many tokens to draft, by measured speed", False),
     Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "what works here, and is this model whole", False),
 )
+# The option that takes an engine's name, and the names that it takes.
+ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
+    InferArgs: ("infer_backend", index.names),
+    DeployArgs: ("infer_backend", index.names_with_server),
+    EvaluateArgs: ("infer_backend", lambda: ["none", *index.names()]),
+    BenchArgs: ("infer_backend", index.names_with_server),
+    DoctorArgs: ("engine", index.names_with_dry_load),
+}
 
 
 def find(argv: list[str]) -> tuple[Command, list[str]]:
@@ -50,7 +69,8 @@ def find(argv: list[str]) -> tuple[Command, list[str]]:
             return command, argv[len(words) :]
     given = " ".join(word for word in argv[:2] if not word.startswith("-"))
     # `sft` alone and `megatron stf` both mean `megatron sft`; `export model_dir` and `exprot model_dir` have one word.
-    spellings = {form: command.words for command in COMMANDS for form in (command.words, command.words.split()[-1])}
+    spellings = {command.words.split()[-1]: command.words for command in COMMANDS}
+    spellings |= {command.words: command.words for command in COMMANDS}
     for attempt in (given, argv[0]):
         for near in difflib.get_close_matches(attempt, spellings, n=1):
             raise UserError(f"`{given}` is no command", f"did you mean swiftlite {spellings[near]}?", exit_code=2)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftlite.args.mock import FLAG, check_mock_config
+from swiftlite.args.mock_config import FLAG, check_mock_config
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.errors import UserError
 

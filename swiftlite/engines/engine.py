@@ -1,20 +1,18 @@
 """What every engine is to its caller: token ids in, token ids out, and counts of what its drafts were worth.
 
-Adapters: `transformers_engine.py`, `vllm_engine.py`, `sglang_engine.py`. `run.py` is the command that uses them. No
-adapter, and nothing that it needs, is imported before `start_engine` is called with its name.
+An adapter is a class with these methods, named in its engine's record (`info.py`). No adapter, and nothing that it
+needs, is imported before `start_engine` is called with the engine's name.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.args.commands import InferArgs
-from swiftlite.args.fields import SglangArgs
+from swiftlite.engines.index import ENGINES
+from swiftlite.engines.info import load
 from swiftlite.errors import UserError
-from swiftlite.plan.facts import INSTALL_SGLANG, INSTALL_VLLM
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """What followed one prompt, the stop token included; `length`: cut at max_new_tokens or at the longest sequence."""
+    """What followed one prompt.
+
+    Attributes:
+        token_ids: the stop token included.
+        finish_reason: stop, or length when it was cut at max_new_tokens or at the longest sequence.
+    """
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length"]
@@ -72,27 +75,6 @@ class EngineConfig:
     speculative_config: dict[str, Any] | None = None
 
 
-def engine_kwargs(engine: str, args: InferArgs) -> dict[str, Any]:
-    """What the user gave of an engine's own keyword arguments."""
-    return {"vllm": args.vllm_engine_kwargs, "sglang": args.sglang_engine_kwargs}.get(engine) or {}
-
-
-def speculative_config(engine: str, args: InferArgs) -> dict[str, Any] | None:
-    """What the user gave of an engine's own options of drafting."""
-    return sglang_speculative_config(args) if engine == "sglang" else args.vllm_speculative_config
-
-
-def sglang_speculative_config(args: SglangArgs) -> dict[str, Any] | None:
-    """Those of SGLang's options of drafting that were given, by SGLang's names."""
-    options = {
-        "speculative_algorithm": args.sglang_speculative_algorithm,
-        "speculative_num_steps": args.sglang_speculative_num_steps,
-        "speculative_eagle_topk": args.sglang_speculative_eagle_topk,
-        "speculative_num_draft_tokens": args.sglang_speculative_num_draft_tokens,
-    }
-    return {name: value for name, value in options.items() if value is not None} or None
-
-
 class Engine(Protocol):
     """A started engine; `close` gives its memory and processes back."""
 
@@ -119,8 +101,13 @@ class Engine(Protocol):
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
-    """Raises:
-    UserError: a prompt that is empty, or so long that no token fits behind it.
+    """Make sure that every prompt leaves room for an answer.
+
+    Args:
+        max_length: tokens of the longest prompt and its answer.
+
+    Raises:
+        UserError: a prompt that is empty, or so long that no token fits behind it.
     """
     for prompt in prompts:
         if not 0 < len(prompt) < max_length:
@@ -130,26 +117,17 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
             )
 
 
-# name -> module and class of the adapter
-ENGINES: dict[str, tuple[str, str]] = {
-    "transformers": ("swiftlite.engines.transformers.engine", "TransformersEngine"),
-    "vllm": ("swiftlite.engines.vllm.engine", "VllmEngine"),
-    "sglang": ("swiftlite.engines.sglang.engine", "SglangEngine"),
-}
-_INSTALL = {"transformers": "pip install transformers", "vllm": INSTALL_VLLM, "sglang": INSTALL_SGLANG}
-
-
 def start_engine(name: str, config: EngineConfig) -> Engine:
     """Import and start an engine by the name that --infer_backend takes.
 
     Raises:
         UserError: the engine is not installed, or the checkpoint is not what it can serve.
     """
-    module_name, class_name = ENGINES[name]
+    info = ENGINES[name]
     try:
-        start: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module_name), class_name)
+        start: Callable[[EngineConfig], Engine] = load(info.adapter)
         return start(config)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != name:
+        if error.name is None or error.name.partition(".")[0] != info.package:
             raise  # the engine is there, something inside it is not: its own traceback says more
-        raise UserError(f"--infer_backend {name}: {name} is not installed", _INSTALL[name]) from None
+        raise UserError(f"--infer_backend {name}: {info.package} is not installed", info.install) from None

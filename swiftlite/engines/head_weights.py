@@ -1,4 +1,4 @@
-"""Tensors named `mtp.*` on their way into an engine: for the draft classes of `vllm_models.py` and `sglang_models/`.
+"""Tensors named `mtp.*` on their way into an engine: for the draft classes of `vllm/models.py` and `sglang/models/`.
 
 The heads are stored in the layout of Qwen3-Next, heads after the first with a projection and norms of their own under
 `mtp.heads.{k}`.
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+
+from swiftlite.heads import Heads
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 # (part of a joined parameter's name, part of the tensor's name that stands in its place, expert, shard id)
@@ -21,21 +23,25 @@ _JOINED = {
 }
 
 
-def mtp_depth(hf_config: PreTrainedConfig) -> int:
-    """MTP heads that a config promises."""
-    return getattr(hf_config, "num_nextn_predict_layers", None) or 0
+def heads_of(hf_config: PreTrainedConfig) -> Heads:
+    """The MTP heads that a config promises."""
+    return Heads.from_config(vars(hf_config))
 
 
 def trunk_weights(weights: Weights, hf_config: PreTrainedConfig) -> Weights:
-    """Without the heads, which are the draft's; with them when config.json promises none, so that engines object."""
-    depth = mtp_depth(hf_config)
-    return ((name, tensor) for name, tensor in weights if not (depth and name.startswith("mtp.")))
+    """The weights without the heads', which are the draft's; all of them when config.json promises no heads.
+
+    An engine then objects to the heads, which it should.
+    """
+    if heads_of(hf_config).layers == 0:
+        return weights
+    return ((name, tensor) for name, tensor in weights if not name.startswith("mtp."))
 
 
 def fill(
     parameters: Mapping[str, torch.nn.Parameter],
     weights: Weights,
-    num_heads: int,
+    num_mtp_heads: int,
     default_loader: Callable[..., Any],
     experts: ExpertMapping | None = None,
 ) -> set[str]:
@@ -43,8 +49,8 @@ def fill(
 
     Args:
         parameters: by the name that a checkpoint would give them.
-        num_heads: that config.json promises.
-        default_loader: of parameters that bring none.
+        num_mtp_heads: as config.json promises.
+        default_loader: for parameters that bring no `weight_loader` of their own.
         experts: how joined parameters of experts are filled.
 
     Returns:
@@ -53,30 +59,40 @@ def fill(
     Raises:
         ValueError: naming every tensor of a head that is missing, and every mtp.* tensor that no head has.
     """
-    sources = {source: (name, place) for name in parameters for source, place in _sources(name, experts or []).items()}
-    seen, unknown = set(), []
+    targets: dict[str, tuple[str, tuple]] = {}  # the checkpoint's tensor -> parameter, and place in it
+    for name in parameters:
+        for source, place in _sources(name, experts or []).items():
+            targets[source] = (name, place)
+    filled = set()
+    unknown = []
+    missing = {source for source in targets if source.startswith("mtp.")}
     for source, tensor in weights:
-        if source in sources:
-            name, place = sources[source]
+        if source in targets:
+            name, place = targets[source]
             loader = getattr(parameters[name], "weight_loader", default_loader)
             loader(parameters[name], tensor, *place)
-            seen.add(source)
+            filled.add(name)
+            missing.discard(source)
         elif source.startswith("mtp."):
             unknown.append(source)
-    missing = sorted(source for source in sources.keys() - seen if source.startswith("mtp."))
     if missing or unknown:
         raise ValueError(
-            f"the checkpoint's MTP heads are not the {num_heads} that its config.json promises:"
-            + "".join(f"\n  missing: {name}" for name in missing)
+            f"the checkpoint's MTP heads are not the {num_mtp_heads} that its config.json promises:"
+            + "".join(f"\n  missing: {name}" for name in sorted(missing))
             + "".join(f"\n  unexpected: {name}" for name in unknown)
         )
-    return {sources[source][0] for source in seen}
+    return filled
 
 
 def _sources(name: str, experts: ExpertMapping) -> dict[str, tuple]:
-    """The checkpoint's tensors that fill a parameter, each with its place in it, for the parameter's loader."""
-    if entries := [entry for entry in experts if entry[0] in name]:
-        return {name.replace(joined, part): (name, shard, e) for joined, part, e, shard in entries}
+    """The checkpoint's tensors that fill a parameter, each with its place in it, for the parameter's loader.
+
+    `mtp.layers.0.self_attn.qkv_proj.weight` is filled from `...q_proj.weight` at ("q",), and so on;
+    `mtp.norm.weight` from itself at ().
+    """
+    of_experts = [entry for entry in experts if entry[0] in name]
+    if of_experts:
+        return {name.replace(joined, part): (name, shard, expert) for joined, part, expert, shard in of_experts}
     for joined, parts in _JOINED.items():
         if f".{joined}." in name:
             return {name.replace(joined, part): (shard,) for part, shard in parts.items()}

@@ -10,9 +10,10 @@ from typing import Any
 
 from swiftlite import families
 from swiftlite.bridge.audit import mtp_keys
-from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.plan import compare_shapes
+from swiftlite.bridge.quantization import block_size
+from swiftlite.bridge.rows import Shape
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.errors import UserError
 from swiftlite.families import Family
@@ -40,8 +41,8 @@ def read_model(directory: str | Path) -> ServedModel:
     """Look at a directory without reading a tensor.
 
     Raises:
-        UserError: no Hugging Face model there (a training run is told apart), an unknown family, or a file that is
-            damaged, which engines tell by a traceback.
+        UserError: no Hugging Face model there (a training run has a message of its own), an unknown family, or a file
+            that is damaged, which engines report by a traceback.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -72,10 +73,15 @@ def require_heads(model: ServedModel) -> None:
         )
     with Checkpoint(model.directory, block_size(model.hf_config)) as checkpoint:
         found = {key: entry.shape for key, entry in checkpoint.entries.items()}
-    family, config, heads = model.family, model.hf_config, range(model.heads.layers)
-    wanted = {key: shape for head in heads for row in family.head_rows(config, head) for key, shape in row.hf.items()}
-    copies = {key for head in heads for key in family.mtp.copies(config, head)}
-    if problems := compare_shapes(wanted, {key: found[key] for key in mtp_keys(found, family, config)}, copies):
+    wanted: dict[str, Shape] = {}
+    copies: set[str] = set()
+    for head in range(model.heads.layers):
+        for row in model.family.head_rows(model.hf_config, head):
+            wanted.update(row.hf)
+        copies.update(model.family.mtp.copies(model.hf_config, head))
+    found_in_heads = {key: found[key] for key in mtp_keys(found, model.family, model.hf_config)}
+    problems = compare_shapes(wanted, found_in_heads, copies)
+    if problems:
         raise UserError(
             f"{model.directory}: config.json promises {model.heads.layers} MTP heads, the tensors are others:\n  "
             + "\n  ".join(some(problems)),
@@ -83,7 +89,7 @@ def require_heads(model: ServedModel) -> None:
         )
 
 
-def tell_of_untrained_drafts(model: ServedModel, num_tokens: int | None) -> None:
+def log_untrained_drafts(model: ServedModel, num_tokens: int | None) -> None:
     """Log it when more tokens are to be drafted than the heads were trained for; None is as many as they were."""
     if (num_tokens or 0) > model.heads.drafts > 0:
         logger.info(

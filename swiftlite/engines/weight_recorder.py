@@ -49,11 +49,12 @@ class WeightRecorder(TorchDispatchMode):
 
     def unfilled(self, model: nn.Module) -> dict[str, int]:
         """Parameters that the loader left as they were, wholly or in part: name -> numbers that were not written."""
-        left = {
-            name: parameter.numel() - sum(torch.Size(shape).numel() for _, shape, _ in self._parts(parameter))
-            for name, parameter in model.named_parameters()
-        }
-        return {name: count for name, count in left.items() if count > 0}
+        left = {}
+        for name, parameter in model.named_parameters():
+            written = sum(torch.Size(shape).numel() for _, shape, _ in self._parts(parameter))
+            if written < parameter.numel():
+                left[name] = parameter.numel() - written
+        return left
 
     def _parts(self, parameter: torch.Tensor) -> Iterable[tuple]:
         return self._written.get(_storage(parameter), {})

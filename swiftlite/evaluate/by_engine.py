@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from itertools import chain
+from operator import add
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,38 +37,49 @@ def by_engine(
         UserError: a prompt that the template cannot render, or that leaves no room for an answer; names its row.
     """
     template = ChatTemplate(tokenizer)
-    asked: dict[str, list[Conversation]] = {}
-    for chat in conversations:
-        chosen = asked.setdefault(chat.channel or "", [])
-        if len(chosen) < max_prompts:
-            chosen.append(chat.prompt())
-    by_channel = {channel: [encode_prompt(template, chat) for chat in chosen] for channel, chosen in asked.items()}
-    config = replace(
-        config,
-        max_model_len=needed_length(
-            read_model(config.model),
-            [chat for chosen in asked.values() for chat in chosen],
-            [prompt for prompts in by_channel.values() for prompt in prompts],
-            max_new_tokens=max_new_tokens,
-            num_speculative_tokens=config.num_speculative_tokens,
-        ),
+    chats = _first_of_each_channel(conversations, max_prompts)
+    prompts = {channel: [encode_prompt(template, chat) for chat in chosen] for channel, chosen in chats.items()}
+    max_model_len = needed_length(
+        read_model(config.model),
+        list(chain(*chats.values())),
+        list(chain(*prompts.values())),
+        max_new_tokens=max_new_tokens,
+        num_speculative_tokens=config.num_speculative_tokens,
     )
     sampling = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model))
+    counts = _count(backend, replace(config, max_model_len=max_model_len), prompts, sampling)
+    num_prompts = {channel: len(chosen) for channel, chosen in prompts.items()}
+    result = {ALL: _describe(reduce(add, counts.values()), sum(num_prompts.values()))}
+    for channel, found in counts.items():
+        if channel:
+            result[channel] = _describe(found, num_prompts[channel])
+    return result
+
+
+def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: int) -> dict[str, list[Conversation]]:
+    """The first conversations of each channel without their last turns; rows without a channel are under ""."""
+    chats: dict[str, list[Conversation]] = {}
+    for chat in conversations:
+        chosen = chats.setdefault(chat.channel or "", [])
+        if len(chosen) < max_prompts:
+            chosen.append(chat.prompt())
+    return chats
+
+
+def _count(
+    backend: str, config: EngineConfig, prompts: dict[str, list[list[int]]], sampling: Sampling
+) -> dict[str, DraftCounts]:
+    """What one engine counts while it answers each channel's prompts."""
+    counts: dict[str, DraftCounts] = {}
     engine = start_engine(backend, config)
     try:
-        counts: dict[str, DraftCounts] = {}
-        for channel, prompts in sorted(by_channel.items()):
+        for channel in sorted(prompts):
             before = engine.draft_counts()
-            engine.generate(prompts, sampling)
+            engine.generate(prompts[channel], sampling)
             counts[channel] = engine.draft_counts().since(before)
     finally:
         engine.close()
-    total = None
-    for part in counts.values():
-        total = part if total is None else total + part
-    named = {channel: _describe(counts[channel], len(by_channel[channel])) for channel in counts if channel}
-    assert total is not None
-    return {ALL: _describe(total, sum(map(len, by_channel.values()))), **named}
+    return counts
 
 
 def _describe(counts: DraftCounts, num_prompts: int) -> dict[str, object]:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.errors import UserError
-from swiftlite.evaluate.picture import rates
-from swiftlite.evaluate.run import load_rows
+from swiftlite.evaluate.figures import rates
+from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
-from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 
 
 def check_acceptance(
@@ -20,7 +20,7 @@ def check_acceptance(
     max_regression: float | None,
     force: bool,
     torch_dtype: str,
-    device: Device,
+    mesh: Mesh,
 ) -> None:
     """Measure a model that is written, and the one before it, on the same rows.
 
@@ -32,7 +32,7 @@ def check_acceptance(
     Raises:
         UserError: it falls short.
     """
-    found = _mean(hf_dir, dataset, torch_dtype, device)
+    found = _mean(hf_dir, dataset, torch_dtype, mesh)
     problems = []
     if min_acceptance is not None and found < min_acceptance:
         problems.append(
@@ -40,7 +40,7 @@ def check_acceptance(
         )
     if max_regression is not None:
         assert baseline is not None
-        before = _mean(baseline, dataset, torch_dtype, device)
+        before = _mean(baseline, dataset, torch_dtype, mesh)
         logger.info("acceptance on --val_dataset: %.1f %%, of %s %.1f %%", 100 * found, baseline, 100 * before)
         if before - found > max_regression:
             problems.append(
@@ -56,8 +56,8 @@ def check_acceptance(
         raise UserError("; ".join(problems), "nothing was written; train the heads on, or add --force")
 
 
-def _mean(hf_dir: Path, dataset: Sequence[str], torch_dtype: str, device: Device) -> float:
-    """Over depths; 0 of a model without heads."""
+def _mean(hf_dir: Path, dataset: Sequence[str], torch_dtype: str, mesh: Mesh) -> float:
+    """The mean over depths of the share of predictions that are the trunk's own; 0 for a model without heads."""
     _, data = load_rows(hf_dir, dataset)
-    shares = rates("teacher_forced", teacher_forced(hf_dir, data.val, torch_dtype=torch_dtype, device=device)[ALL])
+    shares = rates("teacher_forced", teacher_forced(hf_dir, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL])
     return sum(shares) / max(len(shares), 1)

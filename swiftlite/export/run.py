@@ -1,10 +1,10 @@
 """`swiftlite export`: a run or checkpoint to a Hugging Face model, audited before it appears; or the other way."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,32 +13,31 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import graft_heads, load_hf, save_hf
+from swiftlite.bridge.transfer import graft_heads, save_hf
 from swiftlite.errors import UserError
 from swiftlite.evaluate.gate import check_acceptance
-from swiftlite.families import index
-from swiftlite.families.family import Family
 from swiftlite.heads import Heads
 from swiftlite.log import logger
-from swiftlite.model.build import build_model
+from swiftlite.model.gpt import GPTModel
+from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
 from swiftlite.plan.facts import model_of_run
 from swiftlite.plan.layout import layout_of
-from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
-from swiftlite.train.source import TENSORS_FILE, describe_heads, source_dtypes, write_source
+from swiftlite.train.source import TENSORS_FILE, describe_heads, dtypes_of, source_dtypes, write_source
 
 
 def run(args: ExportArgs) -> None:
     """Convert in one direction; the result is complete or not there."""
-    with session(layout_of(args)) as device:
+    with session(layout_of(args)) as mesh:
         if args.to_hf:
-            to_hf(args, device)
+            to_hf(args, mesh)
         else:
-            to_mcore(args, device)
+            to_mcore(args, mesh)
 
 
-def to_hf(args: ExportArgs, device: Device) -> None:
+def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     """Write the checkpoint's weights with the configuration and tokenizer of the model that the run started from.
 
     Raises:
@@ -46,67 +45,92 @@ def to_hf(args: ExportArgs, device: Device) -> None:
             what was asked for (nothing is left behind).
     """
     checkpoint = resolve_checkpoint(Path(args.model))
-    source, output_dir = checkpoint.parent / "source", Path(args.output_dir)
-    hf_config = read_config(source)
-    family = index.get(hf_config, source)
+    hf_model = read_hf_model(checkpoint.parent / "source")
     state = read_state(checkpoint)
-    heads = replace(Heads.from_config(hf_config), layers=state["mtp_num_layers"])
+    heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
+    chunks = _open_checkpoint(args, mesh, checkpoint, hf_model, heads, getattr(torch, state["torch_dtype"]))
+    dtypes = source_dtypes(hf_model.directory)
     if args.mtp_graft_from:
-        heads = Heads.from_config(read_config(Path(args.mtp_graft_from)))
-    if args.mtp == "strip":
-        heads = Heads()
-    model = build_model(
-        family.transformer_config(hf_config),
-        hf_config,
-        device=device,
-        dtype=getattr(torch, state["torch_dtype"]),
-        heads=heads,
-        layout=layout_of(args),
-    )
-    load_checkpoint(checkpoint, model, with_heads=not args.mtp_graft_from)
-    if args.mtp_graft_from:
-        graft_heads(model, args.mtp_graft_from, family, hf_config)
-
-    writing = output_dir.with_name(f".{output_dir.name}.writing")
-    is_first = dist.get_rank() == 0
-    changes = heads.config_change(hf_config)
-    if args.torch_dtype:
-        changes |= dtype_change(hf_config, args.torch_dtype)
-    dtypes = source_dtypes(source)
-    if args.mtp_graft_from:
-        grafted = describe_heads(args.mtp_graft_from, family, hf_config)
-        dtypes |= {key: tensor["dtype"] for key, tensor in grafted.items()}
-    if is_first:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-        for path in source.iterdir():
-            if path.name not in ("config.json", TENSORS_FILE):
-                shutil.copy2(path, writing / path.name)
-        for line in write_patched(source, writing, changes):
-            logger.info("config.json: %s", line)
-    dist.barrier()
-    try:
+        dtypes |= dtypes_of(describe_heads(hf_model, args.mtp_graft_from))
+    output_dir = Path(args.output_dir)
+    with _whole_or_absent(output_dir) as writing:
+        if dist.get_rank() == 0:
+            _copy_small_files(args, hf_model, heads, writing)
+        dist.barrier()
         save_hf(
-            model,
+            chunks,
             writing,
-            family,
-            hf_config,
+            hf_model.family,
+            hf_model.config,
             dtypes=dict.fromkeys(dtypes, args.torch_dtype) if args.torch_dtype else dtypes,
             max_shard_bytes=int(args.max_shard_size_gb * 1e9),
         )
+        if dist.get_rank() == 0:
+            _audit(writing, hf_model, dtypes)
+            _check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
+    family = hf_model.family.name
+    logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
+
+
+def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
+    """Write `checkpoint-0` and `source/`, as a run has them, from a Hugging Face model.
+
+    Raises:
+        UserError: the model cannot be read.
+    """
+    hf_model = read_hf_model(args.model)
+    heads = _heads_of_result(args, hf_model.heads)
+    declared = hf_model.config.get("dtype") or hf_model.config.get("torch_dtype")
+    dtype = args.torch_dtype or declared or "bfloat16"
+    chunks, report = open_model(
+        hf_model,
+        mesh,
+        dtype=getattr(torch, dtype),
+        heads=heads,
+        mtp_init="graft" if args.mtp_graft_from else "checkpoint",
+        graft_from=args.mtp_graft_from,
+    )
+    logger.info("%s", report.over_all_ranks())
+    output_dir = Path(args.output_dir)
+    if dist.get_rank() == 0:
+        write_source(hf_model, output_dir, heads, args.mtp_graft_from)
+    Checkpointer(output_dir, mesh, chunks, None, {"mtp_num_layers": heads.layers, "torch_dtype": dtype}).save(0)
+
+
+def _heads_of_result(args: ExportArgs, own: Heads) -> Heads:
+    """The MTP heads that the result gets: the model's own, another model's, or none."""
+    if args.mtp == "strip":
+        return Heads()
+    if args.mtp_graft_from:
+        return Heads.from_config(read_config(Path(args.mtp_graft_from)))
+    return own
+
+
+def _open_checkpoint(
+    args: ExportArgs, mesh: Mesh, checkpoint: Path, hf_model: HfModel, heads: Heads, dtype: torch.dtype
+) -> list[GPTModel]:
+    """The checkpoint's model on this rank, its heads from --mtp_graft_from if that is given."""
+    chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads)
+    load_checkpoint(checkpoint, mesh, chunks, with_heads=not args.mtp_graft_from)
+    if args.mtp_graft_from:
+        graft_heads(chunks, args.mtp_graft_from, hf_model.family, hf_model.config)
+    return chunks
+
+
+@contextmanager
+def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
+    """A directory beside this one to write into; it gets the name once the block has ended, and is gone if that fails.
+
+    The first rank makes, renames and deletes it.
+    """
+    writing = output_dir.with_name(f".{output_dir.name}.writing")
+    is_first = dist.get_rank() == 0
+    if is_first:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+    try:
+        yield writing
         if is_first:
-            _audit(writing, family, hf_config, dtypes)
-            if args.min_acceptance is not None or args.max_regression is not None:
-                check_acceptance(
-                    writing,
-                    Path(args.baseline) if args.baseline else model_of_run(Path(args.model)),
-                    args.val_dataset,
-                    min_acceptance=args.min_acceptance,
-                    max_regression=args.max_regression,
-                    force=args.force,
-                    torch_dtype=args.torch_dtype or state["torch_dtype"],
-                    device=device,
-                )
             output_dir.parent.mkdir(parents=True, exist_ok=True)
             if output_dir.exists():
                 output_dir.rmdir()  # only an empty one got past the option check
@@ -114,13 +138,36 @@ def to_hf(args: ExportArgs, device: Device) -> None:
     finally:
         if is_first:
             shutil.rmtree(writing, ignore_errors=True)
-    logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family.name, heads.layers, checkpoint)
 
 
-def _audit(directory: Path, family: Family, hf_config: Mapping[str, Any], source_tensors: Mapping[str, Any]) -> None:
-    problems = audit_hf(directory, family)
-    trunk = {key for key in source_tensors if not family.is_mtp(hf_config, key) and not family.is_derived(key)}
-    written = {key for key in describe(directory) if not family.is_mtp(hf_config, key)}
+def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing: Path) -> None:
+    """The tokenizer and all else that the source model had beside weights; config.json with what has changed."""
+    for path in hf_model.directory.iterdir():
+        if path.name not in ("config.json", TENSORS_FILE):
+            shutil.copy2(path, writing / path.name)
+    changes = heads.config_change(hf_model.config)
+    if args.torch_dtype:
+        changes |= dtype_change(hf_model.config, args.torch_dtype)
+    for line in write_patched(hf_model.directory, writing, changes):
+        logger.info("config.json: %s", line)
+
+
+def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> None:
+    """Compare what was written with its own config.json and with the source model.
+
+    Args:
+        source_keys: tensors of the source model.
+
+    Raises:
+        UserError: they differ.
+    """
+
+    def is_mtp(key: str) -> bool:
+        return hf_model.family.is_mtp(hf_model.config, key)
+
+    problems = audit_hf(directory, hf_model.family)
+    trunk = {key for key in source_keys if not is_mtp(key) and not hf_model.family.is_derived(key)}
+    written = {key for key in describe(directory) if not is_mtp(key)}
     problems += [f"{key} of the source model was not written" for key in sorted(trunk - written)]
     problems += [f"{key} is not in the source model" for key in sorted(written - trunk)]
     if problems:
@@ -130,26 +177,21 @@ def _audit(directory: Path, family: Family, hf_config: Mapping[str, Any], source
         )
 
 
-def to_mcore(args: ExportArgs, device: Device) -> None:
-    """Write `checkpoint-0` and `source/`, as a run has them, from a Hugging Face model."""
-    hf_dir, output_dir = Path(args.model), Path(args.output_dir)
-    hf_config = read_config(hf_dir)
-    family = index.get(hf_config, hf_dir)
-    heads = Heads.from_config(read_config(Path(args.mtp_graft_from)) if args.mtp_graft_from else hf_config)
-    if args.mtp == "strip":
-        heads = Heads()
-    dtype = args.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
-    model = build_model(
-        family.transformer_config(hf_config),
-        hf_config,
-        device=device,
-        dtype=getattr(torch, dtype),
-        heads=heads,
-        layout=layout_of(args),
+def _check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mesh) -> None:
+    """What --min_acceptance and --max_regression ask for.
+
+    Raises:
+        UserError: the heads of the written model fall short of it.
+    """
+    if args.min_acceptance is None and args.max_regression is None:
+        return
+    check_acceptance(
+        hf_dir,
+        Path(args.baseline) if args.baseline else model_of_run(Path(args.model)),
+        args.val_dataset,
+        min_acceptance=args.min_acceptance,
+        max_regression=args.max_regression,
+        force=args.force,
+        torch_dtype=torch_dtype,
+        mesh=mesh,
     )
-    mtp_init = "graft" if args.mtp_graft_from else "checkpoint"
-    report = load_hf(model, hf_dir, family, hf_config, mtp_init=mtp_init, graft_from=args.mtp_graft_from)
-    logger.info("%s", report.over_all_ranks())
-    if dist.get_rank() == 0:
-        write_source(hf_dir, output_dir, family, hf_config, heads, args.mtp_graft_from)
-    Checkpointer(output_dir, model, None, {"mtp_num_layers": heads.layers, "torch_dtype": dtype}).save(0)

@@ -7,13 +7,14 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch.nn.functional as F
-
-from swiftlite.bridge.fp8 import quantization_problem
-from swiftlite.bridge.layout import GATE_UP, Interleave, PadEnd
+from swiftlite.bridge.quantization import quantization_problem
 from swiftlite.bridge.rows import Row
 from swiftlite.errors import UserError
+from swiftlite.families.architecture import Outside
+from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.family import HfConfig, MtpLayout
+from swiftlite.families.layer import Layer
+from swiftlite.families.mlp import Mlp
 from swiftlite.heads import DEPTH_KEY
 
 _REQUIRED = (
@@ -115,96 +116,50 @@ def partial_rotary_factor(hf_config: HfConfig) -> float | None:
     return hf_config.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
 
 
-def transformer_config(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
-    """Keyword arguments of megatron-core's TransformerConfig."""
-    return {
-        "num_layers": hf_config["num_hidden_layers"],
-        "hidden_size": hf_config["hidden_size"],
-        "ffn_hidden_size": hf_config["intermediate_size"],
-        "num_attention_heads": hf_config["num_attention_heads"],
-        "num_query_groups": num_query_groups(hf_config),
-        "kv_channels": head_dim(hf_config),
-        "layernorm_epsilon": hf_config["rms_norm_eps"],
-        "normalization": "RMSNorm",
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": qkv_bias,
-        "qk_layernorm": qk_norm,
-        "init_method_std": hf_config.get("initializer_range") or 0.02,
-    }
+def layer(hf_config: HfConfig, number: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> Layer:
+    """Decoder layer `number`; all are alike."""
+    return Layer(attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), mlp(hf_config))
 
 
-def layer_rows(hf_config: HfConfig, layer: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Row]:
-    """One decoder layer; all are alike."""
-    return [
-        *attention_rows(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm),
-        *norm_rows(hf_config),
-        *mlp_rows("mlp.", hf_config["hidden_size"], hf_config["intermediate_size"]),
-    ]
+def attention(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> GroupedQueryAttention:
+    """Grouped-query attention with the sizes of a config.json."""
+    size = head_dim(hf_config)
+    return GroupedQueryAttention(
+        hidden=hf_config["hidden_size"],
+        heads=hf_config["num_attention_heads"],
+        groups=num_query_groups(hf_config),
+        head_dim=size,
+        rotary=int(size * (partial_rotary_factor(hf_config) or 1)),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
 
 
-def norm_rows(hf_config: HfConfig) -> list[Row]:
-    """The two norms of a decoder layer."""
-    hidden = hf_config["hidden_size"]
-    return [
-        Row("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
-        Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
-    ]
+def mlp(hf_config: HfConfig) -> Mlp:
+    """The gated MLP with the sizes of a config.json."""
+    return Mlp(hf_config["hidden_size"], hf_config["intermediate_size"])
 
 
-def attention_rows(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[Row]:
-    """Grouped-query attention."""
-    hidden, groups, size = hf_config["hidden_size"], num_query_groups(hf_config), head_dim(hf_config)
-    q, kv = hf_config["num_attention_heads"] * size, groups * size
-    qkv = Interleave(groups)
-    weights = {
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-    }
-    rows = [
-        Row("self_attention.linear_qkv.weight", weights, qkv),
-        Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, q)}),
-    ]
-    if qkv_bias:
-        bias = {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
-        rows.append(Row("self_attention.linear_qkv.bias", bias, qkv))
-    if qk_norm:
-        rows.append(Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (size,)}))
-        rows.append(Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (size,)}))
-    return rows
-
-
-def mlp_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None = None) -> list[Row]:
-    """A gated MLP: a layer's own, an expert, or the shared experts.
-
-    Args:
-        mcore_prefix: Megatron's, where it differs from `hf_prefix`.
-    """
-    gate_up = {f"{hf_prefix}gate_proj.weight": (ffn, hidden), f"{hf_prefix}up_proj.weight": (ffn, hidden)}
-    prefix = hf_prefix if mcore_prefix is None else mcore_prefix
-    return [
-        Row(f"{prefix}linear_fc1.weight", gate_up, GATE_UP),
-        Row(f"{prefix}linear_fc2.weight", {f"{hf_prefix}down_proj.weight": (hidden, ffn)}),
-    ]
-
-
-def outer_rows(hf_config: HfConfig) -> list[Row]:
-    """Embedding, final norm and, unless tied, the head."""
-    hidden, vocab = hf_config["hidden_size"], (hf_config["vocab_size"], hf_config["hidden_size"])
-    # A tied model's head is the embedding: some files hold a second copy, some Megatron stages another.
-    hf_copies, mcore_copies = (("lm_head.weight",), ("output_layer.weight",)) if is_tied(hf_config) else ((), ())
-    embedding = {"model.embed_tokens.weight": vocab}
-    rows = [
-        Row("embedding.word_embeddings.weight", embedding, PadEnd(), hf_copies, mcore_copies),
-        Row("decoder.final_layernorm.weight", {"model.norm.weight": (hidden,)}),
-    ]
-    return rows if is_tied(hf_config) else [*rows, Row("output_layer.weight", {"lm_head.weight": vocab}, PadEnd())]
+def outside(hf_config: HfConfig) -> Outside:
+    """Embedding, final norm and output layer; what all layers have in common."""
+    return Outside(
+        num_layers=hf_config["num_hidden_layers"],
+        hidden=hf_config["hidden_size"],
+        vocab=hf_config["vocab_size"],
+        is_tied=is_tied(hf_config),
+        mcore_config={
+            "layernorm_epsilon": hf_config.get("rms_norm_eps"),
+            "normalization": "RMSNorm",
+            "activation_func": "silu",
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "init_method_std": hf_config.get("initializer_range") or 0.02,
+        },
+    )
 
 
 def is_tied(hf_config: HfConfig) -> bool:
-    """Whether embedding and head are one; the dense families default to two."""
+    """Whether embedding and output layer are one; the dense families default to two."""
     return bool(hf_config.get("tie_word_embeddings"))
 
 

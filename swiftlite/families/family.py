@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftlite.bridge.rows import Row, lift
+from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.drafting import Drafting
+from swiftlite.families.layer import Layer
 from swiftlite.heads import Heads
 
 HfConfig = Mapping[str, Any]
 
 
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
-    """Of a head that brings no copies of the trunk's tensors."""
+    """A head brings no copies of the trunk's tensors."""
     return {}
 
 
@@ -43,31 +45,31 @@ class Family:
     Args:
         name: HF `model_type`.
         check: refuses, with a UserError, every setting that would change the mathematics and is not supported.
-        transformer_config: keyword arguments of megatron-core's TransformerConfig that the architecture fixes.
-        layer_rows: bridge rows of decoder layer number n (from 0), names relative to the layer.
-        outer_rows: bridge rows of the trunk outside its layers: embedding, final norm, head.
+        layer: decoder layer number n (from 0): its kind of attention and its kind of MLP, with their sizes.
+        outside: what is outside the layers: embedding, final norm, output layer.
         mtp: names of the MTP heads.
         is_derived: whether an HF key holds nothing but what follows from the config, so it is neither read nor written.
     """
 
     name: str
     check: Callable[[HfConfig], None]
-    transformer_config: Callable[[HfConfig], dict[str, Any]]
-    layer_rows: Callable[[HfConfig, int], list[Row]]
-    outer_rows: Callable[[HfConfig], list[Row]]
+    layer: Callable[[HfConfig, int], Layer]
+    outside: Callable[[HfConfig], Outside]
     mtp: MtpLayout
     is_derived: Callable[[str], bool]
 
+    def architecture(self, hf_config: HfConfig) -> Architecture:
+        """The model without MTP heads. Not checked: what `check` refuses is left out in silence."""
+        outside = self.outside(hf_config)
+        return Architecture(outside, tuple(self.layer(hf_config, number) for number in range(outside.num_layers)))
+
     def trunk_rows(self, hf_config: HfConfig) -> list[Row]:
         """Everything but MTP."""
-        rows = self.outer_rows(hf_config)
-        for number in range(hf_config["num_hidden_layers"]):
-            rows += lift(self.layer_rows(hf_config, number), f"decoder.layers.{number}.", f"model.layers.{number}.")
-        return rows
+        return self.architecture(hf_config).rows()
 
     def block_rows(self, hf_config: HfConfig) -> list[Row]:
-        """The decoder layer inside an MTP head: of the kind of the trunk's last layer, as megatron-core builds it."""
-        return self.layer_rows(hf_config, hf_config["num_hidden_layers"] - 1)
+        """The decoder layer inside an MTP head, names relative to the layer."""
+        return self.architecture(hf_config).mtp_block.rows()
 
     def head_rows(self, hf_config: HfConfig, head: int) -> list[Row]:
         """One MTP head: the decoder layer's rows lifted, and the frame around it."""
@@ -95,6 +97,6 @@ class Family:
 
 
 def _with_copies(row: Row, copies: Mapping[str, list[str]]) -> Row:
-    """The row with the copies that heads hold of its tensor; of a tied model's head, that is the embedding."""
+    """The row with the copies that heads hold of its tensor; a tied model's output layer is the embedding."""
     found = tuple(copy for key in (*row.hf, *row.hf_copies) for copy in copies.get(key, ()))
     return replace(row, hf_copies=row.hf_copies + found)

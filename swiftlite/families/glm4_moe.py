@@ -3,17 +3,11 @@ levelled by a bias, shared experts, dense layers first, and MTP heads of its own
 """
 
 from dataclasses import replace
-from typing import Any
 
-from swiftlite.bridge.rows import Row
 from swiftlite.families import dense, moe
 from swiftlite.families.drafting import Drafting
 from swiftlite.families.family import Family, HfConfig
-
-
-def _options(hf_config: HfConfig) -> dict[str, bool]:
-    # transformers gives attention_bias to q, k and v only, unlike in Llama and Qwen3.
-    return {"qkv_bias": bool(hf_config.get("attention_bias")), "qk_norm": bool(hf_config.get("use_qk_norm"))}
+from swiftlite.families.layer import Layer
 
 
 def _check(hf_config: HfConfig) -> None:
@@ -27,26 +21,17 @@ def _check(hf_config: HfConfig) -> None:
     dense.refuse(hf_config, problems)
 
 
-def _transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    return dense.transformer_config(hf_config, **_options(hf_config)) | moe.mixture_config(hf_config)
-
-
-def _layer_rows(hf_config: HfConfig, layer: int) -> list[Row]:
-    if not moe.is_moe_layer(hf_config, layer):
-        return dense.layer_rows(hf_config, layer, **_options(hf_config))
-    return [
-        *dense.attention_rows(hf_config, **_options(hf_config)),
-        *dense.norm_rows(hf_config),
-        *moe.mixture_rows(hf_config),
-    ]
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    # transformers gives attention_bias to q, k and v only, unlike in Llama and Qwen3.
+    qkv_bias, qk_norm = bool(hf_config.get("attention_bias")), bool(hf_config.get("use_qk_norm"))
+    return Layer(dense.attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), moe.mlp(hf_config, number))
 
 
 GLM4_MOE = Family(
     name="glm4_moe",
     check=_check,
-    transformer_config=_transformer_config,
-    layer_rows=_layer_rows,
-    outer_rows=dense.outer_rows,
+    layer=_layer,
+    outside=dense.outside,
     mtp=replace(moe.NEXT_LAYER_HEADS, drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True)),
     is_derived=dense.is_derived,
 )

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from swiftlite.errors import UserError
+from swiftlite.families.architecture import Architecture
 from swiftlite.families.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.glm4_moe import GLM4_MOE
@@ -11,6 +12,7 @@ from swiftlite.families.mimo import MIMO
 from swiftlite.families.qwen2 import QWEN2
 from swiftlite.families.qwen3 import QWEN3
 from swiftlite.families.qwen3_moe import QWEN3_MOE
+from swiftlite.families.rank import Rank
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
@@ -32,13 +34,48 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
     Raises:
         UserError: the model_type is unknown, or a setting would change the mathematics and is not supported.
     """
-    model_type = hf_config.get("model_type")
-    family = FAMILIES.get(str(model_type))
+    family = _find(hf_config)
     if family is None:
         where = f"{Path(hf_dir) / 'config.json'}" if hf_dir else "config.json"
         raise UserError(
-            f"{where}: model_type {model_type!r} is not a family that swiftlite knows",
+            f"{where}: model_type {hf_config.get('model_type')!r} is not a family that swiftlite knows",
             f"known: {', '.join(FAMILIES)}; docs/en/add-a-family.md shows how to add one",
         )
     family.check(hf_config)
     return family
+
+
+def architecture_of(hf_config: HfConfig) -> Architecture:
+    """The architecture of a config.json, to count with and not to build: the family has not checked it.
+
+    Raises:
+        UserError: the model_type is unknown.
+    """
+    family = _find(hf_config)
+    if family is None:
+        problem = f"model_type {hf_config.get('model_type')!r}: its memory is not known"
+        raise UserError(problem, f"known: {', '.join(FAMILIES)}")
+    return family.architecture(hf_config)
+
+
+def known_architecture(hf_config: HfConfig) -> Architecture | None:
+    """The architecture of a config.json, for rules to look at; None where there is too little to look at.
+
+    A config.json that is absent, of an unknown model_type or without a size is not for rules to report: its family
+    does, when the model is read.
+    """
+    family = _find(hf_config)
+    if family is None:
+        return None
+    try:
+        architecture = family.architecture(hf_config)
+        architecture.outside.local_vocab(Rank())
+        for part in architecture.sublayers:
+            part.parameters(Rank())
+    except (KeyError, TypeError, ZeroDivisionError):  # a size is missing, or no number to count with
+        return None
+    return architecture
+
+
+def _find(hf_config: HfConfig) -> Family | None:
+    return FAMILIES.get(str(hf_config.get("model_type")))

@@ -8,9 +8,8 @@ from swiftlite.families.family import Family
 LLAMA = Family(
     name="llama",
     check=partial(dense.check, attention_bias=(False, None), mlp_bias=(False, None)),
-    transformer_config=dense.transformer_config,
-    layer_rows=dense.layer_rows,
-    outer_rows=dense.outer_rows,
+    layer=dense.layer,
+    outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
     is_derived=dense.is_derived,
 )

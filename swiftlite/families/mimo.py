@@ -33,9 +33,8 @@ def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
 MIMO = Family(
     name="mimo",
     check=dense.check,
-    transformer_config=partial(dense.transformer_config, qkv_bias=True),
-    layer_rows=partial(dense.layer_rows, qkv_bias=True),
-    outer_rows=dense.outer_rows,
+    layer=partial(dense.layer, qkv_bias=True),
+    outside=dense.outside,
     mtp=MtpLayout(
         _head_of,
         lambda hf_config, head: f"model.mtp_layers.{head}.",

@@ -1,57 +1,28 @@
-"""Mixtures of experts: what `qwen3_moe`, `glm4_moe` and `deepseek_v3` share.
+"""What GLM-4.5 took over from DeepSeek-V3: a sigmoid router with a bias for the choice of experts (not for their
+weights), shared experts beside the routed ones, dense layers first, and MTP heads that are further decoder layers.
 
-Rows are written per expert, as the files of the hub have it; files that stack all experts in one tensor are unfolded
-while reading (`bridge/packing.py`). Next: `qwen3_moe.py`.
+Next: `glm4_moe.py`.
 """
 
 import re
-from typing import Any
 
 from swiftlite.bridge.rows import Row
-from swiftlite.families.dense import missing_numbers, mlp_rows
+from swiftlite.families import dense
 from swiftlite.families.drafting import Drafting
 from swiftlite.families.family import HfConfig, MtpLayout
-
-
-def expert_rows(num_experts: int, hidden: int, ffn: int) -> list[Row]:
-    """The routed experts of one layer."""
-    return [
-        row
-        for expert in range(num_experts)
-        for row in mlp_rows(f"mlp.experts.{expert}.", hidden, ffn, f"mlp.experts.local_experts.{expert}.")
-    ]
-
-
-def router_row(num_experts: int, hidden: int) -> Row:
-    """The matrix that scores experts."""
-    return Row("mlp.router.weight", {"mlp.gate.weight": (num_experts, hidden)})
-
-
-# The shape that GLM-4.5 took over from DeepSeek-V3: a sigmoid router with a bias for the choice of experts (not for
-# their weights), shared experts beside the routed ones, dense layers first.
+from swiftlite.families.mlp import Mixture, Mlp
 
 _REQUIRED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
-def is_moe_layer(hf_config: HfConfig, layer: int) -> bool:
-    """Whether a layer has experts: all but the first `first_k_dense_replace`, which transformers takes to be 1."""
-    return layer >= first_k_dense_replace(hf_config)
+def mlp(hf_config: HfConfig, number: int) -> Mlp | Mixture:
+    """The MLP of decoder layer `number`: the first `first_k_dense_replace` are dense."""
+    return dense.mlp(hf_config) if number < first_k_dense_replace(hf_config) else mixture(hf_config)
 
 
 def first_k_dense_replace(hf_config: HfConfig) -> int:
     """Dense layers before the first mixture; 1 in transformers' GLM-4.5 when the config does not say."""
     return hf_config.get("first_k_dense_replace", 1)
-
-
-def mixture_rows(hf_config: HfConfig) -> list[Row]:
-    """Router, its bias, routed and shared experts of one layer."""
-    hidden, ffn, num_experts = hf_config["hidden_size"], hf_config["moe_intermediate_size"], num_routed(hf_config)
-    return [
-        router_row(num_experts, hidden),
-        Row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": (num_experts,)}),
-        *expert_rows(num_experts, hidden, ffn),
-        *mlp_rows("mlp.shared_experts.", hidden, ffn * num_shared(hf_config)),
-    ]
 
 
 def num_routed(hf_config: HfConfig) -> int:
@@ -64,41 +35,42 @@ def num_shared(hf_config: HfConfig) -> int:
     return hf_config.get("n_shared_experts", 1)
 
 
-def mixture_config(hf_config: HfConfig) -> dict[str, Any]:
-    """The mixture's part of megatron-core's TransformerConfig.
+def mixture(hf_config: HfConfig) -> Mixture:
+    """The mixture with the sizes of a config.json.
 
     Checked against transformers: scores are sigmoids in float32, the bias is added for the choice only, the chosen
     scores are divided by their sum (+ 1e-20) and multiplied by `routed_scaling_factor`.
     """
-    layers = range(hf_config["num_hidden_layers"])
-    return {
-        "num_moe_experts": num_routed(hf_config),
-        "moe_layer_freq": [int(is_moe_layer(hf_config, layer)) for layer in layers],
-        "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": hf_config["moe_intermediate_size"] * num_shared(hf_config),
-        "moe_router_topk": hf_config["num_experts_per_tok"],
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": hf_config["n_group"] if _is_grouped(hf_config) else None,
-        "moe_router_group_topk": hf_config["topk_group"] if _is_grouped(hf_config) else None,
-        "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor", 1.0),
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "seq_aux_loss",  # the loss of both papers
-        "moe_grouped_gemm": False,
-    }
+    is_grouped = _is_grouped(hf_config)
+    return Mixture(
+        hidden=hf_config["hidden_size"],
+        experts=num_routed(hf_config),
+        topk=hf_config["num_experts_per_tok"],
+        ffn=hf_config["moe_intermediate_size"],
+        shared_ffn=hf_config["moe_intermediate_size"] * num_shared(hf_config),
+        expert_bias=True,
+        router={
+            "moe_router_score_function": "sigmoid",
+            "moe_router_num_groups": hf_config["n_group"] if is_grouped else None,
+            "moe_router_group_topk": hf_config["topk_group"] if is_grouped else None,
+            "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor", 1.0),
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "seq_aux_loss",  # the loss of both papers
+        },
+    )
 
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:
     """Settings of the mixture that megatron-core does not compute, one line each."""
-    problems = missing_numbers(hf_config, _REQUIRED)
+    problems = dense.missing_numbers(hf_config, _REQUIRED)
     if problems:
         return problems
     experts, topk = num_routed(hf_config), hf_config["num_experts_per_tok"]
-    layers, dense = hf_config.get("num_hidden_layers", 0), first_k_dense_replace(hf_config)
+    layers, dense_layers = hf_config.get("num_hidden_layers", 0), first_k_dense_replace(hf_config)
     if not 0 < topk <= experts:
         problems.append(f"num_experts_per_tok {topk} is not between 1 and n_routed_experts {experts}")
-    if not 0 <= dense < layers:
-        problems.append(f"first_k_dense_replace {dense} leaves no layer of {layers} with experts")
+    if not 0 <= dense_layers < layers:
+        problems.append(f"first_k_dense_replace {dense_layers} leaves no layer of {layers} with experts")
     if num_shared(hf_config) < 1:
         problems.append(f"n_shared_experts {num_shared(hf_config)} is not supported; it can only be 1 or more")
     if not hf_config.get("routed_scaling_factor", 1.0) > 0:

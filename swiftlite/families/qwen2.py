@@ -8,9 +8,8 @@ from swiftlite.families.family import Family
 QWEN2 = Family(
     name="qwen2",
     check=dense.check,
-    transformer_config=partial(dense.transformer_config, qkv_bias=True),
-    layer_rows=partial(dense.layer_rows, qkv_bias=True),
-    outer_rows=dense.outer_rows,
+    layer=partial(dense.layer, qkv_bias=True),
+    outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
     is_derived=dense.is_derived,
 )

@@ -8,9 +8,8 @@ from swiftlite.families.family import Family
 QWEN3 = Family(
     name="qwen3",
     check=partial(dense.check, attention_bias=(False, None)),
-    transformer_config=partial(dense.transformer_config, qk_norm=True),
-    layer_rows=partial(dense.layer_rows, qk_norm=True),
-    outer_rows=dense.outer_rows,
+    layer=partial(dense.layer, qk_norm=True),
+    outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
     is_derived=dense.is_derived,
 )

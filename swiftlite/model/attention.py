@@ -13,12 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -84,8 +82,8 @@ class CoreAttention(MegatronModule):
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels)
-        group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
-        self.cp_group = cast(dist.ProcessGroup, group)  # upstream's annotation leaves room for what it never is
+        assert pg_collection is not None  # upstream's annotation leaves room for what it never is
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,

@@ -3,15 +3,17 @@
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig as McoreTransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
 from swiftlite.errors import OptionError
+from swiftlite.families.architecture import Architecture
 from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mla import MLATransformerConfig
+from swiftlite.model.rope import RotaryEmbedding, TransformerConfig
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.plan.layout import (
     decoder_layers_per_stage,
@@ -21,6 +23,10 @@ from swiftlite.plan.layout import (
     parse_stages,
 )
 from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
+
+# By the names that transformers has for them.
+_ACTIVATIONS = {"silu": F.silu}
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
@@ -28,7 +34,7 @@ def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
 
 
 def build_config(
-    architecture: dict[str, Any],
+    mcore_config: dict[str, Any],
     *,
     device: Device,
     dtype: torch.dtype,
@@ -36,18 +42,24 @@ def build_config(
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
-) -> TransformerConfig:
+    attention_scaling: float = 1.0,
+) -> McoreTransformerConfig:
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
-        architecture: keyword arguments from `Family.transformer_config`.
+        mcore_config: arguments of TransformerConfig from `Architecture.mcore_config`.
+        attention_scaling: `RotaryEmbedding`'s.
     """
-    layout, recompute, moe = layout or ParallelLayout(), recompute or RecomputeArgs(), moe or MoeArgs()
-    config_class = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    layout = layout or ParallelLayout()
+    recompute = recompute or RecomputeArgs()
+    moe = moe or MoeArgs()
+    config_class = MLATransformerConfig if mcore_config.get("multi_latent_attention") else TransformerConfig
+    of_architecture: dict[str, Any] = {**mcore_config, "activation_func": _ACTIVATIONS[mcore_config["activation_func"]]}
     is_interleaved = num_virtual_stages(layout) is not None
     is_full = recompute.recompute_granularity == "full"
     return config_class(
-        **architecture,
+        **of_architecture,
+        attention_scaling=attention_scaling,
         mtp_num_layers=mtp_num_layers or None,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -106,14 +118,13 @@ def _stages(layout: ParallelLayout) -> str | None:
 
 
 def build_model(
-    architecture: dict[str, Any],
+    architecture: Architecture,
     hf_config: dict[str, Any],
     *,
-    device: Device,
+    mesh: Mesh,
     dtype: torch.dtype,
     heads: Heads = Heads(),
-    heads_only: bool = False,
-    layout: ParallelLayout | None = None,
+    freeze_trunk: bool = False,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
     drafting: Drafting = Drafting(),
@@ -122,64 +133,89 @@ def build_model(
     """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
 
     Args:
+        architecture: from `Family.architecture`.
+        hf_config: config.json, for the rotary frequencies.
+        mesh: the model's ranks and layout; need not be the active one.
         heads: the MTP heads that it gets.
+        freeze_trunk: no gradient is computed for the trunk; `Trainable` says which parameters learn.
         drafting: what MTP layers are fed; of no consequence where nothing is computed.
         mtp_loss: what the heads learn, see GPTModel.
 
     Raises:
         OptionError: the model cannot be laid out so.
     """
-    layout = layout or ParallelLayout()
-    if problems := layout_problems(layout, hf_config, heads.layers):
+    if problems := layout_problems(mesh.layout, architecture, heads.layers):
         raise OptionError(problems)
+    mcore_config = architecture.mcore_config()
     chunks = []
-    for vp_stage in range(num_virtual_stages(layout) or 1):
-        # Of its own for each: megatron-core's schedules and our rotary embedding leave notes in it.
+    for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
+        # Latent attention turns only a part of each head, and states what turns it apart from all else.
+        rotary_pos_emb = RotaryEmbedding(mcore_config.get("hf_rope", hf_config), mesh.cp)
+        # One for each stage: megatron-core's schedules leave notes in it.
         config = build_config(
-            architecture,
-            device=device,
+            mcore_config,
+            device=mesh.device,
             dtype=dtype,
             mtp_num_layers=heads.layers,
-            layout=layout,
+            layout=mesh.layout,
             recompute=recompute,
             moe=moe,
+            attention_scaling=rotary_pos_emb.attention_scaling,
         )
-        stage = _build_stage(config, hf_config, layout, vp_stage, heads, heads_only, drafting, mtp_loss)
-        chunks.append(stage.to(device.torch_device))
-    _mark_experts(chunks, layout)
+        with mesh.active():
+            stage = _build_stage(
+                config,
+                architecture,
+                hf_config,
+                mesh,
+                vp_stage,
+                rotary_pos_emb=rotary_pos_emb,
+                heads=heads,
+                freeze_trunk=freeze_trunk,
+                drafting=drafting,
+                mtp_loss=mtp_loss,
+            )
+        chunks.append(stage.to(mesh.device.torch_device))
     return chunks
 
 
 def _build_stage(
-    config: TransformerConfig,
+    config: McoreTransformerConfig,
+    architecture: Architecture,
     hf_config: dict[str, Any],
-    layout: ParallelLayout,
+    mesh: Mesh,
     vp_stage: int,
+    *,
+    rotary_pos_emb: RotaryEmbedding,
     heads: Heads,
-    heads_only: bool,
+    freeze_trunk: bool,
     drafting: Drafting,
     mtp_loss: MtpLoss,
 ) -> GPTModel:
-    pp_rank, pp_size = parallel_state.get_pipeline_model_parallel_rank(), layout.pipeline_model_parallel_size
+    layout = mesh.layout
+    pp_rank, pp_size = mesh.pp.rank(), mesh.pp.size()
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
     stage = vp_stage * pp_size + pp_rank
+    first_layer = sum(per_stage[:stage])
+    layers = architecture.layers[first_layer : first_layer + per_stage[stage]]
     is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
     has_mtp = is_last_virtual and pp_rank == mtp_pipeline_rank(layout)
     return GPTModel(
         config=config,
-        hf_config=hf_config,
+        rotary_pos_emb=rotary_pos_emb,
         heads=heads,
-        heads_only=heads_only,
+        trunk_is_frozen=freeze_trunk,
         drafting=drafting,
         mtp_loss=mtp_loss,
-        transformer_layer_spec=decoder_spec(config, sum(per_stage[:stage]), per_stage[stage], drafting),
-        mtp_block_spec=mtp_spec(config, heads.unroll > 1) if has_mtp else None,
-        vocab_size=hf_config["vocab_size"],
+        transformer_layer_spec=decoder_spec(config, layers, drafting),
+        mtp_block_spec=mtp_spec(config, architecture.mtp_block, heads.unroll > 1) if has_mtp else None,
+        vocab_size=architecture.outside.vocab,
         max_sequence_length=hf_config["max_position_embeddings"],
-        share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
+        share_embeddings_and_output_weights=architecture.outside.is_tied,
         position_embedding_type="rope",
         pre_process=stage == 0,
         post_process=stage == len(per_stage) - 1,
+        pg_collection=mesh.groups,
         vp_stage=vp_stage if num_virtual_stages(layout) else None,
     )
 
@@ -198,21 +234,3 @@ def check_computable(layout: ParallelLayout, device: Device) -> None:
             "processes without a GPU, cannot run megatron-core's alltoall over both"
         )
         raise OptionError([(problem, "use --expert_tensor_parallel_size 1")])
-
-
-def _mark_experts(chunks: list[GPTModel], layout: ParallelLayout) -> None:
-    """Say of experts' parameters that their gradients are summed over the ranks that hold the same expert.
-
-    megatron-core does so when experts are shared out; when they are not, but their matrices are cut another way than
-    all others, it sums over the other matrices' ranks: half of the gradient at TP 2 and ETP 1, in silence
-    (tensor_parallel/layers.py:886 of 0.16.1).
-    """
-    if (
-        layout.expert_model_parallel_size == 1
-        and layout.expert_tensor_parallel_size == layout.tensor_model_parallel_size
-    ):
-        return
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if ".experts." in name:
-                parameter.allreduce = False  # type: ignore[attr-defined]

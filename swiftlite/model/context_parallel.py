@@ -2,13 +2,17 @@
 
 Megatron's zigzag: each sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r, so that every
 rank has the same share of the causal triangle. A dense row is one sequence; a packed row is cut sequence by sequence,
-and a rank's part keeps their order. Everything above the autograd function is arithmetic on lengths, without ranks of
-a machine; attention.py is the user.
+and a rank's part keeps their order. For example, a packed row of 12 tokens, sequences of 8 and 4, on 2 ranks:
+
+    rank 0    0 1 6 7    8 11
+    rank 1    2 3 4 5    9 10
+
+Everything above the autograd function is arithmetic on lengths, without ranks of a machine; attention.py is the user.
 
 Shapes: S the tokens of a whole row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,6 +58,24 @@ def padded_cu_seqlens(packed: PackedSeqParams) -> torch.Tensor:
     return packed.cu_seqlens_q if padded is None else padded
 
 
+def _runs(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The consecutive tokens that rank `rank` of `size` holds, in its order; a run may be empty.
+
+    Each is (start of its sequence, its own start, its end), in the whole row. In the example above, rank 0 has
+    (0, 0, 2), (0, 6, 8), (8, 8, 9) and (8, 11, 12).
+
+    Raises:
+        ValueError: a length is no multiple of 2 * size.
+    """
+    start = 0
+    for length in lengths:
+        chunk = length if size == 1 else _chunk_length(length, size)
+        chunks = (0,) if size == 1 else (rank, 2 * size - 1 - rank)
+        for index in chunks:
+            yield start, start + index * chunk, start + (index + 1) * chunk
+        start += length
+
+
 def _chunk_length(length: int, size: int) -> int:
     if length % (2 * size):
         raise ValueError(f"a sequence of {length} tokens does not divide by 2 * context_parallel_size = {2 * size}")
@@ -67,38 +89,28 @@ def zigzag_positions(lengths: tuple[int, ...], rank: int, size: int, device: tor
     Raises:
         ValueError: a length is no multiple of 2 * size.
     """
-    positions, start = [], 0
-    for length in lengths:
-        if size == 1:
-            positions.append(torch.arange(start, start + length))
-        else:
-            chunk = _chunk_length(length, size)
-            for index in (rank, 2 * size - 1 - rank):
-                positions.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
-        start += length
+    positions = [torch.arange(start, end) for _, start, end in _runs(lengths, rank, size)]
     return torch.cat(positions).to(device)
 
 
 @lru_cache(maxsize=16)
 def _gathered_order(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each token of all ranks' parts, one after the other, stands in the row; and the inverse."""
+    """Where each token of all ranks' parts, one after the other, stands in the row; and the inverse.
+
+    In the example above the first is 0 1 6 7 8 11 2 3 4 5 9 10.
+    """
     order = torch.cat([zigzag_positions(lengths, rank, size, device) for rank in range(size)])
     return order, order.argsort()
 
 
 @lru_cache(maxsize=16)
 def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Segment, ...]:
-    """The queries of rank `rank`, in its order, each run with its keys in the whole row; empty ones are left out."""
-    segments, start = [], 0
-    for length in lengths:
-        if size == 1:
-            segments.append(Segment(length, start, start + length))
-        else:
-            chunk = _chunk_length(length, size)
-            for index in (rank, 2 * size - 1 - rank):
-                segments.append(Segment(chunk, start, start + (index + 1) * chunk))
-        start += length
-    return tuple(segment for segment in segments if segment.num_queries)
+    """The queries of rank `rank`, in its order, each run with its keys in the whole row; empty ones are left out.
+
+    In the example above, rank 0 has queries 6 and 7 in its second segment: Segment(2, 0, 8).
+    """
+    runs = [run for run in _runs(lengths, rank, size) if run[1] < run[2]]
+    return tuple(Segment(end - start, first, end) for first, start, end in runs)
 
 
 def shard_sequence(

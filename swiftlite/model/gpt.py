@@ -1,22 +1,32 @@
 """GPTModel in four stages, each a method that can be called alone: preprocess, decoder, MTP, postprocess.
 
-On a pipeline, each rank runs the stages it holds, and what crosses from one rank to the next is one tensor [S, B, H];
-behind the MTP layers, when the loss is on a later rank, the states of trunk and heads stand one after the other in it.
+On a pipeline, each rank runs the stages it holds, and what crosses from one rank to the next is one tensor [S, B, H].
+Where more than one state has to cross, they stand one after the other in it:
+
+    before the final norm      the trunk's state                                       S
+    behind it, heads to come   the trunk's state; where heads take the one before
+                               the norm, that and the one after it                     S or 2S
+    behind the heads           the trunk's state after the norm, and each head's       (1 + D)S
+
+For example, `Et*2|t*2|m|L` with one head that takes the state before the norm: ranks 0 to 2 send S, 2S and 2S; rank 3
+computes the losses of both states that it received.
 
 Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, V vocabulary on this
 tensor-parallel rank, D MTP depth.
 """
 
+import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel as McoreGPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MtpLoss
@@ -58,9 +68,12 @@ class GPTModel(McoreGPTModel):
     it from the caller (gpt_model.py:611-661 of 0.16.1). Here each stage returns what it made.
 
     Args:
-        hf_config: the model's config.json, for the rotary frequencies.
+        rotary_pos_emb: makes the angles of all layers.
+        transformer_layer_spec: the decoder layers of this stage and the norm behind the last one.
+        pg_collection: the groups of the model's mesh.
         heads: the MTP heads.
-        heads_only: run embedding, decoder and the trunk's loss without gradient; only MTP layers learn.
+        trunk_is_frozen: embedding, decoder and the trunk's loss are computed without gradient. Which parameters learn
+            is for the caller to say (`requires_grad`).
         drafting: what MTP layers are fed.
         mtp_loss: what the heads learn: the data's tokens by cross-entropy (ce), or the trunk's own distribution of
             them, from which no gradient flows back (kl, tv: `distillation_loss`).
@@ -71,32 +84,69 @@ class GPTModel(McoreGPTModel):
         self,
         *,
         config: TransformerConfig,
-        hf_config: dict[str, Any],
+        rotary_pos_emb: RotaryEmbedding,
+        transformer_layer_spec: TransformerBlockSubmodules,
+        pg_collection: ProcessGroupCollection,
         heads: Heads = Heads(),
-        heads_only: bool = False,
+        trunk_is_frozen: bool = False,
         drafting: Drafting = Drafting(),
         mtp_loss: MtpLoss = "ce",
+        vp_stage: int | None = None,
         **kwargs: Any,
     ):
-        # Made first: it notes in the config what the attention of megatron-core 0.19 reads in its constructor.
-        rotary_pos_emb = None if config.multi_latent_attention else RotaryEmbedding(hf_config, config)
-        super().__init__(config=config, **kwargs)
-        self.decoder.__class__ = TransformerBlock  # ours only adds a method, and the stock constructor names its own
-        if rotary_pos_emb is not None:  # latent attention has one of its own in each layer
-            self.rotary_pos_emb = rotary_pos_emb
-        self.heads, self.heads_only, self.drafting = heads, heads_only, drafting
+        # The stock constructor names its own class of block. It gets no layers to build, and ours takes the place.
+        no_layers: Any = TransformerBlockSubmodules(layer_specs=[])
+        super().__init__(
+            config=config, transformer_layer_spec=no_layers, pg_collection=pg_collection, vp_stage=vp_stage, **kwargs
+        )
+        self.decoder = TransformerBlock(
+            config=config,
+            spec=transformer_layer_spec,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+        self.rotary_pos_emb = rotary_pos_emb
+        self.heads = heads
+        self.trunk_is_frozen = trunk_is_frozen
+        self.drafting = drafting
         self.mtp_loss: MtpLoss = mtp_loss
-        if heads_only:
-            for name, parameter in self.named_parameters():
-                parameter.requires_grad_(name.startswith("mtp."))
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Part of the stock constructor, called once embedding and output layer are there; the latter becomes ours."""
         if self.post_process:
-            # Made for the whole sequence and not only this rank's part: `_loss` gathers it before it picks positions.
-            self.output_layer.sequence_parallel = False
-            self.output_layer.allreduce_dgrad = self.config.tensor_model_parallel_size > 1
-            if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
-                # The MTP layers' embedding on this stage is the tied head as well; megatron-core allocates a second
-                # one that nothing uses, and then refuses to save it (language_module.py:341 of 0.16.1).
-                self.output_layer.weight = None
+            del self.output_layer  # first, or both would be in memory
+            self.output_layer = self._make_output_layer()
+        super().setup_embeddings_and_output_layer()
+
+    def _make_output_layer(self) -> ColumnParallelLinear:
+        # It is given whole sequences: they are gathered before positions are picked from them (`_whole`).
+        config = copy.copy(self.config)
+        config.sequence_parallel = False
+        assert config.init_method is not None
+        # A tied head on the stage of MTP layers is their embedding. megatron-core would allocate a second weight there,
+        # which nothing uses, and then refuse to save it (gpt_model.py:249, language_module.py:341 of 0.16.1).
+        has_embedding = self.pre_process or self.mtp_process
+        return ColumnParallelLinear(
+            config.hidden_size,
+            self.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_weight_param_allocation=self.share_embeddings_and_output_weights and has_embedding,
+            tp_group=self.pg_collection.tp,
+        )
+
+    @property
+    def _is_behind_heads(self) -> bool:
+        """Whether the heads are on an earlier stage, so that only losses are left to compute here."""
+        return bool(self.heads.drafts) and self.post_process and not self.mtp_process
+
+    def _frozen(self) -> AbstractContextManager:
+        """Around what belongs to the trunk."""
+        return torch.no_grad() if self.trunk_is_frozen else nullcontext()
 
     def forward(
         self,
@@ -127,62 +177,64 @@ class GPTModel(McoreGPTModel):
         cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
         if mtp_input_ids is None:
             mtp_input_ids = ahead(input_ids, num_drafts, 0, cu_seqlens)[1:]
-        head_labels = None
-        if labels is not None:
-            if mtp_labels is None:
-                mtp_labels = ahead(labels, num_drafts, IGNORE_INDEX, cu_seqlens)[1:]
-            head_labels = [labels, *mtp_labels]
-        # Behind the MTP stage there is no trunk left, only states that pass through to the loss.
-        is_behind_mtp = bool(num_drafts) and self.post_process and not self.mtp_process
-        is_frozen = self.heads_only and not is_behind_mtp
-        takes_before_norm = self.mtp_process and self.drafting.takes_before_norm
-        before_SBH: torch.Tensor | None = None  # the trunk's states before its final norm
-        if takes_before_norm and self.decoder.final_layernorm is None:
-            received: Any = self.decoder.input_tensor  # the stage before had the norm, and sent both
-            before_SBH, after_SBH = received.chunk(2)
-            self.decoder.set_input_tensor(after_SBH)
-        with torch.no_grad() if is_frozen else nullcontext():
-            hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids, packed_seq_params)
-            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, attention_mask, packed_seq_params)
-        if is_frozen and not self.pre_process:
-            hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
-            if before_SBH is not None:
-                before_SBH = _NoGradient.apply(before_SBH, self.decoder.input_tensor)
-        if takes_before_norm and before_SBH is None:
-            before_SBH, hidden_SBH = hidden_SBH.chunk(2)
-        states_SBH = [hidden_SBH]
-        if self.mtp_process:
-            taken_SBH = hidden_SBH if before_SBH is None else before_SBH
-            states_SBH += self.forward_mtp(
-                taken_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
-            )
-        elif is_behind_mtp:
-            states_SBH = list(hidden_SBH.chunk(1 + num_drafts))
+        if labels is not None and mtp_labels is None:
+            mtp_labels = ahead(labels, num_drafts, IGNORE_INDEX, cu_seqlens)[1:]
+
+        if self._is_behind_heads:
+            received: Any = self.decoder.input_tensor
+            states_SBH = list(received.chunk(1 + num_drafts))
+        else:
+            trunk_SBH, rotary_pos_emb = self._trunk(input_ids, position_ids, attention_mask, packed_seq_params)
+            states_SBH = [trunk_SBH]
+            if self.mtp_process:
+                fed_SBH, after_norm_SBH = self._around_norm(trunk_SBH)
+                heads_SBH = self.forward_mtp(
+                    fed_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
+                )
+                states_SBH = [after_norm_SBH, *heads_SBH]
+
         if not self.post_process:
             return torch.cat(states_SBH)
-        return self.forward_postprocess(states_SBH, head_labels, cu_seqlens)
+        all_labels = None if labels is None or mtp_labels is None else [labels, *mtp_labels]
+        return self.forward_postprocess(states_SBH, all_labels, cu_seqlens)
+
+    def _trunk(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The trunk's states behind this stage's layers, see the top of this file; and rotary angles."""
+        with self._frozen():
+            hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids, packed_seq_params)
+            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, attention_mask, packed_seq_params)
+        if self.trunk_is_frozen and not self.pre_process:
+            hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
+        return hidden_SBH, rotary_pos_emb
+
+    def _around_norm(self, trunk_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What MTP layers are fed, and the trunk's state after its final norm."""
+        if self.drafting.takes_before_norm:
+            before_SBH, after_SBH = trunk_SBH.chunk(2)  # KeepingRMSNorm's
+            return before_SBH, after_SBH
+        return trunk_SBH, trunk_SBH
 
     def forward_preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Embeddings [S, B, H], on the first pipeline stage, and rotary angles: [S, 1, 1, D], or of a packed row
         `RotaryEmbedding.packed`.
-
-        With latent attention there are no angles here: its layers make their own.
         """
-        hidden_SBH, rotary_pos_emb, *_ = self._preprocess(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            packed_seq_params=packed_seq_params,  # pyright: ignore[reportArgumentType]: None upstream too
-        )
-        if packed_seq_params is not None and rotary_pos_emb is not None:
-            rotary_pos_emb = self.rotary_pos_emb.packed(padded_cu_seqlens(packed_seq_params))
-        return hidden_SBH, rotary_pos_emb
+        hidden_SBH = None
+        if self.pre_process:
+            hidden_SBH = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        return hidden_SBH, self._angles(position_ids, packed_seq_params)
 
     def forward_decoder(
         self,
         hidden_SBH: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
@@ -204,7 +256,7 @@ class GPTModel(McoreGPTModel):
         hidden_SBH: torch.Tensor,
         mtp_input_ids: Sequence[torch.Tensor],
         position_ids: torch.Tensor,
-        rotary_pos_emb: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> list[torch.Tensor]:
@@ -214,19 +266,8 @@ class GPTModel(McoreGPTModel):
             hidden_SBH: the trunk's, as `Drafting` says.
         """
         if self.heads.unroll > 1:
-            (layer,) = self.mtp.layers
-            assert isinstance(layer, UnrolledLayer)
-            first, *later = mtp_input_ids  # from position 0, step j stands at position j - 1
-            embeddings = [self._embed_for_head(first, position_ids)]
-            embeddings += [self.embedding(input_ids=ids, position_ids=position_ids) for ids in later]
-            return layer.forward_steps(
-                hidden_SBH,
-                embeddings,
-                [self._angles(position_ids, packed_seq_params, step) for step in range(self.heads.unroll)],
-                packed_seq_params,
-                recycles_before_norm=self.drafting.recycles_before_norm,
-            )
-        states = []
+            return self._unrolled(hidden_SBH, mtp_input_ids, position_ids, packed_seq_params)
+        states_SBH = []
         for layer, input_ids in zip(self.mtp.layers, mtp_input_ids, strict=True):
             hidden_SBH, *_ = layer(
                 input_ids=input_ids,
@@ -237,8 +278,30 @@ class GPTModel(McoreGPTModel):
                 packed_seq_params=packed_seq_params,
                 embedding=self._embed_for_head,
             )
-            states.append(hidden_SBH)
-        return states
+            states_SBH.append(hidden_SBH)
+        return states_SBH
+
+    def _unrolled(
+        self,
+        hidden_SBH: torch.Tensor,
+        mtp_input_ids: Sequence[torch.Tensor],
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> list[torch.Tensor]:
+        """`forward_mtp` of one layer over several steps."""
+        (layer,) = self.mtp.layers
+        assert isinstance(layer, UnrolledLayer)
+        first, *later = mtp_input_ids  # from position 0, step j stands at position j - 1
+        embeddings_SBH = [self._embed_for_head(first, position_ids)]
+        for input_ids in later:
+            embeddings_SBH.append(self.embedding(input_ids=input_ids, position_ids=position_ids))
+        return layer.forward_steps(
+            hidden_SBH,
+            embeddings_SBH,
+            [self._angles(position_ids, packed_seq_params, offset=step) for step in range(self.heads.unroll)],
+            packed_seq_params,
+            recycles_before_norm=self.drafting.recycles_before_norm,
+        )
 
     def _embed_for_head(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [S, B, H] as a head is given them: of nothing, at the position where its engine gives it none."""
@@ -247,19 +310,17 @@ class GPTModel(McoreGPTModel):
             return embeddings_SBH
         is_first_SB1 = (position_ids == 0).T[..., None]
         if self.config.sequence_parallel:
-            rank, size = parallel_state.get_tensor_model_parallel_rank(), self.config.tensor_model_parallel_size
-            is_first_SB1 = is_first_SB1.chunk(size)[rank]
+            tp = self.pg_collection.tp
+            is_first_SB1 = is_first_SB1.chunk(tp.size())[tp.rank()]
         return embeddings_SBH.masked_fill(is_first_SB1, 0)
 
     def _angles(
-        self, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None, offset: int
-    ) -> torch.Tensor | None:
-        """Rotary angles as `forward_preprocess` gives them, for rows that begin at position `offset`."""
-        if self.config.multi_latent_attention:
-            return None
+        self, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None, offset: int = 0
+    ) -> torch.Tensor:
+        """Rotary angles of rows that begin at position `offset`, as `forward_preprocess` gives them."""
         if packed_seq_params is not None:
             return self.rotary_pos_emb.packed(padded_cu_seqlens(packed_seq_params), offset)
-        return self.rotary_pos_emb(position_ids.size(1) * self.config.context_parallel_size, offset=offset)
+        return self.rotary_pos_emb(position_ids.size(1) * self.pg_collection.cp.size(), offset=offset)
 
     def forward_postprocess(
         self,
@@ -275,23 +336,18 @@ class GPTModel(McoreGPTModel):
             cu_seqlens: of a packed row: where its padded sequences start, in the whole row.
         """
         if labels is None:
-            main, *mtp = (self.logits(self._whole(hidden)).transpose(0, 1) for hidden in states_SBH)
+            main, *mtp = (self.logits(self._whole(hidden_SBH)).transpose(0, 1) for hidden_SBH in states_SBH)
             return Logits(main, mtp)
-        with torch.no_grad() if self.heads_only else nullcontext():
-            main = self._loss(states_SBH[0], labels[0])
+        with self._frozen():
+            main = self._cross_entropy(states_SBH[0], labels[0])
+        heads = list(zip(states_SBH[1:], labels[1:], strict=True))
         if self.mtp_loss == "ce":
-            return Losses(main, [self._loss(*head) for head in zip(states_SBH[1:], labels[1:], strict=True)])
-        group: Any = parallel_state.get_context_parallel_group()
-        lengths = sequence_lengths(labels[0].size(1) * group.size(), cu_seqlens)
-        positions_S = zigzag_positions(lengths, group.rank(), group.size(), labels[0].device)
-        trunk_SBH = self._whole(states_SBH[0].detach())
-        if group.size() > 1:
-            trunk_SBH = gather_sequence(trunk_SBH, lengths, group)
-        mtp = []
-        for depth, (hidden, head_labels) in enumerate(zip(states_SBH[1:], labels[1:], strict=True), start=1):
-            row_N, place_N = (head_labels != IGNORE_INDEX).nonzero(as_tuple=True)
-            # Where the trunk predicts the same token; a label says that it is in the same sequence.
-            mtp.append(self._loss(hidden, head_labels, trunk_SBH[positions_S[place_N] + depth, row_N]))
+            return Losses(main, [self._cross_entropy(hidden_SBH, labels_BS) for hidden_SBH, labels_BS in heads])
+        teacher = self._teacher(states_SBH[0].detach(), cu_seqlens)
+        mtp = [
+            self._distillation(hidden_SBH, labels_BS, teacher, depth)
+            for depth, (hidden_SBH, labels_BS) in enumerate(heads, start=1)
+        ]
         return Losses(main, mtp)
 
     def logits(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
@@ -299,27 +355,68 @@ class GPTModel(McoreGPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden_SBH, weight=weight)[0]
 
-    def _loss(
-        self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, trunk_NH: torch.Tensor | None = None
-    ) -> TokenLoss:
-        """Cross-entropy; with the trunk's states for the same targets, the distance to what it predicts of them."""
-        # Only positions that have a target meet the vocabulary: prompts and padding are often half of a batch.
+    def _cross_entropy(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> TokenLoss:
         picked_BS = labels_BS != IGNORE_INDEX
-        hidden_NH = self._whole(hidden_SBH).transpose(0, 1)[picked_BS]
-        logits_NV = self.logits(hidden_NH[:, None])[:, 0]
-        if trunk_NH is None:
-            return token_loss(logits_NV, labels_BS[picked_BS], picked_BS)
+        logits_NV = self._picked_logits(hidden_SBH, picked_BS)
+        return token_loss(logits_NV, labels_BS[picked_BS], picked_BS, self.pg_collection.tp)
+
+    def _distillation(
+        self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, teacher: "_Teacher", depth: int
+    ) -> TokenLoss:
+        """The distance of a head to what the trunk predicts of the same tokens."""
         assert self.mtp_loss != "ce"
-        return distillation_loss(
-            logits_NV, lambda rows: self.logits(trunk_NH[rows][:, None])[:, 0], self.mtp_loss, picked_BS
-        )
+        picked_BS = labels_BS != IGNORE_INDEX
+        logits_NV = self._picked_logits(hidden_SBH, picked_BS)
+        trunk_NH = teacher.states_of(picked_BS, depth)
+
+        def trunk_logits(rows: slice) -> torch.Tensor:
+            return self.logits(trunk_NH[rows][:, None])[:, 0]
+
+        return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, picked_BS, self.pg_collection.tp)
+
+    def _picked_logits(self, hidden_SBH: torch.Tensor, picked_BS: torch.Tensor) -> torch.Tensor:
+        """[N, V]: only positions that have a target meet the vocabulary; prompts and padding are often half of them."""
+        hidden_NH = self._whole(hidden_SBH).transpose(0, 1)[picked_BS]
+        return self.logits(hidden_NH[:, None])[:, 0]
+
+    def _teacher(self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None) -> "_Teacher":
+        group: Any = self.pg_collection.cp
+        trunk_SBH = self._whole(trunk_SBH)
+        lengths = sequence_lengths(trunk_SBH.size(0) * group.size(), cu_seqlens)
+        positions_S = zigzag_positions(lengths, group.rank(), group.size(), trunk_SBH.device)
+        if group.size() > 1:
+            trunk_SBH = gather_sequence(trunk_SBH, lengths, group)
+        return _Teacher(trunk_SBH, positions_S)
 
     def _whole(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """All positions of the row, gathered over sequence-parallel ranks."""
         if not self.config.sequence_parallel:
             return hidden_SBH
         # Each rank's gradient is whole already: the output layer sums it over the ranks, so backward only cuts it.
-        return gather_from_sequence_parallel_region(hidden_SBH, tensor_parallel_output_grad=False)
+        return gather_from_sequence_parallel_region(
+            hidden_SBH, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+        )
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """The trunk's states [T, B, H] of whole rows, and which positions of them this context-parallel rank holds [S].
+
+    At position s, depth k predicts the token s + k + 1, which the trunk predicts at s + k. That may be another rank's:
+    of a row of 8 on 2 ranks, rank 0 holds positions 0 1 6 7, and what depth 1 learns at position 1 the trunk says at 2.
+    """
+
+    trunk_TBH: torch.Tensor
+    positions_S: torch.Tensor
+
+    def states_of(self, picked_BS: torch.Tensor, depth: int) -> torch.Tensor:
+        """[N, H], where the trunk predicts what a depth is to learn at the picked positions.
+
+        Args:
+            picked_BS: where there is a label, which says that s + k is in the same sequence.
+        """
+        row_N, place_N = picked_BS.nonzero(as_tuple=True)
+        return self.trunk_TBH[self.positions_S[place_N] + depth, row_N]
 
 
 class _NoGradient(torch.autograd.Function):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+import torch.distributed as dist
+from megatron.core import tensor_parallel
 
 IGNORE_INDEX = -100
 MAX_POSITIONS = 256
@@ -29,24 +30,29 @@ class TokenLoss:
     prediction_BS: torch.Tensor
 
 
-def vocab_parallel_argmax(logits_NV: torch.Tensor) -> torch.Tensor:
-    """The most likely token [N] of logits whose vocabulary is split over the tensor-parallel group."""
+def vocab_parallel_argmax(logits_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """The most likely token [N] of logits whose vocabulary is split over the tensor-parallel group.
+
+    For example, with 4 words on each of 2 ranks: rank 0 finds its largest logit, 1.5, at word 3, and rank 1 its own,
+    2.0, at word 1, which is word 5 of the whole vocabulary. Both then have (1.5, 3) and (2.0, 5), and choose 5.
+    """
     value_N, token_N = logits_NV.max(dim=-1)
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    size = tp_group.size()
     if size == 1:
         return token_N
-    token_N = token_N + parallel_state.get_tensor_model_parallel_rank() * logits_NV.size(-1)
-    group = parallel_state.get_tensor_model_parallel_group()
+    token_N = token_N + tp_group.rank() * logits_NV.size(-1)
     values = [torch.empty_like(value_N) for _ in range(size)]
     tokens = [torch.empty_like(token_N) for _ in range(size)]
-    torch.distributed.all_gather(values, value_N.contiguous(), group=group)
-    torch.distributed.all_gather(tokens, token_N, group=group)
+    dist.all_gather(values, value_N.contiguous(), group=tp_group)
+    dist.all_gather(tokens, token_N, group=tp_group)
     # The first rank wins a tie, as argmax over the whole vocabulary would have it.
     best_rank_N = torch.stack(values).argmax(dim=0)
     return torch.stack(tokens).gather(0, best_rank_N[None])[0]
 
 
-def token_loss(logits_NV: torch.Tensor, targets_N: torch.Tensor, picked_BS: torch.Tensor) -> TokenLoss:
+def token_loss(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, picked_BS: torch.Tensor, tp_group: dist.ProcessGroup
+) -> TokenLoss:
     """Loss and prediction for the picked positions, laid out as [B, S] again.
 
     Args:
@@ -55,7 +61,7 @@ def token_loss(logits_NV: torch.Tensor, targets_N: torch.Tensor, picked_BS: torc
         picked_BS: which positions those are.
     """
     with torch.no_grad():
-        prediction_N = vocab_parallel_argmax(logits_NV)
+        prediction_N = vocab_parallel_argmax(logits_NV, tp_group)
     # The [1, N] shape is megatron-core's [S, B]; the loss does not care which is which.
     loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], targets_N[None])[0]
     return _laid_out(loss_N, prediction_N, picked_BS)
@@ -66,11 +72,13 @@ def distillation_loss(
     trunk_logits: Callable[[slice], torch.Tensor],
     kind: Literal["kl", "tv"],
     picked_BS: torch.Tensor,
+    tp_group: dist.ProcessGroup,
 ) -> TokenLoss:
     """How far a head is from the trunk's own distribution of the same token; the head alone gets a gradient.
 
     "kl" is KL(trunk || head). "tv" is half of the sum of |head - trunk|: 1 minus the probability that rejection
-    sampling accepts what the head drafts.
+    sampling accepts what the head drafts. For a trunk that gives two words 0.75 and 0.25, and a head that gives them
+    0.5 each, "kl" is 0.75 ln 1.5 + 0.25 ln 0.5 = 0.13 and "tv" 0.25.
 
     Args:
         logits_NV: the head's; the memory of float32 ones is used for the gradient, so nothing may read them later.
@@ -78,62 +86,88 @@ def distillation_loss(
         picked_BS: as for `token_loss`.
     """
     with torch.no_grad():
-        prediction_N = vocab_parallel_argmax(logits_NV)
-    loss_N = _Distillation.apply(logits_NV, trunk_logits, kind)
+        prediction_N = vocab_parallel_argmax(logits_NV, tp_group)
+    loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, tp_group)
     assert loss_N is not None
     return _laid_out(loss_N, prediction_N, picked_BS)
 
 
 class _Distillation(torch.autograd.Function):
-    """Keeps the gradient of each loss [N, V], where cross-entropy keeps probabilities; of the trunk, nothing."""
+    """The losses [N], and in the place of the head's logits their gradient [N, V]; of the trunk nothing is kept."""
 
     @staticmethod
-    def forward(ctx, logits_NV: torch.Tensor, trunk_logits: Callable[[slice], torch.Tensor], kind: str) -> torch.Tensor:
-        gradient_NV, ctx.dtype = logits_NV.float(), logits_NV.dtype
+    def forward(
+        ctx,
+        logits_NV: torch.Tensor,
+        trunk_logits: Callable[[slice], torch.Tensor],
+        kind: str,
+        tp_group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        distance = _kl_ if kind == "kl" else _tv_
+        gradient_NV = logits_NV.float()
         loss_N = gradient_NV.new_zeros(len(gradient_NV))
         for start in range(0, len(gradient_NV), MAX_POSITIONS):
             rows = slice(start, start + MAX_POSITIONS)
-            loss_N[rows] = _distance_(gradient_NV[rows], trunk_logits(rows).float(), kind)
+            loss_N[rows] = distance(gradient_NV[rows], trunk_logits(rows).float(), tp_group)
+        ctx.dtype = logits_NV.dtype
         ctx.save_for_backward(gradient_NV)
         return loss_N
 
     @staticmethod
     def backward(ctx, *grad_outputs: torch.Tensor):
         (gradient_NV,) = ctx.saved_tensors
-        return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None
+        return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None, None
 
 
-def _distance_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, kind: str) -> torch.Tensor:
-    """[N] from both's logits; puts the gradient in the place of the head's, and uses up the trunk's."""
-    head, trunk = _log_softmax_(head_NV), _log_softmax_(trunk_NV)
-    if kind == "kl":
-        difference = trunk - head
-        loss_N = _sum_over_vocabulary(trunk.exp_(), difference)
-        head.exp_().sub_(trunk)
-        return loss_N
-    difference = trunk.exp_().neg_().add_(head.exp_())
-    loss_N = _sum_over_ranks(torch.linalg.vector_norm(difference, 1, dim=-1)) / 2
-    direction = difference.sign_().div_(2)
-    head.mul_(direction.sub_(_sum_over_vocabulary(head, direction)[:, None]))
+# Both distances take logits. They leave the gradient with respect to the head's in their place, and use up the trunk's.
+# h and t are the probabilities that softmax gives.
+
+
+def _kl_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """[N], the sum over the vocabulary of t * (log t - log h). Its gradient is h - t."""
+    log_h = _log_softmax_(head_NV, tp_group)
+    log_t = _log_softmax_(trunk_NV, tp_group)
+    difference = log_t - log_h
+    t = log_t.exp_()
+    loss_N = _sum_of_products(t, difference, tp_group)
+    h = log_h.exp_()
+    h.sub_(t)
     return loss_N
 
 
-def _log_softmax_(logits_NV: torch.Tensor) -> torch.Tensor:
+def _tv_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """[N], half of the sum over the vocabulary of |h - t|.
+
+    Its gradient with respect to h is d = sign(h - t) / 2; with respect to the logits, h * (d - sum(h * d)).
+    """
+    log_h = _log_softmax_(head_NV, tp_group)
+    log_t = _log_softmax_(trunk_NV, tp_group)
+    h = log_h.exp_()
+    difference = log_t.exp_().neg_().add_(h)
+    loss_N = _sum_over_ranks(torch.linalg.vector_norm(difference, 1, dim=-1), tp_group) / 2
+    d = difference.sign_().div_(2)
+    mean_d_N1 = _sum_of_products(h, d, tp_group)[:, None]
+    h.mul_(d.sub_(mean_d_N1))
+    return loss_N
+
+
+def _log_softmax_(logits_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
     """In place, over the whole vocabulary."""
     largest_N = logits_NV.amax(dim=-1)
-    group = parallel_state.get_tensor_model_parallel_group()
-    torch.distributed.all_reduce(largest_N, torch.distributed.ReduceOp.MAX, group=group)
+    dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=tp_group)
     logits_NV.sub_(largest_N[:, None])
-    return logits_NV.sub_(_sum_over_ranks(logits_NV.exp().sum(dim=-1)).log()[:, None])
+    log_sum_N = _sum_over_ranks(logits_NV.exp().sum(dim=-1), tp_group).log()
+    return logits_NV.sub_(log_sum_N[:, None])
 
 
-def _sum_over_vocabulary(one_NV: torch.Tensor, other_NV: torch.Tensor) -> torch.Tensor:
-    """[N], of the products, over all ranks."""
-    return _sum_over_ranks(torch.bmm(one_NV[:, None], other_NV[:, :, None])[:, 0, 0])  # makes no [N, V], as vecdot does
+def _sum_of_products(one_NV: torch.Tensor, other_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """[N], over the whole vocabulary."""
+    products_N = torch.bmm(one_NV[:, None], other_NV[:, :, None])[:, 0, 0]  # makes no [N, V], as vecdot does
+    return _sum_over_ranks(products_N, tp_group)
 
 
-def _sum_over_ranks(part_N: torch.Tensor) -> torch.Tensor:
-    torch.distributed.all_reduce(part_N, group=parallel_state.get_tensor_model_parallel_group())
+def _sum_over_ranks(part_N: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(part_N, group=tp_group)
     return part_N
 
 

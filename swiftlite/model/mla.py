@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig as
 
 from swiftlite.model.context_parallel import padded_cu_seqlens
 from swiftlite.model.norm import RMSNorm
-from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.model.rope import rope_config
 from swiftlite.runtime.compat import ROTARY_IN_PAIRS
 
 
@@ -33,19 +33,26 @@ from swiftlite.runtime.compat import ROTARY_IN_PAIRS
 class MLATransformerConfig(McoreMLATransformerConfig):
     """megatron-core's, with what it cannot say about rotary embeddings.
 
-    Of megatron-core's own fields for them, `rotary_scaling_factor` and `mscale_all_dim` make the softmax scale; the
-    others are not used.
+    Of megatron-core's own fields for them, `rotary_scaling_factor` and `mscale_all_dim` make the softmax scale, and are
+    set here from `hf_rope`; the others are not used.
 
     Args:
         hf_rope: the keys of config.json that fix the frequencies, as RotaryEmbedding takes them, for a head of
             `qk_pos_emb_head_dim`.
         rope_interleave: channels 2i and 2i + 1 turn together, as in DeepSeek's files; otherwise i and i + R / 2.
+        attention_scaling: factor on cos and sin, `RotaryEmbedding`'s.
     """
 
     hf_rope: dict[str, Any] = field(default_factory=dict)
     rope_interleave: bool = True
+    attention_scaling: float = 1.0
 
     def __post_init__(self):
+        # megatron-core's defaults are those of one model.
+        rope_parameters = rope_config(self.hf_rope).rope_parameters or {}
+        self.rope_type = "rope"
+        self.rotary_scaling_factor = rope_parameters.get("factor") or 1.0
+        self.mscale_all_dim = rope_parameters.get("mscale_all_dim") or 0.0
         super().__post_init__()
         # finalize_model_grads.py:354 sums over tensor-parallel ranks what is called q_layernorm, for norms that each
         # rank applies to its own heads. Every rank has the whole query latent: the sum would be a multiple.
@@ -64,20 +71,37 @@ class MLASelfAttention(McoreMLASelfAttention):
 
     Takes padded rows [S, B, H] and packed ones [S, 1, H] with `packed_seq_params`; with sequence parallelism S is this
     rank's part, with context parallelism the row is laid out in megatron-core's zigzag. No inference cache.
+
+    Rotary angles are handed in, as to all other attention.
     """
 
     config: MLATransformerConfig
 
-    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
-        super().__init__(config, *args, **kwargs)
-        self.rotary_pos_emb = RotaryEmbedding(config.hf_rope)
-        self.rotary_offset = 0  # position of the first token; other layers are handed their angles
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        rotary_pos_emb: torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        """Outputs [S, B, H], and no bias.
+
+        The stock method refuses angles, each of its layers makes its own. What it hands on unseen to
+        `get_query_key_value_tensors` are position ids; the angles take their place.
+
+        Args:
+            rotary_pos_emb: `RotaryEmbedding`'s, of the whole row or of a packed one.
+            kwargs: as megatron-core's layers call attention.
+        """
+        result: Any = super().forward(hidden_states, attention_mask, position_ids=rotary_pos_emb, **kwargs)
+        return result
 
     def get_query_key_value_tensors(
         self,
         hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor,  # position_ids upstream, see `forward`
         packed_seq_params: PackedSeqParams | None = None,
         inference_context: None = None,
         *,
@@ -87,15 +111,7 @@ class MLASelfAttention(McoreMLASelfAttention):
         assert inference_context is None
         assert inference_params is None
         config = self.config
-        cu_seqlens = None
-        if packed_seq_params is None:
-            rotary_seq_len = self.rotary_pos_emb.get_rotary_seq_len(
-                *(None, None, hidden_states, config)  # pyright: ignore[reportArgumentType]
-            )
-            rotary_pos_emb = self.rotary_pos_emb(rotary_seq_len, offset=self.rotary_offset)
-        else:
-            cu_seqlens = padded_cu_seqlens(packed_seq_params)
-            rotary_pos_emb = self.rotary_pos_emb.packed(cu_seqlens, self.rotary_offset)
+        cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
 
         query_latent = hidden_states
         if config.q_lora_rank is not None:
@@ -161,7 +177,7 @@ class MLASelfAttention(McoreMLASelfAttention):
             rotary_pos_emb,
             config=self.config,
             cu_seqlens=cu_seqlens,
-            mscale=self.rotary_pos_emb.attention_scaling,
+            mscale=self.config.attention_scaling,
             cp_group=self.pg_collection.cp,
             **ROTARY_IN_PAIRS,
         )

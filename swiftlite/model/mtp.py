@@ -1,11 +1,16 @@
 """The MTP layer: depth k (from 1) sees, at position s, the trunk's state there and the tokens s+1 .. s+k, and predicts
 token s+k+1.
 
+For example, in the row "the cat sat on mats", at the position of "cat": depth 1 sees the trunk's state, which has read
+"the cat", and the embedding of "sat", and predicts "on". Depth 2 sees the state of depth 1 and the embedding of "on",
+and predicts "mats".
+
 Rotary positions are the trunk's (s, not s+k), as the engines use them when they draft.
 
 Shapes: S sequence, B batch, H hidden size.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,9 +22,10 @@ from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as McoreMultiTokenPredictionLayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.model.draft_attention import Draft
 from swiftlite.model.recompute import checkpoint
-from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 
 class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
@@ -81,22 +87,22 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         # Delayed scaling updates its factors on leaving the outermost context, which must be once per call.
         is_delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
         with get_fp8_context(self.config) if is_delayed else nullcontext():
-            return checkpoint(self.config, forward, *tensors)
+            return checkpoint(self.config, self.eh_proj.tp_group, forward, *tensors)
 
 
 class UnrolledLayer(MultiTokenPredictionLayer):
     """A head that drafts several tokens, computed as engines do: step j (from 1) from position s stands at s + j - 1,
-    and sees what `DraftAttention` says."""
+    and sees what `DraftAttention` says.
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        # Later steps read the keys of the first: neither they nor what made them may be computed anew in between.
-        self._attention.checkpoint_core_attention = False
-        self._attention.recompute_up_proj = False
+    For example, with three steps, what is computed from position s (the trunk's state there, t the row's tokens):
 
-    @property
-    def _attention(self) -> Any:
-        return getattr(self, MTP_INNER_LAYER).self_attention
+        step 1   trunk's state, t[s + 1]   at position s        predicts t[s + 2]
+        step 2   state of step 1, t[s + 2] at position s + 1    predicts t[s + 3]
+        step 3   state of step 2, t[s + 3] at position s + 2    predicts t[s + 4]
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(_without_recomputed_keys(config), *args, **kwargs)
 
     def _postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing: the norm is left to `forward_steps`, since not every engine recycles what it makes."""
@@ -106,7 +112,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         self,
         hidden_SBH: torch.Tensor,
         decoder_inputs_SBH: Sequence[torch.Tensor],
-        rotary_pos_embs: Sequence[torch.Tensor | None],
+        rotary_pos_embs: Sequence[torch.Tensor],
         packed_seq_params: PackedSeqParams | None,
         *,
         recycles_before_norm: bool,
@@ -116,25 +122,49 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         Args:
             hidden_SBH: the trunk's.
             decoder_inputs_SBH: of each step, embeddings of the tokens j places further on.
-            rotary_pos_embs: of each step, angles from position j - 1 on; None with latent attention.
+            rotary_pos_embs: of each step, angles from position j - 1 on.
+            recycles_before_norm: a step continues from the state before the output norm, not from the one after it.
         """
-
-        def forward(hidden_SBH: torch.Tensor, *decoder_inputs_SBH: torch.Tensor) -> torch.Tensor:
-            states = []
-            with self._attention.core_attention.drafting():
-                for step, inputs in enumerate(zip(decoder_inputs_SBH, rotary_pos_embs, strict=True)):
-                    self._attention.rotary_offset = step
-                    before = self._proj_and_transformer_layer(
-                        hidden_states=hidden_SBH,
-                        decoder_input=inputs[0],
-                        rotary_pos_emb=inputs[1],
-                        packed_seq_params=packed_seq_params,
-                    )
-                    states.append(super(UnrolledLayer, self)._postprocess(before))
-                    hidden_SBH = before if recycles_before_norm else states[-1]
-            return torch.cat(states)  # a checkpoint returns one tensor
-
+        steps = partial(
+            self._steps,
+            rotary_pos_embs=rotary_pos_embs,
+            packed_seq_params=packed_seq_params,
+            recycles_before_norm=recycles_before_norm,
+        )
         # All steps share one checkpoint, because they share keys.
         is_recomputed = self.config.recompute_granularity == "full" and self.training
-        run = partial(self._checkpoint, forward) if is_recomputed else forward
+        run = partial(self._checkpoint, steps) if is_recomputed else steps
         return list(run(hidden_SBH, *decoder_inputs_SBH).chunk(len(decoder_inputs_SBH)))
+
+    def _steps(
+        self,
+        hidden_SBH: torch.Tensor,
+        *decoder_inputs_SBH: torch.Tensor,
+        rotary_pos_embs: Sequence[torch.Tensor],
+        packed_seq_params: PackedSeqParams | None,
+        recycles_before_norm: bool,
+    ) -> torch.Tensor:
+        """The states of `forward_steps`, one after the other: a checkpoint returns one tensor."""
+        draft = Draft()
+        states_SBH = []
+        for decoder_input_SBH, rotary_pos_emb in zip(decoder_inputs_SBH, rotary_pos_embs, strict=True):
+            before_norm_SBH = self._proj_and_transformer_layer(
+                hidden_states=hidden_SBH,
+                decoder_input=decoder_input_SBH,
+                attention_mask=draft,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+            )
+            after_norm_SBH = super()._postprocess(before_norm_SBH)
+            states_SBH.append(after_norm_SBH)
+            hidden_SBH = before_norm_SBH if recycles_before_norm else after_norm_SBH
+        return torch.cat(states_SBH)
+
+
+def _without_recomputed_keys(config: TransformerConfig) -> TransformerConfig:
+    """The config of an unrolled layer: later steps read the keys of the first, so neither these nor what made them may
+    be computed anew in between."""
+    kept = [module for module in config.recompute_modules or () if module not in ("core_attn", "mla_up_proj")]
+    config = copy.copy(config)
+    config.recompute_modules = kept
+    return config

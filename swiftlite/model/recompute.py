@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.tensor_parallel.random import CheckpointFunction, _unset_checkpointing
@@ -37,7 +38,11 @@ class _Checkpoint(CheckpointFunction):
 
 
 def checkpoint(
-    config: TransformerConfig, function: Callable[..., torch.Tensor], hidden_states: torch.Tensor, *others: torch.Tensor
+    config: TransformerConfig,
+    tp_group: dist.ProcessGroup,
+    function: Callable[..., torch.Tensor],
+    hidden_states: torch.Tensor,
+    *others: torch.Tensor,
 ) -> torch.Tensor:
     """`function(hidden_states, *others)`, keeping nothing but its arguments.
 
@@ -60,7 +65,7 @@ def checkpoint(
             function,
             config.distribute_saved_activations,
             tensor_parallel.get_cuda_rng_tracker,
-            parallel_state.get_tensor_model_parallel_group(),
+            tp_group,
             hidden_states,
             *others,
         )
@@ -116,7 +121,7 @@ class TransformerBlock(McoreTransformerBlock):
         for start in range(0, len(self.layers), step):
             forward = run(self.layers[start : start + step])
             if is_uniform or start < num_layers:
-                hidden_states = checkpoint(self.config, forward, hidden_states)
+                hidden_states = checkpoint(self.config, self.tp_group, forward, hidden_states)
             else:
                 hidden_states = forward(hidden_states)
         return hidden_states

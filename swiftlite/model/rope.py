@@ -1,45 +1,77 @@
 """Rotary embeddings with the frequencies that transformers computes, for every `rope_type` it supports."""
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding as McoreRotaryEmbedding
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig as McoreTransformerConfig
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from swiftlite.errors import UserError
-from swiftlite.families.rope_config import rope_config
+from swiftlite.families.rope import ROPE_KEYS
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types of rotary embedding whose frequencies depend on the length of the sequence."""
+
+
+@dataclass
+class TransformerConfig(McoreTransformerConfig):
+    """megatron-core's, with the factor on cos and sin that some types of rotary embedding have.
+
+    megatron-core's attention multiplies them by
+
+        0.1 * yarn_mscale * log(yarn_rotary_scaling_factor) + 1
+
+    and looks in the config for these fields, which none of its own classes has (yarn_rotary_pos_embedding.py:274). With
+    a scaling factor of e^10 that is 1 + yarn_mscale. Latent attention takes the factor itself, see mla.py.
+
+    Args:
+        attention_scaling: the factor, transformers' name for it.
+    """
+
+    attention_scaling: float = 1.0
+    yarn_rotary_scaling_factor: float = math.exp(10)
+    yarn_mscale_all_dim: float = 0.0
+
+    @property
+    def yarn_mscale(self) -> float:
+        return self.attention_scaling - 1.0
+
+
+def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
+    """The rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
+    return LlamaConfig.from_dict({key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None})
 
 
 class RotaryEmbedding(McoreRotaryEmbedding):
     """megatron-core's rotary embedding whose frequencies come from transformers' init functions.
 
     Args:
-        hf_config: the model's config.json.
-        config: receives the factor on cos and sin (`attention_scaling`, 1.0 for most types), see below; None if the
-            caller multiplies by it.
+        hf_config: the model's config.json, or the part of it that fixes the frequencies.
+        cp_group: context-parallel ranks, each of which gets the angles of its part of a padded row.
+
+    Attributes:
+        attention_scaling: factor on cos and sin, 1.0 for most types; who turns queries and keys multiplies by it.
+
+    Raises:
+        UserError: a type that transformers does not know.
     """
 
-    def __init__(self, hf_config: dict[str, Any], config: TransformerConfig | None = None):
+    def __init__(self, hf_config: dict[str, Any], cp_group: dist.ProcessGroup):
         self.hf = rope_config(hf_config)
         assert self.hf.head_dim
         assert self.hf.rope_parameters
-        super().__init__(self.hf.head_dim, rotary_percent=1.0, use_cpu_initialization=True)
+        super().__init__(self.hf.head_dim, rotary_percent=1.0, use_cpu_initialization=True, cp_group=cp_group)
         self.rope_type = str(self.hf.rope_parameters["rope_type"])
         if self.rope_type != "default" and self.rope_type not in ROPE_INIT_FUNCTIONS:
             known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
             raise UserError(f"config.json: rope_type {self.rope_type!r} is not known", f"transformers knows {known}")
         self.inv_freq, self.attention_scaling = self._init_frequencies(seq_len=None)
-        if config is not None and self.attention_scaling != 1.0:
-            # megatron-core's attention multiplies cos and sin by 0.1 * mscale * log(scaling_factor) + 1 when its
-            # config has these fields (yarn_rotary_pos_embedding.py:274); log(e^10) = 10 leaves 1 + mscale.
-            config.yarn_rotary_scaling_factor = 22026.465794806718  # type: ignore[attr-defined]
-            config.yarn_mscale = self.attention_scaling - 1.0  # type: ignore[attr-defined]
-            config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]
 
     def _init_frequencies(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
         if self.rope_type == "default":

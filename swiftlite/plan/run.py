@@ -3,6 +3,7 @@
 `make_plan` needs only options and the number of processes; `make_schedule` also needs the number of training rows.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -11,10 +12,11 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.heads import Heads
 from swiftlite.plan.layout import data_parallel_size, layout_of
+from swiftlite.plan.trainable import trainable_of
 
 Packing = Literal["none", "micro_batch", "rows", "step"]
-"""What is packed: nothing; the samples of a micro-batch; all samples, into rows that batches are made of; or those of a
-step, anew."""
+"""What is packed: nothing; the samples of each micro-batch; all samples, into rows that batches are made of; or the
+samples of each step."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | No
         ("steps", _step_lines(args, plan, schedule)),
         ("writes", _written_lines(args, plan)),
     ]
-    width = max(len(name) for _, lines in sections for name, _ in lines)
+    lines_of_all = itertools.chain.from_iterable(lines for _, lines in sections)
+    width = max(len(name) for name, _ in lines_of_all)
     text = ["the plan of this run; nothing was read beyond config.json, nothing was written"]
     for section, lines in sections:
         text.append(section)
@@ -147,12 +150,11 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         mtp = f"0, the {checkpoint.layers} of the checkpoint are dropped"
     else:
         mtp = "0, the checkpoint has none"
-    mode = {"joint": "trunk and MTP heads together", "heads_only": "MTP heads alone, the trunk stays bit for bit"}
     lines = [
         ("model", args.model),
         ("torch_dtype", args.torch_dtype),
         ("MTP depth", mtp),
-        ("trains", mode[args.mtp_mode] if heads.layers else "the whole model"),
+        ("trains", trainable_of(args, heads).words),
     ]
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
@@ -163,43 +165,52 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
 
 
 def _layout_lines(plan: Plan) -> list[tuple[str, str]]:
-    layout, dp = plan.layout, plan.data_parallel_size
-    sizes = {
-        "tensor parallel": layout.tensor_model_parallel_size,
-        "pipeline parallel": layout.pipeline_model_parallel_size,
-        "context parallel": layout.context_parallel_size,
-        "data parallel": dp,
-    }
-    lines = [("processes", f"{plan.world_size} = " + " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1))]
-    if plan.world_size == 1:
-        lines = [("processes", "1")]
+    layout = plan.layout
+    lines = [("processes", _processes(plan))]
     if layout.sequence_parallel:
         lines.append(("sequence parallel", "tensor-parallel ranks share rows by position"))
     if layout.pipeline_model_parallel_layout:
         lines.append(("stages", layout.pipeline_model_parallel_layout))
     elif layout.num_virtual_stages_per_pipeline_rank:
         lines.append(("virtual stages", f"{layout.num_virtual_stages_per_pipeline_rank} per pipeline rank"))
-    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
-    if ep * etp > 1:
-        lines.append(("experts", f"shared by {ep} ranks" + (f", each one's matrices by {etp}" if etp > 1 else "")))
-    if plan.packing == "step":
-        batch = (
-            f"{plan.global_batch_size} samples, in micro-batches of at most {plan.packing_length} tokens, level in work"
-        )
-    else:
-        unit = f"rows of {plan.packing_length} tokens" if plan.packing == "rows" else "samples"
-        number = plan.global_batch_size // (plan.micro_batch_size * dp)
-        batch = (
-            f"{plan.global_batch_size} {unit} = micro batch {plan.micro_batch_size} x data parallel {dp} "
-            f"x {number} accumulated"
-        )
+    if layout.expert_model_parallel_size * layout.expert_tensor_parallel_size > 1:
+        experts = f"shared by {layout.expert_model_parallel_size} ranks"
+        if layout.expert_tensor_parallel_size > 1:
+            experts += f", each one's matrices by {layout.expert_tensor_parallel_size}"
+        lines.append(("experts", experts))
     packed = {
         "none": "padded to the longest of a micro-batch",
         "micro_batch": "one behind the other in each micro-batch",
         "rows": "packed into rows",
         "step": "packed anew for each step",
     }
-    return [*lines, ("samples", packed[plan.packing]), ("global batch", batch)]
+    return [*lines, ("samples", packed[plan.packing]), ("global batch", _global_batch(plan))]
+
+
+def _processes(plan: Plan) -> str:
+    """The number of processes as a product: "8 = tensor parallel 2 x data parallel 4"."""
+    if plan.world_size == 1:
+        return "1"
+    sizes = {
+        "tensor parallel": plan.layout.tensor_model_parallel_size,
+        "pipeline parallel": plan.layout.pipeline_model_parallel_size,
+        "context parallel": plan.layout.context_parallel_size,
+        "data parallel": plan.data_parallel_size,
+    }
+    return f"{plan.world_size} = " + " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
+def _global_batch(plan: Plan) -> str:
+    if plan.packing == "step":
+        return (
+            f"{plan.global_batch_size} samples, in micro-batches of at most {plan.packing_length} tokens, level in work"
+        )
+    unit = f"rows of {plan.packing_length} tokens" if plan.packing == "rows" else "samples"
+    number = plan.global_batch_size // (plan.micro_batch_size * plan.data_parallel_size)
+    return (
+        f"{plan.global_batch_size} {unit} = micro batch {plan.micro_batch_size} x data parallel "
+        f"{plan.data_parallel_size} x {number} accumulated"
+    )
 
 
 def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tuple[str, str]]:
@@ -209,17 +220,21 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
         steps = f"at most {schedule.steps} = {schedule.num_samples} rows x {args.num_train_epochs:g} / global batch"
     else:
         steps = f"rows kept x {args.num_train_epochs:g} / global batch, known once the data is read"
-    decay = "" if args.lr_decay_style == "constant" else f", {args.lr_decay_style} to {plan.min_lr:g}"
-    held_out = " ".join(args.val_dataset) or f"{args.split_dataset_ratio:g} of the rows"
+    learning_rate = f"{plan.lr:g} after {args.lr_warmup_fraction:g} of the steps"
+    if args.lr_decay_style != "constant":
+        learning_rate += f", {args.lr_decay_style} to {plan.min_lr:g}"
     dataset = " ".join(args.dataset) or "random tokens of the lengths of --sft_mock_dataset_config_json"
+    if args.streaming:
+        dataset += ", read while training"
+    evaluates = "never: nothing is held out"
+    if holds_out(args):
+        held_out = " ".join(args.val_dataset) or f"{args.split_dataset_ratio:g} of the rows"
+        evaluates = f"every {plan.eval_steps} steps on {held_out}"
     return [
-        ("dataset", dataset + (", read while training" if args.streaming else "")),
+        ("dataset", dataset),
         ("steps", steps),
-        ("learning rate", f"{plan.lr:g} after {args.lr_warmup_fraction:g} of the steps{decay}"),
-        (
-            "evaluates",
-            f"every {plan.eval_steps} steps on {held_out}" if holds_out(args) else "never: nothing is held out",
-        ),
+        ("learning rate", learning_rate),
+        ("evaluates", evaluates),
         ("saves", f"every {plan.save_steps} steps and at the end, keeps {args.save_total_limit or 'all'}"),
         ("seed", str(args.seed)),
     ]

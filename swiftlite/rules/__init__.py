@@ -1,7 +1,8 @@
-"""What cannot be, as one small function per rule: each yields (problem, hint) in the user's words.
+"""The rules that options keep, checked before torch loads; may use `args`, `plan` and what lies in small files.
 
-`check` runs all rules of a command and reports every problem together, before torch loads. A setting that is merely
-without effect is a note, not a problem. One file per command, `common.py` for what they share.
+A rule is a small function with the rule's name that yields (problem, hint) in the user's words. `check` runs all rules
+of a command and reports every problem together. A setting that is merely without effect is a note, not a problem. One
+file per command, `sft_*.py` for the subjects of the largest; `common.py` for what they share.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +29,15 @@ def check(args: Any, world_size: int = 1) -> list[str]:
         OptionError: every problem found.
     """
     facts = Facts(world_size, read_hf_config(config_directory(Path(args.model))) if args.model else {})
-    problems = [problem for rule in _RULES[type(args)] for problem in rule(args, facts)]
+    problems: list[Problem] = []
+    for rule in _RULES[type(args)]:
+        problems += rule(args, facts)
     if problems:
         raise OptionError(problems)
-    return [note for rule in _NOTES.get(type(args), ()) for note in rule(args, facts)]
+    notes: list[str] = []
+    for rule in _NOTES.get(type(args), ()):
+        notes += rule(args, facts)
+    return notes
 
 
 _RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import BenchArgs, deploy_args
+from swiftlite.engines.index import ENGINES
 from swiftlite.heads import DEPTH_KEY
 from swiftlite.plan.facts import Facts, Problem
 from swiftlite.rules import deploy
@@ -57,11 +58,12 @@ def bench_has_heads(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def speculative_config_leaves_the_number(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
-    if "num_speculative_tokens" in (args.vllm_speculative_config or {}):
-        yield (
-            "--vllm_speculative_config has num_speculative_tokens, of which bench tries several",
-            "leave it out there, and give --num_speculative_tokens",
-        )
+    for info in ENGINES.values():
+        if "num_speculative_tokens" in (info.speculative_config(args) or {}):
+            yield (
+                f"--{info.name}_speculative_config has num_speculative_tokens, of which bench tries several",
+                "leave it out there, and give --num_speculative_tokens",
+            )
 
 
 def deploy_would_start_them(args: BenchArgs, facts: Facts) -> Iterator[Problem]:

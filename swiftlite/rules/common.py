@@ -1,109 +1,25 @@
 """Rules that more than one command has."""
 
-import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from swiftlite.args.bounds import in_words, out_of_bounds
 from swiftlite.args.commands import BenchArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.heads import Heads
-from swiftlite.plan.facts import (
-    Facts,
-    Problem,
-    is_run,
-    near_path,
-    read_hf_config,
-    run_checkpoints,
-)
-from swiftlite.plan.layout import layout_of, layout_problems, num_experts, process_problems
+from swiftlite.plan.facts import Facts, Problem, is_run, near_path, read_hf_config, run_checkpoints
+from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.run import heads_of
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
-# (lowest, highest, whether the ends belong) of every number; a test holds that none is missing.
-RANGES: dict[str, tuple[float, float, str]] = {
-    "acceptance_max_new_tokens": (1, math.inf, "[)"),
-    "acceptance_samples": (0, math.inf, "[)"),
-    "adam_beta1": (0, 1, "[)"),
-    "adam_beta2": (0, 1, "[)"),
-    "adam_eps": (0, math.inf, "()"),
-    "clip_grad": (0, math.inf, "[)"),
-    "context_parallel_size": (1, math.inf, "[)"),
-    "dataset_num_proc": (1, math.inf, "[)"),
-    "decoder_first_pipeline_num_layers": (1, math.inf, "[)"),
-    "decoder_last_pipeline_num_layers": (1, math.inf, "[)"),
-    "distributed_timeout_minutes": (1, math.inf, "[)"),
-    "eval_iters": (1, math.inf, "[)"),
-    "eval_steps": (1, math.inf, "[)"),
-    "expert_model_parallel_size": (1, math.inf, "[)"),
-    "expert_tensor_parallel_size": (1, math.inf, "[)"),
-    "global_batch_size": (1, math.inf, "[)"),
-    "gpu_memory_gb": (0, math.inf, "()"),
-    "logging_steps": (1, math.inf, "[)"),
-    "lr": (0, math.inf, "()"),
-    "lr_warmup_fraction": (0, 1, "[]"),
-    "max_bad_rows": (0, math.inf, "[)"),
-    "max_batch_size": (1, math.inf, "[)"),
-    "max_length": (2, math.inf, "[)"),
-    "max_model_len": (2, math.inf, "[)"),
-    "max_new_tokens": (1, math.inf, "[)"),
-    "max_regression": (0, 1, "[]"),
-    "max_prompts": (1, math.inf, "[)"),
-    "max_shard_size_gb": (0, math.inf, "()"),
-    "micro_batch_size": (1, math.inf, "[)"),
-    "min_acceptance": (0, 1, "[]"),
-    "min_lr": (0, math.inf, "[)"),
-    "moe_aux_loss_coeff": (0, math.inf, "[)"),
-    "moe_router_bias_update_rate": (0, math.inf, "[)"),
-    "mtp_loss_scaling_factor": (0, math.inf, "()"),
-    "mtp_num_layers": (0, math.inf, "[)"),
-    "mtp_unroll": (1, math.inf, "[)"),
-    "mtp_unroll_beta": (0, 1, "(]"),
-    "num_gpus": (1, math.inf, "[)"),
-    "num_speculative_tokens": (1, math.inf, "[)"),
-    "num_train_epochs": (0, math.inf, "()"),
-    "num_virtual_stages_per_pipeline_rank": (1, math.inf, "[)"),
-    "packing_length": (2, math.inf, "[)"),
-    "pipeline_model_parallel_size": (1, math.inf, "[)"),
-    "port": (1, 65535, "[]"),
-    "recompute_num_layers": (1, math.inf, "[)"),
-    "rounds": (1, math.inf, "[)"),
-    "save_steps": (1, math.inf, "[)"),
-    "save_total_limit": (1, math.inf, "[)"),
-    "seed": (0, 2**32, "[)"),
-    "sglang_speculative_eagle_topk": (1, math.inf, "[)"),
-    "sglang_speculative_num_draft_tokens": (2, math.inf, "[)"),
-    "sglang_speculative_num_steps": (1, math.inf, "[)"),
-    "split_dataset_ratio": (0, 1, "[)"),
-    "streaming_buffer_size": (1, math.inf, "[)"),
-    "temperature": (0, math.inf, "[)"),
-    "tensor_model_parallel_size": (1, math.inf, "[)"),
-    "top_p": (0, 1, "(]"),
-    "train_iters": (1, math.inf, "[)"),
-    "weight_decay": (0, math.inf, "[)"),
-}
-
 
 def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
-    yield from numbers_out_of_range(args)
-
-
-def numbers_out_of_range(args: Any) -> Iterator[Problem]:
-    for name, value in vars(args).items():
-        if name in RANGES and isinstance(value, int | float) and not _in_range(value, *RANGES[name]):
-            low, high, ends = RANGES[name]
-            above = f"{'at least' if ends[0] == '[' else 'above'} {low}"
-            below = f" and {'at most' if ends[1] == ']' else 'below'} {high}" if high < math.inf else ""
-            yield f"--{name} {value} must be {above}{below}", ""
-
-
-def _in_range(value: float, low: float, high: float, ends: str) -> bool:
-    above = value >= low if ends[0] == "[" else value > low
-    below = value <= high if ends[1] == "]" else value < high
-    return above and below and math.isfinite(value)
+    for name, bounds in out_of_bounds(args).items():
+        yield f"--{name} {vars(args)[name]} must be {in_words(bounds)}", ""
 
 
 def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
@@ -162,15 +78,15 @@ def file_problems(flag: str, name: str, suffixes: tuple[str, ...]) -> Iterator[P
 def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
         yield "--output_dir is required", "name the directory to write"
-    elif Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
+        return
+    directory = Path(args.output_dir)
+    if directory.exists() and not directory.is_dir():
         yield f"--output_dir {args.output_dir} is a file", "name a directory"
-    else:
-        place = next(
-            path for path in (Path(args.output_dir), *Path(args.output_dir).absolute().parents) if path.exists()
-        )
-        if not place.is_dir() or not os.access(place, os.W_OK):
-            why = "may not be written" if place.is_dir() else "is a file"
-            yield f"--output_dir {args.output_dir} cannot be made: {place} {why}", "name a place you may write"
+        return
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        why = "may not be written" if place.is_dir() else "is a file"
+        yield f"--output_dir {args.output_dir} cannot be made: {place} {why}", "name a place you may write"
 
 
 def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -195,10 +111,10 @@ def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Proble
 
 def layout_fits(args: Any, facts: Facts) -> Iterator[Problem]:
     layout = layout_of(args)
-    if any(numbers_out_of_range(layout)):
+    if out_of_bounds(layout):
         return  # another rule says so
     heads = heads_of(args, facts.heads) if isinstance(args, SftArgs) else facts.heads
-    yield from layout_problems(layout, facts.hf_config, heads.layers)
+    yield from layout_problems(layout, facts.architecture, heads.layers)
     yield from process_problems(layout, facts.world_size)
 
 
@@ -208,14 +124,14 @@ def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, 
 
 
 def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
-    known = ("core_attn", "mlp", "moe", "mla_up_proj")
+    of_some_models = {"moe": "experts", "mla_up_proj": "latent attention"}
+    known = ("core_attn", "mlp", *of_some_models)
+    architecture = facts.architecture
     for module in args.recompute_modules:
         if module not in known:
             yield f"--recompute_modules {module} is none of {', '.join(known)}", ""
-        elif module == "moe" and facts.hf_config and not num_experts(facts.hf_config):
-            yield "--recompute_modules moe, but the model has no experts", "leave it out"
-        elif module == "mla_up_proj" and facts.hf_config and not facts.hf_config.get("kv_lora_rank"):
-            yield "--recompute_modules mla_up_proj, but the model has no latent attention", "leave it out"
+        elif module in of_some_models and architecture and module not in architecture.recompute_modules:
+            yield f"--recompute_modules {module}, but the model has no {of_some_models[module]}", "leave it out"
     if args.distribute_saved_activations:
         if args.recompute_granularity != "full":
             yield "--distribute_saved_activations needs --recompute_granularity full", "add it"
@@ -227,21 +143,20 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[
 
 
 def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str]:
-    values, known = vars(args), options(type(args))
+    """A note for each setting that is not its default and has no effect.
+
+    Args:
+        idle: by name of an option, whether it has no effect, and why.
+    """
+    values = vars(args)
+    known = options(type(args))
     for name, (is_idle, why) in idle.items():
         if is_idle and values[name] != known[name].default:
             yield f"--{name} {as_typed(values[name])} has no effect: {why}"
 
 
 def as_typed(value: Any) -> str:
+    """The value as one would type it behind its flag."""
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def speculative_tokens_are_given_once(args: Any, facts: Facts) -> Iterator[Problem]:
-    if args.num_speculative_tokens is not None and args.vllm_speculative_config is not None:
-        yield (
-            "--num_speculative_tokens and --vllm_speculative_config both say how many tokens to draft",
-            'leave the first out, and write {"num_speculative_tokens": ...} in the second',
-        )

@@ -1,22 +1,17 @@
 """Rules of `doctor`."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.docs import options
-from swiftlite.args.fields import VllmArgs
+from swiftlite.engines.index import ENGINES, names_with_dry_load
+from swiftlite.engines.info import EngineInfo
 from swiftlite.plan.facts import Facts, Problem, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.memory import planned_setup
-from swiftlite.rules.common import (
-    as_typed,
-    numbers_are_in_range,
-    recompute_options_fit,
-    speculative_tokens_are_given_once,
-)
-from swiftlite.rules.engine import missing_engine
+from swiftlite.rules.common import as_typed, numbers_are_in_range, recompute_options_fit
+from swiftlite.rules.engine import missing_engine, options_of_engines_agree
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -25,15 +20,25 @@ def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Pr
         yield f"--model {path} is no directory", near_path(path) if not path.exists() else ""
 
 
-OF_VLLM = tuple(field.name for field in dataclasses.fields(VllmArgs))
-OF_ENGINE = ("trust_remote_code", "torch_dtype", "num_speculative_tokens", *OF_VLLM)
+# Options that are for every engine; others of --engine are an engine's own.
+OF_ENGINES = ("trust_remote_code", "torch_dtype", "num_speculative_tokens")
+
+
+def owners() -> dict[str, EngineInfo]:
+    """The engines' own options that doctor has, each with its engine."""
+    known = options(DoctorArgs)
+    found = {}
+    for info in ENGINES.values():
+        found |= {name: info for name in info.option_names if name in known}
+    return found
 
 
 def plan_options_have_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.plan:
         return
+    others = {"model", "plan", "engine", *OF_ENGINES, *owners()}
     for name, option in options(DoctorArgs).items():
-        if name not in ("model", "plan", "engine", *OF_ENGINE) and getattr(args, name) != option.default:
+        if name not in others and getattr(args, name) != option.default:
             yield f"--{name} {as_typed(getattr(args, name))} without a plan", "add --plan"
 
 
@@ -42,16 +47,18 @@ def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Probl
         yield "--engine and --plan are two different questions", "ask one at a time"
     if args.engine and args.model is None:
         yield f"--engine {args.engine} needs a model", "add --model DIRECTORY, a Hugging Face model's"
-    if args.engine == "vllm":  # of SGLang enough is known to do without
-        yield from missing_engine("vllm", "engine")
-    for name in OF_ENGINE:
+    if args.engine and not ENGINES[args.engine].known_report:
+        yield from missing_engine(ENGINES[args.engine], "engine")
+    own = owners()
+    for name in (*OF_ENGINES, *own):
         value = getattr(args, name)
         if value == options(DoctorArgs)[name].default or (name == "torch_dtype" and args.plan):
             continue
+        owner = own[name].name if name in own else args.engine
         if args.engine is None:
-            yield f"--{name} {as_typed(value)} without an engine", "add --engine vllm"
-        elif args.engine != "vllm" and name in OF_VLLM:
-            yield f"--{name} {as_typed(value)} with --engine {args.engine}", "it is for --engine vllm"
+            yield f"--{name} {as_typed(value)} without an engine", f"add --engine {owner or names_with_dry_load()[0]}"
+        elif args.engine != owner:
+            yield f"--{name} {as_typed(value)} with --engine {args.engine}", f"it is for --engine {owner}"
 
 
 def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -65,7 +72,7 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         return  # the plan has nothing to stand on; this or another rule says so
     layout = layout_of(args)
     setup = planned_setup(args, facts.hf_config)
-    yield from layout_problems(layout, facts.hf_config, setup.heads.layers)
+    yield from layout_problems(layout, facts.architecture, setup.heads.layers)
     for problem, _ in process_problems(layout, setup.num_gpus):
         yield f"--num_gpus {args.num_gpus}: {problem}", "leave --num_gpus out for the fewest that this layout takes"
 
@@ -75,7 +82,7 @@ RULES = (
     numbers_are_in_range,
     plan_options_have_plan,
     engine_options_have_engine,
-    speculative_tokens_are_given_once,
+    options_of_engines_agree,
     plan_fits_the_model,
     recompute_options_fit,
 )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import EvaluateArgs
+from swiftlite.engines.index import ENGINES
 from swiftlite.heads import DEPTH_KEY
 from swiftlite.plan.facts import Facts, Problem
 from swiftlite.rules.common import (
@@ -44,7 +45,8 @@ def output_dir_can_be(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def engine_is_there(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
-    yield from missing_engine(args.infer_backend)
+    if args.infer_backend in ENGINES:
+        yield from missing_engine(ENGINES[args.infer_backend])
 
 
 def evaluate_settings_without_effect(args: EvaluateArgs, facts: Facts) -> Iterator[str]:

@@ -4,24 +4,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import InferArgs
+from swiftlite.engines.index import ENGINES
 from swiftlite.heads import DEPTH_KEY
 from swiftlite.plan.facts import Facts, Problem
 from swiftlite.rules.common import (
     as_typed,
     hf_model_is_a_directory,
     numbers_are_in_range,
-    speculative_tokens_are_given_once,
     val_dataset_files_exist,
     without_effect,
 )
 from swiftlite.rules.engine import (
-    OF_SPECULATION,
     engine_kwargs_leave_what_has_an_option,
-    given,
+    given_of_speculation,
     missing_engine,
     options_have_their_engine,
-    sglang_numbers_agree,
-    sglang_numbers_go_together,
+    options_of_engines_agree,
 )
 
 
@@ -37,7 +35,7 @@ def speculation_has_heads(args: InferArgs, facts: Facts) -> Iterator[Problem]:
 def speculative_options_have_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:
     if args.speculative == "mtp":
         return
-    for name, value in given(args, OF_SPECULATION).items():
+    for name, value in given_of_speculation(args).items():
         yield f"--{name} {as_typed(value)} without speculation", "add --speculative mtp"
     if args.compare:
         yield "--compare has nothing to compare without speculation", "add --speculative mtp"
@@ -46,7 +44,7 @@ def speculative_options_have_speculation(args: InferArgs, facts: Facts) -> Itera
 
 
 def engine_is_installed(args: InferArgs, facts: Facts) -> Iterator[Problem]:
-    yield from missing_engine(args.infer_backend)
+    yield from missing_engine(ENGINES[args.infer_backend])
 
 
 def acceptance_json_fits(args: InferArgs, facts: Facts) -> Iterator[Problem]:
@@ -64,8 +62,9 @@ def comparison_has_prompts(args: InferArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def infer_settings_without_effect(args: InferArgs, facts: Facts) -> Iterator[str]:
+    info = ENGINES[args.infer_backend]
     idle = {
-        "max_batch_size": (args.infer_backend == "transformers", "transformers answers one prompt at a time"),
+        "max_batch_size": (not info.is_batched, f"{info.label} answers one prompt at a time"),
         "top_p": (args.temperature == 0, "--temperature 0 is greedy"),
     }
     yield from without_effect(args, idle)
@@ -77,11 +76,9 @@ RULES = (
     numbers_are_in_range,
     speculation_has_heads,
     speculative_options_have_speculation,
-    speculative_tokens_are_given_once,
+    options_of_engines_agree,
     engine_is_installed,
     options_have_their_engine,
-    sglang_numbers_go_together,
-    sglang_numbers_agree,
     engine_kwargs_leave_what_has_an_option,
     acceptance_json_fits,
     comparison_has_prompts,

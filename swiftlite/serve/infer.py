@@ -14,21 +14,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import InferArgs
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
-from swiftlite.engines.engine import (
-    Completion,
-    EngineConfig,
-    Sampling,
-    engine_kwargs,
-    speculative_config,
-    start_engine,
-)
+from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.prompts import encode_prompt, needed_length
-from swiftlite.engines.served_model import ServedModel, read_model, tell_of_untrained_drafts
+from swiftlite.engines.served_model import ServedModel, log_untrained_drafts, read_model
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 
@@ -37,12 +32,13 @@ CHAT_LENGTH = 8192
 
 
 @dataclass(frozen=True)
-class Round:
+class Answers:
     """One engine's answers to all prompts.
 
     Attributes:
-        seconds: of generating, without the engine's start.
-        counts: of this round alone.
+        completions: one for each prompt, in order.
+        seconds: time of generating, without the engine's start.
+        counts: drafts of these answers alone.
     """
 
     completions: list[Completion]
@@ -70,9 +66,9 @@ def run(args: InferArgs) -> None:
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
     _check_result_path(args)
     if args.acceptance_json:
-        _read_acceptance(Path(args.acceptance_json))
+        read_acceptance(Path(args.acceptance_json))
     if args.speculative == "mtp":
-        tell_of_untrained_drafts(model, args.num_speculative_tokens)
+        log_untrained_drafts(model, args.num_speculative_tokens)
     if args.val_dataset:
         _answer_files(args, model, template, sampling)
     else:
@@ -112,7 +108,7 @@ def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, s
         logger.info("%s", line)
 
 
-def answer(backend: str, config: EngineConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Round:
+def answer(backend: str, config: EngineConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
     """Start an engine, warm it up, let it complete the prompts, stop it."""
     engine = start_engine(backend, config)
     try:
@@ -124,12 +120,12 @@ def answer(backend: str, config: EngineConfig, prompts: Sequence[Sequence[int]],
         start = time.perf_counter()
         completions = engine.generate(prompts, sampling, show_progress=True)
         seconds = time.perf_counter() - start
-        return Round(completions, seconds, engine.draft_counts().since(before))
+        return Answers(completions, seconds, engine.draft_counts().since(before))
     finally:
         engine.close()
 
 
-def summary(result: Round, plain: Round | None = None) -> list[str]:
+def summary(result: Answers, plain: Answers | None = None) -> list[str]:
     """What a run has to say at its end, one line each.
 
     Args:
@@ -153,27 +149,6 @@ def summary(result: Round, plain: Round | None = None) -> list[str]:
         total = len(plain.completions)
         lines.append(f"answers equal: {same} of {total}" + ("" if same == total else f"; {total - same} differ"))
     return lines
-
-
-def add_engine_acceptance(path: Path, backend: str, num_prompts: int, counts: DraftCounts) -> None:
-    """Put an engine's counts into a run's acceptance.json, beside the run's own.
-
-    Raises:
-        UserError: it is not such a file.
-    """
-    content = _read_acceptance(path)
-    content.setdefault("engines", {})[backend] = {"prompts": num_prompts, **counts.to_json()}
-    write_durably(path, json.dumps(content, indent=2).encode() + b"\n")
-
-
-def _read_acceptance(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--acceptance_json {path}: {error}", "give the acceptance.json of an sft run") from None
-    if not isinstance(content, dict) or "depths" not in content:
-        raise UserError(f"--acceptance_json {path} is no acceptance.json", "give the one in the sft run's --output_dir")
-    return content
 
 
 def _chat(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:
@@ -207,6 +182,7 @@ def _ask() -> str:
 
 
 def _engine_config(args: InferArgs, model: ServedModel, max_model_len: int) -> EngineConfig:
+    info = ENGINES[args.infer_backend]
     return EngineConfig(
         model=model.directory,
         torch_dtype=args.torch_dtype,
@@ -215,8 +191,8 @@ def _engine_config(args: InferArgs, model: ServedModel, max_model_len: int) -> E
         max_model_len=max_model_len,
         max_batch_size=args.max_batch_size,
         in_this_process=True,
-        engine_kwargs=engine_kwargs(args.infer_backend, args),
-        speculative_config=speculative_config(args.infer_backend, args),
+        engine_kwargs=info.engine_kwargs(args),
+        speculative_config=info.speculative_config(args),
     )
 
 

@@ -1,4 +1,4 @@
-"""Which micro-batches this rank computes at a step: a pure function of the step, so resuming needs no data state."""
+"""Which micro-batches a rank computes at a step: a pure function of the step, so resuming needs no data state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,11 +38,12 @@ class SampleRows(Sequence[list[Sample]]):
 
 @dataclass(frozen=True)
 class Batches:
-    """Cuts global batches into this data-parallel rank's micro-batches.
+    """Cuts global batches into the micro-batches of one data-parallel rank.
 
     Args:
+        data_parallel_rank: the rank, `mesh.dp.rank()`.
         pad_token_id: any token of the vocabulary; what follows a sample is never seen.
-        flops: of a step, by which ranks are levelled where each step is packed anew.
+        flops: operations of a step, by which ranks are levelled where each step is packed anew.
     """
 
     plan: Plan
@@ -52,12 +53,11 @@ class Batches:
 
     def rows(self, samples: Sequence[Sample]) -> SampleRows:
         """Packed rows if the run packs all samples into rows, else a row for each sample."""
-        if self.plan.packing == "rows":
-            lengths = [len(sample) for sample in samples]
-            return SampleRows(
-                samples, pack(lengths, self.plan.packing_length, multiple=sequence_multiple(self.plan.layout))
-            )
-        return SampleRows(samples, Rows(np.arange(len(samples)), np.arange(len(samples) + 1)))
+        if self.plan.packing != "rows":
+            return SampleRows(samples, Rows(np.arange(len(samples)), np.arange(len(samples) + 1)))
+        lengths = [len(sample) for sample in samples]
+        multiple = sequence_multiple(self.plan.layout)
+        return SampleRows(samples, pack(lengths, self.plan.packing_length, multiple=multiple))
 
     def train(self, rows: SampleRows, sampler: Sampler, step: int) -> list[Batch]:
         """The micro-batches of a step; steps count from 0."""
@@ -66,11 +66,17 @@ class Batches:
     def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None) -> list[Batch]:
         """This rank's share of the held-out samples, each once.
 
-        Every rank gets as many micro-batches, if need be of padding alone: ranks that share experts compute together.
+        Every rank gets the same number of micro-batches, if need be of padding alone: ranks that share experts compute
+        together.
+
+        Args:
+            max_global_batches: global batches after which the rest is left out; None takes all.
         """
         rows = self.rows(samples)
-        global_batches = evaluation_batches(len(rows), self.plan.global_batch_size)[:max_global_batches]
-        return [self.collate(samples) for indices in global_batches for samples in self._cut(rows, indices)]
+        batches = []
+        for indices in evaluation_batches(len(rows), self.plan.global_batch_size)[:max_global_batches]:
+            batches += [self.collate(samples) for samples in self._cut(rows, indices)]
+        return batches
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """One micro-batch."""
@@ -91,14 +97,19 @@ class Batches:
         )
 
     def _cut(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
-        """The samples of each of this rank's micro-batches."""
-        if self.plan.packing == "step":
-            return self._schedule([sample for row in indices if row != NO_INDEX for sample in rows[row]])
-        mine = micro_batches(indices, self.plan.micro_batch_size, self.data_parallel_rank, self.plan.data_parallel_size)
-        return [[sample for row in chosen if row != NO_INDEX for sample in rows[row]] for chosen in mine]
+        """The samples of each of this rank's micro-batches.
+
+        Args:
+            indices: the rows of a global batch, NO_INDEX among them where rows have run out.
+        """
+        plan = self.plan
+        if plan.packing == "step":
+            return self._schedule(_samples(rows, indices))
+        mine = micro_batches(indices, plan.micro_batch_size, self.data_parallel_rank, plan.data_parallel_size)
+        return [_samples(rows, chosen) for chosen in mine]
 
     def _schedule(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """The samples of a step, level over ranks: those of each of this rank's micro-batches."""
+        """The samples of each of this rank's micro-batches, where the work of a step is levelled over ranks."""
         layout = self.plan.layout
         scheduled = schedule(
             [len(sample) for sample in samples],
@@ -109,4 +120,16 @@ class Batches:
             multiple=sequence_multiple(layout),
             num_multiple_of=layout.pipeline_model_parallel_size if num_virtual_stages(layout) else 1,
         )
-        return [[samples[index] for index in slot.tolist()] for slot in scheduled.rank(self.data_parallel_rank)]
+        mine = []
+        for indices in scheduled.rank(self.data_parallel_rank):
+            mine.append([samples[index] for index in indices.tolist()])
+        return mine
+
+
+def _samples(rows: SampleRows, indices: np.ndarray) -> list[Sample]:
+    """The samples of some rows, one row after the other."""
+    samples = []
+    for row in indices:
+        if row != NO_INDEX:
+            samples += rows[row]
+    return samples

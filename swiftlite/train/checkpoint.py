@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
@@ -25,9 +25,14 @@ from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.optimizer_state import set_state, slots_of, state_to_load, state_to_save
 
 STATE_FILE = "trainer_state.json"
+
+
+# What reading a checkpoint raises when bytes of it are missing, or when it has not the tensors that are asked for.
+_DAMAGES = (OSError, EOFError, ValueError, dist_checkpointing.core.CheckpointingException, CheckpointException)
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -44,7 +49,7 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What trainer_state.json says: step, model depth and precision.
+    """The content of trainer_state.json: the step, and what the run stored beside it.
 
     Raises:
         UserError: it is not there, or damaged.
@@ -60,15 +65,17 @@ class Checkpointer:
     """Writes the checkpoints of a run, by all ranks together.
 
     Attributes:
-        output_dir: of the run.
+        output_dir: the run's.
+        mesh: the ranks that hold the model.
         chunks: the bare model, without wrappers, one per virtual pipeline stage.
         optimizer: None writes weights alone.
         state: small JSON values stored beside the tensors.
-        keep: how many of the newest stay; None keeps all.
+        keep: number of checkpoints that stay, the newest; None keeps all.
         is_async: write in a process of its own while training goes on; the checkpoint gets its name once it is whole.
     """
 
     output_dir: Path
+    mesh: Mesh
     chunks: Sequence[MegatronModule]
     optimizer: MegatronOptimizer | None
     state: Mapping[str, Any]
@@ -77,24 +84,22 @@ class Checkpointer:
     _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue, repr=False)
 
     def save(self, step: int, data_state: Mapping[str, Any] | None = None) -> None:
-        """Write `checkpoint-STEP`, then delete all but the newest; returns early with `is_async`.
+        """Write `checkpoint-STEP`, then delete the oldest; returns early with `is_async`.
 
         Args:
             data_state: written beside `state`, by the first rank.
         """
-        state = {"step": step, **self.state, **(data_state or {})}
         self.finish()
-        temporary = self.output_dir / f".checkpoint-{step}.writing"
+        temporary = self._temporary(step)
         if dist.get_rank() == 0:
             for stale in self.output_dir.glob(".checkpoint-*.writing"):
                 shutil.rmtree(stale)
             temporary.mkdir(parents=True)
         dist.barrier()
-        tensors = _model_state(self.chunks)
-        slots = slots_of(self.optimizer) if self.optimizer is not None else []
-        if slots and (slot_state := state_to_save(slots, dict(tensors))):  # another rank may have it all
-            tensors["optimizer"] = slot_state
-        request = dist_checkpointing.save(tensors, str(temporary), async_sharded_save=self.is_async, **ASYNC_WRITER)
+        request = dist_checkpointing.save(
+            self._tensors(), str(temporary), async_sharded_save=self.is_async, **ASYNC_WRITER
+        )
+        state = {"step": step, **self.state, **(data_state or {})}
         if request is None:
             self._publish(state)
         else:
@@ -111,11 +116,25 @@ class Checkpointer:
         if self.is_async:
             self._queue.maybe_finalize_async_calls(blocking=True)
 
+    def _temporary(self, step: int) -> Path:
+        return self.output_dir / f".checkpoint-{step}.writing"
+
+    def _tensors(self) -> dict[str, Any]:
+        """Weights, and the optimizer's state where this rank holds any of it."""
+        tensors = sharded_model(self.chunks, self.mesh)
+        if self.optimizer is not None:
+            slot_state = state_to_save(slots_of(self.optimizer), dict(tensors))
+            if slot_state:
+                tensors["optimizer"] = slot_state
+        return tensors
+
     def _publish(self, state: Mapping[str, Any]) -> None:
-        step = state["step"]
-        final, temporary = self.output_dir / f"checkpoint-{step}", self.output_dir / f".checkpoint-{step}.writing"
+        """Complete what all ranks have written, and give it its name."""
         dist.barrier()
         if dist.get_rank() == 0:
+            step = state["step"]
+            temporary = self._temporary(step)
+            final = self.output_dir / f"checkpoint-{step}"
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
             write_common(temporary)
             flush_to_disk(temporary)
@@ -123,14 +142,19 @@ class Checkpointer:
                 shutil.rmtree(final)
             temporary.rename(final)
             flush_to_disk(self.output_dir, contents=False)
-            for old in run_checkpoints(self.output_dir)[: -self.keep] if self.keep else []:
-                shutil.rmtree(old)
+            self._delete_oldest()
             logger.info("saved %s", final)
         dist.barrier()
+
+    def _delete_oldest(self) -> None:
+        if self.keep:
+            for old in run_checkpoints(self.output_dir)[: -self.keep]:
+                shutil.rmtree(old)
 
 
 def load_checkpoint(
     checkpoint: Path,
+    mesh: Mesh,
     chunks: Sequence[MegatronModule],
     optimizer: MegatronOptimizer | None = None,
     *,
@@ -139,24 +163,21 @@ def load_checkpoint(
     """Read weights, and optimizer state if asked, into the objects of this rank.
 
     Args:
+        mesh: the ranks that hold the model.
         with_heads: read MTP layers too; else they stay as they are.
 
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
     """
-    tensors = _model_state(chunks)
+    tensors = sharded_model(chunks, mesh)
     if not with_heads:
-        tensors = {
-            name: {key: tensor for key, tensor in state.items() if not key.startswith("mtp.")}
-            for name, state in tensors.items()
-        }
+        tensors = {name: _without_heads(state) for name, state in tensors.items()}
     slots = slots_of(optimizer) if optimizer is not None else []
     if slots:
         tensors["optimizer"] = state_to_load(slots, dict(tensors))
-    damages = (OSError, EOFError, ValueError, dist_checkpointing.core.CheckpointingException, CheckpointException)
     try:
         loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
-    except damages as error:
+    except _DAMAGES as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
             f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",
@@ -168,11 +189,10 @@ def load_checkpoint(
         set_state(slots, loaded["optimizer"], read_state(checkpoint)["step"])
 
 
-def _model_state(chunks: Sequence[MegatronModule]) -> dict[str, Any]:
+def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any]:
     """The weights, each tensor with its place in the whole model; the layout does not show in it."""
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     return {
-        name: chunk.sharded_state_dict(metadata=metadata)
+        name: chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
         for name, chunk in zip(_chunk_names(chunks), chunks, strict=True)
     }
 
@@ -180,6 +200,10 @@ def _model_state(chunks: Sequence[MegatronModule]) -> dict[str, Any]:
 def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:
     """megatron-core's names: `model`, or `model0`, `model1` for virtual stages."""
     return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+def _without_heads(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tensor for key, tensor in state.items() if not key.startswith("mtp.")}
 
 
 def flush_to_disk(directory: Path, contents: bool = True) -> None:

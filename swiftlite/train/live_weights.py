@@ -1,4 +1,4 @@
-"""The weights of a run while it goes on, for an engine that is running: `sft.run(args, after_step=...)` hands them out.
+"""The weights of a run during training, for an engine that is running: `sft.run(args, after_step=...)` hands them out.
 
 The engine's side is `engines/vllm/weight_update.py`; neither knows the other.
 """
@@ -6,14 +6,14 @@ The engine's side is `engines/vllm/weight_update.py`; neither knows the other.
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from swiftlite.bridge.placement import is_first_rank
 from swiftlite.bridge.transfer import Dtypes, stream_hf
-from swiftlite.families.family import Family
+from swiftlite.model.open import HfModel
 from swiftlite.train.trainer import whole_parameters
 
 Bucket = Mapping[str, torch.Tensor]
@@ -33,14 +33,14 @@ class LiveWeights:
 
     Args:
         model: the chunks of this rank.
+        hf_model: the model that the run started from.
         dtypes: of the tensors, see `bridge.transfer.save_hf`: those of an export, so that an engine computes as it
             would with that.
         bucket_bytes: most of what the first rank holds of them at once, and of what is on its disk.
     """
 
     model: Sequence[DistributedDataParallel]
-    family: Family
-    hf_config: Mapping[str, Any]
+    hf_model: HfModel
     dtypes: Dtypes = None
     bucket_bytes: int = 1_000_000_000
 
@@ -48,7 +48,12 @@ class LiveWeights:
         """Bucket after bucket on the first rank, nothing on the others; collective: run through it on all of them."""
         with whole_parameters(self.model):
             yield from stream_hf(
-                self.model, self.family, self.hf_config, part, dtypes=self.dtypes, bucket_bytes=self.bucket_bytes
+                self.model,
+                self.hf_model.family,
+                self.hf_model.config,
+                part,
+                dtypes=self.dtypes,
+                bucket_bytes=self.bucket_bytes,
             )
 
     def send(self, engine: Receiver | None, *, target: bool = True, draft: bool = True) -> None:

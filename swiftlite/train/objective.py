@@ -1,44 +1,148 @@
-"""The loss of a global batch: next-token loss plus weighted MTP losses, each a mean over its own valid targets.
-
-For depth k of D, with N_k the number of valid targets of that depth in the whole global batch (N_0: the trunk's) and
-a_k the weight of the depth (`Heads.weights`: 1 / D, unless one layer is unrolled over D steps):
-
-    loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * CE_k) / N_k )
-
-The counts are known before the first forward pass, so the loss depends neither on how the batch is cut into
-micro-batches, nor on data parallelism, nor on padding; a depth with no target contributes exactly 0.
-megatron-core divides all gradients by N_0 at the end of the step (`calculate_per_token_loss`), so what is summed here
-is `sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` with `c_k = mtp_loss_scaling_factor * a_k * N_0 / N_k`.
+"""What a run minimises: an `Objective`, which the trainer is handed; and the one of `megatron sft`.
 
 Shapes: K the trunk and each MTP depth, B batch, S sequence (this context-parallel rank's part in the pipeline).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from swiftlite.acceptance.statistics import Statistics
 from swiftlite.data.batch import Batch
+from swiftlite.heads import Heads
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss import IGNORE_INDEX
+from swiftlite.model.pipeline import ForwardStep
+from swiftlite.model.ranks import from_last_stage
+from swiftlite.runtime.mesh import Mesh
 
 
-def count_targets(batches: Sequence[Batch], num_drafts: int) -> torch.Tensor:
-    """Valid targets of the trunk and of each MTP depth in these batches: int64 [1 + num_drafts]."""
-    counts = torch.zeros(1 + num_drafts, dtype=torch.int64)
-    for batch in batches:
-        counts += (batch.labels_KBS != IGNORE_INDEX).sum(dim=(1, 2)).cpu()
-    return counts
+class Objective(Protocol):
+    """A loss over a global batch, and the statistics that are logged of it.
+
+    A loss is a sum over targets (tokens, pairs of answers, whatever it is a mean over), divided by their number in the
+    global batch. So it depends neither on how the batch is cut into micro-batches, nor on data parallelism, nor on
+    padding. For each global batch the trainer asks, in this order:
+
+        counts = objective.count_targets(batches)                  summed over data-parallel ranks
+        forward_step = objective.make_forward_step(counts, mesh)   run over all micro-batches, forward and backward
+        metrics = objective.means(sums)                            of what the micro-batches gave, summed over all ranks
+
+    Whatever else it needs of a micro-batch, such as the log-probabilities of a reference model, comes with the batches,
+    which may be of a subclass of `Batch`.
+    """
+
+    @property
+    def remedy(self) -> str:
+        """What to try, in the words of the options, when the loss is no number any more."""
+        ...
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        """Shape of the statistics of a micro-batch."""
+        ...
+
+    def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Targets in these whole micro-batches: int64 of any shape, right where the labels are (the last stage)."""
+        ...
+
+    def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
+        """What megatron-core's schedule calls for each micro-batch of a global batch.
+
+        The function that it returns beside the model's output gives three values: the micro-batch's sum to be
+        minimised, a scalar; by how much it counts, an int32 scalar (megatron-core adds these up over micro-batches and
+        ranks that hold other rows or tokens, and divides the gradients by the sum); its statistics, float64 of
+        `sums_shape`, which add up over the same.
+
+        Args:
+            counts: `count_targets` of the whole global batch, the same on every rank.
+            mesh: the ranks that hold the model.
+        """
+        ...
+
+    def means(self, sums: torch.Tensor) -> dict[str, float]:
+        """Metrics by name, from the statistics of a global batch."""
+        ...
 
 
-def mtp_coefficients(counts: torch.Tensor, mtp_loss_scaling_factor: float, weights: Sequence[float]) -> list[float]:
-    """c_k of each depth from the global counts of `count_targets` and `Heads.weights`."""
-    main, *mtp = counts.tolist()
-    return [
-        mtp_loss_scaling_factor * weight * main / count if count else 0.0
-        for weight, count in zip(weights, mtp, strict=True)
-    ]
+def add_up(parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh) -> torch.Tensor:
+    """The statistics of all micro-batches of all ranks, on the CPU of every rank.
+
+    Args:
+        parts: those of this rank's micro-batches, on the last pipeline stage; elsewhere none.
+        shape: of each.
+    """
+    sums = torch.zeros(shape, dtype=torch.float64, device=mesh.device.torch_device)
+    for part in parts:
+        sums += part
+    dist.all_reduce(sums, group=mesh.dp_cp)
+    return from_last_stage(sums, mesh).cpu()
+
+
+@dataclass(frozen=True)
+class NextTokenObjective:
+    """The next-token loss plus weighted MTP losses, each a mean over its own valid targets.
+
+    For depth k of D, with N_k the number of valid targets of that depth in the whole global batch (N_0: the trunk's)
+    and a_k the weight of the depth (`Heads.weights`: 1 / D, unless one layer is unrolled over D steps):
+
+        loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * CE_k) / N_k )
+
+    A depth with no target contributes exactly 0. megatron-core divides all gradients by N_0 at the end of the step
+    (`calculate_per_token_loss`), so what is summed here is `sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` with
+    `c_k = mtp_loss_scaling_factor * a_k * N_0 / N_k`.
+    """
+
+    heads: Heads
+    mtp_loss_scaling_factor: float
+
+    @property
+    def remedy(self) -> str:
+        return "lower --lr or --mtp_loss_scaling_factor"
+
+    @property
+    def sums_shape(self) -> tuple[int, int]:
+        return (1 + self.heads.drafts, 3)  # as `Statistics`
+
+    def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Valid targets of the trunk and of each MTP depth in these batches: int64 [K]."""
+        counts = torch.zeros(1 + self.heads.drafts, dtype=torch.int64)
+        for batch in batches:
+            counts += (batch.labels_KBS != IGNORE_INDEX).sum(dim=(1, 2)).cpu()
+        return counts
+
+    def coefficients(self, counts: torch.Tensor) -> list[float]:
+        """c_k of each MTP depth, from the counts of the global batch."""
+        main, *mtp = counts.tolist()
+        return [
+            self.mtp_loss_scaling_factor * weight * main / count if count else 0.0
+            for weight, count in zip(self.heads.weights, mtp, strict=True)
+        ]
+
+    def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
+        """Each micro-batch's `total_loss`, the trunk's targets and `Statistics`."""
+        coefficients = self.coefficients(counts)
+
+        def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
+            batch = next(batches)
+            output = forward(model, batch)
+
+            def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                num_targets = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()
+                statistics = Statistics.of(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
+                return total_loss(losses, batch.loss_scale_KBS, coefficients), num_targets, statistics.rows
+
+            return output, loss_func
+
+        return forward_step
+
+    def means(self, sums: torch.Tensor) -> dict[str, float]:
+        """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""
+        return Statistics(sums).means()
 
 
 def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
@@ -47,20 +151,3 @@ def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Seque
     for coefficient, head, weight_BS in zip(coefficients, losses.mtp, loss_scale_KBS[1:], strict=True):
         total = total + coefficient * (head.loss_BS * weight_BS).sum()
     return total
-
-
-def make_forward_step(coefficients: Sequence[float]) -> Callable:
-    """The function that megatron-core's pipeline schedule calls for each micro-batch of a step."""
-
-    def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
-        batch = next(batches)
-        output = forward(model, batch)
-
-        def loss_func(losses: Losses):
-            num_tokens = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()
-            total = total_loss(losses, batch.loss_scale_KBS, coefficients)
-            return total, num_tokens, Statistics.of(losses, batch.loss_scale_KBS, batch.cu_seqlens)
-
-        return output, loss_func
-
-    return forward_step

@@ -17,11 +17,11 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.run import Plan, Schedule
-from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 
 
 def wrap_model(
-    chunks: Sequence[GPTModel], dtype: torch.dtype, distributed: DistributedArgs | None = None
+    chunks: Sequence[GPTModel], mesh: Mesh, dtype: torch.dtype, distributed: DistributedArgs | None = None
 ) -> list[DistributedDataParallel]:
     """The chunks under megatron-core's precision and data-parallel wrappers; gradients accumulate in float32."""
     distributed = distributed or DistributedArgs()
@@ -34,17 +34,34 @@ def wrap_model(
             overlap_param_gather=distributed.overlap_param_gather,
         )
         module = Float16Module(chunk.config, chunk) if dtype is torch.bfloat16 else chunk
-        # As megatron-core's own trainer: only the first virtual stage splits its gradients into buckets.
-        wrapped.append(DistributedDataParallel(chunk.config, ddp_config, module, disable_bucketing=number > 0))
+        # As in megatron-core's own trainer, only the first virtual stage splits its gradients into buckets.
+        wrapped.append(
+            DistributedDataParallel(
+                chunk.config, ddp_config, module, disable_bucketing=number > 0, pg_collection=mesh.groups
+            )
+        )
     for chunk in wrapped:
         chunk.broadcast_params()
     return wrapped
 
 
 def make_optimizer(
-    args: SftArgs, plan: Plan, schedule: Schedule, model: Sequence[DistributedDataParallel], device: Device
+    args: SftArgs, plan: Plan, schedule: Schedule, model: Sequence[DistributedDataParallel], mesh: Mesh
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW (no decay on biases and norms) and its schedule; connects both to the model's config."""
+    """AdamW and its learning-rate schedule; both are connected to the model's config."""
+    optimizer = _adamw(args, plan, model, mesh)
+    no_sync = [chunk.no_sync for chunk in model]
+    for chunk in model:
+        chunk.config.grad_scale_func = optimizer.scale_loss
+        # With virtual stages a list, whatever the annotation says (schedules.py:858 of 0.16.1).
+        chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    return optimizer, _learning_rate(args, plan, schedule, optimizer)
+
+
+def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], mesh: Mesh) -> MegatronOptimizer:
+    """AdamW, without decay on biases and norms."""
+    is_bfloat16 = args.torch_dtype == "bfloat16"
     config = OptimizerConfig(
         optimizer="adam",
         lr=plan.lr,
@@ -54,20 +71,32 @@ def make_optimizer(
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,
         clip_grad=args.clip_grad,
-        bf16=args.torch_dtype == "bfloat16",
-        params_dtype=torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32,
+        bf16=is_bfloat16,
+        params_dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
         use_distributed_optimizer=args.use_distributed_optimizer,
         overlap_param_gather=args.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
-        config, list(model), get_standard_config_overrides(config), use_gloo_process_groups=device.is_cuda
+        config,
+        list(model),
+        get_standard_config_overrides(config),
+        # They would carry the optimizer's own form of a checkpoint; ours is `optimizer_state.py`.
+        use_gloo_process_groups=False,
+        pg_collection=mesh.groups,
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         # One kernel per tensor instead of ten; megatron-core takes torch's AdamW (where Apex is absent) as it comes.
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-    scheduler = OptimizerParamScheduler(
+    return optimizer
+
+
+def _learning_rate(
+    args: SftArgs, plan: Plan, schedule: Schedule, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
+    """The learning rate of each step: a straight line up from 0, then --lr_decay_style down to the smallest."""
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=plan.lr,
@@ -80,10 +109,3 @@ def make_optimizer(
         wd_incr_steps=schedule.steps,
         wd_incr_style="constant",
     )
-    no_sync = [chunk.no_sync for chunk in model]
-    for chunk in model:
-        chunk.config.grad_scale_func = optimizer.scale_loss
-        # With virtual stages a list, whatever the annotation says (schedules.py:858 of 0.16.1).
-        chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
-        chunk.config.finalize_model_grads_func = finalize_model_grads
-    return optimizer, scheduler

@@ -2,75 +2,127 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from swiftlite.bridge.tensors import write_durably
+from swiftlite.bridge.transfer import LoadReport
+from swiftlite.data.dataset import Data
 from swiftlite.errors import UserError
+from swiftlite.plan.trainable import Trainable, is_of_heads
+
+REPORT_FILE = "run_report.json"
+
+
+class Hashed(NamedTuple):
+    """One parameter of one rank, before and after training."""
+
+    before: str
+    after: str
+    learns: bool
+    is_of_heads: bool
+
+    @property
+    def has_changed(self) -> bool:
+        return self.before != self.after
 
 
 def hash_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
-    """sha256 of the bytes of each parameter as this rank holds it, by name."""
-    return {
-        name: hashlib.sha256(parameter.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, parameter in _parameters(chunks).items()
-    }
+    """sha256 of the bytes of each parameter as this rank holds it, by label."""
+    return {label: _sha256(parameter) for label, _, parameter in _parameters(chunks)}
 
 
-def compare_tensors(chunks: Sequence[torch.nn.Module], before: Mapping[str, str]) -> dict[str, Any]:
-    """Which tensors changed since `before`, over all ranks; trainable and frozen apart.
+def compare_tensors(
+    chunks: Sequence[torch.nn.Module], before: Mapping[str, str], trainable: Trainable
+) -> dict[str, Any]:
+    """Which tensors changed since `before`, over all ranks, those that learn and the frozen ones apart; collective.
+
+    Args:
+        before: `hash_tensors` of the same chunks.
 
     Returns:
-        `trunk_sha256` is one hash over all tensors that are not MTP's, before and after.
+        `trunk_sha256_...` is one hash over all tensors that are not MTP's.
     """
-    after = hash_tensors(chunks)
-    trainable = {name for name, parameter in _parameters(chunks).items() if parameter.requires_grad}
-    mine = {name: (before[name], after[name], name in trainable) for name in after}
-    ranks: list[dict[str, tuple[str, str, bool]]] = [{} for _ in range(dist.get_world_size())]
+    mine = {
+        label: Hashed(before[label], _sha256(parameter), trainable.learns(name), is_of_heads(name))
+        for label, name, parameter in _parameters(chunks)
+    }
+    ranks: list[dict[str, Hashed]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, mine)
-    pairs = {f"rank{rank}.{name}": entry for rank, tensors in enumerate(ranks) for name, entry in tensors.items()}
+    tensors: dict[str, Hashed] = {}
+    for rank, hashed in enumerate(ranks):
+        tensors |= {f"rank{rank}.{label}": tensor for label, tensor in hashed.items()}
 
-    def digest(which: int) -> str:
-        trunk = "".join(f"{name}{entry[which]}" for name, entry in sorted(pairs.items()) if ".mtp." not in name)
-        return hashlib.sha256(trunk.encode()).hexdigest()
+    def names(learns: bool, has_changed: bool) -> list[str]:
+        chosen = (learns, has_changed)
+        return [name for name, tensor in tensors.items() if (tensor.learns, tensor.has_changed) == chosen]
 
-    def names(is_trainable: bool, has_changed: bool) -> list[str]:
-        return [
-            name for name, (old, new, trains) in pairs.items() if trains == is_trainable and (old != new) == has_changed
-        ]
-
+    trunk = {name: tensor for name, tensor in sorted(tensors.items()) if not tensor.is_of_heads}
     return {
-        "trained_tensors": len(names(True, True)),
-        "trained_but_unchanged": names(True, False),
-        "frozen_tensors": len(names(False, False)),
-        "frozen_but_changed": names(False, True),
-        "trunk_sha256_before": digest(0),
-        "trunk_sha256_after": digest(1),
+        "trained_tensors": len(names(learns=True, has_changed=True)),
+        "trained_but_unchanged": names(learns=True, has_changed=False),
+        "frozen_tensors": len(names(learns=False, has_changed=False)),
+        "frozen_but_changed": names(learns=False, has_changed=True),
+        "trunk_sha256_before": _sha256_of_all({name: tensor.before for name, tensor in trunk.items()}),
+        "trunk_sha256_after": _sha256_of_all({name: tensor.after for name, tensor in trunk.items()}),
     }
 
 
-def _parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Parameters of this rank by name; of virtual pipeline stages, with the number of the stage."""
-    return {
-        f"stage{number}.{name}" if len(chunks) > 1 else name: parameter
-        for number, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
-    }
+def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    """The parameters of this rank: label, name, parameter.
+
+    Names are the chunk's own; labels begin with the number of the virtual pipeline stage where there are several.
+    """
+    for number, chunk in enumerate(chunks):
+        prefix = f"stage{number}." if len(chunks) > 1 else ""
+        for name, parameter in chunk.named_parameters():
+            yield f"{prefix}{name}", name, parameter
 
 
-def check_frozen(tensors: Mapping[str, Any]) -> None:
-    """Raises UserError when a tensor that had to stay has changed: a defect, which must not pass as success."""
+def _sha256(tensor: torch.Tensor) -> str:
+    content = tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _sha256_of_all(hashes: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(f"{name}{value}" for name, value in hashes.items()).encode()).hexdigest()
+
+
+def check_frozen(tensors: Mapping[str, Any], trainable: Trainable) -> None:
+    """Raise UserError when a tensor that had to stay has changed: a defect, which must not pass as success.
+
+    Args:
+        tensors: `compare_tensors`.
+    """
     if tensors["frozen_but_changed"]:
         names = ", ".join(tensors["frozen_but_changed"][:5])
         raise UserError(
-            f"--mtp_mode heads_only changed frozen tensors: {names}", "please report this; do not use the result"
+            f"{trainable.option} changed frozen tensors: {names}", "please report this; do not use the result"
         )
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a small file whole or not at all."""
-    write_durably(path, (json.dumps(content, indent=2) + "\n").encode())
+def write_report(
+    output_dir: Path, measured: Mapping[str, Any], data: Data, loaded: LoadReport, tensors: Mapping[str, Any]
+) -> None:
+    """Write run_report.json.
+
+    Args:
+        measured: its first entries: steps, seconds, what the last evaluation gave.
+        tensors: `compare_tensors`.
+    """
+    content = {
+        **measured,
+        "data": data.report.as_dict(),
+        "data_sha256": data.digest,
+        "weights": {
+            "loaded": len(loaded.loaded),
+            "initialised": dict(loaded.initialised),
+            "dropped": list(loaded.dropped),
+        },
+        "tensors": tensors,
+    }
+    write_durably(output_dir / REPORT_FILE, (json.dumps(content, indent=2) + "\n").encode())

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from megatron.core import parallel_state
 
 from swiftlite.data.batch import Batch
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import micro_batches
 from swiftlite.data.stream import Stream
-from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import Batches
 from swiftlite.train.exchange import broadcast, broadcast_counts, exchange, stage_fields
 
@@ -23,24 +22,21 @@ class StreamedBatches:
         stream: of packed rows, on the first rank; None elsewhere.
     """
 
-    def __init__(self, batches: Batches, stream: Stream | None, device: Device):
+    def __init__(self, batches: Batches, stream: Stream | None, mesh: Mesh):
         self.batches = batches
         self.stream = stream
-        self.device = device.torch_device
+        self.mesh = mesh
         self._fields = stage_fields(batches.plan.layout, batches.plan.heads.layers)
 
     def train(self, step: int) -> list[Batch]:
         """The micro-batches of the next step, whatever its number."""
-        # Annotated as lists of groups upstream.
-        pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()
-        stage_group: Any = parallel_state.get_tensor_and_context_parallel_group()
-        is_first_of_replica = pipeline_group.rank() == 0 and stage_group.rank() == 0
+        is_first_of_replica = self.mesh.pp.rank() == 0 and self.mesh.tp_cp.rank() == 0
         received = broadcast(
             self._receive() if is_first_of_replica else None,
             self._fields,
-            pipeline_group=pipeline_group,
-            stage_group=stage_group,
-            device=self.device,
+            pipeline_group=self.mesh.pp,
+            stage_group=self.mesh.tp_cp,
+            device=self.mesh.device.torch_device,
         )
         return [self.batches.collate(samples) for samples in received]
 
@@ -51,13 +47,13 @@ class StreamedBatches:
     def _receive(self) -> list[list[Sample]]:
         """This data-parallel rank's micro-batches of the rows that the first rank reads now."""
         plan = self.batches.plan
-        group: Any = parallel_state.get_data_parallel_group()
+        group, device = self.mesh.dp, self.mesh.device.torch_device
         rows: list[list[Sample]] = []
         if self.stream is not None:
             rows = list(itertools.islice(self.stream, plan.global_batch_size))
         samples = list(itertools.chain(*rows))
         row_sizes, lengths = broadcast_counts(
-            [len(row) for row in rows], [len(sample) for sample in samples], group, self.device
+            [len(row) for row in rows], [len(sample) for sample in samples], group, device
         )
         numbers_of_rank = [
             number_samples(row_sizes, plan.micro_batch_size, rank, plan.data_parallel_size)
@@ -68,7 +64,7 @@ class StreamedBatches:
             lengths=[lengths] + [[]] * (group.size() - 1),  # only the first rank has any
             assignment=[list(itertools.chain(*numbers)) for numbers in numbers_of_rank],
             group=group,
-            device=self.device,
+            device=device,
         )
         arriving = iter(received)
         return [list(itertools.islice(arriving, len(numbers))) for numbers in numbers_of_rank[group.rank()]]

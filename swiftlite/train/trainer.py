@@ -11,52 +11,55 @@ from types import FrameType
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from swiftlite.acceptance.statistics import Statistics
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
+from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, largest
-from swiftlite.plan.flops import Flops
 from swiftlite.plan.run import Plan, Schedule
-from swiftlite.runtime.device import Device
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import shard
 from swiftlite.train.checkpoint import Checkpointer
-from swiftlite.train.objective import count_targets, make_forward_step, mtp_coefficients
+from swiftlite.train.objective import Objective, add_up
 from swiftlite.train.sinks import Sink
 
 GetBatches = Callable[[int], Sequence[Batch]]
+CountFlops = Callable[[int, int, Sequence[int]], float]
 
 
 @dataclass
 class Trainer:
-    """Everything one optimizer step needs.
+    """Everything that optimizer steps need.
 
     Attributes:
+        mesh: the ranks that hold the model.
         model: the chunks of this rank, one per virtual pipeline stage.
+        objective: what is minimised.
         train_batches: step (from 0) -> this rank's micro-batches of it; a function of the step, or of `data_state`,
             which is what makes a resumed run continue with the very same data.
-        flops: operations of a step, for the metrics.
         eval_batches: this rank's share of the held-out rows.
+        count_flops: operations of a step over all ranks of a replica, for the metrics, from the tokens of its
+            sequences, the sum of their squared lengths, and what the objective counted.
+        sinks: where metrics go.
         checkpointer: writes the checkpoints; None writes none.
         data_state: what a checkpoint keeps of the data, on the first rank.
         after_step: called on every rank with the number of each step, once it is taken and logged.
     """
 
+    mesh: Mesh
     model: Sequence[DistributedDataParallel]
+    objective: Objective
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     plan: Plan
     schedule: Schedule
-    mtp_loss_scaling_factor: float
     train_batches: GetBatches
-    flops: Flops
     eval_batches: Sequence[Batch]
-    device: Device
+    count_flops: CountFlops
     sinks: Sequence[Sink]
     logging_steps: int
     checkpointer: Checkpointer | None
@@ -64,19 +67,19 @@ class Trainer:
     after_step: Callable[[int], None] | None = None
 
     def fit(self, first: int) -> int:
-        """Steps `first` .. the last one of the schedule, saving and evaluating on the way; not after the last one.
+        """Take the steps after number `first`, saving and evaluating on the way; no evaluation after the last one.
 
         Returns:
             The number of a signal that asked to stop (a checkpoint was saved), or 0.
         """
-        with _StopSignals() as stop:
+        with self.mesh.active(), _StopSignals() as stop:
             for step in range(first + 1, self.schedule.steps + 1):
                 metrics = self.step(step)
                 if step % self.logging_steps == 0 or step == self.schedule.steps:
                     self.log(step, metrics)
                 if self.after_step:
                     self.after_step(step)
-                stopping = largest(stop.received, self.device.torch_device)  # all stop at the same step
+                stopping = largest(stop.received, self.mesh)  # all stop at the same step
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
                     self._save(step)
                 if stopping:
@@ -108,82 +111,83 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         counts = self._count_targets(batches)
-        statistics = self._forward_backward(batches, counts, forward_only=False)
+        sums = self._run(batches, counts, forward_only=False)
         self.scheduler.step(increment=1)  # before the update, so that the first one has a learning rate above 0
         _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None upstream
-        tokens, squares = self._sum_over_data_parallel(
-            sum(batch.num_tokens for batch in batches), sum(batch.squares for batch in batches)
-        )
-        self.device.synchronize()
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        squares = sum(batch.squares for batch in batches)
+        num_tokens, squares = self._sum_over_data_parallel(num_tokens, squares)
+        self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
-        flops_per_second = self.flops.step(tokens, squares, counts.tolist()) / seconds / self.plan.world_size
-        metrics = statistics.means()
+        flops_per_second = self.count_flops(num_tokens, squares, counts.tolist()) / seconds / self.plan.world_size
+        metrics = self.objective.means(sums)
         metrics |= {
             "grad_norm": float(grad_norm or 0.0),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": num_tokens / seconds,
             "tflops_per_second": flops_per_second / 1e12,
         }
-        if peak := self.device.peak_flops:
+        if peak := self.mesh.device.peak_flops:
             metrics["mfu"] = flops_per_second / peak
         if not all(map(math.isfinite, metrics.values())):
             raise UserError(
                 f"step {step}: {_render(metrics)}; no further step was taken",
-                "lower --lr or --mtp_loss_scaling_factor, or look at the rows of this step; --resume starts before it",
+                f"{self.objective.remedy}, or look at the rows of this step; --resume starts before it",
             )
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Token-weighted means over the held-out rows; empty when there are none."""
+        """The objective's metrics over the held-out rows, named `eval_...`; empty when there are none."""
         if not sum(self._sum_over_data_parallel(len(self.eval_batches))):
             return {}
         with self.evaluating():
             counts = self._count_targets(self.eval_batches)
-            return self._forward_backward(self.eval_batches, counts, forward_only=True).means(prefix="eval_")
+            sums = self._run(self.eval_batches, counts, forward_only=True)
+        return {f"eval_{name}": value for name, value in self.objective.means(sums).items()}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Parameters are as the last step left them, no gradients, evaluation mode."""
-        with whole_parameters(self.model), torch.no_grad():
+        with self.mesh.active(), whole_parameters(self.model), torch.no_grad():
             for chunk in self.model:
                 chunk.eval()
-            yield
-            for chunk in self.model:
-                chunk.train()
+            try:
+                yield
+            finally:
+                for chunk in self.model:
+                    chunk.train()
 
     def _count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Of the whole global batch: int64 [1 + drafts], the same on every rank."""
-        counts = count_targets(batches, self.plan.heads.drafts).to(self.device.torch_device)
-        torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        return from_last_stage(counts)
+        """The targets of the whole global batch, the same on every rank."""
+        counts = self.objective.count_targets(batches).to(self.mesh.device.torch_device)
+        dist.all_reduce(counts, group=self.mesh.dp)
+        return from_last_stage(counts, self.mesh)
 
-    def _forward_backward(self, batches: Sequence[Batch], counts: torch.Tensor, *, forward_only: bool) -> Statistics:
-        coefficients = mtp_coefficients(counts, self.mtp_loss_scaling_factor, self.plan.heads.weights)
-        parts: list[Statistics] = []
+    def _run(self, batches: Sequence[Batch], counts: torch.Tensor, *, forward_only: bool) -> torch.Tensor:
+        """All micro-batches of a global batch through the model; returns the statistics of all ranks."""
+        parts = []
         if batches:
-            # Each virtual stage walks over the micro-batches on its own.
-            iterators = [self._on_this_rank(batches) for _ in self.model]
-            parts = get_forward_backward_func()(
-                forward_step_func=make_forward_step(coefficients),
-                data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=list(self.model),
-                num_microbatches=len(batches),
-                # Of no consequence: stages tell each other the shape of every micro-batch (`variable_seq_lengths`).
-                seq_length=batches[0].position_ids_BS.size(1),
-                micro_batch_size=batches[0].position_ids_BS.size(0),
+            batch_size, length = batches[0].position_ids_BS.shape
+            parts = run_pipeline(
+                self.model,
+                self.mesh,
+                self.objective.make_forward_step(counts, self.mesh),
+                [self._on_this_rank(batches) for _ in self.model],
+                num_micro_batches=len(batches),
+                micro_batch_size=batch_size,
+                length=length,
                 forward_only=forward_only,
             )
-        return Statistics.total(parts, 1 + self.plan.heads.drafts, self.device.torch_device)
+        return add_up(parts, self.objective.sums_shape, self.mesh)
 
     def _on_this_rank(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """On the device, and of each row the part that this context-parallel rank computes."""
-        size, rank = self.plan.layout.context_parallel_size, parallel_state.get_context_parallel_rank()
-        move = partial(torch.Tensor.to, device=self.device.torch_device, non_blocking=True)
-        return (shard(batch, rank, size).map(move) for batch in batches)
+        """The batches on the device, and of each row the part that this context-parallel rank computes."""
+        move = partial(torch.Tensor.to, device=self.mesh.device.torch_device, non_blocking=True)
+        return (shard(batch, self.mesh.cp.rank(), self.mesh.cp.size()).map(move) for batch in batches)
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
-        total = torch.tensor(values, device=self.device.torch_device)
-        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        total = torch.tensor(values, device=self.mesh.device.torch_device)
+        dist.all_reduce(total, group=self.mesh.dp)
         return total.tolist()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

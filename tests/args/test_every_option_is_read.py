@@ -16,11 +16,11 @@ PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
     "megatron sft": ["train", "model", "plan/run.py", "plan/layout.py", "cli/main.py"],
     "export": ["export", "model", "plan/layout.py"],
-    "infer": ["infer"],
+    "infer": ["serve/infer.py", "engines"],
     "evaluate": ["evaluate"],
     "bench": ["bench", "args/commands.py"],
-    "doctor": ["cli/doctor.py", "plan/memory.py"],
-    "deploy": ["serve/deploy.py", "engines/engine.py"],
+    "doctor": ["cli/doctor.py", "plan/memory.py", "engines"],
+    "deploy": ["serve/deploy.py", "engines"],
 }
 NAMES = {"args", "layout", "recompute", "distributed", "moe"}
 # By a rule, exactly one of --to_hf and --to_mcore is given; the code reads the first.

@@ -3,16 +3,12 @@
 import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bench.figures import Answer, Measured, Round, choose
+from swiftlite.bench.figures import ConcurrencyResult, Round, choose
+from swiftlite.engines.client import Answer
 
 
 def answer(text: str = "a", num_tokens: int = 5, first: float = 0.1, seconds: float = 0.5) -> Answer:
     return Answer(text, num_tokens, first, seconds)
-
-
-def test_time_per_token_is_of_the_tokens_after_the_first():
-    assert answer(num_tokens=5, first=0.1, seconds=0.5).seconds_per_token == pytest.approx(0.1)
-    assert answer(num_tokens=1, first=0.1, seconds=0.1).seconds_per_token is None
 
 
 def test_figures_of_a_server_at_one_concurrency():
@@ -21,7 +17,7 @@ def test_figures_of_a_server_at_one_concurrency():
         Round([answer("a", 5, 0.2, 1.0), answer("b", 1, 0.4, 0.4)], 1.0),  # 6 tokens/s, 200 ms per token
         Round([answer("a", 5, 0.5, 1.7), answer("c", 1, 0.5, 0.5)], 2.0),  # 3 tokens/s, 300 ms per token
     ]
-    measured = Measured(2, rounds, DraftCounts(8, 16, (6, 2)))
+    measured = ConcurrencyResult(2, rounds, DraftCounts(8, 16, (6, 2)))
     figures = measured.to_json([answer("a"), answer("b", 1)])
     assert figures["tokens_per_second"] == 6
     assert figures["tokens_per_second_of_rounds"] == [12, 6, 3]
@@ -35,13 +31,13 @@ def test_figures_of_a_server_at_one_concurrency():
 
 
 def test_answers_differ_by_text_and_by_tokens():
-    measured = Measured(1, [Round([answer("a", 5), answer("b", 5)], 1.0)], None)
+    measured = ConcurrencyResult(1, [Round([answer("a", 5), answer("b", 5)], 1.0)], None)
     assert measured.num_equal([answer("a", 5), answer("b", 6)]) == 1
     assert measured.num_equal([answer("c", 5), answer("b", 5)]) == 1
 
 
 def test_without_drafts_or_with_single_tokens_there_is_less_to_say():
-    figures = Measured(1, [Round([answer(num_tokens=1)], 1.0)], None).to_json([answer()])
+    figures = ConcurrencyResult(1, [Round([answer(num_tokens=1)], 1.0)], None).to_json([answer()])
     assert figures["drafts"] is None
     assert figures["mean_accepted_length"] == 1.0
     assert figures["time_per_token_ms"] is None

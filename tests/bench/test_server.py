@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from swiftlite.bench import server
+from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
 
 # Serves /health after a start; `child` is a process that would outlive it, `stubborn` one that does not stop.
@@ -27,7 +28,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def start(tmp_path, *words: str):
     url, port = server.free_url()
-    return server.serve([sys.executable, "-c", SCRIPT, str(port), *words], {"NAME": "x"}, url, tmp_path / "log")
+    return server.serve(
+        ServerCommand([sys.executable, "-c", SCRIPT, str(port), *words], {"NAME": "x"}), url, tmp_path / "log"
+    )
 
 
 def test_nothing_is_left_of_a_server(tmp_path, monkeypatch):
@@ -53,7 +56,10 @@ def test_a_server_that_does_not_stop_is_killed(tmp_path, monkeypatch):
 def test_a_server_that_does_not_start_is_quoted(tmp_path):
     script = "import sys; print(*range(40), sep='\\n'); sys.exit('no memory')"
     url, _ = server.free_url()
-    with pytest.raises(UserError) as caught, server.serve([sys.executable, "-c", script], {}, url, tmp_path / "log"):
+    with (
+        pytest.raises(UserError) as caught,
+        server.serve(ServerCommand([sys.executable, "-c", script]), url, tmp_path / "log"),
+    ):
         pass
     assert caught.value.problem.startswith("the server ended with code 1 before it was ready")
     assert "no memory" in caught.value.problem

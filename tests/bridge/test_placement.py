@@ -18,10 +18,10 @@ from tests.tiny import make_tiny_hf
 
 
 @pytest.fixture
-def model(tmp_path: Path, device) -> GPTModel:
+def model(tmp_path: Path, mesh) -> GPTModel:
     hf_config = read_config(make_tiny_hf(tmp_path, "qwen3", depth=1))
-    architecture = families.get(hf_config).transformer_config(hf_config)
-    return build_model(architecture, hf_config, device=device, dtype=torch.float32, heads=Heads(1))[0]
+    architecture = families.get(hf_config).architecture(hf_config)
+    return build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))[0]
 
 
 def shards(model: torch.nn.Module) -> dict[str, Any]:

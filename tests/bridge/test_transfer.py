@@ -25,11 +25,11 @@ from tests.tiny import make_tiny_hf, mtp_names
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
-def build(hf_dir: Path, device, depth: int, dtype: torch.dtype = torch.float32, **overrides) -> GPTModel:
+def build(hf_dir: Path, mesh, depth: int, dtype: torch.dtype = torch.float32, **overrides) -> GPTModel:
     """A Megatron model for the directory whose every number is NaN, so that nothing unfilled goes unnoticed."""
     hf_config = read_config(hf_dir) | overrides
-    architecture = families.get(hf_config).transformer_config(hf_config)
-    (model,) = build_model(architecture, hf_config, device=device, dtype=dtype, heads=Heads(depth))
+    architecture = families.get(hf_config).architecture(hf_config)
+    (model,) = build_model(architecture, hf_config, mesh=mesh, dtype=dtype, heads=Heads(depth))
     with torch.no_grad():
         for _, tensor in tensors_of(model):
             tensor.fill_(float("nan"))
@@ -90,12 +90,12 @@ def change_tensors(hf_dir: Path, change) -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_round_trip_is_bit_exact(tmp_path, device, family, tied, depth, sharded):
+def test_round_trip_is_bit_exact(tmp_path, mesh, family, tied, depth, sharded):
     source = make_tiny_hf(tmp_path / "in", family, depth, tied, **SIZES)
     original = read_all(source)
     if sharded:
         shard(source, 3)
-    model = build(source, device, depth)
+    model = build(source, mesh, depth)
     report = load(model, source)
     assert set(report.loaded) == {name for name, _ in tensors_of(model)}
     assert not report.initialised
@@ -109,7 +109,7 @@ def test_round_trip_is_bit_exact(tmp_path, device, family, tied, depth, sharded)
     assert audit_hf(tmp_path / "out", families.get(read_config(source))) == []
 
 
-def test_mixed_precision_round_trip(tmp_path, device):
+def test_mixed_precision_round_trip(tmp_path, mesh):
     """Each tensor goes back to the dtype it came in; bfloat16 survives float32 parameters."""
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1, dtype=torch.bfloat16)
 
@@ -117,23 +117,23 @@ def test_mixed_precision_round_trip(tmp_path, device):
         tensors.update({key: tensor.float() for key, tensor in tensors.items() if "norm" in key})
 
     change_tensors(source, widen_norms)
-    model = build(source, device, depth=1)
+    model = build(source, mesh, depth=1)
     load(model, source)
     save(model, source, tmp_path / "out")
     assert_same_tensors(read_all(tmp_path / "out"), read_all(source))
 
 
-def test_parameters_get_their_own_dtype(tmp_path, device):
+def test_parameters_get_their_own_dtype(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3")
-    model = build(source, device, depth=0, dtype=torch.bfloat16)
+    model = build(source, mesh, depth=0, dtype=torch.bfloat16)
     load(model, source)
     original = read_all(source)["model.layers.1.mlp.down_proj.weight"]
     assert torch.equal(model.get_parameter("decoder.layers.1.mlp.linear_fc2.weight"), original.bfloat16())
 
 
-def test_dtypes_of_an_export(tmp_path, device):
+def test_dtypes_of_an_export(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1)
-    model = build(source, device, depth=1)
+    model = build(source, mesh, depth=1)
     load(model, source)
 
     def dtypes_written(name: str, dtypes) -> set[torch.dtype]:
@@ -147,11 +147,11 @@ def test_dtypes_of_an_export(tmp_path, device):
     assert dtypes_written("most", trunk) == {torch.float16}
 
 
-def test_streamed_buckets(tmp_path, device):
+def test_streamed_buckets(tmp_path, mesh):
     """Whole tensors, no bucket above its size unless one tensor alone is; precisions are those of an export."""
     source = make_tiny_hf(tmp_path / "source", "qwen3", depth=1, tied=True)
     hf_config, original = read_config(source), read_all(source)
-    model = build(source, device, 1)
+    model = build(source, mesh, 1)
     load(model, source)
     family, limit = families.get(hf_config), 20_000
     dtypes: dict[str, Any] = dict.fromkeys(original, "float32") | {"mtp.fc.weight": "bfloat16"}
@@ -169,10 +169,10 @@ def test_streamed_buckets(tmp_path, device):
     assert_same_tensors(streamed, original)
     streamed["model.norm.weight"].zero_()  # what was handed out is the caller's
     assert dict(tensors_of(model))["decoder.final_layernorm.weight"].all()
-    assert list(stream_hf([build(source, device, 0)], family, hf_config, "heads")) == []
+    assert list(stream_hf([build(source, mesh, 0)], family, hf_config, "heads")) == []
 
 
-def test_mimo_halves_are_swapped(tmp_path, device):
+def test_mimo_halves_are_swapped(tmp_path, mesh):
     """MiMo's projection reads [hidden, embedding]; megatron-core's reads [embedding, hidden]."""
     source = make_tiny_hf(tmp_path / "in", "mimo", depth=1)
     hidden_part, embedding_part = torch.full((64, 64), 1.0), torch.full((64, 64), 2.0)
@@ -181,24 +181,24 @@ def test_mimo_halves_are_swapped(tmp_path, device):
         tensors["model.mtp_layers.0.input_proj.weight"] = torch.cat([hidden_part, embedding_part], dim=1)
 
     change_tensors(source, mark)
-    model = build(source, device, depth=1)
+    model = build(source, mesh, depth=1)
     load(model, source)
     assert torch.equal(
         model.get_parameter("mtp.layers.0.eh_proj.weight"), torch.cat([embedding_part, hidden_part], dim=1)
     )
 
 
-def test_qwen3_next_halves_are_not(tmp_path, device):
+def test_qwen3_next_halves_are_not(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1)
-    model = build(source, device, depth=1)
+    model = build(source, mesh, depth=1)
     load(model, source)
     assert torch.equal(model.get_parameter("mtp.layers.0.eh_proj.weight"), read_all(source)["mtp.fc.weight"])
 
 
-def test_padded_vocabulary(tmp_path, device):
+def test_padded_vocabulary(tmp_path, mesh):
     """A Megatron vocabulary may be larger than the file's: zeros in, cut out."""
     source = make_tiny_hf(tmp_path / "in", "llama")
-    model = build(source, device, depth=0, vocab_size=160)
+    model = build(source, mesh, depth=0, vocab_size=160)
     load(model, source)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         weight = model.get_parameter(name)
@@ -209,10 +209,10 @@ def test_padded_vocabulary(tmp_path, device):
     assert_same_tensors(read_all(tmp_path / "out"), read_all(source))
 
 
-def test_wrapped_models(tmp_path, device):
+def test_wrapped_models(tmp_path, mesh):
     """What training wraps around the model is seen through."""
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1, dtype=torch.bfloat16)
-    inner = build(source, device, depth=1, dtype=torch.bfloat16)
+    inner = build(source, mesh, depth=1, dtype=torch.bfloat16)
     config = DistributedDataParallelConfig()
     wrapped = DistributedDataParallel(inner.config, config, Float16Module(inner.config, inner))
     load(wrapped, source)
@@ -220,7 +220,7 @@ def test_wrapped_models(tmp_path, device):
     assert_same_tensors(read_all(tmp_path / "out"), read_all(source))
 
 
-def test_tied_head_in_the_file(tmp_path, device):
+def test_tied_head_in_the_file(tmp_path, mesh):
     """Some tied models come with a second copy of the embedding: checked, and written again."""
     source = make_tiny_hf(tmp_path / "in", "qwen2", tied=True)
 
@@ -228,7 +228,7 @@ def test_tied_head_in_the_file(tmp_path, device):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     change_tensors(source, add_copy)
-    model = build(source, device, depth=0)
+    model = build(source, mesh, depth=0)
     load(model, source)
     save(model, source, tmp_path / "out")
     assert_same_tensors(read_all(tmp_path / "out"), read_all(source))
@@ -241,17 +241,17 @@ def test_tied_head_in_the_file(tmp_path, device):
         load(model, source)
 
 
-def test_output_directory_in_use(tmp_path, device):
+def test_output_directory_in_use(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "llama")
-    model = build(source, device, depth=0)
+    model = build(source, mesh, depth=0)
     load(model, source)
     with pytest.raises(UserError, match=r"already holds model.safetensors"):
         save(model, source, source)
 
 
-def test_failed_save_leaves_no_file(tmp_path, device):
+def test_failed_save_leaves_no_file(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "llama")
-    model = build(source, device, depth=0)
+    model = build(source, mesh, depth=0)
     load(model, source)
     # Halfway through come numbers that cannot be read: the shape fits, the memory is gone.
     down = model.get_submodule("decoder.layers.1.mlp.linear_fc2")
@@ -263,11 +263,11 @@ def test_failed_save_leaves_no_file(tmp_path, device):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_old_rotary_buffers_are_dropped_by_name(tmp_path, device):
+def test_old_rotary_buffers_are_dropped_by_name(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "llama")
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change_tensors(source, lambda tensors: tensors.update({key: torch.ones(16)}))
-    report = load(build(source, device, depth=0), source)
+    report = load(build(source, mesh, depth=0), source)
     assert report.dropped == (key,)
     assert key in str(report)
 
@@ -300,15 +300,15 @@ def refusal(model: GPTModel, source: Path, **options) -> str:
         ),
     ],
 )
-def test_checkpoint_and_config_disagree(tmp_path, device, change, expected):
+def test_checkpoint_and_config_disagree(tmp_path, mesh, change, expected):
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1)
     change_tensors(source, change)
-    assert expected in refusal(build(source, device, depth=1), source)
+    assert expected in refusal(build(source, mesh, depth=1), source)
 
 
-def test_model_and_config_disagree(tmp_path, device):
+def test_model_and_config_disagree(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3")
-    message = refusal(build(source, device, depth=0, intermediate_size=128, num_hidden_layers=3), source)
+    message = refusal(build(source, mesh, depth=0, intermediate_size=128, num_hidden_layers=3), source)
     assert "no source for decoder.layers.2.mlp.linear_fc1.weight" in message
     assert "decoder.layers.0.mlp.linear_fc2.weight has shape [64, 128], which cannot hold" in message
 
@@ -318,59 +318,59 @@ def drop_mtp(tensors: dict) -> None:
         del tensors[key]
 
 
-def test_mtp_asked_for_but_not_there(tmp_path, device):
+def test_mtp_asked_for_but_not_there(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3")
-    message = refusal(build(source, device, depth=1), source)
+    message = refusal(build(source, mesh, depth=1), source)
     assert f"--mtp_num_layers 1, but {source} has no MTP weights" in message
     assert "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random" in message
 
 
-def test_mtp_promised_but_not_there(tmp_path, device):
+def test_mtp_promised_but_not_there(tmp_path, mesh):
     """What transformers' save_pretrained leaves behind."""
     source = make_tiny_hf(tmp_path / "in", "mimo", depth=1)
     change_tensors(source, drop_mtp)
-    message = refusal(build(source, device, depth=1), source)
+    message = refusal(build(source, mesh, depth=1), source)
     assert "has no MTP weights (its config.json promises 1 MTP layers)" in message
 
 
-def test_mtp_of_another_depth(tmp_path, device):
+def test_mtp_of_another_depth(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "mimo", depth=2)
-    message = refusal(build(source, device, depth=1), source)
+    message = refusal(build(source, mesh, depth=1), source)
     assert "--mtp_num_layers 1, but config.json of" in message
     assert "promises 2 MTP layers" in message
     assert "use --mtp_num_layers 2, or add --mtp_init" in message
 
 
-def test_mtp_there_but_not_promised(tmp_path, device):
+def test_mtp_there_but_not_promised(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1)
     config = read_config(source)
     del config["num_nextn_predict_layers"]
     (source / "config.json").write_text(json.dumps(config))
-    assert "promises 0 MTP layers" in refusal(build(source, device, depth=1), source)
+    assert "promises 0 MTP layers" in refusal(build(source, mesh, depth=1), source)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_mtp_incomplete(tmp_path, device, family):
+def test_mtp_incomplete(tmp_path, mesh, family):
     source = make_tiny_hf(tmp_path / "in", family, depth=2)
     projection = mtp_names(family, 1)[0]["projection"]
     change_tensors(source, lambda tensors: tensors.pop(projection))
-    message = refusal(build(source, device, depth=2), source)
+    message = refusal(build(source, mesh, depth=2), source)
     assert "lacks 1 tensors of its 2 MTP layers" in message
     assert projection in message
 
 
-def test_more_mtp_tensors_than_promised(tmp_path, device):
+def test_more_mtp_tensors_than_promised(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "mimo", depth=2)
     config = read_config(source) | {"num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(config))
-    assert "unexpected: model.mtp_layers.1.input_proj.weight" in refusal(build(source, device, depth=1), source)
+    assert "unexpected: model.mtp_layers.1.input_proj.weight" in refusal(build(source, mesh, depth=1), source)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_heads_can_be_dropped_and_are_named(tmp_path, device, family):
+def test_heads_can_be_dropped_and_are_named(tmp_path, mesh, family):
     source = make_tiny_hf(tmp_path / "in", family, depth=2)
     original = read_all(source)
-    report = load(model := build(source, device, depth=0), source)
+    report = load(model := build(source, mesh, depth=0), source)
     behind_the_trunk = family in ("glm4_moe", "deepseek_v3")
     prefixes = ("model.layers.2.", "model.layers.3.") if behind_the_trunk else ("mtp.", "model.mtp_layers.")
     assert set(report.dropped) == {key for key in original if key.startswith(prefixes)}
@@ -379,9 +379,9 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, device, family):
     assert_same_tensors(read_all(tmp_path / "out"), trunk)
 
 
-def test_random_heads_with_experts(tmp_path, device):
+def test_random_heads_with_experts(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "glm4_moe")
-    load(model := build(source, device, depth=1), source, mtp_init="random")
+    load(model := build(source, mesh, depth=1), source, mtp_init="random")
     mixture = {
         name: tensor for name, tensor in tensors_of(model) if name.startswith("mtp.layers.0.transformer_layer.mlp")
     }
@@ -392,9 +392,9 @@ def test_random_heads_with_experts(tmp_path, device):
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_copy_last_layer(tmp_path, device, family):
+def test_copy_last_layer(tmp_path, mesh, family):
     source = make_tiny_hf(tmp_path / "in", family)
-    report = load(model := build(source, device, depth=2), source, mtp_init="copy_last_layer")
+    report = load(model := build(source, mesh, depth=2), source, mtp_init="copy_last_layer")
     parameters = dict(tensors_of(model))
     assert set(report.initialised) == {name for name in parameters if name.startswith("mtp.")}
     assert set(report.initialised) | set(report.loaded) == set(parameters)
@@ -410,17 +410,17 @@ def test_copy_last_layer(tmp_path, device, family):
     save(model, source, tmp_path / "out")
     config = read_config(source) | {"num_nextn_predict_layers": 2}
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    again = build(tmp_path / "out", device, depth=2)
+    again = build(tmp_path / "out", mesh, depth=2)
     assert not load(again, tmp_path / "out").initialised
     for name, tensor in tensors_of(again):
         assert torch.equal(tensor, parameters[name])
 
 
-def test_random_heads_follow_the_seed(tmp_path, device):
+def test_random_heads_follow_the_seed(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen2", depth=1)
 
     def heads(seed: int) -> dict[str, torch.Tensor]:
-        report = load(model := build(source, device, depth=1), source, mtp_init="random", seed=seed)
+        report = load(model := build(source, mesh, depth=1), source, mtp_init="random", seed=seed)
         assert set(report.dropped) == {key for key in read_all(source) if "mtp" in key}
         return {name: dict(tensors_of(model))[name] for name in report.initialised}
 

@@ -20,7 +20,7 @@ def generator():
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
 def test_help_is_complete(command):
     text = " ".join(command_help(command).split())
-    for option in options(command.args_class).values():
+    for option in options(command.args_class, command.choices()).values():
         assert f"--{option.name} {placeholder(option.type)} {option.doc}" in text
 
 

@@ -113,6 +113,13 @@ def test_answers_come_without_heavy_imports(model, argv, code):
     assert result.stderr.splitlines()[-1] == ""
 
 
+def test_help_does_not_wait_for_pydantic(tmp_path):
+    script = (
+        "import sys; from swiftlite.cli.main import main; main(['infer', '-h']); sys.exit('pydantic' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=tmp_path, check=True)
+
+
 def test_every_problem_of_a_command_line_is_told_at_once(swiftlite, tmp_path):
     result = swiftlite("megatron", "sft", "--modl", "x", "--lr", "fast")
     assert (result.returncode, result.stdout) == (2, "")

@@ -21,10 +21,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite.engines.conventions import CONVENTIONS, Convention
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.errors import UserError
-from tests.engines.reference import Reference, follow, write_trained
+from swiftlite.families import FAMILIES
+from swiftlite.families.drafting import Drafting
+from tests.engines.reference import Reference, convention, follow, write_trained
 from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
 
 pytestmark = [
@@ -41,26 +42,19 @@ def expected_counts(counts):
     return counts.drafts, counts.drafted, counts.accepted_per_position
 
 
-def wrong_lines(line: Convention) -> dict[str, Convention]:
-    """The line with one field changed, for each field that says what a head computes."""
-    state = {"before norm": "after norm", "after norm": "before norm"}
-    halves = {"embedding, hidden": "hidden, embedding", "hidden, embedding": "embedding, hidden"}
-    return {
-        "takes": replace(line, takes=state[line.takes]),
-        "recycles": replace(line, recycles=state[line.recycles]),
-        "zeroes_first_embedding": replace(line, zeroes_first_embedding=not line.zeroes_first_embedding),
-        "projection": replace(line, projection=halves[line.projection]),
-    }
+def others(drafting: Drafting) -> dict[str, Drafting]:
+    """With one field changed, for each field."""
+    return {name: replace(drafting, **{name: not value}) for name, value in vars(drafting).items()}
 
 
-@pytest.mark.parametrize("family", CONVENTIONS["vllm"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_counts_and_draft_logits_are_those_of_the_table(family, vllm, tmp_path):
-    """And of no other: with any field of its line changed, the reference says and counts something else."""
-    line = CONVENTIONS["vllm"][family]
+    """And of no other: with any word of its line changed, the reference says and counts something else."""
+    line = convention("vllm", family)
     sizes: dict[str, Any] = VLLM_LATENT_SIZES | {"lr": 2e-3} if family == "deepseek_v3" else {}
 
     def as_served(reference: Reference) -> Reference:
-        return follow(reference, line)
+        return follow(reference, line.drafting)
 
     prompts = write_trained(tmp_path, family, depth=1, tied=family == "llama", unroll=3, draft_as=as_served, **sizes)
     reference = as_served(Reference.load(tmp_path, family, depth=1))
@@ -77,17 +71,22 @@ def test_counts_and_draft_logits_are_those_of_the_table(family, vllm, tmp_path):
 
     first = prompts[0] + expected[0][:1]
     logits = reference.draft_logits(first, 3)
-    for field, wrong in wrong_lines(line).items():
-        other = follow(reference, wrong)
-        assert other.simulate(prompts, NEW_TOKENS, 3)[1] != counts, field
-        assert float((other.draft_logits(first, 3) - logits).abs().max()) > 1000 * LOGIT_TOLERANCE, field
+
+    def is_another(reference: Reference) -> bool:
+        differs = float((reference.draft_logits(first, 3) - logits).abs().max()) > 1000 * LOGIT_TOLERANCE
+        return differs and reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
+
+    for field, wrong in others(line.drafting).items():
+        assert is_another(follow(reference, wrong)), field
+    as_served(reference).takes_hidden_first = not reference.takes_hidden_first
+    assert is_another(reference)
 
 
-@pytest.mark.parametrize("family", [name for name, line in CONVENTIONS["vllm"].items() if line.heads == "first"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if convention("vllm", name).heads == "first"])
 def test_of_several_heads_the_first_drafts(family, vllm, tmp_path):
     sizes: dict[str, Any] = VLLM_LATENT_SIZES | {"lr": 2e-3} if family == "deepseek_v3" else {}
     prompts = write_trained(tmp_path, family, depth=2, **sizes)
-    reference = follow(Reference.load(tmp_path, family, depth=2), CONVENTIONS["vllm"][family])
+    reference = follow(Reference.load(tmp_path, family, depth=2), convention("vllm", family).drafting)
     expected, counts = reference.simulate(prompts, NEW_TOKENS, 1)
     served = vllm(tmp_path, prompts, NEW_TOKENS, 1)
     assert (served.token_ids, expected_counts(served.counts)) == (expected, expected_counts(counts))

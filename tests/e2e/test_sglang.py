@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bench.client import ask_all, connect
-from swiftlite.bench.figures import Answer
 from swiftlite.bench.server import serve
-from swiftlite.engines.conventions import CONVENTIONS
+from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
-from tests.engines.reference import Reference, follow, write_trained
+from swiftlite.engines.server_command import ServerCommand
+from tests.engines.reference import Reference, convention, follow, write_trained
 from tests.stand_ins import sglang_environment
 from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
 
@@ -58,7 +58,7 @@ def do_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def load(directory: Path, family: str) -> Reference:
     """Drafts as the table says of SGLang."""
-    return follow(Reference.load(directory, family, depth=1), CONVENTIONS["sglang"][family])
+    return follow(Reference.load(directory, family, depth=1), convention("sglang", family).drafting)
 
 
 def write_talking(directory: Path) -> Path:
@@ -178,7 +178,8 @@ def test_the_printed_command_starts_the_server(talking, tmp_path):
     assert "--speculative-algorithm NEXTN --speculative-num-steps 1" in line
     prompts = [[5, 6, 7], [8], [9, 10]]
     expected, counted = load(talking, "qwen3").simulate(prompts, NEW_TOKENS, 1)
-    with serve(["bash", "-c", f"exec env {line}"], sglang_environment(), URL, tmp_path / "log"):
+    command = ServerCommand(["bash", "-c", f"exec env {line}"], sglang_environment())
+    with serve(command, URL, tmp_path / "log"):
         client = OpenAI(base_url=f"{URL}/v1", api_key="none")
         question: Any = {"role": "user", "content": "The quick"}
         answer: Any = client.chat.completions.create(

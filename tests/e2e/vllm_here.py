@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.served_model import read_model
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -58,10 +60,12 @@ def serve(
     new_tokens: int,
     num_speculative_tokens: int,
     num_alone: int = 0,
+    weights_of: Path | None = None,
 ) -> Served:
     """Start vLLM, generate greedily in float32, stop it.
 
     Args:
+        weights_of: a checkpoint of the same shapes, whose weights the engine is given before it generates.
         num_alone: of the prompts, the first ones whose drafts' logits are asked for.
     """
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -69,8 +73,12 @@ def serve(
     config = EngineConfig(directory, "float32", num_speculative_tokens=num_speculative_tokens, max_model_len=256)
     engine: Any = start_engine("vllm", config)
     try:
+        if weights_of is not None:
+            engine.generate(prompts, Sampling(new_tokens))  # what it keeps of the old weights must not stay
+            engine.update_weights(*_buckets(weights_of))
+        before = engine.draft_counts()
         completions = engine.generate(prompts, Sampling(new_tokens))
-        counts = engine.draft_counts()
+        counts = engine.draft_counts().since(before)
         (draft,) = engine._llm.collective_rpc(_keep_draft_logits)
         logits = []
         for prompt in prompts[:num_alone]:
@@ -83,6 +91,16 @@ def serve(
         gc.collect()
         cleanup_dist_env_and_memory()
     return Served([completion.token_ids for completion in completions], counts, draft, logits)
+
+
+def _buckets(directory: Path) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """A checkpoint's trunk and its heads, a bucket each."""
+    model = read_model(directory)
+    trunk, heads = {}, {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        part = heads if model.family.is_mtp(model.hf_config, name) else trunk
+        part[name] = tensor
+    return [trunk], [heads]
 
 
 _kept: list[torch.Tensor] = []

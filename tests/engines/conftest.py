@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.engines.conventions import CONVENTIONS
-from tests.engines.reference import follow, write_trained
+from tests.engines.reference import convention, follow, write_trained
 
 Trained = tuple[Path, list[list[int]]]
 
@@ -17,8 +16,8 @@ def trained(tmp_path_factory) -> Callable[..., Trained]:
     def make(family: str, depth: int) -> Trained:
         if (family, depth) not in made:
             directory = tmp_path_factory.mktemp(f"{family}-{depth}")
-            line = CONVENTIONS["transformers"][family]
-            prompts = write_trained(directory, family, depth, draft_as=lambda reference: follow(reference, line))
+            drafting = convention("transformers", family).drafting
+            prompts = write_trained(directory, family, depth, draft_as=lambda reference: follow(reference, drafting))
             made[family, depth] = directory, prompts
         return made[family, depth]
 

@@ -1,6 +1,6 @@
 """Speculative decoding with MTP heads, written to be obviously right: no cache, all computed anew at every step.
 
-Shares nothing with the product but the tensor names of a checkpoint and the table of conventions. Also trains a tiny
+Shares nothing with the product but the tensor names of a checkpoint and the conventions of engines. Also trains a tiny
 model in seconds, because drafts of random heads are always wrong, and counts of zero prove nothing.
 """
 
@@ -15,7 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from swiftlite.engines.conventions import Convention
+from swiftlite.engines.convention import Convention
+from swiftlite.engines.index import ENGINES
+from swiftlite.families import FAMILIES
+from swiftlite.families.drafting import Drafting
 from tests.tiny import NEXT_LAYER_HEADS, make_tiny_model, mtp_names, per_expert, random_mtp_tensors, write_hf
 
 
@@ -167,12 +170,16 @@ class Reference(nn.Module):
         return completions, Counts(drafts, drafts * num_tokens, tuple(accepted))
 
 
-def follow(reference: Reference, line: Convention) -> Reference:
-    """Let the reference draft as a line of the table says."""
-    reference.takes_state_before_norm = line.takes == "before norm"
-    reference.recycles_state_before_norm = line.recycles == "before norm"
-    reference.zeroes_first_embedding = line.zeroes_first_embedding
-    reference.takes_hidden_first = line.projection == "hidden, embedding"
+def convention(engine: str, family: str) -> Convention:
+    """What the product says of an engine and a family."""
+    return ENGINES[engine].convention_for(FAMILIES[family])
+
+
+def follow(reference: Reference, drafting: Drafting) -> Reference:
+    """Let the reference feed its heads so."""
+    reference.takes_state_before_norm = drafting.takes_before_norm
+    reference.recycles_state_before_norm = drafting.recycles_before_norm
+    reference.zeroes_first_embedding = drafting.zeroes_first_embedding
     return reference
 
 

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from swiftlite.engines.engine import ENGINES, EngineConfig, start_engine
+from swiftlite.engines.engine import EngineConfig, start_engine
+from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from tests.tiny import make_tiny_hf
 
@@ -13,7 +14,7 @@ from tests.tiny import make_tiny_hf
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_an_engine_that_is_not_installed_names_the_pip_command(name, tmp_path, monkeypatch):
     directory = make_tiny_hf(tmp_path)
-    monkeypatch.delitem(sys.modules, ENGINES[name][0], raising=False)
+    monkeypatch.delitem(sys.modules, ENGINES[name].adapter.partition(":")[0], raising=False)
     for module in [module for module in sys.modules if module.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # Python's own way to say that a module cannot be imported

@@ -17,10 +17,11 @@ from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sample import IGNORED
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.errors import UserError
+from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
+from swiftlite.evaluate.figures import table
 from swiftlite.evaluate.gate import check_acceptance
-from swiftlite.evaluate.picture import draw
-from swiftlite.evaluate.run import load_rows, table
+from swiftlite.evaluate.rows import load_rows
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from tests.tiny import make_tiny_hf
@@ -40,19 +41,19 @@ def rows(tmp_path) -> str:
 
 
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
-def test_teacher_forced_is_what_single_samples_say(tmp_path, device, rows, family):
+def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family):
     hf_dir = make_tiny_hf(tmp_path / "model", family, depth=2, with_tokenizer=True)
     _, data = load_rows(hf_dir, [rows])
-    found = teacher_forced(hf_dir, data.val, torch_dtype="float32", device=device, row_length=100)
+    found = teacher_forced(hf_dir, data.val, torch_dtype="float32", mesh=mesh, row_length=100)
     assert list(found) == ["all", "sum", "tale"]
     assert [channel["samples"] for channel in found.values()] == [12, 6, 3]
 
     hf_config = read_config(hf_dir)
     kind = families.get(hf_config)
     chunks = build_model(
-        kind.transformer_config(hf_config),
+        kind.architecture(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(2),
         drafting=kind.mtp.drafting,
@@ -80,7 +81,7 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, device, rows, famil
         assert [round(head["acceptance"] * head["targets"]) for head in heads] == hits[channel]
 
 
-def test_an_engine_counts_by_channel(tmp_path, device, rows):
+def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     tokenizer, data = load_rows(hf_dir, [rows])
     config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
@@ -99,7 +100,7 @@ def test_an_engine_counts_by_channel(tmp_path, device, rows):
     assert again["tale"] == again["all"] == found["tale"]
 
 
-def test_a_prompt_that_leaves_no_room_is_named(tmp_path, device):
+def test_a_prompt_that_leaves_no_room_is_named(tmp_path, mesh):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True, max_position_embeddings=64)
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"query": "very " * 200, "response": "Yes."}))
@@ -129,13 +130,13 @@ def test_table_and_picture():
     assert draw(results | {"baseline": {}}) != picture
 
 
-def test_the_gate(tmp_path, device, rows, caplog):
+def test_the_gate(tmp_path, mesh, rows, caplog):
     good = make_tiny_hf(tmp_path / "good", "mimo", depth=1, with_tokenizer=True)
     shares = {}
 
     def check(hf_dir: Path, baseline: Path | None = None, force: bool = False, **limits: float) -> None:
         asked = {"min_acceptance": None, "max_regression": None} | limits
-        check_acceptance(hf_dir, baseline, [rows], **asked, force=force, torch_dtype="float32", device=device)
+        check_acceptance(hf_dir, baseline, [rows], **asked, force=force, torch_dtype="float32", mesh=mesh)
 
     for share in (0.0, 1.0):
         try:
@@ -151,11 +152,11 @@ def test_the_gate(tmp_path, device, rows, caplog):
     assert "written nevertheless" in caplog.text
 
 
-def test_a_model_without_heads_is_a_baseline_of_nothing(tmp_path, device, rows):
+def test_a_model_without_heads_is_a_baseline_of_nothing(tmp_path, mesh, rows):
     bare = make_tiny_hf(tmp_path / "bare", "qwen3", with_tokenizer=True)
     headed = make_tiny_hf(tmp_path / "headed", "qwen3", depth=1, with_tokenizer=True)
     _, data = load_rows(bare, [rows])
-    assert teacher_forced(bare, data.val, torch_dtype="float32", device=device)["all"]["heads"] == []
+    assert teacher_forced(bare, data.val, torch_dtype="float32", mesh=mesh)["all"]["heads"] == []
     check_acceptance(
         headed,
         bare,
@@ -164,16 +165,16 @@ def test_a_model_without_heads_is_a_baseline_of_nothing(tmp_path, device, rows):
         max_regression=0.0,
         force=False,
         torch_dtype="float32",
-        device=device,
+        mesh=mesh,
     )
 
 
-def test_rows_without_a_channel_are_in_all_alone(tmp_path, device, rows):
+def test_rows_without_a_channel_are_in_all_alone(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     _, data = load_rows(hf_dir, [rows])
     plain = [replace(sample, channel=None) for sample in data.val]
-    found = teacher_forced(hf_dir, plain, torch_dtype="float32", device=device)
-    named = teacher_forced(hf_dir, data.val, torch_dtype="float32", device=device)
+    found = teacher_forced(hf_dir, plain, torch_dtype="float32", mesh=mesh)
+    named = teacher_forced(hf_dir, data.val, torch_dtype="float32", mesh=mesh)
     assert list(found) == ["all"]
     (one,), (other,) = found["all"]["heads"], named["all"]["heads"]  # type: ignore[misc]
     assert one == pytest.approx(other)  # sums in another order

@@ -1,9 +1,10 @@
 """Families against transformers: the same tensors, the same shapes, and no field of a config that nobody looks at."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from swiftlite import families
@@ -125,9 +126,6 @@ LATENT_ATTENTION: dict[str, dict[str, Any]] = {
             "rope_parameters": OWN_SIZES["deepseek_v3"]["rope_parameters"],
         },
         "rope_interleave": True,
-        "rope_type": "rope",
-        "rotary_scaling_factor": 4.0,
-        "mscale_all_dim": 1.0,
     }
 }
 
@@ -140,6 +138,18 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
         **OWN_SIZES.get(family, {}),
     )  # fmt: skip
     return config.to_dict() | {"model_type": family} | changes
+
+
+def mcore_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of megatron-core's config for a config.json that its family accepts."""
+    return families.get(config).architecture(config).mcore_config()
+
+
+def test_families_are_declarations():
+    """Rules and plans ask them before torch is loaded."""
+    script = "import sys, swiftlite.families; print({'torch', 'transformers', 'megatron'} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -176,20 +186,20 @@ def test_a_field_left_out_has_the_default_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_transformer_config(family):
-    config = families.FAMILIES[family].transformer_config(hf_config(family, rms_norm_eps=1e-5))
+def test_mcore_config(family):
+    config = families.FAMILIES[family].architecture(hf_config(family, rms_norm_eps=1e-5)).mcore_config()
     experts = {key: config.pop(key) for key in list(config) if "moe" in key}
     assert bool(experts) is (family in MOE)
     assert config == {
         "num_layers": 2,
         "hidden_size": 64,
-        "ffn_hidden_size": 96,
+        **({} if family == "qwen3_moe" else {"ffn_hidden_size": 96}),  # all its layers are mixtures
         "num_attention_heads": 4,
         "num_query_groups": 2,
         "kv_channels": 16,
         "layernorm_epsilon": 1e-5,
         "normalization": "RMSNorm",
-        "activation_func": F.silu,
+        "activation_func": "silu",
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": family in ("qwen2", "mimo", "glm4_moe"),
@@ -200,10 +210,9 @@ def test_transformer_config(family):
 
 def test_head_dim_and_groups_are_derived_when_not_stated():
     config = hf_config("llama", head_dim=None, num_key_value_heads=None)
-    architecture = families.get(config).transformer_config(config)
-    assert (architecture["kv_channels"], architecture["num_query_groups"]) == (16, 4)
-    config = hf_config("qwen3", head_dim=128)
-    assert families.get(config).transformer_config(config)["kv_channels"] == 128
+    found = mcore_config(config)
+    assert (found["kv_channels"], found["num_query_groups"]) == (16, 4)
+    assert mcore_config(hf_config("qwen3", head_dim=128))["kv_channels"] == 128
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -334,26 +343,26 @@ def test_a_query_latent_must_be_stated_or_denied():
 
 def test_groups_of_experts():
     grouped = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4}
-    config = families.get(limited := hf_config("glm4_moe", **grouped, topk_group=2)).transformer_config(limited)
+    config = mcore_config(hf_config("glm4_moe", **grouped, topk_group=2))
     assert (config["moe_router_num_groups"], config["moe_router_group_topk"]) == (4, 2)
-    config = families.get(free := hf_config("glm4_moe", **grouped, topk_group=4)).transformer_config(free)
+    config = mcore_config(hf_config("glm4_moe", **grouped, topk_group=4))
     assert (config["moe_router_num_groups"], config["moe_router_group_topk"]) == (None, None)
     with pytest.raises(UserError, match="topk_group 1 is not supported with num_experts_per_tok 4; use 2"):
         families.get(hf_config("glm4_moe", **grouped, topk_group=1))
 
 
 def test_which_layers_have_experts():
-    config = hf_config("glm4_moe", num_hidden_layers=5, first_k_dense_replace=2)
-    assert families.get(config).transformer_config(config)["moe_layer_freq"] == [0, 0, 1, 1, 1]
-    config = hf_config("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
-    assert families.get(config).transformer_config(config)["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
+    config = mcore_config(hf_config("glm4_moe", num_hidden_layers=5, first_k_dense_replace=2))
+    assert config["moe_layer_freq"] == [0, 0, 1, 1, 1]
+    config = mcore_config(hf_config("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert config["moe_layer_freq"] == [0, 1, 0, 0, 0, 1]
 
 
 def test_both_names_of_the_number_of_experts():
     config = hf_config("qwen3_moe")
     assert config["num_local_experts"] == 4  # as transformers 5 writes it
     config["num_experts"] = config.pop("num_local_experts")  # as the hub has it
-    assert families.get(config).transformer_config(config)["num_moe_experts"] == 4
+    assert mcore_config(config)["num_moe_experts"] == 4
 
 
 def test_all_problems_are_told_at_once():

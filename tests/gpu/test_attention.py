@@ -12,9 +12,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
-def test_the_kernel_computes_what_a_call_for_each_does(device, shape, rank, size):
+def test_the_kernel_computes_what_a_call_for_each_does(mesh, shape, rank, size):
     assert module._varlen_kernel() is not None
-    attention = make_attention(k_channels=SHAPES[shape][2])
+    attention = make_attention(mesh, k_channels=SHAPES[shape][2])
     _, key, value = (t.detach().cuda().requires_grad_() for t in make_inputs(128, shape, torch.bfloat16, 2))
     query = make_inputs(128 // size, shape, torch.bfloat16, 2)[0].detach().cuda().requires_grad_()
     segments = causal_segments((16, 8, 104), rank, size)

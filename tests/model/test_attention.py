@@ -11,18 +11,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from swiftlite.model import attention as module
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.context_parallel import causal_segments
+from swiftlite.runtime.mesh import Mesh
 
 LENGTHS = [5, 1, 16, 40, 7]
 # query heads, key-value heads, head size of queries and keys, of values
 SHAPES = {"mha": (4, 4, 16, 16), "gqa": (4, 2, 16, 16), "mla": (4, 4, 24, 16)}
 
 
-def make_attention(attention: type = CoreAttention, k_channels: int = 16, **options):
+def make_attention(mesh: Mesh, attention: type = CoreAttention, k_channels: int = 16, **options):
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0, masked_softmax_fusion=False
     )
     channels = {"k_channels": k_channels} if attention is CoreAttention else {}
-    return attention(config, 1, AttnMaskType.causal, "self", **channels, **options)
+    return attention(config, 1, AttnMaskType.causal, "self", pg_collection=mesh.groups, **channels, **options)
 
 
 def make_packed(lengths: list[int], **fields) -> PackedSeqParams:
@@ -55,9 +56,9 @@ def written_out(query, key, value):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_packed_sequence_is_computed_as_alone(device, shape, dtype):
+def test_a_packed_sequence_is_computed_as_alone(mesh, shape, dtype):
     """Bit for bit, gradients too."""
-    attention = make_attention(k_channels=SHAPES[shape][2])
+    attention = make_attention(mesh, k_channels=SHAPES[shape][2])
     inputs = make_inputs(sum(LENGTHS), shape, dtype)
     packed = attention(*inputs, None, packed_seq_params=make_packed(LENGTHS))
     assert packed.shape == (sum(LENGTHS), SHAPES[shape][0] * SHAPES[shape][3])
@@ -71,8 +72,8 @@ def test_a_packed_sequence_is_computed_as_alone(device, shape, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_what_the_paper_says(device, shape):
-    attention = make_attention(k_channels=SHAPES[shape][2])
+def test_attention_is_what_the_paper_says(mesh, shape):
+    attention = make_attention(mesh, k_channels=SHAPES[shape][2])
     inputs = make_inputs(sum(LENGTHS), shape, torch.float64)
     packed = attention(*inputs, None, packed_seq_params=make_packed(LENGTHS))
     expected = torch.cat([written_out(*sequence) for sequence in split(inputs)])
@@ -100,10 +101,10 @@ def varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (3, 4)])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_one_call_over_all_segments_is_a_call_for_each(device, monkeypatch, shape, rank, size, rows):
+def test_one_call_over_all_segments_is_a_call_for_each(mesh, monkeypatch, shape, rank, size, rows):
     """The way to CUDA's kernels, without them: tests/gpu/test_attention.py has the kernels."""
     monkeypatch.setattr(module, "_varlen_kernel", lambda: varlen)
-    attention = make_attention(k_channels=SHAPES[shape][2])
+    attention = make_attention(mesh, k_channels=SHAPES[shape][2])
     _, key, value = make_inputs(48, shape, torch.float64, rows)
     query, *_ = make_inputs(48 // size, shape, torch.float64, rows)
     segments = causal_segments((16, 0, 8, 24), rank, size)
@@ -112,9 +113,9 @@ def test_one_call_over_all_segments_is_a_call_for_each(device, monkeypatch, shap
     torch.testing.assert_close(together, apart, rtol=0, atol=1e-14)
 
 
-def test_padded_lengths_count(device):
+def test_padded_lengths_count(mesh):
     """The row holds padded sequences; the lengths without padding say nothing about where they start."""
-    attention = make_attention()
+    attention = make_attention(mesh)
     inputs = make_inputs(24, "gqa")
     padded = make_packed([8, 16])
     unpadded = make_packed([5, 13], cu_seqlens_q_padded=padded.cu_seqlens_q, cu_seqlens_kv_padded=padded.cu_seqlens_q)
@@ -122,15 +123,15 @@ def test_padded_lengths_count(device):
     assert torch.equal(ours, attention(*inputs, None, packed_seq_params=padded))
 
 
-def test_an_empty_sequence_is_no_sequence(device):
-    attention = make_attention()
+def test_an_empty_sequence_is_no_sequence(mesh):
+    attention = make_attention(mesh)
     inputs = make_inputs(12, "gqa")
     ours = attention(*inputs, None, packed_seq_params=make_packed([4, 0, 8, 0]))
     assert torch.equal(ours, attention(*inputs, None, packed_seq_params=make_packed([4, 8])))
 
 
-def test_a_mask_forbids(device):
-    attention = make_attention()
+def test_a_mask_forbids(mesh):
+    attention = make_attention(mesh)
     inputs = make_inputs(6, "gqa", rows=2)
     mask = torch.ones(6, 6, dtype=torch.bool).triu(1)[None, None]
     # The same numbers by the masked kernel, which sums in another order: float32 rounding.
@@ -139,14 +140,14 @@ def test_a_mask_forbids(device):
         attention(*make_inputs(6, "gqa"), mask, packed_seq_params=make_packed([6]))
 
 
-def test_sequences_that_are_not_the_row(device):
+def test_sequences_that_are_not_the_row(mesh):
     with pytest.raises(ValueError, match="cu_seqlens ends at 5, but 1 context-parallel ranks hold 6 tokens"):
-        make_attention()(*make_inputs(6, "gqa"), None, packed_seq_params=make_packed([2, 3]))
+        make_attention(mesh)(*make_inputs(6, "gqa"), None, packed_seq_params=make_packed([2, 3]))
 
 
-def test_the_stock_class_refuses_packed_rows_and_mla(device):
+def test_the_stock_class_refuses_packed_rows_and_mla(mesh):
     """What this class is for; when megatron-core mends it, look again."""
     with pytest.raises(AssertionError, match="Packed sequence is not supported"):
-        make_attention(DotProductAttention)(*make_inputs(6, "gqa"), None, packed_seq_params=make_packed([6]))
+        make_attention(mesh, DotProductAttention)(*make_inputs(6, "gqa"), None, packed_seq_params=make_packed([6]))
     with pytest.raises(TypeError, match="v_channels"):
-        make_attention(DotProductAttention, v_channels=16)
+        make_attention(mesh, DotProductAttention, v_channels=16)

@@ -30,26 +30,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_trunk_logits_equal_transformers(tmp_path, device, variant):
+def test_trunk_logits_equal_transformers(tmp_path, mesh, variant):
     directory = make_tiny_hf(tmp_path, "deepseek_v3", num_attention_heads=4, **VARIANTS[variant])
-    compare_trunk(directory, device, torch.float32)
+    compare_trunk(directory, mesh, torch.float32)
 
 
-def test_trunk_logits_equal_transformers_in_bfloat16(tmp_path, device):
+def test_trunk_logits_equal_transformers_in_bfloat16(tmp_path, mesh):
     directory = make_tiny_hf(tmp_path, "deepseek_v3", num_attention_heads=4, dtype=torch.bfloat16)
-    compare_trunk(directory, device, torch.bfloat16)
+    compare_trunk(directory, mesh, torch.bfloat16)
 
 
-def compare_trunk(directory: Path, device, dtype: torch.dtype) -> None:
+def compare_trunk(directory: Path, mesh, dtype: torch.dtype) -> None:
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
-        ours = load_megatron(directory, device, dtype)(input_ids, position_ids).main
+        ours = load_megatron(directory, mesh, dtype)(input_ids, position_ids).main
         theirs = load_transformers(directory, "deepseek_v3", dtype)(input_ids).logits
     torch.testing.assert_close(ours, theirs, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_mtp_logits_equal_those_of_transformers_mtp_layers(tmp_path, device, depth):
+def test_mtp_logits_equal_those_of_transformers_mtp_layers(tmp_path, mesh, depth):
     directory = make_tiny_hf(tmp_path, "deepseek_v3", depth=depth, num_attention_heads=4)
     length = 48
     input_ids, position_ids = ids_and_positions(length)
@@ -58,7 +58,7 @@ def test_mtp_logits_equal_those_of_transformers_mtp_layers(tmp_path, device, dep
     hf._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{2 + k}\..*" for k in range(depth)]
     heads = MtpModel.from_pretrained(hf).eval()
     with torch.no_grad():
-        ours = load_megatron(directory, device, torch.float32)(input_ids, position_ids).mtp
+        ours = load_megatron(directory, mesh, torch.float32)(input_ids, position_ids).mtp
         hidden = hf.model(input_ids).last_hidden_state
         for k, layer in enumerate(heads.layers):
             embeddings = hf.model.embed_tokens(input_ids.roll(-(k + 1), dims=1))

@@ -45,10 +45,10 @@ def dense_losses(logits: Logits, batch: Batch, kind: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("heads_only", [False, True], ids=["joint", "heads_only"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_only, tmp_path, device, monkeypatch):
+def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_only, tmp_path, mesh, monkeypatch):
     monkeypatch.setattr(loss, "MAX_POSITIONS", 3)
     directory = make_tiny_hf(tmp_path, "qwen3", depth=2)
-    model = load_megatron(directory, device, torch.float32, mtp_loss=kind, heads_only=heads_only)
+    model = load_megatron(directory, mesh, torch.float32, mtp_loss=kind, freeze_trunk=heads_only)
     batch = make_batch(2, packed)
     tokens, positions, labels = batch.tokens_KBS, batch.position_ids_BS, batch.labels_KBS
     inputs: dict[str, Any] = {"mtp_input_ids": tokens[1:], "packed_seq_params": describe_packed(batch.cu_seqlens)}
@@ -71,27 +71,27 @@ def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_onl
 
 
 @pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_a_head_that_is_the_trunk_has_no_loss(kind, device):
+def test_a_head_that_is_the_trunk_has_no_loss(kind, mesh):
     logits = torch.randn(7, 50)
     picked = torch.ones(1, 7, dtype=torch.bool)
     head = logits.clone().requires_grad_()
     # A constant on all logits is the same distribution.
-    found = loss.distillation_loss(head * 1.0, lambda rows: logits[rows] + 3, kind, picked)
+    found = loss.distillation_loss(head * 1.0, lambda rows: logits[rows] + 3, kind, picked, mesh.tp)
     found.loss_BS.sum().backward()
     torch.testing.assert_close(found.loss_BS, torch.zeros(1, 7), rtol=0, atol=1e-6)
     assert torch.equal(found.prediction_BS[0], logits.argmax(-1))
-    other = loss.distillation_loss(head * 2.0, lambda rows: logits[rows], kind, picked)
+    other = loss.distillation_loss(head * 2.0, lambda rows: logits[rows], kind, picked, mesh.tp)
     assert float(other.loss_BS.min()) > 0.01
 
 
-def test_total_variation_is_what_rejection_sampling_rejects(device):
+def test_total_variation_is_what_rejection_sampling_rejects(mesh):
     """A draft x from q is kept with probability min(1, p(x) / q(x)); of a million, the share that is not."""
     torch.manual_seed(0)
     p, q = torch.randn(20).softmax(-1), torch.randn(20).softmax(-1)
     drafts = torch.multinomial(q, 1_000_000, replacement=True)
     kept = torch.rand(len(drafts)) < p[drafts] / q[drafts]
     found = loss.distillation_loss(
-        q.log()[None], lambda rows: p.log()[None], "tv", torch.ones(1, 1, dtype=torch.bool)
+        q.log()[None], lambda rows: p.log()[None], "tv", torch.ones(1, 1, dtype=torch.bool), mesh.tp
     ).loss_BS
     assert float(found) == pytest.approx(1 - float(kept.float().mean()), abs=0.002)  # four standard deviations
 
@@ -108,7 +108,7 @@ def peak_bytes(compute: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_memory_is_that_of_cross_entropy_and_one_call_of_the_trunk(kind, dtype, device):
+def test_memory_is_that_of_cross_entropy_and_one_call_of_the_trunk(kind, dtype, mesh):
     num_positions, vocab_size, hidden = 8 * loss.MAX_POSITIONS, 2048, 16
     weight = torch.randn(vocab_size, hidden, dtype=dtype, requires_grad=True)
     head = torch.randn(num_positions, hidden, dtype=dtype, requires_grad=True)
@@ -116,10 +116,10 @@ def test_memory_is_that_of_cross_entropy_and_one_call_of_the_trunk(kind, dtype, 
 
     def cross_entropy() -> None:
         targets = torch.zeros(num_positions, dtype=torch.int64)
-        loss.token_loss(head @ weight.T, targets, picked).loss_BS.sum().backward()
+        loss.token_loss(head @ weight.T, targets, picked, mesh.tp).loss_BS.sum().backward()
 
     def distillation() -> None:
-        found = loss.distillation_loss(head @ weight.T, lambda rows: trunk[rows] @ weight.T, kind, picked)
+        found = loss.distillation_loss(head @ weight.T, lambda rows: trunk[rows] @ weight.T, kind, picked, mesh.tp)
         found.loss_BS.sum().backward()
 
     cross_entropy()  # what the first call allocates once

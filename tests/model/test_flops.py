@@ -1,4 +1,4 @@
-"""Operations of our own model with MTP layers, as torch counts them, against `args.flops`."""
+"""Operations of our own model with MTP layers, as torch counts them, against `plan.flops`."""
 
 import pytest
 import torch
@@ -16,15 +16,15 @@ LENGTH, NOT_LEARNED = 12, 5
 @pytest.mark.parametrize("heads_only", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3"])
-def test_operations_with_mtp_layers(family, depth, heads_only, device):
+def test_operations_with_mtp_layers(family, depth, heads_only, mesh):
     hf_config = make_tiny_model(family).config.to_dict()
     [model] = build_model(
-        families.get(hf_config).transformer_config(hf_config),
+        families.get(hf_config).architecture(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(depth),
-        heads_only=heads_only,
+        freeze_trunk=heads_only,
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -38,7 +38,7 @@ def test_operations_with_mtp_layers(family, depth, heads_only, device):
         torch.stack([head.loss_BS.sum() for head in heads]).sum().backward()
     learned = [int((head.prediction_BS >= 0).sum()) for head in (losses.main, *losses.mtp)]
     assert learned == [LENGTH - NOT_LEARNED - k for k in range(depth + 1)]
-    flops = training_flops(hf_config, depth, heads_only=heads_only)
+    flops = training_flops(hf_config, Heads(depth), heads_only=heads_only)
     causal = flops.square * (LENGTH**2 + LENGTH)
     # torch does not count a CPU's attention kernel, which wants keys and values of one size; DeepSeek's take matrix
     # products, of all pairs.

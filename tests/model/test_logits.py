@@ -17,6 +17,7 @@ from swiftlite.families import index
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.plan.trainable import HEADS_ONLY
 from tests.tiny import CLASSES, make_tiny_hf, mtp_names
 
 ROPES = {
@@ -56,11 +57,13 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
         assert torch.equal(ours, theirs), (ours - theirs).abs().max()
 
 
-def load_megatron(directory: Path, device, dtype: torch.dtype, **options) -> GPTModel:
+def load_megatron(directory: Path, mesh, dtype: torch.dtype, **options) -> GPTModel:
     hf_config = json.loads((directory / "config.json").read_text())
     family = index.get(hf_config)
     options = {"heads": Heads.from_config(hf_config), **options}
-    (model,) = build_model(family.transformer_config(hf_config), hf_config, device=device, dtype=dtype, **options)
+    (model,) = build_model(family.architecture(hf_config), hf_config, mesh=mesh, dtype=dtype, **options)
+    if options.get("freeze_trunk"):
+        HEADS_ONLY.apply([model])
     load_hf([model], directory, family, hf_config)
     return model.eval()
 
@@ -86,7 +89,7 @@ def ids_and_positions(length: int, rows: int = 2, vocab_size: int = 128) -> tupl
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", CLASSES)
-def test_trunk_logits_equal_transformers(tmp_path, device, family, tied, rope, dtype):
+def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dtype):
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family == "glm4_moe":
         parameters["partial_rotary_factor"] = 0.5
@@ -108,7 +111,7 @@ def test_trunk_logits_equal_transformers(tmp_path, device, family, tied, rope, d
     # 48 is beyond the original 32 positions, where dynamic and longrope change their frequencies.
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
-        ours = load_megatron(directory, device, dtype)(input_ids, position_ids).main
+        ours = load_megatron(directory, mesh, dtype)(input_ids, position_ids).main
         theirs = load_transformers(directory, family, dtype)(input_ids).logits
     assert_equal(ours, theirs, family)
 
@@ -116,14 +119,14 @@ def test_trunk_logits_equal_transformers(tmp_path, device, family, tied, rope, d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("family", CLASSES)
-def test_mtp_logits_equal_a_short_reference(tmp_path, device, family, depth, dtype):
+def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Fed as the family's engine feeds them."""
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
     drafting = index.FAMILIES[family].mtp.drafting
     hf, tensors = load_transformers(directory, family, dtype), load_file(directory / "model.safetensors")
     input_ids, position_ids = ids_and_positions(20)
     with torch.no_grad():
-        ours = load_megatron(directory, device, dtype, drafting=drafting)(input_ids, position_ids).mtp
+        ours = load_megatron(directory, mesh, dtype, drafting=drafting)(input_ids, position_ids).mtp
         before: list[torch.Tensor] = []
         hf.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
         after = hf.model(input_ids).last_hidden_state
@@ -183,7 +186,7 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_mtp_logits_equal_those_of_transformers(tmp_path, device, depth, tied):
+def test_mtp_logits_equal_those_of_transformers(tmp_path, mesh, depth, tied):
     """transformers drafts with GLM-4.5's heads itself: one token at the end of each row, like us teacher-forced."""
     directory = make_tiny_hf(tmp_path, "glm4_moe", depth=depth, tied=tied)
     hf = load_transformers(directory, "glm4_moe", torch.float32)
@@ -192,7 +195,7 @@ def test_mtp_logits_equal_those_of_transformers(tmp_path, device, depth, tied):
     heads: Any = MtpModel.from_pretrained(hf).eval()
     input_ids, position_ids = ids_and_positions(20)
     with torch.no_grad():
-        ours = load_megatron(directory, device, torch.float32)(input_ids, position_ids).mtp
+        ours = load_megatron(directory, mesh, torch.float32)(input_ids, position_ids).mtp
         hidden = hf.model(input_ids).last_hidden_state
         for k, layer in enumerate(heads.layers):
             token = heads.embed_tokens(torch.roll(input_ids, -(k + 1), dims=1))
@@ -225,22 +228,22 @@ ROUTERS = [
 
 
 @pytest.mark.parametrize(("family", "options"), ROUTERS, ids=lambda value: str(value))
-def test_every_setting_of_a_mixture(tmp_path, device, family, options):
+def test_every_setting_of_a_mixture(tmp_path, mesh, family, options):
     directory = make_tiny_hf(tmp_path, family, depth=1, **options)
     input_ids, position_ids = ids_and_positions(48)
     with torch.no_grad():
-        ours = load_megatron(directory, device, torch.float32)(input_ids, position_ids).main
+        ours = load_megatron(directory, mesh, torch.float32)(input_ids, position_ids).main
         theirs = load_transformers(directory, family, torch.float32)(input_ids).logits
     assert_equal(ours, theirs, family)
 
 
-def test_experts_are_chosen_with_the_bias(tmp_path, device):
+def test_experts_are_chosen_with_the_bias(tmp_path, mesh):
     """A bias of 10 on two experts leaves no other one chosen, and does not enter the weights."""
     directory = make_tiny_hf(tmp_path, "glm4_moe")
     tensors = load_file(directory / "model.safetensors")
     tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = torch.tensor([0.0, 10.0, 0.0, 10.0])
     save_file(tensors, directory / "model.safetensors")
-    model = load_megatron(directory, device, torch.float32)
+    model = load_megatron(directory, mesh, torch.float32)
     router = model.decoder.layers[1].get_submodule("mlp.router")
     with torch.no_grad():
         probs, chosen = router(torch.randn(5, 2, 64))

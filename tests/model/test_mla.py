@@ -12,10 +12,12 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from swiftlite.families import deepseek_v3, dense
-from swiftlite.model.attention import CoreAttention
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.layer import Layer
 from swiftlite.model.build import build_config
 from swiftlite.model.mla import MLASelfAttention
-from swiftlite.model.specs import _attention_spec
+from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.model.specs import attention_spec
 from swiftlite.runtime import megatron_fixes
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
@@ -52,56 +54,67 @@ def run_hf(attention: DeepseekV3Attention, hidden_SBH: torch.Tensor) -> torch.Te
     return attention(hidden_BSH, position_embeddings=rotary, attention_mask=None)[0].transpose(0, 1)
 
 
-def mcore_attention(theirs: DeepseekV3Attention, device) -> MLASelfAttention:
-    """Ours, with the same weights."""
+def mcore_attention(theirs: DeepseekV3Attention, mesh) -> tuple[MLASelfAttention, RotaryEmbedding]:
+    """Ours, with the same weights, and what makes its angles."""
     hf_config = theirs.config.to_dict()
-    architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
-    config = build_config(architecture, device=device, dtype=torch.float32, mtp_num_layers=0)
-    attention = build_module(_attention_spec(config, CoreAttention), config=config, layer_number=1)
+    kind = deepseek_v3.attention(hf_config)
+    architecture = Architecture(dense.outside(hf_config), (Layer(kind, dense.mlp(hf_config)),))
+    mcore_config = architecture.mcore_config()
+    rotary = RotaryEmbedding(mcore_config["hf_rope"], mesh.cp)
+    config = build_config(
+        mcore_config,
+        device=mesh.device,
+        dtype=torch.float32,
+        mtp_num_layers=0,
+        attention_scaling=rotary.attention_scaling,
+    )
+    attention = build_module(attention_spec(kind), config=config, layer_number=1)
     weights = theirs.state_dict(prefix="self_attn.")
-    renamed = {row.mcore: weights.pop(name) for row in deepseek_v3.attention_rows(hf_config) for name in row.hf}
+    renamed = {row.mcore: weights.pop(name) for row in kind.rows() for name in row.hf}
     assert not weights
     attention.load_state_dict({name.removeprefix("self_attention."): weight for name, weight in renamed.items()})
-    return attention.eval()
+    return attention.eval(), rotary
 
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("interleave", [True, False], ids=["pairs", "halves"])
 @pytest.mark.parametrize("q_lora_rank", [24, None], ids=["q_latent", "q_direct"])
-def test_output_equals_transformers_bit_for_bit(device, q_lora_rank, interleave, rope):
+def test_output_equals_transformers_bit_for_bit(mesh, q_lora_rank, interleave, rope):
     theirs = hf_attention(q_lora_rank=q_lora_rank, rope_interleave=interleave, rope_parameters=ROPES[rope])
     hidden_SBH = torch.randn(48, 2, 64)  # beyond the original 32 positions
     with torch.no_grad():
-        ours, _ = mcore_attention(theirs, device)(hidden_SBH, None)
+        attention, rotary = mcore_attention(theirs, mesh)
+        ours, _ = attention(hidden_SBH, None, rotary_pos_emb=rotary(len(hidden_SBH)))
         assert torch.equal(ours, run_hf(theirs, hidden_SBH)), (ours - run_hf(theirs, hidden_SBH)).abs().max()
 
 
-def test_softmax_scale_is_exactly_that_of_transformers(device):
+def test_softmax_scale_is_exactly_that_of_transformers(mesh):
     theirs = hf_attention(rope_parameters=ROPES["yarn-two-mscales"])
-    ours = mcore_attention(theirs, device)
+    ours, _ = mcore_attention(theirs, mesh)
     assert ours.core_attention.softmax_scale == pytest.approx(theirs.scaling, rel=1e-15)  # product in another order
     assert theirs.scaling / theirs.qk_head_dim**-0.5 > 1.3  # so a forgotten scale would show
 
 
-def test_packed_rows_get_the_queries_keys_and_values_they_get_alone(device):
+def test_packed_rows_get_the_queries_keys_and_values_they_get_alone(mesh):
     """Up to core attention, which attends within rows: positions start anew in each."""
-    ours = mcore_attention(hf_attention(rope_interleave=False, rope_parameters=ROPES["yarn-mscale"]), device)
+    theirs = hf_attention(rope_interleave=False, rope_parameters=ROPES["yarn-mscale"])
+    ours, rotary = mcore_attention(theirs, mesh)
     rows = [torch.randn(length, 1, 64) for length in (5, 9, 2)]
     cu_seqlens = torch.tensor([0, 5, 14, 16], dtype=torch.int32)
     for max_seqlen in (9, 12):  # the longest row, or more; 16 would be wrong: it means one row to megatron-core
         packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen)
         with torch.no_grad():
-            together = ours.get_query_key_value_tensors(torch.cat(rows), packed_seq_params=packed)[:3]
-            alone = [ours.get_query_key_value_tensors(row)[:3] for row in rows]
+            together = ours.get_query_key_value_tensors(torch.cat(rows), None, rotary.packed(cu_seqlens), packed)[:3]
+            alone = [ours.get_query_key_value_tensors(row, None, rotary(len(row)))[:3] for row in rows]
         for part, parts in zip(together, zip(*alone, strict=True), strict=True):
             # Matrix products of other sizes may round otherwise.
             torch.testing.assert_close(part, torch.cat(parts)[:, 0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
-def test_megatron_core_must_be_told_that_transformer_engine_is_absent(device, monkeypatch):
+def test_megatron_core_must_be_told_that_transformer_engine_is_absent(mesh, monkeypatch):
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)  # what it finds by itself, without the package too
     with pytest.raises(TypeError, match="isinstance"):
-        mcore_attention(hf_attention(), device)
+        mcore_attention(hf_attention(), mesh)
     megatron_fixes.disbelieve_mocked_te()
-    mcore_attention(hf_attention(), device)
+    mcore_attention(hf_attention(), mesh)

@@ -17,12 +17,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock as Stoc
 from packaging.version import Version
 
 from swiftlite import families
-from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.args.fields import RecomputeArgs
 from swiftlite.heads import Heads
-from swiftlite.model import mtp, recompute
+from swiftlite.model import gpt, mtp, recompute
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mtp import MultiTokenPredictionLayer
+from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.compat import MCORE_VERSION, MTP_INNER_LAYER
 from tests.scripts.conftest import SCRIPTS
 
@@ -41,20 +42,19 @@ TOKENS = torch.arange(3, 27).view(2, 12)
 POSITIONS = torch.arange(12).expand(2, 12)
 
 
-def make_model(
-    device, depth: int = 1, heads_only: bool = False, layout: ParallelLayout | None = None, **options
-) -> GPTModel:
+def make_model(mesh, depth: int = 1, freeze_trunk: bool = False, **options) -> GPTModel:
     """A small model in training mode, always with the same random numbers."""
     [model] = build_model(
-        families.get(HF_CONFIG).transformer_config(HF_CONFIG),
+        families.get(HF_CONFIG).architecture(HF_CONFIG),
         HF_CONFIG,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(depth),
-        heads_only=heads_only,
-        layout=layout,
+        freeze_trunk=freeze_trunk,
         recompute=RecomputeArgs(**options),
     )
+    if freeze_trunk:
+        HEADS_ONLY.apply([model])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,29 +93,29 @@ def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("method", ["uniform", "block"])
-def test_full_changes_no_bit(device, method, num_layers, depth):
-    expected = train(make_model(device, depth))
+def test_full_changes_no_bit(mesh, method, num_layers, depth):
+    expected = train(make_model(mesh, depth))
     assert all(gradient.any() for gradient in expected.values())
-    assert_same(train(make_model(device, depth, **full(method, num_layers))), expected)
+    assert_same(train(make_model(mesh, depth, **full(method, num_layers))), expected)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("modules", [["core_attn"], ["mlp"], ["core_attn", "mlp"]], ids="+".join)
-def test_selective_changes_no_bit(device, modules, depth):
-    model = make_model(device, depth, recompute_granularity="selective", recompute_modules=modules)
-    assert_same(train(model), train(make_model(device, depth)))
+def test_selective_changes_no_bit(mesh, modules, depth):
+    model = make_model(mesh, depth, recompute_granularity="selective", recompute_modules=modules)
+    assert_same(train(model), train(make_model(mesh, depth)))
 
 
 @pytest.mark.parametrize("method", ["uniform", "block"])
-def test_heads_learn_under_a_frozen_trunk(device, method):
+def test_heads_learn_under_a_frozen_trunk(mesh, method):
     """Nothing that goes into the first MTP layer has a gradient."""
-    expected = train(make_model(device, 2, heads_only=True))
+    expected = train(make_model(mesh, 2, freeze_trunk=True))
     assert len(expected) > 20
-    assert_same(train(make_model(device, 2, heads_only=True, **full(method, 1))), expected)
+    assert_same(train(make_model(mesh, 2, freeze_trunk=True, **full(method, 1))), expected)
 
 
-def test_frozen_embedding(device):
-    models = [make_model(device), make_model(device, **full("uniform", 2))]
+def test_frozen_embedding(mesh):
+    models = [make_model(mesh), make_model(mesh, **full("uniform", 2))]
     for model in models:
         model.embedding.requires_grad_(False)
     assert_same(*map(train, models))
@@ -126,18 +126,18 @@ stock_until_17 = pytest.mark.skipif(not BEFORE_18, reason="mended in megatron-co
 
 
 @stock_until_17
-def test_stock_block_does_not_take_what_does_not_divide(device):
-    model = make_model(device, **full("uniform", 3))
-    model.decoder.__class__ = StockBlock
+def test_stock_block_does_not_take_what_does_not_divide(mesh, monkeypatch):
+    monkeypatch.setattr(gpt, "TransformerBlock", StockBlock)
+    model = make_model(mesh, **full("uniform", 3))
     with pytest.raises(IndexError):
         train(model)
 
 
 @pytest.mark.parametrize("block", [StockBlock, recompute.TransformerBlock])
 @pytest.mark.parametrize("method", ["uniform", "block"])
-def test_padding_mask_reaches_every_layer(device, monkeypatch, method, block):
-    model = make_model(device, **full(method, 2))
-    model.decoder.__class__ = block
+def test_padding_mask_reaches_every_layer(mesh, monkeypatch, method, block):
+    monkeypatch.setattr(gpt, "TransformerBlock", block)
+    model = make_model(mesh, **full(method, 2))
     masks = []
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["padding_mask"]), with_kwargs=True)
@@ -154,16 +154,16 @@ def use_stock_mtp(monkeypatch) -> None:
     monkeypatch.setattr(MultiTokenPredictionLayer, "_checkpointed_forward", StockMtpLayer._checkpointed_forward)
 
 
-def test_stock_mtp_layer_refuses_uniform_2(device, monkeypatch):
+def test_stock_mtp_layer_refuses_uniform_2(mesh, monkeypatch):
     use_stock_mtp(monkeypatch)
     with pytest.raises(AssertionError, match="recompute_num_layers must be 1"):
-        train(make_model(device, **full("uniform", 2)))
+        train(make_model(mesh, **full("uniform", 2)))
 
 
-def test_stock_mtp_layer_gives_heads_of_a_frozen_trunk_no_gradient(device, monkeypatch):
+def test_stock_mtp_layer_gives_heads_of_a_frozen_trunk_no_gradient(mesh, monkeypatch):
     use_stock_mtp(monkeypatch)
     with pytest.raises(RuntimeError, match="does not require grad"):
-        train(make_model(device, heads_only=True, **full("uniform", 1)))
+        train(make_model(mesh, freeze_trunk=True, **full("uniform", 1)))
 
 
 def packed_mtp(model: GPTModel) -> list[torch.Tensor]:
@@ -189,17 +189,17 @@ def packed_mtp(model: GPTModel) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", ["uniform", "block"])
-def test_a_packed_row_through_a_recomputed_mtp_layer(device, method):
-    expected = packed_mtp(make_model(device))
-    ours = packed_mtp(make_model(device, **full(method, 1)))
+def test_a_packed_row_through_a_recomputed_mtp_layer(mesh, method):
+    expected = packed_mtp(make_model(mesh))
+    ours = packed_mtp(make_model(mesh, **full(method, 1)))
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
 @stock_until_17
-def test_stock_mtp_layer_hands_packing_to_autograd(device, monkeypatch):
+def test_stock_mtp_layer_hands_packing_to_autograd(mesh, monkeypatch):
     use_stock_mtp(monkeypatch)
     with pytest.raises(TypeError, match="PackedSeqParams"):
-        packed_mtp(make_model(device, **full("uniform", 1)))
+        packed_mtp(make_model(mesh, **full("uniform", 1)))
 
 
 @pytest.fixture
@@ -214,22 +214,22 @@ def mtp_bytes(bench, model: GPTModel) -> int:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("method", ["uniform", "block"])
-def test_a_recomputed_mtp_layer_keeps_its_two_inputs(device, bench, method, num_layers):
+def test_a_recomputed_mtp_layer_keeps_its_two_inputs(mesh, bench, method, num_layers):
     hidden = TOKENS.numel() * 32 * 4  # [S, B, H] in float32
     ids = 2 * TOKENS.numel() * 8  # of the embedding's backward: the ids of both depths are one storage
-    assert mtp_bytes(bench, make_model(device, **full(method, num_layers))) == 2 * hidden + ids
-    assert mtp_bytes(bench, make_model(device)) > 20 * hidden
+    assert mtp_bytes(bench, make_model(mesh, **full(method, num_layers))) == 2 * hidden + ids
+    assert mtp_bytes(bench, make_model(mesh)) > 20 * hidden
 
 
-def test_stock_mtp_layer_keeps_all_with_block(device, bench, monkeypatch):
-    ours, all_of_it = (mtp_bytes(bench, make_model(device, **options)) for options in (full("block", 1), {}))
+def test_stock_mtp_layer_keeps_all_with_block(mesh, bench, monkeypatch):
+    ours, all_of_it = (mtp_bytes(bench, make_model(mesh, **options)) for options in (full("block", 1), {}))
     use_stock_mtp(monkeypatch)
     with pytest.warns(UserWarning, match="'block' is not supported for MTP yet"):
-        stock = mtp_bytes(bench, make_model(device, **full("block", 1)))
+        stock = mtp_bytes(bench, make_model(mesh, **full("block", 1)))
     assert ours < stock == all_of_it
 
 
-def test_saved_bytes_by_hand(device, bench):
+def test_saved_bytes_by_hand(mesh, bench):
     """x -> x * x -> exp: x, then exp(x * x); a view of x is the same storage, the weight is not counted."""
     weight = torch.nn.Linear(10, 1, bias=False)
     x = torch.ones(10, requires_grad=True)
@@ -298,10 +298,10 @@ PRECISIONS = {
 
 @pytest.mark.parametrize("method", ["uniform", "block"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_precision_around_a_recomputed_mtp_layer(device, recorder, precision, method):
+def test_precision_around_a_recomputed_mtp_layer(mesh, recorder, precision, method):
     """The inner context is entered for the body, and again when it is recomputed; the outer one is around the call."""
     fields, inner, around = PRECISIONS[precision]
-    layer = mtp_layer(make_model(device, **full(method, 2)))
+    layer = mtp_layer(make_model(mesh, **full(method, 2)))
     getattr(layer, MTP_INNER_LAYER).forward = lambda hidden_states, **_: (hidden_states, None)
     for name, value in fields.items():
         setattr(layer.config, name, value)
@@ -323,10 +323,10 @@ def test_precision_around_a_recomputed_mtp_layer(device, recorder, precision, me
 
 @pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize("method", ["uniform", "block"])
-def test_precision_around_recomputed_decoder_layers(device, recorder, monkeypatch, method, quantised):
+def test_precision_around_recomputed_decoder_layers(mesh, recorder, monkeypatch, method, quantised):
     """By the global number of each layer, from 0, where the recipe has it inside."""
     monkeypatch.setattr(recompute, "get_fp8_context", lambda config, number: recorder(f"fp8 {number}"))
-    block = make_model(device, **full(method, 3)).decoder
+    block = make_model(mesh, **full(method, 3)).decoder
     block.config.fp8 = "hybrid"
     for layer in block.layers:
         layer.forward = lambda hidden_states, **_: (hidden_states * 1, None)
@@ -352,8 +352,8 @@ class Boom(Exception):
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("method", ["uniform", "block"])
-def test_an_exception_leaves_nothing_changed(device, method, when):
-    model, calls, tracker = make_model(device, **full(method, 2)), [], tensor_parallel.get_cuda_rng_tracker()
+def test_an_exception_leaves_nothing_changed(mesh, method, when):
+    model, calls, tracker = make_model(mesh, **full(method, 2)), [], tensor_parallel.get_cuda_rng_tracker()
     assert tracker is not None
 
     def fail(*_):
@@ -376,7 +376,7 @@ def test_an_exception_leaves_nothing_changed(device, method, when):
     assert tracker.get_states() == states
 
 
-def test_stock_checkpoint_forgets_to_say_that_it_is_over(device):
+def test_stock_checkpoint_forgets_to_say_that_it_is_over(mesh):
     def fail(x):
         raise Boom
 

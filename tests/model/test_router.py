@@ -12,8 +12,8 @@ BIAS = torch.tensor([0.1, 0.1001, 0.1002, 0.1003])  # one number in bfloat16
 
 
 @pytest.fixture
-def router(tmp_path, device) -> torch.nn.Module:
-    model = load_megatron(make_tiny_hf(tmp_path, "glm4_moe"), device, torch.float32)
+def router(tmp_path, mesh) -> torch.nn.Module:
+    model = load_megatron(make_tiny_hf(tmp_path, "glm4_moe"), mesh, torch.float32)
     return model.decoder.layers[1].get_submodule("mlp.router")
 
 
@@ -47,8 +47,8 @@ def test_buffers_follow_to_another_device(router):
     assert router.to("meta").get_buffer("expert_bias").is_meta
 
 
-def test_a_step_counts_tokens_and_reaches_every_weight(tmp_path, device):
-    model = load_megatron(make_tiny_hf(tmp_path, "glm4_moe", depth=1), device, torch.float32).train()
+def test_a_step_counts_tokens_and_reaches_every_weight(tmp_path, mesh):
+    model = load_megatron(make_tiny_hf(tmp_path, "glm4_moe", depth=1), mesh, torch.float32).train()
     input_ids = torch.randint(0, 128, (2, 16))
     position_ids = torch.arange(16).expand(2, 16)
     losses = model(input_ids, position_ids, labels=torch.roll(input_ids, -1, 1))

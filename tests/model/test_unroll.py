@@ -14,16 +14,16 @@ from swiftlite.args.fields import MtpLoss, RecomputeArgs
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.batch import collate, collate_packed, shift_left
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.engines.conventions import CONVENTIONS
 from swiftlite.families import index
 from swiftlite.heads import Heads
 from swiftlite.model import draft_attention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
-from swiftlite.runtime.device import Device
-from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
-from tests.engines.reference import Reference, follow, write_trained
+from swiftlite.plan.trainable import HEADS_ONLY
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.objective import NextTokenObjective, total_loss
+from tests.engines.reference import Reference, convention, follow, write_trained
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -42,13 +42,11 @@ def make_samples() -> list[Sample]:
     return samples
 
 
-def load(directory: Path, family: str, device, **options) -> tuple[GPTModel, Reference]:
+def load(directory: Path, family: str, mesh, **options) -> tuple[GPTModel, Reference]:
     reference = Reference.load(directory, family, depth=1)
-    follow(reference, CONVENTIONS["vllm"][family])
+    follow(reference, convention("vllm", family).drafting)
     drafting = index.FAMILIES[family].mtp.drafting
-    return load_megatron(
-        directory, device, torch.float32, drafting=drafting, heads=Heads(1, STEPS), **options
-    ), reference
+    return load_megatron(directory, mesh, torch.float32, drafting=drafting, heads=Heads(1, STEPS), **options), reference
 
 
 def drafted_logits(reference: Reference, ids: list[int]) -> list[list[torch.Tensor]]:
@@ -66,9 +64,9 @@ def drafted_logits(reference: Reference, ids: list[int]) -> list[list[torch.Tens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_an_engine(family, tmp_path, device):
+def test_logits_are_those_of_an_engine(family, tmp_path, mesh):
     directory = make_tiny_hf(tmp_path, family, depth=1)
-    model, reference = load(directory, family, device)
+    model, reference = load(directory, family, mesh)
     ids = make_samples()[2].input_ids.tolist()
     with torch.no_grad():
         expected = drafted_logits(reference, ids)
@@ -103,7 +101,8 @@ def naive_loss(reference: Reference, samples: list[Sample]) -> torch.Tensor:
 
 def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss, and gradients by HF name: the bridge writes them as if they were the weights."""
-    counts = count_targets([batch], STEPS)
+    objective = NextTokenObjective(Heads(1, STEPS, BETA), SCALE)
+    counts = objective.count_targets([batch])
     model.train()
     losses: Any = model(
         batch.tokens_KBS[0],
@@ -111,8 +110,7 @@ def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tup
         labels=batch.labels_KBS[0],
         packed_seq_params=describe_packed(batch.cu_seqlens),
     )
-    coefficients = mtp_coefficients(counts, SCALE, Heads(1, STEPS, BETA).weights)
-    loss = total_loss(losses, batch.loss_scale_KBS, coefficients) / int(counts[0])
+    loss = total_loss(losses, batch.loss_scale_KBS, objective.coefficients(counts)) / int(counts[0])
     loss.backward()
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -123,9 +121,9 @@ def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tup
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, device):
+def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, mesh):
     directory = make_tiny_hf(tmp_path / "model", family, depth=1)
-    model, reference = load(directory, family, device)
+    model, reference = load(directory, family, mesh)
     samples = make_samples()
     expected_loss = naive_loss(reference, samples)
     expected_loss.backward()
@@ -151,7 +149,7 @@ def test_loss_and_gradients_equal_the_reference(family, packed, tmp_path, device
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypatch):
+def test_recomputation_and_the_size_of_calls(family, tmp_path, mesh, monkeypatch):
     """Recomputed, selectively or in full: the same bits. In calls of few queries: the same up to the order of sums."""
     directory = make_tiny_hf(tmp_path / "model", family, depth=1)
     batch = collate_packed(make_samples(), 0, num_drafts=STEPS)
@@ -165,7 +163,7 @@ def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypat
     }.items():
         if name == "cut":
             monkeypatch.setattr(draft_attention, "MAX_QUERIES", 4)
-        model, _ = load(directory, family, device, recompute=recompute)
+        model, _ = load(directory, family, mesh, recompute=recompute)
         results.append(our_gradients(model, batch, directory, tmp_path / name))
     (loss, gradients), *recomputed, (loss_of_cuts, gradients_of_cuts) = results
     for other_loss, other in recomputed:
@@ -178,21 +176,22 @@ def test_recomputation_and_the_size_of_calls(family, tmp_path, device, monkeypat
 
 
 def train_head(
-    directory: Path, out_dir: Path, rows_BS: torch.Tensor, device: Device, *, unroll: int, mtp_loss: MtpLoss = "ce"
+    directory: Path, out_dir: Path, rows_BS: torch.Tensor, mesh: Mesh, *, unroll: int, mtp_loss: MtpLoss = "ce"
 ) -> None:
     """A fresh head on the trunk of `directory`, 60 steps on the same rows, written as a checkpoint."""
     hf_config = json.loads((directory / "config.json").read_text())
     family = index.get(hf_config)
     (model,) = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(1, unroll, BETA),
-        heads_only=True,
+        freeze_trunk=True,
         mtp_loss=mtp_loss,
         drafting=family.mtp.drafting,
     )
+    HEADS_ONLY.apply([model])
     load_hf([model], directory, family, hf_config, mtp_init="random")
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
     weights = torch.tensor(model.heads.weights)
@@ -208,15 +207,15 @@ def train_head(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
-def test_later_drafts_are_accepted_more_often(family, tmp_path, device):
+def test_later_drafts_are_accepted_more_often(family, tmp_path, mesh):
     """Same trunk, same fresh head, same steps on the trunk's own text; counted as an engine that drafts 3 would."""
     prompts = write_trained(tmp_path / "trained", family, depth=1)
     teacher = Reference.load(tmp_path / "trained", family, depth=1)
     rows_BS = torch.tensor([prompt[:1] + teacher.greedy(prompt[:1], 31) for prompt in prompts])
     accepted = {}
     for unroll in (1, STEPS):
-        train_head(tmp_path / "trained", tmp_path / str(unroll), rows_BS, device, unroll=unroll)
-        served = follow(Reference.load(tmp_path / str(unroll), family, depth=1), CONVENTIONS["vllm"][family])
+        train_head(tmp_path / "trained", tmp_path / str(unroll), rows_BS, mesh, unroll=unroll)
+        served = follow(Reference.load(tmp_path / str(unroll), family, depth=1), convention("vllm", family).drafting)
         counts = served.simulate([row[:4].tolist() for row in rows_BS], 24, STEPS)[1]
         accepted[unroll] = [count / counts.drafts for count in counts.accepted_per_position]
     assert accepted[STEPS][1] > accepted[1][1] + 0.1

@@ -7,18 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from safetensors.torch import load_file
-from torch.distributed import ProcessGroup
 
 from swiftlite import families
-from swiftlite.acceptance.statistics import Statistics
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
@@ -27,13 +23,14 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
-from swiftlite.model.ranks import whole_rows
+from swiftlite.model.pipeline import run_pipeline
+from swiftlite.model.ranks import from_last_stage, whole_rows
 from swiftlite.plan.layout import length_multiple, sequence_multiple
-from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import shard
 from swiftlite.train.exchange import broadcast, stage_fields
-from swiftlite.train.objective import make_forward_step
+from swiftlite.train.objective import NextTokenObjective, add_up
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import _save_gradients
@@ -118,14 +115,13 @@ def compute_all(
     results = []
     for jobs, port in zip(sessions, ports, strict=True):
         prepare_session(port)
-        with session(ParallelLayout(**jobs[0].layout), timeout_minutes=2) as device:
-            results += [compute(job, device) for job in jobs]
+        with session(ParallelLayout(**jobs[0].layout), timeout_minutes=2) as mesh:
+            results += [compute(job, mesh) for job in jobs]
     return results
 
 
-def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, float]]:
+def compute(job: Job, mesh: Mesh) -> tuple[list[torch.Tensor], dict[str, float]]:
     """One job; losses only on ranks of the last stage."""
-    layout = ParallelLayout(**job.layout)
     hf_config = read_config(job.hf_dir)
     family = families.get(hf_config)
     depth = Heads.from_config(hf_config).layers
@@ -133,37 +129,37 @@ def compute(job: Job, device: Device) -> tuple[list[torch.Tensor], dict[str, flo
     if job.one_reader:
         rows = broadcast(
             rows if torch.distributed.get_rank() == 0 else None,
-            stage_fields(layout, depth),
-            pipeline_group=cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group()),
-            stage_group=cast(ProcessGroup, parallel_state.get_tensor_and_context_parallel_group()),
-            device=device.torch_device,
+            stage_fields(mesh.layout, depth),
+            pipeline_group=mesh.pp,
+            stage_group=mesh.tp_cp,
+            device=mesh.device.torch_device,
         )
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(depth),
-        layout=layout,
         drafting=family.mtp.drafting,
         recompute=RecomputeArgs(**job.recompute),
     )
     load_hf(model, job.hf_dir, family, hf_config)
-    wrapped = wrap_model(model, torch.float32)
+    wrapped = wrap_model(model, mesh, torch.float32)
     for chunk in wrapped:
         chunk.zero_grad_buffer()
         chunk.config.finalize_model_grads_func = finalize_model_grads
     if job.is_packed:
-        batches = [pack(row, layout, depth) for row in rows]
+        batches = [pack(row, mesh.layout, depth) for row in rows]
     else:
         batches = [collate([sample], 0, num_drafts=depth) for row in rows for sample in row]
-    losses, statistics = forward_backward(wrapped, batches, layout, depth)
+    objective = NextTokenObjective(Heads(depth), 0.5)
+    losses, sums = forward_backward(wrapped, mesh, objective, batches)
     _save_gradients(wrapped, model, job.out_dir, family, hf_config)
     if job.is_packed and losses:
         losses = [
             part for row, batch, loss in zip(rows, batches, losses, strict=True) for part in split(loss, batch, row)
         ]
-    return losses, statistics.means()
+    return losses, objective.means(sums)
 
 
 def split(loss_KS: torch.Tensor, batch: Batch, row: Sequence[Sample]) -> list[torch.Tensor]:
@@ -183,32 +179,33 @@ def pack(row: Sequence[Sample], layout: ParallelLayout, depth: int) -> Batch:
     )
 
 
-def forward_backward(wrapped, batches: Sequence[Batch], layout: ParallelLayout, depth: int):
+def forward_backward(
+    wrapped: Sequence[DistributedDataParallel], mesh: Mesh, objective: NextTokenObjective, batches: Sequence[Batch]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The trainer's own forward step under megatron-core's schedule: per-token losses [K, S] of each micro-batch, whole
     rows, on the last stage; and the sums over all."""
     losses = []
-    train_step = make_forward_step([0.5 / k for k in range(1, depth + 1)])
+    train_step = objective.make_forward_step(from_last_stage(objective.count_targets(batches), mesh), mesh)
 
     def forward_step(iterator: Iterator[Batch], chunk: torch.nn.Module):
         batch = next(iterator)
         output, loss_func = train_step(iter([batch]), chunk)
 
         def collect(output: Losses):
-            heads = [whole_rows(head.loss_BS.detach(), batch.cu_seqlens) for head in (output.main, *output.mtp)]
+            heads = [whole_rows(head.loss_BS.detach(), mesh, batch.cu_seqlens) for head in (output.main, *output.mtp)]
             losses.append(torch.cat(heads))
             return loss_func(output)
 
         return output, collect
 
-    rank, size = parallel_state.get_context_parallel_rank(), layout.context_parallel_size
-    iterators = [iter([shard(batch, rank, size) for batch in batches]) for _ in wrapped]
-    parts = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=list(wrapped),
-        num_microbatches=len(batches),
-        seq_length=batches[0].position_ids_BS.size(1),
+    parts = run_pipeline(
+        wrapped,
+        mesh,
+        forward_step,
+        [iter([shard(batch, mesh.cp.rank(), mesh.cp.size()) for batch in batches]) for _ in wrapped],
+        num_micro_batches=len(batches),
         micro_batch_size=1,
+        length=batches[0].position_ids_BS.size(1),
         forward_only=False,
     )
-    return losses, Statistics.total(parts, 1 + depth, torch.device("cpu"))
+    return losses, add_up(parts, objective.sums_shape, mesh)

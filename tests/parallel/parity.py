@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from safetensors.torch import load_file
@@ -30,9 +29,11 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
 from swiftlite.plan.run import make_plan, make_schedule
+from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
+from swiftlite.train.objective import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
 from tests.parallel.launch import launch, open_store, prepare_session
@@ -163,7 +164,8 @@ def refusal(job: Job, num_processes: int) -> str:
     hf_config = read_config(job.hf_dir)
     depth = Heads.from_config(hf_config).layers
     layout = layout_of(job.args(depth))
-    problems = layout_problems(layout, hf_config, depth) or process_problems(layout, num_processes)
+    architecture = families.get(hf_config).architecture(hf_config)
+    problems = layout_problems(layout, architecture, depth) or process_problems(layout, num_processes)
     return "; ".join(problem for problem, _ in problems)
 
 
@@ -205,49 +207,50 @@ def compute(job: Job) -> list[dict[str, float]]:
     args = job.args(depth)
     with session(
         layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings")), timeout_minutes=2
-    ) as device:
+    ) as mesh:
         dtype = getattr(torch, args.torch_dtype)
         plan = make_plan(args, torch.distributed.get_world_size(), Heads(depth))
         samples = make_samples(hf_config["vocab_size"])
         model = build_model(
-            family.transformer_config(hf_config),
+            family.architecture(hf_config),
             hf_config,
-            device=device,
+            mesh=mesh,
             dtype=dtype,
             heads=plan.heads,
-            layout=plan.layout,
             recompute=group_of(args, RecomputeArgs),
             moe=group_of(args, MoeArgs),
-            heads_only=args.mtp_mode == "heads_only",
+            freeze_trunk=args.mtp_mode == "heads_only",
             drafting=family.mtp.drafting,
             mtp_loss=args.mtp_loss,
         )
+        if args.mtp_mode == "heads_only":
+            HEADS_ONLY.apply(model)
         load_hf(model, job.hf_dir, family, hf_config)
-        wrapped = wrap_model(model, dtype, args)
+        wrapped = wrap_model(model, mesh, dtype, args)
         schedule = make_schedule(args, len(samples))
-        optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
+        optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
         flops = training_flops(hf_config, plan.heads)
-        batches = Batches(plan, parallel_state.get_data_parallel_rank(), 0, flops)
+        batches = Batches(plan, mesh.dp.rank(), 0, flops)
         rows = batches.rows(samples)
-        checkpointer = Checkpointer(job.out_dir, model, optimizer, {}, is_async=args.async_save)
+        checkpointer = Checkpointer(job.out_dir, mesh, model, optimizer, {}, is_async=args.async_save)
         trainer = Trainer(
+            mesh=mesh,
             model=wrapped,
+            objective=NextTokenObjective(plan.heads, args.mtp_loss_scaling_factor),
             optimizer=optimizer,
             scheduler=scheduler,
             plan=plan,
             schedule=schedule,
-            mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
             train_batches=partial(batches.train, rows, Sampler(len(rows), plan.global_batch_size, args.seed, False)),
-            flops=flops,
             eval_batches=[],
-            device=device,
+            count_flops=flops.step,
             sinks=[],
             logging_steps=1,
             checkpointer=checkpointer,
         )
         first, last = job.steps
         if job.resume:
-            load_checkpoint(job.resume, model, optimizer)
+            load_checkpoint(job.resume, mesh, model, optimizer)
             scheduler.step(increment=first - 1)
             check_embeddings(model)
         metrics = []
@@ -266,9 +269,9 @@ def compute(job: Job) -> list[dict[str, float]]:
 
 def check_embeddings(model: Sequence[GPTModel]) -> None:
     """All copies of the embedding in a pipeline (the first stage's, the MTP layers', a tied head) are the same bits."""
-    # Not is_rank_in_embedding_group: that still knows the ranks of the session before (0.16.1).
-    group: Any = parallel_state.get_embedding_group(check_initialized=False)
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1 or group is None:
+    groups = model[0].pg_collection
+    group: Any = groups.embd
+    if groups.pp.size() == 1 or group is None:
         return
     ours = [
         parameter.detach()

@@ -4,15 +4,14 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.args.fields import ParallelLayout
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.context_parallel import shard_sequence, unshard_sequence
-from swiftlite.runtime import cpu
+from swiftlite.runtime.distributed import session
 from tests.model.test_attention import SHAPES, make_attention, make_inputs, make_packed
 from tests.parallel.launch import launch
 
@@ -63,20 +62,17 @@ def case(shape: str, layout: str, dtype: str, size: int):
 
 def run_all(size: int) -> dict[tuple[str, str, str], list[torch.Tensor]]:
     """What each process does."""
-    cpu.install()
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(context_parallel_size=size, create_gloo_process_groups=False)
-    results = {}
-    for shape, layout, dtype in CASES:
-        inputs, cu_seqlens = case(shape, layout, dtype, size)
-        attention = make_attention(k_channels=SHAPES[shape][2])
-        results[shape, layout, dtype] = run(attention, inputs, cu_seqlens, dist.get_rank(), size)
-    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
-    with pytest.raises(ValueError, match="attention_mask with a packed row or context parallelism"):
-        make_attention()(*make_inputs(12, "gqa", rows=1), mask)
-    with pytest.raises(ValueError, match=rf"but {size} context-parallel ranks hold {12 * size} tokens"):
-        make_attention()(*make_inputs(12, "gqa"), None, packed_seq_params=make_packed([12]))
-    dist.destroy_process_group()
+    with session(ParallelLayout(context_parallel_size=size)) as mesh:
+        results = {}
+        for shape, layout, dtype in CASES:
+            inputs, cu_seqlens = case(shape, layout, dtype, size)
+            attention = make_attention(mesh, k_channels=SHAPES[shape][2])
+            results[shape, layout, dtype] = run(attention, inputs, cu_seqlens, mesh.cp.rank(), size)
+        mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
+        with pytest.raises(ValueError, match="attention_mask with a packed row or context parallelism"):
+            make_attention(mesh)(*make_inputs(12, "gqa", rows=1), mask)
+        with pytest.raises(ValueError, match=rf"but {size} context-parallel ranks hold {12 * size} tokens"):
+            make_attention(mesh)(*make_inputs(12, "gqa"), None, packed_seq_params=make_packed([12]))
     return results
 
 
@@ -86,18 +82,18 @@ def parallel(request) -> tuple[int, list[dict[tuple[str, str, str], list[torch.T
 
 
 @pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
-def test_ranks_compute_what_one_process_computes(device, parallel, shape, layout, dtype):
+def test_ranks_compute_what_one_process_computes(mesh, parallel, shape, layout, dtype):
     size, results = parallel
     inputs, cu_seqlens = case(shape, layout, dtype, size)
-    alone = run(make_attention(k_channels=SHAPES[shape][2]), inputs, cu_seqlens, 0, 1)
+    alone = run(make_attention(mesh, k_channels=SHAPES[shape][2]), inputs, cu_seqlens, 0, 1)
     assert len(alone) == 4
     for expected, *parts in zip(alone, *(result[shape, layout, dtype] for result in results), strict=True):
         ours = unshard_sequence(parts, 0, cu_seqlens)
         torch.testing.assert_close(ours, expected, rtol=0, atol=ATOL[dtype])
 
 
-def test_the_stock_class_refuses_context_parallelism(device):
+def test_the_stock_class_refuses_context_parallelism(mesh):
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, context_parallel_size=2)
     with pytest.raises(AssertionError, match="Context parallelism is only supported by TEDotProductAttention"):
         DotProductAttention(config, 1, AttnMaskType.causal, "self")
-    CoreAttention(config, 1, AttnMaskType.causal, "self")
+    CoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=mesh.groups)

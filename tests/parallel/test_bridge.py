@@ -4,6 +4,7 @@ from files over a checkpoint of one layout and a model of another back to the sa
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from swiftlite.families import Family
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
-from swiftlite.plan.layout import layout_problems, num_experts
-from swiftlite.runtime.device import Device
+from swiftlite.plan.layout import layout_problems
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import CLASSES, make_tiny_hf
@@ -41,30 +42,28 @@ def name(family: str, tied: bool, depth: int) -> str:
     return f"{family}-{'tied' if tied else 'untied'}-{depth}"
 
 
-def build(source: Path, device: Device, depth: int, layout: ParallelLayout) -> list[GPTModel]:
+def build(source: Path, mesh: Mesh, depth: int) -> list[GPTModel]:
     hf_config = read_config(source)
     return build_model(
-        families.get(hf_config).transformer_config(hf_config),
+        families.get(hf_config).architecture(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads(depth),
-        layout=layout,
     )
 
 
-def load(source: Path, device: Device, depth: int, tp_size: int, mtp_init: MtpInit = "checkpoint") -> GPTModel:
+def load(source: Path, mesh: Mesh, depth: int, mtp_init: MtpInit = "checkpoint") -> GPTModel:
     hf_config = read_config(source)
-    layout = ParallelLayout(
-        tensor_model_parallel_size=tp_size, sequence_parallel=tp_size > 1 and needs_sequence_parallel(hf_config)
-    )
-    model = build(source, device, depth, layout)
+    if mesh.tp.size() > 1 and needs_sequence_parallel(hf_config):
+        mesh = replace(mesh, layout=replace(mesh.layout, sequence_parallel=True))  # which takes no other groups
+    model = build(source, mesh, depth)
     load_hf(model, source, families.get(hf_config), hf_config, mtp_init=mtp_init)
     return model[0].eval()
 
 
 def needs_sequence_parallel(hf_config: dict[str, Any]) -> bool:
-    return bool(num_experts(hf_config))
+    return families.get(hf_config).architecture(hf_config).has_experts
 
 
 def save(model: GPTModel, source: Path, out_dir: Path, max_shard_bytes: int) -> None:
@@ -84,16 +83,16 @@ def compute(model: GPTModel) -> list[torch.Tensor]:
 def convert_all(root: Path, tp_size: int) -> dict[str, list[torch.Tensor]]:
     """What each process does: every case there and back, sharded and not; returns the logits by case."""
     logits = {}
-    with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as device:
+    with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as mesh:
         for case in CASES:
             source = root / name(*case)
-            model = load(source, device, case[2], tp_size)
+            model = load(source, mesh, case[2])
             logits[name(*case)] = compute(model)
             save(model, source, root / f"tp{tp_size}" / name(*case), 10**9)
             save(model, source, root / f"tp{tp_size}-sharded" / name(*case), 40_000)
         for mtp_init in ("random", "copy_last_layer"):
             source = root / name("qwen3", False, 0)
-            model = load(source, device, 1, tp_size, mtp_init)
+            model = load(source, mesh, 1, mtp_init)
             logits[mtp_init] = compute(model)
             save(model, source, root / f"tp{tp_size}" / mtp_init, 10**9)
         dist.barrier()
@@ -195,15 +194,15 @@ def reshard_all(root: Path, pairs: Sequence[Pair], ports: Sequence[int]) -> None
         family = families.get(hf_config)
         for one in (first, second):
             prepare_session(next(port))
-            with session(one, tied_embeddings=tied, timeout_minutes=2) as device:
-                model = build(source, device, 1, one)
+            with session(one, tied_embeddings=tied, timeout_minutes=2) as mesh:
+                model = build(source, mesh, 1)
                 if one is first:
                     load_hf(model, source, family, hf_config)
-                    Checkpointer(out_dir, model, None, {}).save(1)
+                    Checkpointer(out_dir, mesh, model, None, {}).save(1)
                 else:
                     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
                         parameter.data.fill_(float("nan"))
-                    load_checkpoint(out_dir / "checkpoint-1", model)
+                    load_checkpoint(out_dir / "checkpoint-1", mesh, model)
                     save_hf(model, out_dir / "hf", family, hf_config, dtypes="float32")
                     stream(model, out_dir, family, hf_config)
                 dist.barrier()
@@ -229,7 +228,9 @@ def resharded(tmp_path_factory) -> tuple[Path, list[Pair]]:
     for family in families.FAMILIES:
         for tied in (False, True):
             source = make_tiny_hf(root / name(family, tied, 1), family, 1, tied, **SIZES, num_hidden_layers=4)
-        possible = [one for one in LAYOUTS if not layout_problems(one, read_config(source), 1)]
+        hf_config = read_config(source)
+        architecture = families.get(hf_config).architecture(hf_config)
+        possible = [one for one in LAYOUTS if not layout_problems(one, architecture, 1)]
         for number in range(PAIRS_PER_FAMILY):
             first, second = generator.sample(possible, 2)
             pairs.append((family, number == 0, first, second))

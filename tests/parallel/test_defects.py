@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel as StockGPTModel
+from megatron.core.transformer.moe.experts import SequentialMLP as StockSequentialMLP
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as StockMtpLayer
 from packaging.version import Version
@@ -21,12 +22,13 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
-from swiftlite.model import build
 from swiftlite.model.build import build_config, build_model
+from swiftlite.model.experts import SequentialMLP
 from swiftlite.model.specs import decoder_spec, mtp_spec
-from swiftlite.runtime import distributed
+from swiftlite.runtime import mesh as mesh_module
 from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer
 from tests.parallel import parity
 from tests.parallel.launch import launch
@@ -39,19 +41,20 @@ POSITIONS = torch.arange(12)[None]
 # labels=None, and a batch without targets: gpt_model.py:612 and :658-661
 
 
-def stock_model(hf_dir: Path, device: Any, per_token: bool = True) -> Any:
+def stock_model(hf_dir: Path, mesh: Mesh, per_token: bool = True) -> Any:
     """megatron-core's GPTModel and MTP layer with our layers, on one process, with the same weights as ours."""
     hf_config = read_config(hf_dir)
     family = families.get(hf_config)
-    config = build_config(family.transformer_config(hf_config), device=device, dtype=torch.float32, mtp_num_layers=1)
+    architecture = family.architecture(hf_config)
+    config = build_config(architecture.mcore_config(), device=mesh.device, dtype=torch.float32, mtp_num_layers=1)
     config.calculate_per_token_loss = per_token
-    heads = mtp_spec(config)
+    heads = mtp_spec(config, architecture.mtp_block)
     assert heads is not None
     for head in heads.layer_specs:  # pyright: ignore[reportOptionalIterable]
         head.module = StockMtpLayer
     model = StockGPTModel(
         config=config,
-        transformer_layer_spec=decoder_spec(config, 0, config.num_layers, Drafting()),  # pyright: ignore[reportArgumentType]
+        transformer_layer_spec=decoder_spec(config, architecture.layers, Drafting()),  # pyright: ignore[reportArgumentType]
         mtp_block_spec=heads,  # pyright: ignore[reportArgumentType]
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],
@@ -65,54 +68,53 @@ def stock_model(hf_dir: Path, device: Any, per_token: bool = True) -> Any:
 MENDED = pytest.mark.skipif(Version("0.19") <= MCORE_VERSION, reason="mended in megatron-core 0.19")
 
 
-def our_model(hf_dir: Path, device: Any, **options: Any):
+def our_model(hf_dir: Path, mesh: Mesh):
     hf_config = read_config(hf_dir)
     family = families.get(hf_config)
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads.from_config(hf_config),
-        **options,
     )
     load_hf(model, hf_dir, family, hf_config)
     return model
 
 
 @MENDED
-def test_stock_model_gives_no_logits_of_heads(tmp_path, device):
+def test_stock_model_gives_no_logits_of_heads(tmp_path, mesh):
     hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'clone'"):
-        stock_model(hf_dir, device)(TOKENS, POSITIONS, None)
-    [ours] = our_model(hf_dir, device)
+        stock_model(hf_dir, mesh)(TOKENS, POSITIONS, None)
+    [ours] = our_model(hf_dir, mesh)
     logits = ours(TOKENS, POSITIONS)
     assert logits.main.isfinite().all()
     assert logits.mtp[0].isfinite().all()
 
 
 @MENDED
-def test_a_micro_batch_without_targets(tmp_path, device, monkeypatch):
+def test_a_micro_batch_without_targets(tmp_path, mesh, monkeypatch):
     """0 / 0 in the stock model's own mode; ours is 0 (tests/train/test_objective.py)."""
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
-    stock = stock_model(hf_dir, device, per_token=False).train()
+    stock = stock_model(hf_dir, mesh, per_token=False).train()
     mask = torch.zeros(1, 12)
     loss = stock(TOKENS, POSITIONS, None, labels=TOKENS.roll(-1, 1), loss_mask=mask)
     (loss * mask).sum().backward()
     assert any(parameter.grad.isnan().any() for parameter in stock.parameters() if parameter.grad is not None)
 
-    [ours] = our_model(hf_dir, device)
+    [ours] = our_model(hf_dir, mesh)
     losses = ours.train()(TOKENS, POSITIONS, labels=torch.full_like(TOKENS, -100))
     (losses.main.loss_BS.sum() + losses.mtp[0].loss_BS.sum()).backward()
     assert not any(parameter.grad.any() for parameter in ours.parameters() if parameter.grad is not None)
 
 
-def test_stock_mtp_loss_depends_on_how_a_batch_is_cut(tmp_path, device, monkeypatch):
+def test_stock_mtp_loss_depends_on_how_a_batch_is_cut(tmp_path, mesh, monkeypatch):
     """Without per-token losses each micro-batch divides by its own targets (gpt_model.py:658)."""
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
-    stock = stock_model(hf_dir, device, per_token=False).train()
+    stock = stock_model(hf_dir, mesh, per_token=False).train()
     tokens = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, 12)
     mask[0, :9] = 0  # the first row has 3 targets, the second 12
@@ -133,16 +135,16 @@ def test_stock_mtp_loss_depends_on_how_a_batch_is_cut(tmp_path, device, monkeypa
 
 def save_tied(hf_dir: Path, out_dir: Path, as_stock: bool) -> str:
     layout = ParallelLayout(pipeline_model_parallel_size=2)
-    with session(layout, tied_embeddings=True, timeout_minutes=2) as device:
-        [model] = our_model(hf_dir, device, layout=layout)
+    with session(layout, tied_embeddings=True, timeout_minutes=2) as mesh:
+        [model] = our_model(hf_dir, mesh)
         if as_stock and model.post_process:  # as the stock constructor leaves it
             model.output_layer.weight = torch.nn.Parameter(torch.zeros_like(model.embedding.word_embeddings.weight))
         try:
-            model.sharded_state_dict(metadata={"dp_cp_group": parallel_state.get_data_parallel_group()})
+            model.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
         except AssertionError as error:
             return str(error)
         if not as_stock:
-            Checkpointer(out_dir, [model], None, {}).save(1)
+            Checkpointer(out_dir, mesh, [model], None, {}).save(1)
     return ""
 
 
@@ -160,7 +162,7 @@ def test_stock_tied_model_with_heads_is_not_saved_from_a_pipeline(tmp_path):
 
 
 def with_stock_embedding_ranks(job: parity.Job) -> list[dict[str, float]]:
-    distributed._embedding_ranks = lambda *args, layout, tied: parallel_state.default_embedding_ranks(*args)
+    mesh_module._embedding_ranks = lambda *args, layout, tied: parallel_state.default_embedding_ranks(*args)
     parity.check_embeddings = lambda model: None  # it would find this too, after the first step
     return parity.compute(job)
 
@@ -183,7 +185,7 @@ def test_stock_embedding_ranks_mix_gradients(tmp_path):
 
 
 def without_marks(job: parity.Job) -> list[dict[str, float]]:
-    build._mark_experts = lambda chunks, layout: None
+    SequentialMLP.__init__ = StockSequentialMLP.__init__
     return parity.compute(job)
 
 

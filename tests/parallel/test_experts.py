@@ -22,8 +22,8 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
-from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import make_tiny_hf
 
@@ -69,17 +69,16 @@ SOURCES: dict[str, dict[str, Any]] = {
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
-def build(source: Path, device: Device, layout: ParallelLayout) -> list[GPTModel]:
+def build(source: Path, mesh: Mesh) -> list[GPTModel]:
     """The model of a directory, every number of it unset."""
     hf_config = read_config(source)
     family = families.get(hf_config)
     model = build_model(
-        family.transformer_config(hf_config),
+        family.architecture(hf_config),
         hf_config,
-        device=device,
+        mesh=mesh,
         dtype=torch.float32,
         heads=Heads.from_config(hf_config),
-        layout=layout,
     )
     with torch.no_grad():
         for chunk in model:
@@ -109,32 +108,32 @@ def transfer_all(root: Path, ports: Sequence[int]) -> dict[str, dict[str, Counte
     results = {}
     for port, (layout_name, layout) in zip(ports, layouts.items(), strict=True):
         prepare_session(port)
-        with session(layout, timeout_minutes=2) as device:
+        with session(layout, timeout_minutes=2) as mesh:
             result = {}
             for name in SOURCES:
                 source, hf_config = root / name, read_config(root / name)
                 family = families.get(hf_config)
-                model = build(source, device, layout)
+                model = build(source, mesh)
                 load_hf(model, source, family, hf_config)
                 dtypes = {key: tensor["dtype"] for key, tensor in describe(source).items()}
                 out_dir = root / layout_name / name
                 save_hf(model, out_dir, family, hf_config, dtypes=dtypes, max_shard_bytes=10**5)
                 result[name] = numbers_written(model, source)
-            check_what_lacks_an_expert(root, device, layout)
+            check_what_lacks_an_expert(root, mesh)
             results[layout_name] = result
             dist.barrier()
     return results
 
 
-def check_what_lacks_an_expert(root: Path, device: Device, layout: ParallelLayout) -> None:
+def check_what_lacks_an_expert(root: Path, mesh: Mesh) -> None:
     """Every rank says so, also those that do not hold it."""
     hf_config = read_config(root / "broken")
     with pytest.raises(UserError, match=r"missing: model\.layers\.3\.mlp\.experts\.3\.up_proj\.weight"):
-        load_hf(build(root / "glm4_moe", device, layout), root / "broken", families.get(hf_config), hf_config)
+        load_hf(build(root / "glm4_moe", mesh), root / "broken", families.get(hf_config), hf_config)
     # A model with fewer layers than the rows have: whoever holds the last stage cannot know, the counts can.
     hf_config = read_config(root / "glm4_moe") | {"num_hidden_layers": 5, "num_nextn_predict_layers": 0}
     with pytest.raises(UserError, match=r"the Megatron model has no decoder\.layers\.4\."):
-        save_hf(build(root / "glm4_moe", device, layout), root / "never", families.get(hf_config), hf_config)
+        save_hf(build(root / "glm4_moe", mesh), root / "never", families.get(hf_config), hf_config)
 
 
 @pytest.fixture(scope="module")

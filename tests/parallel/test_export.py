@@ -25,14 +25,13 @@ def export_to_own_disk(source: Path, root: Path) -> list[str]:
     """What each process does, with a directory of its own as its only disk; returns what it has there afterwards."""
     hf_config = read_config(source)
     family = families.get(hf_config)
-    with session(LAYOUT) as device:
+    with session(LAYOUT) as mesh:
         model = build_model(
-            family.transformer_config(hf_config),
+            family.architecture(hf_config),
             hf_config,
-            device=device,
+            mesh=mesh,
             dtype=torch.float32,
             heads=Heads(1),
-            layout=LAYOUT,
         )
         load_hf(model, source, family, hf_config)
         disk = root / str(dist.get_rank())

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
@@ -16,13 +15,15 @@ from packaging.version import Version
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families import deepseek_v3, dense
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.layer import Layer
 from swiftlite.model import mla
-from swiftlite.model.attention import CoreAttention
 from swiftlite.model.build import build_config
-from swiftlite.model.specs import _attention_spec
+from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.model.specs import attention_spec
 from swiftlite.runtime.compat import MCORE_VERSION
-from swiftlite.runtime.device import Device
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.gloo
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.gloo
 HF_CONFIG = {
     "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 12, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-    "intermediate_size": 96, "num_hidden_layers": 1, "rope_theta": 10000.0,
+    "intermediate_size": 96, "num_hidden_layers": 1, "rope_theta": 10000.0, "vocab_size": 128,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "pairs": {},
@@ -39,23 +40,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # One head per rank: the shared key's gradient is then a slice of that head's, and not contiguous to begin with.
     "one_head": {"num_attention_heads": 2, "rope_interleave": False},
 }
+LENGTH = 12
 Gradients = dict[str, torch.Tensor]
 
 
-def attention(case: tuple[str, str], device: Device, tp_size: int, sequence_parallel: bool) -> Any:
-    """`case`: ours or what it is compared with, and a variant."""
+def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The layer, and what it takes beside hidden states.
+
+    Args:
+        case: ours or what it is compared with, and a variant.
+    """
     whose, variant = case
     hf_config = HF_CONFIG | VARIANTS[variant]
-    architecture = dense.transformer_config(hf_config) | deepseek_v3.attention_config(hf_config)
-    config = build_config(architecture, device=device, dtype=torch.float32, mtp_num_layers=0)
-    spec: Any = _attention_spec(config, CoreAttention)
+    kind = deepseek_v3.attention(hf_config)
+    architecture = Architecture(dense.outside(hf_config), (Layer(kind, dense.mlp(hf_config)),))
+    mcore_config = architecture.mcore_config()
+    config = build_config(mcore_config, device=mesh.device, dtype=torch.float32, mtp_num_layers=0)
+    spec: Any = attention_spec(kind)
+    angles = {"rotary_pos_emb": RotaryEmbedding(mcore_config["hf_rope"], mesh.cp)(LENGTH)}
     if whose == "stock":
         spec.module = McoreMLASelfAttention
         known = {field.name for field in fields(McoreMLATransformerConfig)}
         config = McoreMLATransformerConfig(**{key: value for key, value in vars(config).items() if key in known})
         config.qk_layernorm = True  # with its own specs, what turns the norms of the latents on
-    config.tensor_model_parallel_size, config.sequence_parallel = tp_size, sequence_parallel
-    return build_module(spec, config=config, layer_number=1)
+        angles = {}  # it makes its own, which are the same
+    config.tensor_model_parallel_size, config.sequence_parallel = mesh.tp.size(), sequence_parallel
+    return build_module(spec, config=config, layer_number=1), angles
 
 
 def fill(module: Any, tp_rank: int, tp_size: int) -> None:
@@ -76,18 +86,18 @@ def whole(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-def gradients(case: tuple[str, str], device: Device, tp_size: int, sequence_parallel: bool) -> Gradients:
+def gradients(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> Gradients:
     """Of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too."""
-    module = attention(case, device, tp_size, sequence_parallel)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    module, angles = attention(case, mesh, sequence_parallel)
+    tp_rank, tp_size = mesh.tp.rank(), mesh.tp.size()
     fill(module, tp_rank, tp_size)
     wrapped = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
     torch.manual_seed(1)
-    hidden, weight = torch.randn(12, 2, 64), torch.randn(12, 2, 64)
+    hidden, weight = torch.randn(LENGTH, 2, 64), torch.randn(LENGTH, 2, 64)
     if sequence_parallel:
         hidden, weight = hidden.chunk(tp_size)[tp_rank], weight.chunk(tp_size)[tp_rank]
     hidden.requires_grad_()
-    output, _ = wrapped(hidden, None)
+    output, _ = wrapped(hidden, None, **angles)
     (output * weight).sum().backward()
     finalize_model_grads([wrapped])
     assert hidden.grad is not None
@@ -105,10 +115,10 @@ CASES = [case for case in product(["ours", "stock"], VARIANTS) if not (IS_019 an
 
 
 def all_gradients(tp_size: int) -> dict[tuple[tuple[str, str], bool], Gradients]:
-    with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as device:
+    with session(ParallelLayout(tensor_model_parallel_size=tp_size)) as mesh:
         results = {}
         for case, sequence_parallel in product(CASES, [False, True] if tp_size > 1 else [False]):
-            results[case, sequence_parallel] = gradients(case, device, tp_size, sequence_parallel)
+            results[case, sequence_parallel] = gradients(case, mesh, sequence_parallel)
         return results
 
 

@@ -145,12 +145,12 @@ def test_other_tokens_in_a_sequence_change_nothing_in_another(results, family, d
 
 
 @pytest.mark.parametrize(("family", "depth"), MODELS)
-def test_no_gradient_passes_between_sequences(device, tmp_path, family, depth):
+def test_no_gradient_passes_between_sequences(mesh, tmp_path, family, depth):
     """Exactly zero, which is stronger than comparing losses: none of another's tokens counts, however little.
 
     With experts too: each token is routed for itself as long as there is neither a capacity nor an auxiliary loss.
     """
-    model = load_megatron(make_tiny_hf(tmp_path, family, depth, **SIZES), device, torch.float32)
+    model = load_megatron(make_tiny_hf(tmp_path, family, depth, **SIZES), mesh, torch.float32)
     [*_, row, _] = make_rows(128)
     batch = collate_packed(row, 3, num_drafts=depth, pad_each_to_multiple_of=4, pad_to_multiple_of=16)
     assert batch.cu_seqlens is not None

@@ -196,7 +196,7 @@ def test_copies_of_the_embedding_are_compared(tmp_path):
 def test_a_layout_string_may_have_spaces(device: Device):
     """megatron-core's reader takes none; ours passes them on taken out."""
     config = build_config(
-        {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4},
+        {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "activation_func": "silu"},
         device=device,
         dtype=torch.float32,
         mtp_num_layers=1,

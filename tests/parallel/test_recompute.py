@@ -22,9 +22,9 @@ SETTINGS = {
 def train_all(sequence_parallel: bool) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
     """What each process does."""
     layout = ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-    with session(layout) as device:
+    with session(layout) as mesh:
         return {
-            (depth, name): train(make_model(device, depth, layout=layout, **options))
+            (depth, name): train(make_model(mesh, depth, **options))
             for depth in (1, 2)
             for name, options in SETTINGS.items()
             if not (sequence_parallel and name == "distributed")  # megatron-core refuses: it is in parts already
@@ -47,8 +47,8 @@ def test_ranks_compute_the_same_bits(trained, depth, name):
 def stock_distributed() -> None:
     """Without the copy, the trunk's states lose their data to the MTP layer's checkpoint."""
     layout = ParallelLayout(tensor_model_parallel_size=2)
-    with session(layout) as device:
-        states = torch.randn(4, 2, 8, requires_grad=True, device=device.torch_device) * 1
+    with session(layout) as mesh:
+        states = torch.randn(4, 2, 8, requires_grad=True, device=mesh.device.torch_device) * 1
         tensor_parallel.checkpoint(torch.exp, True, states)
         assert states.shape == (4 * 2 * 8 // 2,)
 

@@ -18,7 +18,6 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from swiftlite.runtime import cpu
 
@@ -30,9 +29,11 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.families import index
+from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint import Checkpointer
+from swiftlite.train.objective import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer
 from swiftlite.data.batch import collate
@@ -48,24 +49,25 @@ hf_config = dict(
 args = SftArgs(torch_dtype="float32", micro_batch_size=1, global_batch_size=1, train_iters=1)
 
 def main():
-    with session() as device:
-        architecture = index.get(hf_config).transformer_config(hf_config)
-        (model,) = build_model(architecture, hf_config, device=device, dtype=torch.float32, heads=Heads(1))
+    with session() as mesh:
+        device = mesh.device
+        architecture = index.get(hf_config).architecture(hf_config)
+        (model,) = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        wrapped = wrap_model([model], torch.float32)
-        plan, schedule = make_plan(args, 1, 1), make_schedule(args, 1)
-        optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, device)
+        wrapped = wrap_model([model], mesh, torch.float32)
+        plan, schedule = make_plan(args, 1, Heads(1)), make_schedule(args, 1)
+        optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
         batch = collate([make_sample([1, 2, 3, 4], [0, 1, 1, 1])], 0, num_drafts=1)
         trainer = Trainer(
-            model=wrapped, optimizer=optimizer, scheduler=scheduler, plan=plan, schedule=schedule,
-            mtp_loss_scaling_factor=0.1, train_batches=lambda step: [batch], flops=training_flops(hf_config, 1),
-            eval_batches=[], device=device, sinks=[], logging_steps=1, checkpointer=None,
+            mesh=mesh, model=wrapped, objective=NextTokenObjective(Heads(1), 0.1), optimizer=optimizer,
+            scheduler=scheduler, plan=plan, schedule=schedule, train_batches=lambda step: [batch], eval_batches=[],
+            count_flops=training_flops(hf_config, Heads(1)).step, sinks=[], logging_steps=1, checkpointer=None,
         )
         assert trainer.step(1)["grad_norm"] > 0
-        Checkpointer(Path(sys.argv[2]), [model], optimizer, {}).save(1)
+        Checkpointer(Path(sys.argv[2]), mesh, [model], optimizer, {}).save(1)
         # What context-parallel ranks ask for in every forward pass.
-        get_pos_emb_on_this_cp_rank(torch.zeros(4, 1, 1, 2), 0, parallel_state.get_context_parallel_group())
+        get_pos_emb_on_this_cp_rank(torch.zeros(4, 1, 1, 2), 0, mesh.cp)
         assert not torch.cuda.is_available()
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ import pytest
 import yaml
 
 from swiftlite.args.docs import options
+from swiftlite.bridge.layout import SwapHalves
 from swiftlite.cli.table import find
 from swiftlite.cli.tested import TESTED
-from swiftlite.engines.conventions import CONVENTIONS
+from swiftlite.engines.index import ENGINES
+from swiftlite.families import FAMILIES, Family
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))
@@ -63,6 +65,8 @@ WORDS = {
     "one": ("more than one is refused", "多于一个就拒绝"),
     "before norm": ("before its norm", "归一化之前"),
     "after norm": ("after its norm", "归一化之后"),
+    "zeros": ("zeros", "置零"),
+    "kept": ("kept", "保留"),
     "embedding, hidden": ("embedding, state", "嵌入，状态"),
     "hidden, embedding": ("state, embedding", "状态，嵌入"),
 }
@@ -72,20 +76,35 @@ def convention_rows(language: str) -> list[str]:
     """The table of docs/*/serving.md, as the code has it."""
     number = ("en", "zh").index(language)
     rows = []
-    for engine, families in CONVENTIONS.items():
-        for name, line in families.items():
-            words = [WORDS[value][number] for value in (line.heads, line.takes, line.recycles)]
-            zeros = (("zeros", "kept"), ("置零", "保留"))[number][0 if line.zeroes_first_embedding else 1]
-            cells = [engine, f"`{name}`", f"`{line.draft}`", *words, zeros, WORDS[line.projection][number]]
+    for engine, info in ENGINES.items():
+        for name, family in FAMILIES.items():
+            line = info.convention_for(family)
+            fed = line.drafting
+            values = [
+                line.heads,
+                "before norm" if fed.takes_before_norm else "after norm",
+                "before norm" if fed.recycles_before_norm else "after norm",
+                "zeros" if fed.zeroes_first_embedding else "kept",
+                projection(family),
+            ]
+            cells = [engine, f"`{name}`", f"`{line.draft}`", *(WORDS[value][number] for value in values)]
             rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+def projection(family: Family) -> str:
+    """What a head's projection takes, in the order of its columns in the family's files."""
+    frame = family.mtp.frame_rows({"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 4}, 0)
+    (row,) = [row for row in frame if row.mcore.endswith("eh_proj.weight")]
+    # megatron-core's order is [embedding, hidden]
+    return "hidden, embedding" if isinstance(row.layout, SwapHalves) else "embedding, hidden"
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_what_engines_do_with_the_heads(language):
     lines = (ROOT / "docs" / language / "serving.md").read_text(encoding="utf-8").splitlines()
-    engines = tuple(f"| {engine} |" for engine in CONVENTIONS)
-    assert [line for line in lines if line.startswith(engines)] == convention_rows(language)
+    engines = tuple(f"| {engine} |" for engine in ENGINES)
+    assert sorted(line for line in lines if line.startswith(engines)) == sorted(convention_rows(language))
 
 
 def test_both_languages_have_the_same_pages():

@@ -19,21 +19,8 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 def command(model, **options: Any) -> list[str]:
     given: dict[str, Any] = {"infer_backend": "sglang", "torch_dtype": "float32"} | options
     args = DeployArgs(model=str(model), **given)
-    words, variables = deploy.server_command(args, read_model(model))
-    return [*(f"{name}={value}" for name, value in variables.items()), *words]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_model_len": 256, "max_num_seqs": 4}, ["--max-model-len", "256", "--max-num-seqs", "4"]),
-        ({"enforce_eager": True, "enable_prefix_caching": False}, ["--enforce-eager", "--no-enable-prefix-caching"]),
-        ({"speculative_config": {"method": "mtp"}, "dtype": None}, ["--speculative-config", '{"method": "mtp"}']),
-        ({"allowed_origins": ["a", "b"]}, ["--allowed-origins", "a", "b"]),
-    ],
-)
-def test_keyword_arguments_as_flags(options, words):
-    assert deploy.flags(options) == words
+    made = deploy.server_command(args, read_model(model))
+    return [*(f"{name}={value}" for name, value in made.variables.items()), *made.words]
 
 
 def test_sglang_is_told_all_three_numbers(tmp_path, monkeypatch):
@@ -128,6 +115,6 @@ def test_vllm_is_told_what_its_heads_can_draft(tmp_path):
 def test_vllm_gets_temperature_0_where_it_verifies_nothing_else_right(tmp_path, monkeypatch):
     model = make_tiny_hf(tmp_path, "qwen3", 1)
     for greedily_only in (True, False):
-        monkeypatch.setattr("swiftlite.engines.vllm.engine.verifies_greedily_only", lambda value=greedily_only: value)
+        monkeypatch.setattr("swiftlite.engines.vllm.options.verifies_greedily_only", lambda value=greedily_only: value)
         words = command(model, infer_backend="vllm")
         assert ('{"temperature": 0}' in words) is greedily_only

@@ -11,7 +11,7 @@ from swiftlite.args.commands import InferArgs
 from swiftlite.data.sources import find_file, read_file
 from swiftlite.engines.engine import Completion
 from swiftlite.errors import UserError
-from swiftlite.serve.infer import Round, run, summary
+from swiftlite.serve.infer import Answers, run, summary
 from tests.tiny import make_tiny_hf
 
 ROWS = [
@@ -89,8 +89,8 @@ def test_comparison_acceptance_and_summary(model, dataset, tmp_path, said, capsy
 
 
 def test_summary_counts_answers_that_differ():
-    plain = Round([Completion([1, 2], "length"), Completion([3], "stop")], 2.0, DraftCounts(0, 0, ()))
-    result = Round([Completion([1, 5], "length"), Completion([3], "stop")], 1.0, DraftCounts(4, 8, (3, 1)))
+    plain = Answers([Completion([1, 2], "length"), Completion([3], "stop")], 2.0, DraftCounts(0, 0, ()))
+    result = Answers([Completion([1, 5], "length"), Completion([3], "stop")], 1.0, DraftCounts(4, 8, (3, 1)))
     lines = summary(result, plain)
     assert lines == [
         "2 answers, 3 tokens, 1.0 s, 3.0 tokens/s",

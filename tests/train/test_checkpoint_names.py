@@ -9,7 +9,7 @@ from swiftlite import families
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
-from swiftlite.train.checkpoint import STATE_FILE, Checkpointer, _model_state, load_checkpoint
+from swiftlite.train.checkpoint import STATE_FILE, Checkpointer, load_checkpoint, sharded_model
 from tests.tiny import make_tiny_hf
 
 # Written down from 0.16.1; since 0.17 the attribute of an MTP layer that holds its decoder layer is `mtp_model_layer`.
@@ -22,35 +22,35 @@ transformer_layer.self_attention.linear_qkv.weight transformer_layer.self_attent
 """
 
 
-def names(tmp_path, device, family: str) -> set[str]:
-    """Of all tensors of a model of two decoder layers and one MTP layer."""
+def names(tmp_path, mesh, family: str) -> set[str]:
+    """The names of all tensors of a model of two decoder layers and one MTP layer."""
     hf_config = read_config(make_tiny_hf(tmp_path, family, depth=1))
-    architecture = families.get(hf_config).transformer_config(hf_config)
-    model = build_model(architecture, hf_config, device=device, dtype=torch.float32, heads=Heads(1))
-    state: dict[str, Any] = _model_state(model)["model"]
+    architecture = families.get(hf_config).architecture(hf_config)
+    model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))
+    state: dict[str, Any] = sharded_model(model, mesh)["model"]
     return {sharded.key for sharded in state.values() if not sharded.key.endswith("_extra_state")}
 
 
-def test_names_of_an_mtp_layer(tmp_path, device):
-    found = {name for name in names(tmp_path, device, "qwen3") if name.startswith("mtp.")}
+def test_names_of_an_mtp_layer(tmp_path, mesh):
+    found = {name for name in names(tmp_path, mesh, "qwen3") if name.startswith("mtp.")}
     assert found == {f"mtp.layers.0.{name}" for name in MTP_NAMES.split()}
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_no_name_follows_the_release(tmp_path, device, family):
-    found = names(tmp_path, device, family)
+def test_no_name_follows_the_release(tmp_path, mesh, family):
+    found = names(tmp_path, mesh, family)
     inner = {name.removeprefix("mtp.layers.0.") for name in found if name.startswith("mtp.layers.0.")}
     assert any(name.startswith("transformer_layer.self_attention.") for name in inner)
     assert not any("mtp_model_layer" in name for name in found)
 
 
-def test_a_checkpoint_has_the_files_of_every_release(tmp_path, device):
+def test_a_checkpoint_has_the_files_of_every_release(tmp_path, mesh):
     hf_config = read_config(make_tiny_hf(tmp_path / "hf", "qwen3"))
-    architecture = families.get(hf_config).transformer_config(hf_config)
-    model = build_model(architecture, hf_config, device=device, dtype=torch.float32, heads=Heads(0))
+    architecture = families.get(hf_config).architecture(hf_config)
+    model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(0))
     for parameter in model[0].parameters():
         torch.nn.init.zeros_(parameter)
-    Checkpointer(tmp_path, model, None, {}).save(1)
+    Checkpointer(tmp_path, mesh, model, None, {}).save(1)
     files = {path.name for path in (tmp_path / "checkpoint-1").iterdir() if path.suffix != ".distcp"}
     assert files - {".metadata"} == {"common.pt", "metadata.json", STATE_FILE}
-    load_checkpoint(tmp_path / "checkpoint-1", model)
+    load_checkpoint(tmp_path / "checkpoint-1", mesh, model)

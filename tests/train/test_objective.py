@@ -12,7 +12,8 @@ from swiftlite.data.batch import NO_SAMPLE, Batch, collate
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import Losses
-from swiftlite.train.objective import count_targets, mtp_coefficients, total_loss
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.objective import NextTokenObjective, total_loss
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -31,10 +32,11 @@ def make_samples(num: int, seed: int = 0) -> list[Sample]:
     return samples
 
 
-def batch_loss_and_gradients(model, batches: list[Batch], depth: int):
+def batch_loss_and_gradients(model, batches: list[Batch], depth: int, mesh: Mesh):
     """What a step computes: gradients of all micro-batches, divided by the trunk's targets as megatron-core does."""
-    counts = count_targets(batches, depth)
-    coefficients = mtp_coefficients(counts, SCALE, Heads(depth).weights) if depth else []
+    objective = NextTokenObjective(Heads(depth), SCALE)
+    counts = objective.count_targets(batches)
+    coefficients = objective.coefficients(counts)
     model.zero_grad()
     parts, total = [], 0.0
     for batch in batches:
@@ -42,7 +44,7 @@ def batch_loss_and_gradients(model, batches: list[Batch], depth: int):
         loss = total_loss(losses, batch.loss_scale_KBS, coefficients)
         loss.backward()
         total += float(loss.detach())
-        parts.append(Statistics.of(losses, batch.loss_scale_KBS))
+        parts.append(Statistics.of(losses, batch.loss_scale_KBS, mesh))
     main = max(int(counts[0]), 1)
     return total / main, {name: p.grad / main for name, p in model.named_parameters() if p.grad is not None}, parts
 
@@ -65,9 +67,9 @@ def naive_loss(model, samples: list[Sample], depth: int) -> torch.Tensor:
 
 
 @pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
-def model_and_depth(request, tmp_path, device):
+def model_and_depth(request, tmp_path, mesh):
     directory = make_tiny_hf(tmp_path, "qwen3", depth=request.param)
-    return load_megatron(directory, device, torch.float32).train(), request.param
+    return load_megatron(directory, mesh, torch.float32).train(), request.param
 
 
 def assert_same_gradients(ours, theirs):
@@ -77,10 +79,10 @@ def assert_same_gradients(ours, theirs):
         torch.testing.assert_close(gradient, theirs[name], rtol=0, atol=1e-5 * float(gradient.abs().max()) + 1e-9)
 
 
-def test_loss_and_gradients_equal_the_naive_definition(model_and_depth):
+def test_loss_and_gradients_equal_the_naive_definition(model_and_depth, mesh):
     model, depth = model_and_depth
     samples = make_samples(6)
-    loss, gradients, _ = batch_loss_and_gradients(model, [collate(samples, 0, num_drafts=depth)], depth)
+    loss, gradients, _ = batch_loss_and_gradients(model, [collate(samples, 0, num_drafts=depth)], depth, mesh)
     model.zero_grad()
     expected = naive_loss(model, samples, depth)
     expected.backward()
@@ -89,15 +91,15 @@ def test_loss_and_gradients_equal_the_naive_definition(model_and_depth):
 
 
 @pytest.mark.parametrize("cut", [[6], [3, 3], [1] * 6, [2, 3, 1]], ids=str)
-def test_nothing_depends_on_micro_batches_or_padding(model_and_depth, cut):
+def test_nothing_depends_on_micro_batches_or_padding(model_and_depth, cut, mesh):
     model, depth = model_and_depth
     samples = make_samples(6)
-    whole = batch_loss_and_gradients(model, [collate(samples, 0, num_drafts=depth)], depth)
+    whole = batch_loss_and_gradients(model, [collate(samples, 0, num_drafts=depth)], depth, mesh)
     batches, start = [], 0
     for size in cut:
         batches.append(collate(samples[start : start + size], 7, num_drafts=depth, pad_to_multiple_of=8))
         start += size
-    parts = batch_loss_and_gradients(model, batches, depth)
+    parts = batch_loss_and_gradients(model, batches, depth, mesh)
     assert parts[0] == pytest.approx(whole[0], rel=1e-5)
     assert_same_gradients(parts[1], whole[1])
     sums = sum(part.rows for part in parts[2])
@@ -105,8 +107,8 @@ def test_nothing_depends_on_micro_batches_or_padding(model_and_depth, cut):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, depth):
-    model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=depth), device, torch.float32)
+def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, mesh, depth):
+    model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=depth), mesh, torch.float32)
     samples = make_samples(3)
     batch = collate(samples, 0, num_drafts=depth)
     hidden, rotary = model.forward_preprocess(batch.tokens_KBS[0], batch.position_ids_BS)
@@ -117,7 +119,8 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, dept
     ]
     losses = model.forward_postprocess([hidden.detach(), *heads], list(batch.labels_KBS))
     assert isinstance(losses, Losses)
-    coefficients = mtp_coefficients(count_targets([batch], depth), SCALE, Heads(depth).weights)
+    objective = NextTokenObjective(Heads(depth), SCALE)
+    coefficients = objective.coefficients(objective.count_targets([batch]))
     total_loss(losses, batch.loss_scale_KBS, coefficients).backward()
     seen = 0
     for k, head in enumerate(heads, start=1):
@@ -132,32 +135,32 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, device, dept
     assert seen > 0
 
 
-def test_a_batch_without_labels_is_zero_not_nan(model_and_depth):
+def test_a_batch_without_labels_is_zero_not_nan(model_and_depth, mesh):
     model, depth = model_and_depth
     prompt_only = make_sample(np.arange(9), np.zeros(9, np.float32))
     loss, gradients, parts = batch_loss_and_gradients(
-        model, [collate([prompt_only, NO_SAMPLE], 0, num_drafts=depth)], depth
+        model, [collate([prompt_only, NO_SAMPLE], 0, num_drafts=depth)], depth, mesh
     )
     assert loss == 0
     assert all(float(gradient.abs().max()) == 0 for gradient in gradients.values())
     assert all(value == 0 for value in parts[0].means().values())
 
 
-def test_prompt_tokens_do_not_change_the_mtp_targets(model_and_depth):
+def test_prompt_tokens_do_not_change_the_mtp_targets(model_and_depth, mesh):
     """Another label on a prompt token, or another weight, changes nothing: there is no label there."""
     model, depth = model_and_depth
     sample = make_samples(1)[0]
     weights = sample.loss_scale.copy()
     other = Sample(sample.input_ids, sample.labels, np.where(weights == 0, 5.0, weights).astype(np.float32))
-    first = batch_loss_and_gradients(model, [collate([sample], 0, num_drafts=depth)], depth)
-    second = batch_loss_and_gradients(model, [collate([other], 0, num_drafts=depth)], depth)
+    first = batch_loss_and_gradients(model, [collate([sample], 0, num_drafts=depth)], depth, mesh)
+    second = batch_loss_and_gradients(model, [collate([other], 0, num_drafts=depth)], depth, mesh)
     assert first[0] == second[0]
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
-def test_the_second_depth_teaches_the_first(tmp_path, device):
+def test_the_second_depth_teaches_the_first(tmp_path, mesh):
     """Depth 2 reads depth 1's state, so its loss reaches depth 1's block; nothing is detached between depths."""
-    model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=2), device, torch.float32)
+    model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=2), mesh, torch.float32)
     batch = collate(make_samples(3), 0, num_drafts=2)
     losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     losses.mtp[1].loss_BS.sum().backward()
@@ -165,10 +168,10 @@ def test_the_second_depth_teaches_the_first(tmp_path, device):
     assert all(gradient is not None and float(gradient.abs().max()) > 0 for gradient in gradients.values())
 
 
-def test_heads_only_trains_mtp_and_nothing_else(tmp_path, device):
+def test_heads_only_trains_mtp_and_nothing_else(tmp_path, mesh):
     directory = make_tiny_hf(tmp_path, "qwen3", depth=2)
-    model = load_megatron(directory, device, torch.float32, heads_only=True)
-    joint = load_megatron(directory, device, torch.float32)
+    model = load_megatron(directory, mesh, torch.float32, freeze_trunk=True)
+    joint = load_megatron(directory, mesh, torch.float32)
     batch = collate(make_samples(3), 0, num_drafts=2)
     losses = model(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
     expected = joint(batch.tokens_KBS[0], batch.position_ids_BS, labels=batch.labels_KBS[0])
@@ -181,11 +184,11 @@ def test_heads_only_trains_mtp_and_nothing_else(tmp_path, device):
     }
 
 
-def test_acceptance_counts_agreement_with_the_trunk(tmp_path, device):
+def test_acceptance_counts_agreement_with_the_trunk(tmp_path, mesh):
     """By hand: the head at s proposes token s + 2; the trunk's own choice for it is its prediction at s + 1."""
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1)
     assert json.loads((directory / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    model = load_megatron(directory, device, torch.float32)
+    model = load_megatron(directory, mesh, torch.float32)
     samples = make_samples(5)
     batch = collate(samples, 0, num_drafts=1)
     with torch.no_grad():
@@ -198,4 +201,4 @@ def test_acceptance_counts_agreement_with_the_trunk(tmp_path, device):
             if sample.labels[position + 2] != -100:
                 targets += 1
                 hits += int(head[row, position] == trunk[row, position + 1])
-    assert Statistics.of(losses, batch.loss_scale_KBS).rows[1, 1:].tolist() == [targets, hits]
+    assert Statistics.of(losses, batch.loss_scale_KBS, mesh).rows[1, 1:].tolist() == [targets, hits]

@@ -1,7 +1,7 @@
 """SGLang as an engine: `sglang.Engine` with the checkpoint's own MTP heads as its EAGLE drafter.
 
 SGLang keeps scheduler and workers in processes of its own; this process only sends token ids. Its options for drafting
-are in `sglang_options.py`, what it lacks for our checkpoints in `sglang_plugin.py`. Measured with SGLang 0.5.23.
+are in `options.py`, what it lacks for our checkpoints in `plugin.py`. Measured with SGLang 0.5.23.
 """
 
 import logging
@@ -14,6 +14,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
+from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.options import cpu_options, cpu_variables, is_on_cpu, speculative_options
 from swiftlite.errors import UserError
 
@@ -30,8 +31,8 @@ class SglangEngine:
         os.environ.update(cpu_variables())  # read when SGLang is imported
         import sglang
 
-        require_plugin("sglang")
-        # It would log an error only to say that it uses `tell_of_a_lost_process`.
+        require_plugin(SGLANG)
+        # It would log an error only to say that it uses `report_lost_process`.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
         server_args = checked_options(engine_options(model, config))
         self._engine = sglang.Engine(server_args=server_args)
@@ -125,7 +126,7 @@ def checked_options(options: Mapping[str, Any]) -> Any:  # a ServerArgs
     logging.getLogger("sglang").setLevel(logging.ERROR)  # its choices of a backend, ten lines
     load_plugins()
     try:
-        server_args = ServerArgs(**{**options, "custom_sigquit_handler": tell_of_a_lost_process})
+        server_args = ServerArgs(**{**options, "custom_sigquit_handler": report_lost_process})
         server_args.resolve_once()
         server_args.check_server_args()
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
@@ -133,13 +134,17 @@ def checked_options(options: Mapping[str, Any]) -> Any:  # a ServerArgs
     return server_args
 
 
-def tell_of_a_lost_process(signum: int, frame: object) -> None:
-    """What this process does when one of SGLang's fails, at its start or later, instead of killing itself."""
+def report_lost_process(signum: int, frame: object) -> None:
+    """Raise an error in this process when one of SGLang's fails; SGLang's own handler would kill this one."""
     raise UserError("a process of SGLang failed", "the cause is in its own log, above")
 
 
 def draft_counts(meta_info: Mapping[str, Any], num_tokens: int) -> DraftCounts:
-    """Counts of one answer. SGLang counts steps by how many of their drafts were right; none of an answer of one token.
+    """The counts of one answer.
+
+    SGLang counts steps by how many of their drafts were right; it counts nothing for an answer of one token. With 2
+    tokens drafted, steps [2, 1, 3] are 2 without a right draft, 1 with the first alone, 3 with both: of 6 steps the
+    first draft was right in 4, the second in 3.
 
     Args:
         meta_info: of an output of `Engine.generate`.

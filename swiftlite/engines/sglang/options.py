@@ -1,18 +1,18 @@
 """SGLang's options for drafting, derived from the checkpoint, and what it would get wrong without a word.
 
 Facts of SGLang 0.5.23: the draft's class comes from a table by architecture, whatever the config promises, and an
-architecture that is not in it becomes its own draft (`sglang_plugin.py` adds some). The three numbers are taken
+architecture that is not in it becomes its own draft (`plugin.py` adds some). The three numbers are taken
 together: steps alone is a TypeError there, topk alone a bare AssertionError.
 """
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from swiftlite.engines.conventions import convention
+from swiftlite.engines.load_report import LoadReport
 from swiftlite.engines.served_model import ServedModel, require_heads
+from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.errors import UserError
 
 
@@ -22,7 +22,8 @@ def depth_problem(model: ServedModel, num_steps: int | None = None) -> str | Non
     Args:
         num_steps: tokens to draft per step of the target; None is one per head that SGLang runs.
     """
-    known, depth = convention("sglang", model.family.name), model.heads.layers
+    known = SGLANG.convention_for(model.family)
+    depth = model.heads.layers
     if depth > 1 and known.heads == "one":
         return f"SGLang's {known.draft} refuses a checkpoint with {depth} MTP heads; it takes one"
     if depth > 1 and known.heads == "last":
@@ -42,7 +43,7 @@ def speculative_options(
 
     Args:
         num_tokens: to draft per step, in a chain; None is what the heads were trained for, or what `given` says.
-        given: those of the four that the user gave.
+        given: the options of these four that the user gave.
 
     Raises:
         UserError: the heads are not whole, or SGLang would draft with something else.
@@ -50,10 +51,12 @@ def speculative_options(
     require_heads(model)
     given = given or {}
     num_steps = given.get("speculative_num_steps", num_tokens)
-    if problem := depth_problem(model, num_steps):
+    problem = depth_problem(model, num_steps)
+    if problem:
         raise UserError(problem, "serve it with --infer_backend vllm")
-    num_run = convention("sglang", model.family.name).num_heads(model.heads.layers)
-    num_steps = num_steps or (model.heads.drafts if num_run == model.heads.layers else num_run)
+    if num_steps is None:
+        num_drafting = SGLANG.convention_for(model.family).num_drafting(model.heads.layers)
+        num_steps = model.heads.drafts if num_drafting == model.heads.layers else num_drafting
     return {
         "speculative_algorithm": "NEXTN",
         "speculative_num_steps": num_steps,
@@ -63,9 +66,24 @@ def speculative_options(
     }
 
 
+def known_report(model: ServedModel) -> LoadReport:
+    """What is known of SGLang's draft classes, for a machine where SGLang is not installed."""
+    known = SGLANG.convention_for(model.family)
+    problem = depth_problem(model)
+    return LoadReport(
+        engine="sglang 0.5.23, as known to swiftlite; it is not installed here, so its loader was not run",
+        target=(model.hf_config.get("architectures") or [None])[0],
+        draft=known.draft if model.heads.layers else None,
+        num_mtp_heads=model.heads.layers,
+        num_drafting=known.num_drafting(model.heads.layers),
+        verdict="nothing known speaks against it",
+        problems=[problem] if problem else [],
+    )
+
+
 def is_on_cpu() -> bool:
-    """Whether a SGLang that is installed here computes on the CPU."""
-    return importlib.util.find_spec("sglang") is not None and not torch.accelerator.is_available()
+    """Whether SGLang is installed here and computes on the CPU."""
+    return SGLANG.is_installed and not torch.accelerator.is_available()
 
 
 def cpu_variables() -> dict[str, str]:

@@ -5,7 +5,7 @@ SGLang calls `register` in each of its processes, through the entry point group 
     python -m sglang.launch_server --model-path DIR --speculative-algorithm NEXTN ...
 
 works wherever swiftlite is installed. For a model whose config.json promises no MTP heads nothing changes. The model
-classes are in `sglang_models/` and are imported with SGLang's registry of models.
+classes are in `models/` and are imported with SGLang's registry of models.
 """
 
 import os
@@ -14,10 +14,10 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from transformers import AutoConfig
 
-from swiftlite.engines.head_weights import mtp_depth
+from swiftlite.engines.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 
-# architecture of the trunk -> architecture of its draft; both are classes of sglang_models/
+# architecture of the trunk -> architecture of its draft; both are classes of models/
 DRAFTS = {
     "LlamaForCausalLM": "LlamaForCausalLMMTP",
     "Qwen2ForCausalLM": "Qwen2ForCausalLMMTP",
@@ -34,7 +34,7 @@ def choose_draft(result: None, model_config: Any) -> None:
     """
     hf_config = model_config.hf_config
     architecture = hf_config.architectures[0]
-    if model_config.is_draft_model and architecture in DRAFTS and mtp_depth(hf_config):
+    if model_config.is_draft_model and architecture in DRAFTS and heads_of(hf_config).layers:
         hf_config.architectures = [DRAFTS[architecture]]
 
 

@@ -48,12 +48,11 @@ class TransformersEngine:
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
         longest = trunk.config.max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
-        self._drafter, self._drafting = None, model.family.mtp.drafting
+        self._drafting = model.family.mtp.drafting
+        self._drafter = None
         if num_tokens:
             heads = load_heads(model, self._decoder)
             self._drafter = MtpCandidateGenerator(self._decoder, self._output_layer, heads, num_tokens, self._drafting)
-        # Some heads take the state before it, which transformers does not return.
-        self._norm, self._decoder.norm = self._decoder.norm, torch.nn.Identity()
         self._counts = DraftCounts(0, 0, (0,) * num_tokens)
 
     def generate(
@@ -71,7 +70,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Drop the weights."""
-        del self._decoder, self._norm, self._output_layer, self._drafter
+        del self._decoder, self._output_layer, self._drafter
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -80,30 +79,40 @@ class TransformersEngine:
         ids = torch.tensor([list(prompt)], device=self._decoder.device)
         limit = min(len(prompt) + sampling.max_new_tokens, self._max_length)
         cache = DynamicCache(config=self._decoder.config)
-        outputs = None
+        fed = None  # the trunk's states of its last pass, as the heads take them
         while True:
-            drafted_ids = ids
-            if self._drafter is not None:
-                drafted_ids, _ = self._drafter.get_candidates(
-                    ids, model_outputs=outputs, is_first_iteration=outputs is None
-                )
+            drafted_ids = self._draft(ids, fed)
             num_drafted = drafted_ids.shape[1] - ids.shape[1]
-            before = self._decoder(
-                input_ids=drafted_ids[:, cache.get_seq_length() :], past_key_values=cache, use_cache=True
-            ).last_hidden_state
-            hidden = self._norm(before)
-            logits = self._output_layer(hidden[0, -num_drafted - 1 :])
+            before, after = self._states(drafted_ids[:, cache.get_seq_length() :], cache)
+            logits = self._output_layer(after[0, -num_drafted - 1 :])
             chosen = _choose(logits, sampling, generator)
             num_accepted = int((chosen[:-1] == drafted_ids[0, ids.shape[1] :]).cumprod(0).sum())
             self._count(num_drafted, num_accepted)
             if num_drafted > num_accepted:
                 cache.crop(num_accepted - num_drafted)
-            outputs = BaseModelOutput(hidden_states=(before if self._drafting.takes_before_norm else hidden,))
+            fed = before if self._drafting.takes_before_norm else after
             for token in chosen[: num_accepted + 1].tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
-                if token in sampling.stop_token_ids or ids.shape[1] >= limit:
-                    reason = "stop" if token in sampling.stop_token_ids else "length"
-                    return Completion(ids[0, len(prompt) :].tolist(), reason)
+                if token in sampling.stop_token_ids:
+                    return Completion(ids[0, len(prompt) :].tolist(), "stop")
+                if ids.shape[1] >= limit:
+                    return Completion(ids[0, len(prompt) :].tolist(), "length")
+
+    def _draft(self, ids: torch.Tensor, fed: torch.Tensor | None) -> torch.Tensor:
+        """The ids [1, S] with drafts behind them; `fed` None begins a sequence."""
+        if self._drafter is None:
+            return ids
+        hidden_states: Any = (fed,)
+        outputs = None if fed is None else BaseModelOutput(hidden_states=hidden_states)
+        drafted_ids, _ = self._drafter.get_candidates(ids, model_outputs=outputs, is_first_iteration=fed is None)
+        return drafted_ids
+
+    def _states(self, ids: torch.Tensor, cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """The trunk's states [1, S, H] before and after its final norm; transformers returns the second alone."""
+        before: list[torch.Tensor] = []
+        with self._decoder.norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0])):
+            after = self._decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+        return before[0], after
 
     def _count(self, num_drafted: int, num_accepted: int) -> None:
         if num_drafted:

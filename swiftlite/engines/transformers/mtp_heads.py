@@ -3,7 +3,7 @@
 transformers drops MTP tensors on load, and drafts with them (`use_mtp`) for two of these families, and for models of
 the published size only, so the heads are read here from the safetensors. Names inside a head are megatron-core's, its
 block is a copy of the trunk's last decoder layer.
-Next: `transformers_engine.py`, which verifies what is drafted here.
+Next: `engine.py`, which verifies what is drafted here.
 
 Shapes: B batch (always 1), S positions, H hidden size.
 """
@@ -17,8 +17,8 @@ from transformers import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
-from swiftlite.bridge.fp8 import block_size
 from swiftlite.bridge.packing import stack
+from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.served_model import ServedModel
@@ -36,7 +36,9 @@ class MtpHead(nn.Module):
     def __init__(self, decoder: Any):
         super().__init__()
         size = decoder.config.hidden_size
-        self.enorm, self.hnorm, self.final_layernorm = (deepcopy(decoder.norm) for _ in range(3))
+        self.enorm = deepcopy(decoder.norm)
+        self.hnorm = deepcopy(decoder.norm)
+        self.final_layernorm = deepcopy(decoder.norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
         self.transformer_layer = deepcopy(decoder.layers[-1])
         self.transformer_layer.self_attn.layer_idx = 0  # every head has a cache of its own, of one layer
@@ -82,12 +84,24 @@ class MtpCandidateGenerator(CandidateGenerator):
     """Drafts with MTP heads, behind the protocol that transformers' assisted generation asks its drafters through.
 
     Depth k (from 0) at position i sees the state of depth k - 1 at i, the token at i + k + 1 and, through its cache,
-    the same of all earlier positions; it predicts the token at i + k + 2. Rotary positions are the trunk's. So the last
-    k positions of depth k rest on drafts: they are dropped from its cache after each round and computed again from
-    the tokens that came.
+    the same of all earlier positions; it predicts the token at i + k + 2. Rotary positions are the trunk's.
 
-    With more tokens than heads, the last head goes on alone: its own state takes the place of the state before it, one
-    position further each time. With one head this is what vLLM does.
+    Two heads, after the trunk has read t0 .. t3 and chosen t4; d marks a draft:
+
+        position              0   1   2   3
+        depth 0 is fed       h0  h1  h2  h3    the trunk's states
+                             t1  t2  t3  t4    from position 3 it drafts d5
+        depth 1 is fed       s0  s1  s2  s3    depth 0's states
+                             t2  t3  t4  d5    from position 3 it drafts d6
+
+    Position 3 of depth 1 rests on a draft, so it is dropped from depth 1's cache. But depth 0 keeps position 3, so s3
+    will not be computed again: it waits for the next round. In general depth k drops its last k positions, and one
+    state waits for it. If then d5 is right and t6 follows, the next round is
+
+        depth 0 at 4, 5 is fed h4 t5, h5 t6 and drafts d7; depth 1 at 3, 4, 5 is fed s3 t5, s4 t6, s5 d7 and drafts d8
+
+    With more tokens than heads, the last head drafts the rest alone: its own state takes the place of the state of the
+    depth before, one position further each time. With one head this is what vLLM does.
 
     Args:
         decoder: the trunk without its output layer; must be the one whose states `get_candidates` is given.
@@ -117,7 +131,7 @@ class MtpCandidateGenerator(CandidateGenerator):
 
     def _reset(self) -> None:
         self._caches = [DynamicCache() for _ in self._heads]
-        self._waiting: list[torch.Tensor | None] = [None for _ in self._heads]
+        self._waiting: list[list[torch.Tensor]] = [[] for _ in self._heads]
 
     @torch.no_grad()
     def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -141,27 +155,25 @@ class MtpCandidateGenerator(CandidateGenerator):
             return input_ids, None
         end = input_ids.shape[1] - 1  # the trunk knows positions 0 .. end - 1; the token at `end` is its newest
         begins = [cache.get_seq_length() for cache in self._caches]
+        ids = input_ids
         hidden = model_outputs.hidden_states[-1][:, : end - begins[0]]
-        ids, rows = input_ids, []
         for depth, head in enumerate(self._heads):
-            if (waiting := self._waiting[depth]) is not None:
-                hidden = torch.cat((waiting, hidden), dim=1)
-            rows.append(hidden)
-            before, hidden = self._run(head, self._caches[depth], hidden, ids[:, begins[depth] + depth + 1 :])
+            fed = torch.cat((*self._waiting[depth], hidden), dim=1)
+            before, hidden = self._run(head, self._caches[depth], fed, ids[:, begins[depth] + depth + 1 :])
             ids = self._append_draft(ids, hidden)
+            if depth > 0:
+                # Positions that the depth before keeps and this one does not, see above.
+                kept = max(end - depth, 0)
+                kept_before = max(end - depth + 1, 0)
+                self._waiting[depth] = [fed[:, kept - begins[depth] : kept_before - begins[depth]]]
         for _ in range(len(self._heads), self._num_tokens):
             own = before if self._drafting.recycles_before_norm else hidden
             before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids[:, -1:])
             ids = self._append_draft(ids, hidden)
-
         for depth, cache in enumerate(self._caches):
-            kept = max(end - depth, 0)
-            if surplus := cache.get_seq_length() - kept:
+            surplus = cache.get_seq_length() - max(end - depth, 0)
+            if surplus:
                 cache.crop(-surplus)
-            if depth > 0:
-                # Positions that the depth before has kept and this one has not: their input state will not come again.
-                first, last = kept - begins[depth], max(end - depth + 1, 0) - begins[depth]
-                self._waiting[depth] = rows[depth][:, first:last]
         return ids, None
 
     def _run(

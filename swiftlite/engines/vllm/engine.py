@@ -1,23 +1,22 @@
-"""vLLM as an engine: real vLLM with `{"method": "mtp"}`, its options derived from the checkpoint.
+"""vLLM as an engine: real vLLM with `{"method": "mtp"}`, its options derived from the checkpoint (`options.py`).
 
 vLLM keeps its own worker processes; this process only sends token ids. What vLLM lacks for our checkpoints is in
-`vllm_plugin.py`. Measured with vLLM 0.32.
+`plugin.py`. Measured with vLLM 0.32.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.conventions import convention
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts
 from swiftlite.engines.plugin import require_plugin
-from swiftlite.engines.served_model import ServedModel, read_model, require_heads
+from swiftlite.engines.served_model import ServedModel, read_model
+from swiftlite.engines.vllm.info import VLLM
+from swiftlite.engines.vllm.options import is_on_cpu, memory_on_cpu, speculative_config, verifies_greedily_only
 from swiftlite.engines.vllm.weight_update import Bucket, WeightUpdate
 from swiftlite.errors import UserError
-from swiftlite.log import logger
 
 
 class VllmEngine:
@@ -29,34 +28,19 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig):
         model = read_model(config.model)
-        require_plugin("vllm")
+        require_plugin(VLLM)
         # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
         from vllm import LLM
 
-        from swiftlite.engines.vllm.plugin import WEIGHT_TRANSFER
-
         os.environ.update(memory_on_cpu())
         if config.in_this_process and is_on_cpu():
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        options = {
-            "model": str(model.directory),
-            "dtype": config.torch_dtype,
-            "trust_remote_code": config.trust_remote_code,
-            "max_model_len": config.max_model_len,
-            "max_num_seqs": config.max_batch_size,
-            "use_tqdm_on_load": False,
-            "skip_tokenizer_init": True,  # token ids in, token ids out
-            "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
-            "disable_log_stats": False,  # the counts of drafts are among the statistics
-            "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
-            "speculative_config": speculative_config(model, config),
-            "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
-        } | config.engine_kwargs
+        options = engine_options(model, config)
         try:
             with outside_torchrun():
-                self._llm = LLM(**{name: value for name, value in options.items() if value is not None})
+                self._llm = LLM(**options)
         except (TypeError, ValueError) as error:  # pydantic's are ValueErrors
             raise UserError(f"vLLM refuses its options: {error}", "see --vllm_engine_kwargs") from error
         except RuntimeError as error:
@@ -142,88 +126,34 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
-def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, Any] | None:
-    """What vLLM is told about drafting, after making sure that it drafts with what was trained.
-
-    Returns:
-        vLLM's `speculative_config`; None without speculation.
+def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM`.
 
     Raises:
         UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
     """
-    given = config.speculative_config
-    if given is not None and given.get("method") != "mtp":
-        if "model" in given and Path(given["model"]).absolute() == model.directory.absolute():
-            raise UserError(
-                "--vllm_speculative_config names the model as its own draft: every draft accepted and none cheaper",
-                'write {"method": "mtp", "num_speculative_tokens": 1} for its heads, or leave the option out',
-            )
-        return given  # another drafter, which needs nothing of our heads
-    num_tokens = config.num_speculative_tokens if given is None else given.get("num_speculative_tokens")
-    if num_tokens == 0:
-        return None
-    require_heads(model)
-    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
+    from swiftlite.engines.vllm.plugin import WEIGHT_TRANSFER
 
-
-def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
-    """Tokens per step that this vLLM drafts with heads that were trained for them; unset, all that they were.
-
-    Raises:
-        UserError: at one of the steps vLLM would run another head.
-    """
-    from swiftlite.engines.vllm.plugin import check_draft_steps
-
-    num_run = num_heads(model)
-    if num_tokens is None:
-        if num_run < model.heads.layers:
-            logger.warning(
-                "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.heads.layers
-            )
-            return num_run
-        num_tokens = model.heads.drafts
-    try:
-        check_draft_steps(num_tokens, model.heads.layers, num_run == model.heads.layers)
-    except ValueError as error:
-        raise UserError(str(error), "or --infer_backend transformers, which runs every head") from None
-    return num_tokens
-
-
-def num_heads(model: ServedModel) -> int:
-    """Distinct heads that draft in this vLLM; the classes of our plugin run all of them in its newer model runner."""
-    from swiftlite.engines.vllm.plugin import has_multi_module_runner
-
-    can_run = convention("vllm", model.family.name).num_heads(model.heads.layers)
-    return can_run if has_multi_module_runner() else min(can_run, 1)
-
-
-def is_on_cpu() -> bool:
-    """Whether this vLLM computes on the CPU."""
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
-def verifies_greedily_only() -> bool:
-    """Whether this vLLM verifies drafts wrongly at a temperature above 0.
-
-    vllm-project/vllm#55005, in 0.32: the stand-in for Triton's expand kernel loses what it wrote, and drafts are
-    verified with uninitialised memory for temperature and top_p. Greedy requests do not pass through it.
-    """
-    from vllm.triton_utils import HAS_TRITON
-
-    return is_on_cpu() and not HAS_TRITON
-
-
-def memory_on_cpu() -> dict[str, str]:
-    """Environment variables without which vLLM takes half of the machine's memory for its key-value cache."""
-    name = "VLLM_CPU_KVCACHE_SPACE"
-    return {name: os.environ.get(name, "1")} if is_on_cpu() else {}
+    options = {
+        "model": str(model.directory),
+        "dtype": config.torch_dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_batch_size,
+        "use_tqdm_on_load": False,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
+        "disable_log_stats": False,  # the counts of drafts are among the statistics
+        "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
+        "speculative_config": speculative_config(model, config),
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
+    } | config.engine_kwargs
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @contextmanager
 def outside_torchrun() -> Iterator[None]:
-    """Without torchrun's variables: vLLM's processes would take them for theirs, and wait for a store in vain."""
+    """Hide torchrun's variables: vLLM's processes would take them for theirs, and wait for a store in vain."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     parts = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     hidden = {name: value for name, value in os.environ.items() if name in names or name.startswith(parts)}

@@ -1,6 +1,6 @@
 """vLLM's Llama, Qwen2, Qwen3 and Qwen3 MoE, opened from checkpoints with MTP heads, and the drafts that run the heads.
 
-Registered by `vllm_plugin.py`; nothing else imports this file.
+Registered by `plugin.py`; nothing else imports this file.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
@@ -20,7 +20,7 @@ from vllm.model_executor.models import llama, qwen2, qwen3, qwen3_moe
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from swiftlite.engines.head_weights import ExpertMapping, Weights, fill, mtp_depth, trunk_weights
+from swiftlite.engines.head_weights import ExpertMapping, Weights, fill, heads_of, trunk_weights
 from swiftlite.engines.vllm.plugin import check_draft_steps
 
 
@@ -105,7 +105,7 @@ class MtpDraft(nn.Module):
         # get_model gives the draft's config under the name of the model's
         config: Any = vllm_config.model_config.hf_config
         self.config = config
-        depth = mtp_depth(config)
+        depth = heads_of(config).layers
         speculative = vllm_config.speculative_config
         num_tokens = speculative.num_speculative_tokens if speculative else 1
         check_draft_steps(num_tokens, depth, runs_all_heads=vllm_config.use_v2_model_runner)

@@ -6,7 +6,7 @@ vLLM calls `register` in each of its processes, through the entry point group `v
     vllm serve DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
 
 works wherever swiftlite is installed. For a model whose config.json promises no MTP heads nothing changes. The model
-classes are in `vllm_models.py` and are imported when a checkpoint asks for them.
+classes are in `models.py` and are imported when a checkpoint asks for them.
 """
 
 from contextlib import suppress
@@ -18,11 +18,11 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.triton_utils import HAS_TRITON
 
-from swiftlite.engines.head_weights import mtp_depth
+from swiftlite.engines.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 
 _MODELS = "swiftlite.engines.vllm.models"
-WEIGHT_TRANSFER = "swiftlite"  # a backend of vLLM's weight-transfer API, see vllm_weight_transfer.py
+WEIGHT_TRANSFER = "swiftlite"  # a backend of vLLM's weight-transfer API, see weight_transfer.py
 # architecture of the trunk -> architecture of its draft; both are classes of _MODELS
 DRAFTS = {
     "LlamaForCausalLM": "LlamaMTPModel",
@@ -42,10 +42,10 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     by name, so it has to be a function of this module.
     """
     architecture = (hf_config.architectures or [""])[0]
-    if architecture not in DRAFTS or not mtp_depth(hf_config):
+    if architecture not in DRAFTS or not heads_of(hf_config).layers:
         return _vllm_hf_config_override(hf_config)
     # "mtp" is one of vLLM's MTPModelTypes, with no special treatment attached.
-    changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": mtp_depth(hf_config)}
+    changes = {"model_type": "mtp", "architectures": [DRAFTS[architecture]], "n_predict": heads_of(hf_config).layers}
     if architecture == "Qwen3MoeForCausalLM":
         changes |= _layers_like_the_last(hf_config)
     hf_config.update(changes)
@@ -56,7 +56,7 @@ def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
     """What makes vLLM give every MTP head the kind of the trunk's last layer; it decides by a layer's number."""
     last = hf_config.num_hidden_layers - 1
     is_dense = last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0
-    return {"mlp_only_layers": list(range(mtp_depth(hf_config))) if is_dense else [], "decoder_sparse_step": 1}
+    return {"mlp_only_layers": list(range(heads_of(hf_config).layers)) if is_dense else [], "decoder_sparse_step": 1}
 
 
 def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None:

@@ -1,6 +1,6 @@
 """A backend of vLLM's weight-transfer API: a worker reloads its model in place from safetensors files.
 
-Registered by `vllm_plugin.py`, called by `weight_update.py`. vLLM's own backends send through GPUs and say nothing of
+Registered by `plugin.py`, called by `weight_update.py`. vLLM's own backends send through GPUs and say nothing of
 what was left out; this one works on a CPU too, where the weights are repacked, and fails unless every tensor found a
 parameter and every parameter a tensor.
 """
@@ -49,7 +49,7 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
         shared = {id(parameter) for parameter in self._default_model.parameters()} if self._is_draft else ()
         served = {name for name, parameter in self.model.named_parameters() if id(parameter) not in shared}
         initialize_layerwise_reload(self.model)
-        _forget_packing_of_experts(self.model)
+        _forget_packed_experts(self.model)
         # Names that must be filled are those that parameters have both when they serve and when they are loaded. When
         # they serve, a tied output layer goes by the embedding's name; when they are loaded, what vLLM makes of other
         # parameters (W_UV of latent attention) is not there.
@@ -117,11 +117,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _forget_packing_of_experts(model: nn.Module) -> None:
-    """Let vLLM pack experts anew at the end of a reload.
+def _forget_packed_experts(model: nn.Module) -> None:
+    """Let vLLM pack experts anew at the end of a reload, by taking their kernel away.
 
     vLLM 0.32 packs them for a CPU when it builds their kernel, and keeps the kernel when it reloads (_setup_kernel in
-    layers/fused_moe/unquantized_fused_moe_method.py): the new weights would be read as if they were packed.
+    layers/fused_moe/unquantized_fused_moe_method.py): the new weights would be read as if they were packed. There is no
+    argument or hook for it; vLLM makes the method that holds the kernel by itself (tests/e2e/test_live_weights.py).
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)

@@ -1,6 +1,6 @@
 """New weights for a vLLM that is running, from Hugging Face tensors, through vLLM's weight-transfer API.
 
-This is the caller's side; vLLM's workers take the tensors in `vllm_weight_transfer.py`. Buckets travel as files in the
+This is the caller's side; vLLM's workers take the tensors in `weight_transfer.py`. Buckets travel as files in the
 temporary directory, one at a time, so that neither side holds a second model. Who sends them: any iterable, such as
 `train/live_weights.py`.
 """
@@ -29,7 +29,7 @@ class WeightUpdate:
     """Puts new weights into an engine, complete or not at all usable.
 
     Args:
-        llm: started with the backend of `vllm_weight_transfer.py`.
+        llm: started with the backend of `weight_transfer.py`.
         model: what it was started from; new tensors must have the same names and shapes.
         drafts: whether it runs the model's MTP heads.
     """
@@ -38,7 +38,9 @@ class WeightUpdate:
         self._llm, self._drafts = llm, drafts
         family, config = model.family, model.hf_config
         self._target = _shapes(family.trunk_rows(config))
-        self._draft = _shapes([row for head in range(model.heads.layers) for row in family.head_rows(config, head)])
+        self._draft: dict[str, Shape] = {}
+        for head in range(model.heads.layers):
+            self._draft |= _shapes(family.head_rows(config, head))
         self._is_torn = False
 
     def run(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
@@ -89,7 +91,8 @@ def _shapes(rows: Iterable[Row]) -> dict[str, Shape]:
 
 
 def _check(wanted: Mapping[str, Shape], sent: Mapping[str, Shape]) -> None:
-    if problems := compare_shapes(wanted, sent):
+    problems = compare_shapes(wanted, sent)
+    if problems:
         raise UserError(
             "these are not the tensors that the engine was started with:\n  " + "\n  ".join(some(problems)),
             "send the weights of the same model, its trunk as the target and its heads as the draft",

@@ -9,6 +9,7 @@ import torch
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.sglang.engine import draft_counts, engine_options
@@ -74,4 +75,4 @@ def test_counts_by_position_from_steps_by_hits():
 def test_a_plugin_that_would_not_be_loaded(monkeypatch):
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
     with pytest.raises(UserError, match="SGLang would not find swiftlite's plugin"):
-        require_plugin("sglang")
+        require_plugin(ENGINES["sglang"])

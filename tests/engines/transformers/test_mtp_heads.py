@@ -7,12 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
-from swiftlite.engines.conventions import CONVENTIONS
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.families.drafting import Drafting
-from tests.engines.reference import Reference, follow
+from tests.engines.reference import Reference, convention, follow
 from tests.tiny import CLASSES, make_tiny_hf, mtp_names
 
 
@@ -32,7 +31,7 @@ def test_counts_equal_a_reference_without_cache(trained, family, depth, num_toke
     engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=num_tokens))
     completions = engine.generate(prompts, Sampling(20))
     reference = Reference.load(directory, family, depth)
-    follow(reference, CONVENTIONS["transformers"][family])
+    follow(reference, convention("transformers", family).drafting)
     expected, counts = reference.simulate(prompts, 20, num_tokens)
     assert [completion.token_ids for completion in completions] == expected
     assert engine.draft_counts().drafts == counts.drafts

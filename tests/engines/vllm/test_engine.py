@@ -6,7 +6,7 @@ import pytest
 
 from swiftlite.engines.engine import EngineConfig, start_engine
 from swiftlite.engines.served_model import read_model
-from swiftlite.engines.vllm.engine import speculative_config
+from swiftlite.engines.vllm.options import speculative_config
 from swiftlite.errors import UserError
 from tests.tiny import make_tiny_hf
 

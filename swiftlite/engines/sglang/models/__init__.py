@@ -1,1 +1,1 @@
-"""Model classes for SGLang, which imports every module of this package. See `sglang_plugin.py`."""
+"""Model classes for SGLang, which imports every module of this package. See `plugin.py`."""

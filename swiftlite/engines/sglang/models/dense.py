@@ -19,7 +19,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models import llama, qwen2, qwen3
 from torch import nn
 
-from swiftlite.engines.head_weights import Weights, fill, mtp_depth, trunk_weights
+from swiftlite.engines.head_weights import Weights, fill, heads_of, trunk_weights
 
 
 class LlamaForCausalLM(llama.LlamaForCausalLM):
@@ -84,8 +84,8 @@ class MtpDraft(nn.Module):
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = ""):
         super().__init__()
-        if mtp_depth(config) != 1:
-            raise ValueError(f"{type(self).__name__} runs one MTP head; config.json promises {mtp_depth(config)}")
+        if heads_of(config).layers != 1:
+            raise ValueError(f"{type(self).__name__} runs one MTP head; config.json promises {heads_of(config).layers}")
         self.config = config
         with layer_stack():
             layer = self.layer_class(config=config, quant_config=quant_config, prefix="mtp.layers.0")

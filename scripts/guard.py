@@ -1,0 +1,563 @@
+"""The guard of a rebuild: real training runs to the last bit, before and after.
+
+    python scripts/guard.py record before.json                   # in a checkout from before
+    python scripts/guard.py record after.json                    # in one from after
+    python scripts/guard.py compare before.json after.json
+    python scripts/guard.py check before.json --only 'TP2*'      # both at once, and some cases only
+
+A case trains a tiny model for a few steps with the code of the checkout that this file lies in, and exports it. Kept
+are the lines of metrics.jsonl without the clock's, acceptance.json, and the export: a hash of each tensor, config.json
+line by line, hashes of the other files. Two recordings of the same code are equal, so any difference is the code's or
+the machine's: bits depend on the kind of processor and on the releases of torch and others. `compare` says when those
+differ.
+
+The guard knows the command line, scripts/make_tiny_model.py and the files that runs write, and nothing of what is
+inside. Importing torch and megatron-core takes longer than the training, so commands run in forks of one process that
+has them; cases with `is_launched` start as a user would.
+"""
+
+import argparse
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import random
+import runpy
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy")
+# Not swiftlite's: every command is to import that itself.
+PRELOADED = (
+    "torch",
+    "transformers.modeling_utils",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+    "matplotlib.figure",
+    "safetensors.torch",
+)
+VARIABLES = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",  # another number of threads adds in another order
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+}
+# What may be set in a shell and would start other processes than the case says.
+CLEARED = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+TIMEOUT = 900  # seconds for one command; a few are usual
+CLOCK = ("_per_second", "seconds", "mfu")  # how the names of metrics end that no two runs have in common
+
+# By name: options of make_tiny_model.py. Heads are in the checkpoint where the family has them.
+SIZES = "--hidden_size 256 --num_layers 4 --vocab_size 512"
+MODELS = {
+    "llama": "--family llama",
+    "qwen2": "--family qwen2 --tie_word_embeddings",
+    "qwen3": "--family qwen3",
+    "mimo": "--family mimo",
+    "mimo_2_heads": "--family mimo --mtp_num_layers 2 --seed 43",
+    "qwen3_moe": "--family qwen3_moe",
+    "glm4_moe": "--family glm4_moe",
+    "deepseek_v3": "--family deepseek_v3",
+}
+# 20 rows and 3 steps of 8: the second epoch is begun.
+NUM_ROWS, NUM_HELD_OUT_ROWS = 20, 8
+TRAINING = (
+    "--dataset data/train.jsonl --val_dataset data/val.jsonl --max_length 160 --torch_dtype float32 --lr 1e-3 "
+    "--micro_batch_size 2 --global_batch_size 8 --train_iters 3 --save_steps 100 --eval_steps 100 "
+    "--mtp_loss_scaling_factor 0.3 --acceptance_samples 2 --acceptance_max_new_tokens 6 --tensorboard false"
+)
+NEW_HEAD = "--mtp_num_layers 1 --mtp_init copy_last_layer"
+PACKED = "--packing true --packing_length 192 --micro_batch_size 1 --global_batch_size 4"
+DP_BALANCED = "--packing true --packing_length 192 --micro_batch_size 1 --sequence_packing_scheduler dp_balanced"
+STREAMED = f"{PACKED} --streaming true --streaming_buffer_size 12"
+
+
+@dataclass(frozen=True)
+class Layout:
+    num_processes: int
+    options: str
+
+
+ALONE = Layout(1, "")
+TP2_SP = Layout(2, "--tensor_model_parallel_size 2 --sequence_parallel true")
+TP2_SP_EP2 = Layout(2, f"{TP2_SP.options} --expert_model_parallel_size 2")
+TP2_SP_PP2 = Layout(4, f"{TP2_SP.options} --pipeline_model_parallel_size 2")
+PP2_VPP2 = Layout(2, "--pipeline_model_parallel_size 2 --num_virtual_stages_per_pipeline_rank 2")
+PP2_HEAD_APART = Layout(2, "--pipeline_model_parallel_size 2 --pipeline_model_parallel_layout 'Et*4|mL'")
+CP2 = Layout(2, "--context_parallel_size 2")
+EP2 = Layout(2, "--expert_model_parallel_size 2")
+DP2 = Layout(2, "")
+DP2_SHARED = Layout(2, "--use_distributed_optimizer true")
+DP2_OVERLAP = Layout(2, f"{DP2_SHARED.options} --overlap_grad_reduce true --overlap_param_gather true")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run and its export.
+
+    Attributes:
+        model: a key of MODELS.
+        options: of `megatron sft`, on top of TRAINING.
+        resumed_at: train two steps, then go on at this layout to the fourth.
+        is_launched: commands start as a user would, with NPROC_PER_NODE if there are several processes.
+        grafted_from: a key of MODELS; heads are its.
+    """
+
+    model: str
+    options: str = ""
+    layout: Layout = ALONE
+    resumed_at: Layout | None = None
+    exported_at: Layout = ALONE
+    is_launched: bool = False
+    grafted_from: str | None = None
+
+
+CASES: dict[str, Case] = {
+    "llama": Case("llama", "--mtp_num_layers 1 --mtp_init random"),
+    "qwen2 tied": Case("qwen2", NEW_HEAD),
+    "qwen3": Case("qwen3", NEW_HEAD),
+    "mimo": Case("mimo"),
+    "qwen3_moe aux loss": Case("qwen3_moe", f"{NEW_HEAD} --moe_aux_loss_coeff 0.01"),
+    "glm4_moe bias update": Case("glm4_moe", "--moe_router_bias_update_rate 0.001"),
+    "deepseek_v3": Case("deepseek_v3"),
+    "llama no head": Case("llama", "--mtp_num_layers 0 --clip_grad 0"),
+    # layouts
+    "TP2+SP qwen3": Case("qwen3", NEW_HEAD, TP2_SP, exported_at=TP2_SP),
+    "TP2+SP deepseek_v3": Case("deepseek_v3", "", TP2_SP),
+    "TP2+SP+EP2 glm4_moe": Case("glm4_moe", "", TP2_SP_EP2, exported_at=EP2),
+    "TP2+SP+PP2 llama": Case("llama", NEW_HEAD, TP2_SP_PP2),
+    "PP2xVPP2 qwen3 depth 2": Case("qwen3", "--mtp_num_layers 2 --mtp_init copy_last_layer", PP2_VPP2),
+    "PP2xVPP2 qwen3_moe": Case("qwen3_moe", NEW_HEAD, PP2_VPP2, exported_at=PP2_VPP2),
+    "PP2 head apart qwen2 tied": Case("qwen2", NEW_HEAD, PP2_HEAD_APART),
+    "CP2 llama": Case("llama", NEW_HEAD, CP2),
+    "CP2 deepseek_v3": Case("deepseek_v3", "", CP2),
+    "EP2 qwen3_moe": Case("qwen3_moe", NEW_HEAD, EP2),
+    "DP2 shared optimizer qwen3": Case("qwen3", NEW_HEAD, DP2_SHARED, is_launched=True),
+    "DP2 overlap glm4_moe": Case("glm4_moe", "", DP2_OVERLAP),
+    # data
+    "padding_free heads_only kl llama": Case(
+        "llama", f"{NEW_HEAD} --padding_free true --mtp_mode heads_only --mtp_loss kl"
+    ),
+    "padding_free TP2+SP qwen3_moe": Case("qwen3_moe", f"{NEW_HEAD} --padding_free true", TP2_SP),
+    "packing deepseek_v3": Case("deepseek_v3", PACKED),
+    "packing CP2 qwen3": Case("qwen3", f"{NEW_HEAD} {PACKED}", CP2),
+    "packing PP2xVPP2 mimo": Case("mimo", PACKED, PP2_VPP2),
+    "dp_balanced DP2 mimo": Case("mimo", DP_BALANCED, DP2),
+    "dp_balanced EP2 glm4_moe": Case("glm4_moe", DP_BALANCED, EP2),
+    "streaming qwen2": Case("qwen2", f"{NEW_HEAD} {STREAMED}"),
+    "streaming PP2xVPP2 llama": Case("llama", f"{NEW_HEAD} {STREAMED}", PP2_VPP2),
+    # what heads learn
+    "heads_only glm4_moe": Case("glm4_moe", "--mtp_mode heads_only"),
+    "tv deepseek_v3": Case("deepseek_v3", "--mtp_loss tv"),
+    "heads_only kl TP2+SP mimo": Case("mimo", "--mtp_mode heads_only --mtp_loss kl", TP2_SP),
+    "unroll 3 qwen3": Case("qwen3", f"{NEW_HEAD} --mtp_unroll 3"),
+    "unroll 3 packing heads_only tv mimo": Case("mimo", f"--mtp_unroll 3 --mtp_mode heads_only --mtp_loss tv {PACKED}"),
+    "unroll 3 PP2 kl deepseek_v3": Case("deepseek_v3", "--mtp_unroll 3 --mtp_loss kl", PP2_HEAD_APART),
+    "graft depth 2 mimo": Case("mimo", "--mtp_num_layers 2", grafted_from="mimo_2_heads"),
+    # recomputation, precision
+    "full recompute mimo depth 2": Case(
+        "mimo_2_heads", "--recompute_granularity full --recompute_method block --recompute_num_layers 2"
+    ),
+    "full recompute TP2+SP glm4_moe": Case("glm4_moe", "--recompute_granularity full", TP2_SP),
+    "selective recompute deepseek_v3": Case(
+        "deepseek_v3", "--recompute_granularity selective --recompute_modules core_attn mlp moe mla_up_proj"
+    ),
+    "bfloat16 qwen3": Case("qwen3", f"{NEW_HEAD} --torch_dtype bfloat16"),
+    "bfloat16 DP2 shared optimizer deepseek_v3": Case("deepseek_v3", "--torch_dtype bfloat16", DP2_SHARED),
+    # checkpoints
+    "resume mimo": Case("mimo", "--async_save true", resumed_at=ALONE),
+    "resume bfloat16 streaming DP2 qwen3_moe": Case(
+        "qwen3_moe", f"{NEW_HEAD} {STREAMED} --torch_dtype bfloat16", DP2_SHARED, resumed_at=DP2_SHARED
+    ),
+    "resume PP2 as TP2+SP+EP2 glm4_moe": Case("glm4_moe", "", PP2_HEAD_APART, resumed_at=TP2_SP_EP2, exported_at=EP2),
+}
+
+
+class CommandFailed(Exception):
+    """A command of a case ended with an error; the message has its last lines."""
+
+
+def run_swiftlite(command: str, num_processes: int, is_launched: bool, log: Path) -> None:
+    """Run `swiftlite COMMAND` in this directory.
+
+    Raises:
+        CommandFailed: it ended with an exit code that is not 0.
+    """
+    if is_launched:
+        run_launched(command, num_processes, log)
+    else:
+        run_forked(["-m", "swiftlite", *shlex.split(command)], num_processes, log)
+
+
+def run_launched(command: str, num_processes: int, log: Path) -> None:
+    launch = {"NPROC_PER_NODE": str(num_processes)} if num_processes > 1 else {}
+    with log.open("ab") as output:
+        result = subprocess.run(
+            [sys.executable, "-m", "swiftlite", *shlex.split(command)],
+            env=os.environ | launch,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    if result.returncode:
+        raise CommandFailed(tail(log))
+
+
+def run_forked(argv: Sequence[str], num_processes: int, log: Path) -> None:
+    """Run `python ARGV` (a script, or -m and a module) in forks of this process, with what torchrun would tell them."""
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    processes = []
+    for rank in range(num_processes):
+        variables = {}
+        if num_processes > 1:
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_processes),
+                "LOCAL_WORLD_SIZE": str(num_processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        processes.append(context.Process(target=be_command, args=(argv, variables, log)))
+    sys.stdout.flush()
+    for process in processes:
+        process.start()
+    if not all_succeed(processes):
+        raise CommandFailed(tail(log))
+
+
+def be_command(argv: Sequence[str], variables: dict[str, str], log: Path) -> None:
+    """What a fork does: it becomes the command."""
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(variables)
+    if argv[0] == "-m":
+        sys.argv = list(argv[1:])
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(argv)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def all_succeed(processes: Sequence[BaseProcess]) -> bool:
+    """Wait for them; when one fails or time is up, the others are ended."""
+    deadline = time.monotonic() + TIMEOUT
+    waiting = list(processes)
+    while waiting:
+        connection.wait([process.sentinel for process in waiting], timeout=max(0, deadline - time.monotonic()))
+        waiting = [process for process in waiting if process.is_alive()]
+        if any(process.exitcode for process in processes) or time.monotonic() > deadline:
+            for process in waiting:
+                process.kill()
+                process.join()
+            return False
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+
+
+def make_data(directory: Path) -> None:
+    """train.jsonl and val.jsonl: conversations of one or two rounds, of seeded words."""
+    generator = random.Random(0)
+    words = "sum list of the a value returns key text when set file first last is and in to no each".split()
+
+    def say(lowest: int, highest: int) -> str:
+        return " ".join(generator.choices(words, k=generator.randint(lowest, highest)))
+
+    def make_row() -> dict[str, Any]:
+        rounds = generator.choice((1, 1, 2))
+        messages = [{"role": "system", "content": "Be brief."}] if generator.random() < 0.25 else []
+        for _ in range(rounds):
+            messages.append({"role": "user", "content": f"What is the {say(1, 12)}?"})
+            messages.append({"role": "assistant", "content": f"It is the {say(1, 24)}."})
+        return {"messages": messages, "channel": "long" if rounds > 1 else "short"}
+
+    directory.mkdir()
+    for name, count in (("train", NUM_ROWS), ("val", NUM_HELD_OUT_ROWS)):
+        lines = [json.dumps(make_row()) + "\n" for _ in range(count)]
+        (directory / f"{name}.jsonl").write_text("".join(lines))
+
+
+def make_model(name: str) -> Path:
+    """models/NAME, unless it is there."""
+    directory = Path("models") / name
+    if not directory.exists():
+        Path("models").mkdir(exist_ok=True)
+        command = f"{ROOT / 'scripts' / 'make_tiny_model.py'} --output_dir {directory} {SIZES} {MODELS[name]}"
+        run_forked(shlex.split(command), 1, Path("models") / f"{name}.log")
+        roughen(directory / "model.safetensors")
+    return directory
+
+
+def roughen(file: Path) -> None:
+    """Larger matrices, and norms and biases that are not all alike: one in the wrong place then changes the numbers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(file)
+    for name in sorted(tensors):
+        if tensors[name].dim() == 1:
+            tensors[name] += 0.1 * torch.randn(tensors[name].shape, generator=generator)
+        else:
+            tensors[name] *= 3  # logits differ clearly between tokens
+            # The embedding of padding is all 0; there the gradient of a norm is a thousand times the others'.
+            tensors[name][(tensors[name] == 0).all(-1)] = 0.05
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def run_case(case: Case, directory: Path) -> dict[str, Any]:
+    """Train and export in `directory`; returns what is compared."""
+    run, exported, log = directory / "run", directory / "exported", directory / "log.txt"
+    training = f"megatron sft --model {make_model(case.model)} --output_dir {run} {TRAINING} {case.options}"
+    if case.grafted_from:
+        training += f" --mtp_init graft --mtp_graft_from {make_model(case.grafted_from)}"
+    if case.resumed_at is None:
+        run_swiftlite(f"{training} {case.layout.options}", case.layout.num_processes, case.is_launched, log)
+    else:
+        training += " --lr_decay_style constant --lr_warmup_fraction 0"  # a schedule that does not know the last step
+        first, second = case.layout, case.resumed_at
+        run_swiftlite(f"{training} --train_iters 2 {first.options}", first.num_processes, case.is_launched, log)
+        again = f"{training} --train_iters 4 --resume true {second.options}"
+        run_swiftlite(again, second.num_processes, case.is_launched, log)
+    export = f"export --to_hf --model {run} --output_dir {exported} {case.exported_at.options}"
+    run_swiftlite(export, case.exported_at.num_processes, case.is_launched, log)
+    return {
+        "metrics": read_metrics(run / "metrics.jsonl"),
+        "acceptance": read_json(run / "acceptance.json"),
+        "export": read_export(exported),
+    }
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    lines = []
+    for line in file.read_text().splitlines():
+        lines.append({name: value for name, value in json.loads(line).items() if not name.endswith(CLOCK)})
+    return lines
+
+
+def read_json(file: Path) -> Any:
+    """The content; None where there is no such file, as there is no acceptance.json without heads."""
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def read_export(directory: Path) -> dict[str, Any]:
+    """By file: of safetensors a hash of each tensor, of config.json the lines, of others a hash."""
+    content: dict[str, Any] = {}
+    for file in sorted(directory.iterdir()):
+        if file.suffix == ".safetensors":
+            content[file.name] = hash_tensors(file)
+        elif file.name == "config.json":
+            content[file.name] = file.read_text().splitlines()
+        else:
+            content[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return content
+
+
+def hash_tensors(file: Path) -> dict[str, str]:
+    """Of each tensor, over name, dtype, shape and bytes; of all of them together as `all`."""
+    import torch
+    from safetensors import safe_open
+
+    hashes = {}
+    with safe_open(file, "pt") as tensors:
+        for name in sorted(tensors.keys()):
+            tensor = tensors.get_tensor(name)
+            digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            hashes[name] = digest.hexdigest()
+    return hashes | {"all": hashlib.sha256("".join(hashes.values()).encode()).hexdigest()}
+
+
+def record(file: Path, only: str, keep: Path | None) -> bool:
+    """Run the cases and write what they left behind; returns whether all of them ran."""
+    os.environ.update(VARIABLES)
+    for name in CLEARED:
+        os.environ.pop(name, None)
+    sys.path.insert(0, str(ROOT))
+    file = file.resolve()
+    start = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core's, that Apex is absent
+        for module in PRELOADED:
+            importlib.import_module(module)
+    names = [name for name in CASES if fnmatchcase(name, only)]
+    results: dict[str, Any] = {}
+    recording = {"environment": describe_environment(), "commit": describe_commit(), "inputs": {}, "cases": results}
+    with tempfile.TemporaryDirectory() as temporary:
+        work = keep or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        os.chdir(work)  # names of directories are then the same in every recording
+        make_data(Path("data"))
+        failed = 0
+        for number, name in enumerate(names, start=1):
+            case_start = time.monotonic()
+            directory = Path("cases") / str(number)
+            directory.mkdir(parents=True)
+            problem = ""
+            try:
+                results[name] = run_case(CASES[name], directory)
+            except CommandFailed as error:
+                failed += 1
+                problem = f"  FAILED\n{error}"
+                results[name] = {"failed": True}
+            if keep is None:
+                shutil.rmtree(directory)
+            print(f"{time.monotonic() - case_start:6.1f} s  {name}{problem}", flush=True)
+        recording["inputs"] = hash_inputs()
+        file.write_text(json.dumps(recording, indent=1) + "\n")
+        os.chdir(ROOT)
+    print(f"{time.monotonic() - start:6.1f} s  {len(names)} cases, {failed} failed: {file}")
+    return not failed
+
+
+def hash_inputs() -> dict[str, str]:
+    """Of the data and the models that cases were run on."""
+    hashes = {}
+    for file in sorted(Path("data").iterdir()):
+        hashes[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
+    for directory in sorted(Path("models").glob("*/")):
+        for name in ("config.json", "tokenizer.json"):
+            hashes[str(directory / name)] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        hashes[str(directory)] = hash_tensors(directory / "model.safetensors")["all"]
+    return hashes
+
+
+def describe_environment() -> dict[str, str]:
+    """What the bits depend on beside the code."""
+    import torch
+
+    described = {"processor": processor(), "capability": torch.backends.cpu.get_cpu_capability()}
+    described["python"] = platform.python_version()
+    for package in PACKAGES:
+        described[package] = importlib.metadata.version(package)
+    return described
+
+
+def processor() -> str:
+    """Name, family and model of the first one."""
+    values = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        values.setdefault(name.strip(), value.strip())
+    parts = [values.get(name, "?") for name in ("model name", "cpu family", "model")]
+    return f"{parts[0]}, family {parts[1]}, model {parts[2]}"
+
+
+def describe_commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def compare(before: Path, after: Path, only: str) -> bool:
+    """Print a line for each case; returns whether all are equal."""
+    old, new = (json.loads(file.read_text()) for file in (before, after))
+    print(f"{before}: {old['commit']}\n{after}: {new['commit']}")
+    for part, meaning in (("environment", "bits may differ for that alone"), ("inputs", "other models or data")):
+        for name in sorted(old[part].keys() & new[part].keys()):
+            if old[part][name] != new[part][name]:
+                print(f"{name}: {old[part][name]} before, {new[part][name]} after: {meaning}")
+    num_different = 0
+    names = [name for name in old["cases"] | new["cases"] if fnmatchcase(name, only)]
+    for name in names:
+        difference = describe_difference(old["cases"].get(name), new["cases"].get(name))
+        num_different += bool(difference)
+        print(f"{name}: {difference or 'equal'}")
+    print(f"{len(names) - num_different} of {len(names)} cases are equal")
+    return not num_different
+
+
+def describe_difference(before: Any, after: Any) -> str:
+    """The first value that differs, and how many do; empty where none does."""
+    if before is None or after is None:
+        return "not in the first file" if before is None else "not in the second file"
+    if "failed" in before or "failed" in after:
+        return "failed"
+    old, new = dict(flatten(before)), dict(flatten(after))
+    different = [path for path in old | new if repr(old.get(path)) != repr(new.get(path))]
+    if not different:
+        return ""
+    path = different[0]
+    if path not in old or path not in new:
+        text = f"{path} {'is gone' if path in old else 'is new'}"
+    else:
+        text = f"{path} {old[path]!r} before, {new[path]!r} after{describe_distance(old[path], new[path])}"
+    return f"{text}; {len(different)} of {len(old | new)} values differ"
+
+
+def describe_distance(before: Any, after: Any) -> str:
+    if not (isinstance(before, float) and isinstance(after, float)) or before == 0:
+        return ""
+    return f" ({abs(after - before) / abs(before):.1e} of it)"
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All leaves of nested lists and dicts, with their places."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from flatten(part, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from flatten(part, f"{path}[{number}]")
+    else:
+        yield path, value
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recorder = commands.add_parser("record", help="run the cases and write FILE")
+    recorder.add_argument("file", type=Path)
+    comparer = commands.add_parser("compare", help="name what differs between two recordings")
+    comparer.add_argument("before", type=Path)
+    comparer.add_argument("after", type=Path)
+    checker = commands.add_parser("check", help="record again, and compare with FILE")
+    checker.add_argument("file", type=Path)
+    for command in (recorder, comparer, checker):
+        command.add_argument("--only", default="*", metavar="PATTERN", help="names of cases, as in a shell")
+    for command in (recorder, checker):
+        command.add_argument("--keep", type=Path, metavar="DIR", help="work in this new directory, and leave it")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    if args.command == "record":
+        return 0 if record(args.file, args.only, args.keep) else 1
+    if args.command == "compare":
+        return 0 if compare(args.before, args.after, args.only) else 1
+    with tempfile.TemporaryDirectory() as directory:
+        before, after = args.file.resolve(), Path(directory) / "now.json"
+        record(after, args.only, args.keep)
+        return 0 if compare(before, after, args.only) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Types of numbers with the bounds that their values keep. Fields have these types, rules ask whether they hold.
+
+The bounds are those of `annotated_types`, pydantic's own vocabulary: to import pydantic here would nearly double the
+time that `--help` takes. It is loaded when there is a number to look at.
+"""
+
+import math
+import typing
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Interval
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+PositiveInt = Annotated[int, Interval(ge=1)]
+NonNegativeInt = Annotated[int, Interval(ge=0)]
+Length = Annotated[int, Interval(ge=2)]
+"""Tokens of a row: one to read and one to predict at least."""
+Seed = Annotated[int, Interval(ge=0, lt=2**32)]
+Port = Annotated[int, Interval(ge=1, le=65535)]
+
+# Below infinity: a number that is not finite is no setting.
+PositiveFloat = Annotated[float, Interval(gt=0, lt=math.inf)]
+NonNegativeFloat = Annotated[float, Interval(ge=0, lt=math.inf)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
+ProperFraction = Annotated[float, Interval(ge=0, lt=1)]
+
+
+@cache
+def bounds_of(args_class: type) -> dict[str, Interval]:
+    """The bounds of the class's numbers by the names of their fields."""
+    found = {}
+    for name, kind in typing.get_type_hints(args_class, include_extras=True).items():
+        for number in (kind, *typing.get_args(kind)):  # PositiveInt, or PositiveInt | None
+            if typing.get_origin(number) is Annotated:
+                found[name] = typing.get_args(number)[1]
+    return found
+
+
+def out_of_bounds(args: Any) -> dict[str, Interval]:
+    """The bounds that are not kept, by the names of their fields.
+
+    Args:
+        args: an instance of an argument class or of a group.
+    """
+    from pydantic import ValidationError
+
+    bounds = bounds_of(type(args))
+    try:
+        _adapter(type(args)).validate_python(vars(args))
+    except ValidationError as error:
+        names = [str(each["loc"][0]) for each in error.errors()]
+        return {name: bounds[name] for name in names if name in bounds}
+    return {}
+
+
+def in_words(bounds: Interval) -> str:
+    """What comes after "must be", such as "at least 0 and below 1"."""
+    words = [f"at least {bounds.ge}" if bounds.gt is None else f"above {bounds.gt}"]
+    if bounds.le is not None:
+        words.append(f"at most {bounds.le}")
+    if bounds.lt is not None and bounds.lt != math.inf:
+        words.append(f"below {bounds.lt}")
+    return " and ".join(words)
+
+
+@cache
+def _adapter(args_class: type) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(args_class)

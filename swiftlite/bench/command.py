@@ -1,0 +1,104 @@
+"""`swiftlite bench`: how many tokens to draft, found by measuring the servers that `deploy` would start.
+
+One server after the other, drafting nothing at the beginning and again at the end: what differs between these two is
+the machine. bench.json is written after each, so a run that is cut short keeps what it measured.
+"""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from swiftlite.args.commands import BenchArgs, deploy_args
+from swiftlite.bench import report
+from swiftlite.bench.measure import ServerResult, in_words, measure
+from swiftlite.bench.server import free_url
+from swiftlite.bench.speed_chart import draw
+from swiftlite.bridge.tensors import write_durably
+from swiftlite.data.dataset import load_prompts
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.prompts import encode_prompt
+from swiftlite.engines.served_model import ServedModel, read_model
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+from swiftlite.serve import deploy
+
+
+def run(args: BenchArgs) -> None:
+    """Measure, print a table and what to start; write bench.json and bench.svg.
+
+    Raises:
+        UserError: the engine would not draft that many tokens with these heads, or a prompt is too long: before any
+            server starts. A server that fails: what was measured before it is kept.
+    """
+    model = read_model(args.model)
+    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    prompts = load(args, model, template)
+    sampling = Sampling(args.max_new_tokens, stop_token_ids=stop_token_ids(template, model.directory))
+    numbers = [0, *sorted(set(args.num_speculative_tokens) - {0})]
+    url, port = free_url()
+    commands = {k: deploy.server_command(replace(deploy_args(args, k), port=port), model) for k in numbers}
+    output_dir = Path(args.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for name in ("bench.json", "bench.svg"):  # of an earlier run
+        (output_dir / name).unlink(missing_ok=True)
+    surroundings = report.describe_surroundings(args) | {"prompts": len(prompts)}
+    servers: list[ServerResult] = []
+    with ends_at_sigterm():
+        for k in [*numbers, 0]:
+            is_last = len(servers) == len(numbers)
+            log = output_dir / f"server_{k}{'_again' if is_last else ''}.log"
+            logger.info("%s: starting a server; its log: %s", in_words(k), log)
+            servers.append(measure(args, k, url, commands[k], prompts, sampling, log))
+            content = surroundings | report.to_json(args, servers, is_complete=is_last)
+            write_durably(output_dir / "bench.json", json.dumps(content, indent=2).encode() + b"\n")
+    choices = report.choose_all(servers)
+    write_durably(output_dir / "bench.svg", draw(*report.curves(servers)))
+    print(report.table(servers, choices))
+    print(report.recommendations(args, choices))
+    for warning in report.warnings(choices):
+        logger.warning("%s", warning)
+    logger.info("%s and bench.svg", output_dir / "bench.json")
+
+
+def load(args: BenchArgs, model: ServedModel, template: ChatTemplate) -> list[list[int]]:
+    """The prompts as token ids.
+
+    Raises:
+        UserError: fewer than the largest concurrency, or one that leaves no room for an answer; names its row.
+    """
+    asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system)][: args.max_prompts]
+    if len(asked) < max(args.concurrency):
+        raise UserError(
+            f"--concurrency {max(args.concurrency)}, but --val_dataset has {len(asked)} prompts: so many are never "
+            "under way",
+            "give more rows, or a lower number",
+        )
+    prompts = [encode_prompt(template, chat) for chat in asked]
+    limit = args.max_model_len or model.hf_config["max_position_embeddings"]
+    for chat, prompt in zip(asked, prompts, strict=True):
+        if len(prompt) + args.max_new_tokens > limit:
+            name = "--max_model_len" if args.max_model_len else "max_position_embeddings"
+            raise UserError(
+                f"{chat.source}: the prompt has {len(prompt)} tokens; with --max_new_tokens {args.max_new_tokens} that "
+                f"is more than {name} {limit}",
+                "shorten one of them, or leave the row out",
+            )
+    return prompts
+
+
+@contextmanager
+def ends_at_sigterm() -> Iterator[None]:
+    """SIGTERM, a batch system's, ends this process as Ctrl-C does: after its server."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,88 @@
+"""One server, from its start over all rounds at every concurrency to its end."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from swiftlite.args.commands import BenchArgs
+from swiftlite.bench.client import ask_all, connect
+from swiftlite.bench.figures import ConcurrencyResult, Round
+from swiftlite.bench.server import serve
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.server_command import ServerCommand
+from swiftlite.log import logger
+
+
+@dataclass(frozen=True)
+class ServerResult:
+    """One server, measured.
+
+    Attributes:
+        num_speculative_tokens: drafted per step; 0 is a server without drafts.
+        command: as it would be typed.
+        seconds_to_start: until it was healthy.
+        measured: one result for each concurrency.
+    """
+
+    num_speculative_tokens: int
+    command: str
+    seconds_to_start: float
+    measured: list[ConcurrencyResult]
+
+
+def measure(
+    args: BenchArgs,
+    num_speculative_tokens: int,
+    url: str,
+    command: ServerCommand,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    log: Path,
+) -> ServerResult:
+    """Start a server, send it every prompt at every concurrency `args.rounds` times, stop it.
+
+    Args:
+        url: where the command listens.
+        log: file for all that the server prints.
+
+    Raises:
+        UserError: the server ended before it was ready, refuses a prompt or stopped answering.
+    """
+    start = time.perf_counter()
+    with serve(command, url, log) as server:
+        seconds_to_start = time.perf_counter() - start
+        try:
+            measured = asyncio.run(_ask(args, url, num_speculative_tokens, prompts, sampling))
+        except aiohttp.ClientError as error:
+            raise server.failure(f"the server stopped answering: {error}") from None
+    return ServerResult(num_speculative_tokens, command.as_typed(), seconds_to_start, measured)
+
+
+async def _ask(
+    args: BenchArgs, url: str, num_speculative_tokens: int, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> list[ConcurrencyResult]:
+    measured = []
+    async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
+        # The first answers pay for kernels and memory that later ones find ready.
+        await ask_all(client, prompts, max(args.concurrency), "warm-up")
+        for concurrency in args.concurrency:
+            before = await client.draft_counts()
+            rounds: list[Round] = []
+            for number in range(args.rounds):
+                # A prompt is computed anew in each round, and shares its beginning with others of the round alone.
+                rounds.append(await ask_all(client, prompts, concurrency, f"{concurrency} {number}"))
+            counts = (await client.draft_counts()).since(before)
+            result = ConcurrencyResult(concurrency, rounds, counts if num_speculative_tokens else None)
+            measured.append(result)
+            speeds = ", ".join(f"{speed:.1f}" for speed in result.speeds)
+            logger.info("%s, %d at once: %s tokens/s", in_words(num_speculative_tokens), concurrency, speeds)
+    return measured
+
+
+def in_words(num_speculative_tokens: int) -> str:
+    """What a server does, for messages and the chart."""
+    return f"drafting {num_speculative_tokens or 'nothing'}"

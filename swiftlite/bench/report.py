@@ -1,0 +1,168 @@
+"""What `bench` says of all servers: the table, the recommendations, bench.json, the lines of the chart."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import swiftlite
+from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
+from swiftlite.args.docs import options
+from swiftlite.bench.figures import Choice, ConcurrencyResult, choose
+from swiftlite.bench.measure import ServerResult, in_words
+from swiftlite.engines.client import Answer
+from swiftlite.engines.index import ENGINES
+from swiftlite.rules.common import as_typed
+from swiftlite.table import text_table
+
+# Two servers that draft nothing differ by a few percent on a machine of their own.
+MUCH_DRIFT = 0.1
+COLUMNS = ("at once", "drafted", "tokens/s", "ratio", "first token", "per token", "accepted length", "answers equal")
+
+
+def choose_all(servers: Sequence[ServerResult]) -> dict[int, Choice]:
+    """The choice at each concurrency.
+
+    Args:
+        servers: the first and the last draft nothing.
+    """
+    first, *drafting, last = servers
+    choices = {}
+    for place, plain in enumerate(first.measured):
+        results = {server.num_speculative_tokens: server.measured[place] for server in drafting}
+        speeds = {k: result.speeds for k, result in results.items()}
+        lengths = {k: result.mean_accepted_length for k, result in results.items()}
+        choices[plain.concurrency] = choose(plain.speeds, speeds, last.measured[place].speeds, lengths)
+    return choices
+
+
+def expected_answers(servers: Sequence[ServerResult]) -> list[Answer]:
+    """The answers of the first server, which drafts nothing, at its first concurrency."""
+    return servers[0].measured[0].rounds[0].answers
+
+
+def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool) -> dict[str, Any]:
+    """What changes from server to server; recommendations come with the last."""
+    choices = choose_all(servers) if is_complete else {}
+    return {
+        "complete": is_complete,
+        "servers": [_server_json(server, expected_answers(servers)) for server in servers],
+        "recommendations": [
+            {"concurrency": concurrency, **asdict(choice), "command": deploy_line(args, choice)}
+            for concurrency, choice in choices.items()
+        ],
+    }
+
+
+def _server_json(server: ServerResult, expected: Sequence[Answer]) -> dict[str, Any]:
+    return {
+        "num_speculative_tokens": server.num_speculative_tokens,
+        "command": server.command,
+        "seconds_to_start": server.seconds_to_start,
+        "measured": [result.to_json(expected) for result in server.measured],
+    }
+
+
+def describe_surroundings(args: BenchArgs) -> dict[str, Any]:
+    """What was asked, of which versions, on what machine."""
+    distributions = importlib.metadata.packages_distributions()
+    names = ["torch", "transformers", *distributions.get(ENGINES[args.infer_backend].package, ())]
+    gpus = []
+    if shutil.which("nvidia-smi"):  # torch would take memory of the GPU to answer
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    return {
+        "options": asdict(args),
+        "versions": {
+            "swiftlite": swiftlite.__version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in names},
+        },
+        "machine": {
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "gpus": gpus,
+            "load_average": os.getloadavg()[0],
+        },
+    }
+
+
+def table(servers: Sequence[ServerResult], choices: dict[int, Choice]) -> str:
+    """A line for each server and concurrency."""
+    expected = expected_answers(servers)
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for place, choice in enumerate(choices.values()):
+        for server in servers[:-1]:
+            k = server.num_speculative_tokens
+            ratio = f"{choice.ratios[k]:.2f}" if k else ""
+            rows.append(_row(server.measured[place], str(k), ratio, expected))
+        at_the_end = servers[-1].measured[place]
+        rows.append(_row(at_the_end, "0, at the end", f"{1 + choice.drift:.2f}", expected))
+    note = (
+        "Medians of rounds (slowest to fastest), and of requests in ms (90th percentile); ratios to drafting nothing."
+    )
+    return f"{text_table(rows)}\n\n{note}"
+
+
+def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence[Answer]) -> tuple[str, ...]:
+    figures = result.to_json(expected)
+    return (
+        str(result.concurrency),
+        drafted,
+        f"{figures['tokens_per_second']:.1f} ({min(result.speeds):.1f} to {max(result.speeds):.1f})",
+        ratio,
+        _milliseconds(figures["time_to_first_token_ms"]),
+        _milliseconds(figures["time_per_token_ms"]),
+        f"{figures['mean_accepted_length']:.2f}",
+        f"{figures['answers_equal']} of {len(expected)}",
+    )
+
+
+def _milliseconds(figures: dict[str, float] | None) -> str:
+    return f"{figures['p50']:.1f} ({figures['p90']:.1f})" if figures else ""
+
+
+def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
+    """What to draft at each concurrency, and the commands that serve so."""
+    lines: list[str] = []
+    for concurrency, choice in choices.items():
+        lines.append(
+            f"{concurrency} at once: --num_speculative_tokens {choice.num_speculative_tokens}: {choice.reason}"
+        )
+    commands = {choice.num_speculative_tokens: deploy_line(args, choice) for choice in choices.values()}
+    return "\n".join([*lines, *(f"\n    {command}" for command in commands.values())])
+
+
+def warnings(choices: dict[int, Choice]) -> list[str]:
+    """What the machine did by itself, where that is much."""
+    return [
+        f"{concurrency} at once: without drafts, tokens/s at the end were {1 + choice.drift:.2f}x those at the "
+        "beginning: something else was at work here; ratios are no better than that"
+        for concurrency, choice in choices.items()
+        if abs(choice.drift) > MUCH_DRIFT
+    ]
+
+
+def deploy_line(args: BenchArgs, choice: Choice) -> str:
+    """The command that starts the server of a choice."""
+    chosen = deploy_args(args, choice.num_speculative_tokens)
+    words = ["swiftlite", "deploy", "--infer_backend", chosen.infer_backend]
+    for name, option in options(DeployArgs).items():
+        value = vars(chosen)[name]
+        if value != option.default and name != "infer_backend":
+            words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else as_typed(value)]
+    return shlex.join(words)
+
+
+def curves(servers: Sequence[ServerResult]) -> tuple[list[int], dict[str, list[list[float]]]]:
+    """For the chart: the concurrencies, and for each server the rounds' tokens per second at each."""
+    names = [in_words(server.num_speculative_tokens) for server in servers[:-1]]
+    names.append("drafting nothing, again at the end")
+    speeds = [[result.speeds for result in server.measured] for server in servers]
+    return [result.concurrency for result in servers[0].measured], dict(zip(names, speeds, strict=True))

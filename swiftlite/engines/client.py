@@ -1,0 +1,92 @@
+"""Asking an engine's server: what a `Client` is, and the stream that it reads its answers from.
+
+Each engine has one class (`vllm/client.py`, `sglang/client.py`). The bytes of an answer are kept with their times and
+read when the answer is whole: a client that parses while it waits would be measured too.
+
+vLLM's own client (`vllm bench serve`) is not used: SGLang's server is measured where vLLM is not installed, and it
+counts no drafts of SGLang's.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import aiohttp
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.errors import UserError
+
+Event = tuple[float, dict[str, Any]]
+"""Seconds since the request was sent, and a piece of the answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer.
+
+    Attributes:
+        num_tokens: as the engine counts them.
+        seconds_to_first: from sending the request to the first piece of the answer.
+        seconds: to the last piece.
+        counts: of drafts, where the engine counts them by request.
+    """
+
+    text: str
+    num_tokens: int
+    seconds_to_first: float
+    seconds: float
+    counts: DraftCounts | None = None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Time of each token after the first, however many came at once; None when there is none."""
+        if self.num_tokens <= 1:
+            return None
+        return (self.seconds - self.seconds_to_first) / (self.num_tokens - 1)
+
+
+class Client(Protocol):
+    """A client of one engine's server, made from a session, a greedy `Sampling` and the tokens drafted per step."""
+
+    async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
+        """Complete a prompt; what the engine remembers of prompts with another salt is no help to it.
+
+        Raises:
+            UserError: the server refuses.
+            aiohttp.ClientError: it does not answer.
+        """
+        ...
+
+    async def draft_counts(self) -> DraftCounts:
+        """All that was drafted since the server was started."""
+        ...
+
+
+async def stream(session: aiohttp.ClientSession, path: str, request: dict[str, Any]) -> list[Event]:
+    """The server-sent events that answer a request.
+
+    Raises:
+        UserError: the server refuses, at once or half way.
+    """
+    lines: list[tuple[float, bytes]] = []
+    start = time.perf_counter()
+    async with session.post(path, json=request) as response:
+        if response.status != 200:
+            raise _refusal(await response.text())
+        async for line in response.content:
+            lines.append((time.perf_counter() - start, line))
+    events: list[Event] = []
+    for seconds, line in lines:
+        text = line.removeprefix(b"data: ")
+        if text != line and text.strip() != b"[DONE]":
+            events.append((seconds, json.loads(text)))
+    for _, event in events:
+        if "error" in event:
+            raise _refusal(json.dumps(event["error"]))
+    return events
+
+
+def _refusal(text: str) -> UserError:
+    return UserError(f"the server refuses a prompt: {text.strip()[:500]}", "bench.json has what was measured before")

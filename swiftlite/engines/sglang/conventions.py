@@ -1,0 +1,21 @@
+"""How SGLang 0.5.23 drafts, which is not always how heads are trained."""
+
+from swiftlite.engines.convention import Convention
+from swiftlite.families import Family
+from swiftlite.families.drafting import Drafting
+
+# HF model_type -> convention. The classes of Llama, Qwen2 and Qwen3 are our plugin's (models/dense.py).
+_LINES = {
+    "llama": Convention("LlamaForCausalLMMTP", "one"),
+    "qwen2": Convention("Qwen2ForCausalLMMTP", "one"),
+    "qwen3": Convention("Qwen3ForCausalLMMTP", "one"),
+    "mimo": Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True)),
+    "qwen3_moe": Convention("Qwen3MoeForCausalLMMTP", "first"),
+    "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one"),
+    "deepseek_v3": Convention("DeepseekV3ForCausalLMNextN", "one"),
+}
+
+
+def convention(family: Family) -> Convention | None:
+    """The line of a family; None when there is none."""
+    return _LINES.get(family.name)

@@ -1,0 +1,43 @@
+"""Rules of SGLang's own options."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from swiftlite.args.config import Problem
+
+NUMBERS = ("sglang_speculative_num_steps", "sglang_speculative_eagle_topk", "sglang_speculative_num_draft_tokens")
+
+
+def numbers_go_together(args: Any) -> Iterator[Problem]:
+    numbers = {name: vars(args)[name] for name in NUMBERS if vars(args)[name] is not None}
+    missing = [f"--{name}" for name in NUMBERS if name not in numbers]
+    if numbers and missing:
+        words = " ".join(f"--{name} {value}" for name, value in numbers.items())
+        yield f"{words} without {' and '.join(missing)}: SGLang wants all three or none", "give all three, or none"
+    if numbers and args.num_speculative_tokens is not None:
+        words = f"--num_speculative_tokens {args.num_speculative_tokens} and --{next(iter(numbers))}"
+        yield f"{words} both say how many tokens to draft", "leave the first out"
+
+
+def numbers_agree(args: Any) -> Iterator[Problem]:
+    steps = args.sglang_speculative_num_steps
+    topk = args.sglang_speculative_eagle_topk
+    tokens = args.sglang_speculative_num_draft_tokens
+    if steps is None or topk is None or tokens is None:
+        return
+    if topk == 1 and tokens != steps + 1:
+        yield (
+            f"--sglang_speculative_num_draft_tokens {tokens} with {steps} steps of topk 1: SGLang would take "
+            f"{steps + 1}, a chain of drafts and the newest token",
+            f"--sglang_speculative_num_draft_tokens {steps + 1}",
+        )
+    drafted = topk + (steps - 1) * topk**2  # the first step drafts topk tokens, each later one topk behind each branch
+    if topk > 1 and tokens > 1 + drafted:
+        yield (
+            f"--sglang_speculative_num_draft_tokens {tokens}: {steps} steps of topk {topk} draft "
+            f"{drafted} tokens, one more is verified",
+            f"at most {1 + drafted}",
+        )
+
+
+RULES = (numbers_go_together, numbers_agree)

@@ -1,0 +1,15 @@
+"""transformers' record."""
+
+from swiftlite.engines.info import EngineInfo
+
+TRANSFORMERS = EngineInfo(
+    name="transformers",
+    label="transformers",
+    package="transformers",
+    distributions=("transformers",),
+    install="pip install transformers",
+    adapter="swiftlite.engines.transformers.engine:TransformersEngine",
+    convention="swiftlite.engines.convention:as_trained",
+    is_required=True,
+    is_batched=False,
+)

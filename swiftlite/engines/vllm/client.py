@@ -1,0 +1,63 @@
+"""Asking vLLM's server: the OpenAI route, and drafts as /metrics counts them."""
+
+from collections.abc import Sequence
+
+import aiohttp
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.client import Answer, Event, stream
+from swiftlite.engines.engine import Sampling
+
+
+class VllmClient:
+    """See `Client`."""
+
+    def __init__(self, session: aiohttp.ClientSession, sampling: Sampling, num_speculative_tokens: int):
+        self._session = session
+        self._sampling = sampling
+        self._num_tokens = num_speculative_tokens
+
+    async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
+        """See `Client`."""
+        request = {
+            "prompt": list(prompt),
+            "max_tokens": self._sampling.max_new_tokens,
+            "stop_token_ids": list(self._sampling.stop_token_ids),
+            "temperature": 0,
+            "cache_salt": salt,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return read_answer(await stream(self._session, "/v1/completions", request))
+
+    async def draft_counts(self) -> DraftCounts:
+        """See `Client`."""
+        async with self._session.get("/metrics", raise_for_status=True) as response:
+            return read_metrics(await response.text(), self._num_tokens)
+
+
+def read_answer(events: Sequence[Event]) -> Answer:
+    """An answer from the pieces of a stream of completions, the last of which says how many tokens it was."""
+    pieces = [(seconds, event["choices"][0]["text"]) for seconds, event in events if event["choices"]]
+    return Answer(
+        text="".join(text for _, text in pieces),
+        num_tokens=events[-1][1]["usage"]["completion_tokens"],
+        seconds_to_first=pieces[0][0],
+        seconds=pieces[-1][0],
+    )
+
+
+def read_metrics(text: str, num_speculative_tokens: int) -> DraftCounts:
+    """vLLM's counters from what its /metrics says, over all its engines."""
+    from prometheus_client.parser import text_string_to_metric_families  # vLLM's own requirement
+
+    counted = {"num_drafts": 0, "num_draft_tokens": 0}
+    per_position = [0] * num_speculative_tokens
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
+            if name in counted:
+                counted[name] += int(sample.value)
+            elif name == "num_accepted_tokens_per_pos":
+                per_position[int(sample.labels["position"])] += int(sample.value)
+    return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], tuple(per_position))

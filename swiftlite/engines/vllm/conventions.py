@@ -1,0 +1,27 @@
+"""How vLLM 0.32 drafts. Training feeds heads what vLLM feeds them, so that stands in one place, the family's file."""
+
+from typing import Literal
+
+from swiftlite.engines.convention import Convention
+from swiftlite.families import Family
+
+# HF model_type -> the class that drafts, and which of several heads do. The classes of Llama and the Qwens are our
+# plugin's (models.py), which run each head at its own step on a GPU alone.
+_DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
+    "llama": ("LlamaMTPModel", "each"),
+    "qwen2": ("Qwen2MTPModel", "each"),
+    "qwen3": ("Qwen3MTPModel", "each"),
+    "mimo": ("MiMoMTP", "first"),  # asserts that the draft step is 0
+    "qwen3_moe": ("Qwen3MoeMTPModel", "each"),
+    # These two classes could run more; they were published with one head, and nobody has measured two.
+    "glm4_moe": ("Glm4MoeMTP", "first"),
+    "deepseek_v3": ("DeepSeekMTP", "first"),
+}
+
+
+def convention(family: Family) -> Convention | None:
+    """The line of a family; None when there is none."""
+    if family.name not in _DRAFTS:
+        return None
+    draft, heads = _DRAFTS[family.name]
+    return Convention(draft, heads, family.mtp.drafting)

@@ -1,0 +1,93 @@
+"""vLLM's options of drafting, derived from the checkpoint; what vLLM needs on a CPU, and gets wrong there.
+
+vLLM itself is asked, so it must be installed; it is imported when a function is called.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.served_model import ServedModel, require_heads
+from swiftlite.engines.vllm.info import VLLM
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+
+
+def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, Any] | None:
+    """vLLM's options of drafting, after making sure that it drafts with what was trained.
+
+    Returns:
+        vLLM's `speculative_config`; None without speculation.
+
+    Raises:
+        UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
+    """
+    given = config.speculative_config
+    if given is not None and given.get("method") != "mtp":
+        if "model" in given and Path(given["model"]).absolute() == model.directory.absolute():
+            raise UserError(
+                "--vllm_speculative_config names the model as its own draft: every draft accepted and none cheaper",
+                'write {"method": "mtp", "num_speculative_tokens": 1} for its heads, or leave the option out',
+            )
+        return given  # another drafter, which needs nothing of our heads
+    num_tokens = config.num_speculative_tokens if given is None else given.get("num_speculative_tokens")
+    if num_tokens == 0:
+        return None
+    require_heads(model)
+    return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
+
+
+def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
+    """Tokens per step that this vLLM drafts with heads that were trained for them; unset, all that they were.
+
+    Raises:
+        UserError: at one of the steps vLLM would run another head.
+    """
+    from swiftlite.engines.vllm.plugin import check_draft_steps
+
+    num_drafting = num_drafting_heads(model)
+    if num_tokens is None:
+        if num_drafting < model.heads.layers:
+            logger.warning(
+                "vLLM can run only the first of the %d MTP heads here: drafting 1 token per step", model.heads.layers
+            )
+            return num_drafting
+        num_tokens = model.heads.drafts
+    try:
+        check_draft_steps(num_tokens, model.heads.layers, num_drafting == model.heads.layers)
+    except ValueError as error:
+        raise UserError(str(error), "or --infer_backend transformers, which runs every head") from None
+    return num_tokens
+
+
+def num_drafting_heads(model: ServedModel) -> int:
+    """MTP heads that draft in this vLLM; the classes of our plugin run all of them in its newer model runner."""
+    from swiftlite.engines.vllm.plugin import has_multi_module_runner
+
+    can_draft = VLLM.convention_for(model.family).num_drafting(model.heads.layers)
+    return can_draft if has_multi_module_runner() else min(can_draft, 1)
+
+
+def is_on_cpu() -> bool:
+    """Whether this vLLM computes on the CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def verifies_greedily_only() -> bool:
+    """Whether this vLLM verifies drafts wrongly at a temperature above 0.
+
+    vllm-project/vllm#55005, in 0.32: the stand-in for Triton's expand kernel loses what it wrote, and drafts are
+    verified with uninitialised memory for temperature and top_p. Greedy requests do not pass through it.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    return is_on_cpu() and not HAS_TRITON
+
+
+def memory_on_cpu() -> dict[str, str]:
+    """Environment variables without which vLLM takes half of the machine's memory for its key-value cache."""
+    name = "VLLM_CPU_KVCACHE_SPACE"
+    return {name: os.environ.get(name, "1")} if is_on_cpu() else {}

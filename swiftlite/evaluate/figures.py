@@ -1,0 +1,43 @@
+"""What `evaluate` measures of a model, and the table of it."""
+
+from typing import Any
+
+from swiftlite.table import text_table
+
+ModelFigures = dict[str, dict[str, dict[str, Any]]]
+"""Method (teacher_forced, replayed, or an engine's name) -> channel -> figures, as evaluation.json has them."""
+
+
+def rates(method: str, figures: dict[str, Any]) -> list[float]:
+    """Acceptance by depth, or by the engine's draft position."""
+    if method == "teacher_forced":
+        return [head["acceptance"] for head in figures["heads"]]
+    return figures["acceptance_per_position"]
+
+
+def table(results: dict[str, ModelFigures]) -> str:
+    """A line for each channel, with what changed against the baseline in points.
+
+    Args:
+        results: by name: "model", and "baseline" where there is one.
+    """
+    baseline = results.get("baseline", {})
+    lines = []
+    for method, channels in results["model"].items():
+        for channel, figures in channels.items():
+            before = baseline.get(method, {}).get(channel)
+            number = figures["samples" if "samples" in figures else "prompts"]
+            cells = _cells(rates(method, figures), rates(method, before) if before else [])
+            lines.append([method, channel, str(number), *cells])
+    num_columns = max(map(len, lines))
+    head = ["measured by", "channel", "rows", *(f"depth {k}" for k in range(1, num_columns - 2))]
+    return text_table([head, *(line + [""] * (num_columns - len(line)) for line in lines)])
+
+
+def _cells(found: list[float], before: list[float]) -> list[str]:
+    """One cell for each depth: 50.0%, or 50.0% (+10.0) where the baseline has that depth."""
+    cells = []
+    for depth, rate in enumerate(found):
+        change = f" ({100 * (rate - before[depth]):+.1f})" if depth < len(before) else ""
+        cells.append(f"{rate:.1%}{change}")
+    return cells

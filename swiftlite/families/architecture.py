@@ -1,0 +1,116 @@
+"""A whole model as its family reads it from config.json: decoder layers, and what is outside them. MTP heads, which
+a model may get more or fewer of, are not part of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from swiftlite.bridge.layout import PadEnd
+from swiftlite.bridge.rows import Row, lift
+from swiftlite.families.layer import Layer, Sublayer
+from swiftlite.families.rank import Rank
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a model has outside its decoder layers: embedding, final norm, output layer.
+
+    Attributes:
+        num_layers: decoder layers between them.
+        hidden: size of the model's states.
+        vocab: tokens of the vocabulary.
+        is_tied: whether the output layer is the embedding.
+        mcore_config: arguments of megatron-core's TransformerConfig that belong to no layer alone: norms, activation.
+        hf_layers: beginning of the Hugging Face names of all decoder layers; a number and a dot follow.
+    """
+
+    num_layers: int
+    hidden: int
+    vocab: int
+    is_tied: bool
+    mcore_config: Mapping[str, Any] = field(default_factory=dict)
+    hf_layers: str = "model.layers."
+    hf_embedding: str = "model.embed_tokens.weight"
+    hf_final_norm: str = "model.norm.weight"
+    hf_output_layer: str = "lm_head.weight"
+
+    def local_vocab(self, rank: Rank) -> int:
+        """Rows of the embedding on a rank, padding included."""
+        return -(-self.vocab // rank.tp)
+
+    def rows(self) -> list[Row]:
+        """Bridge rows of embedding, final norm and, unless tied, the output layer."""
+        matrix = (self.vocab, self.hidden)
+        embedding = Row("embedding.word_embeddings.weight", {self.hf_embedding: matrix}, PadEnd())
+        final_norm = Row("decoder.final_layernorm.weight", {self.hf_final_norm: (self.hidden,)})
+        output_layer = Row("output_layer.weight", {self.hf_output_layer: matrix}, PadEnd())
+        if not self.is_tied:
+            return [embedding, final_norm, output_layer]
+        # Some files of a tied model hold a second copy of the embedding, some Megatron stages another.
+        embedding = replace(embedding, hf_copies=(self.hf_output_layer,), mcore_copies=(output_layer.mcore,))
+        return [embedding, final_norm]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model without MTP heads.
+
+    Attributes:
+        layers: its decoder layers, first to last; all may differ.
+    """
+
+    outside: Outside
+    layers: tuple[Layer, ...]
+
+    @property
+    def mtp_block(self) -> Layer:
+        """The decoder layer inside an MTP head: of the kind of the last one, as megatron-core builds it."""
+        return self.layers[-1]
+
+    @cached_property
+    def sublayers(self) -> list[Sublayer]:
+        """The kinds that its layers are made of, with their sizes; each once, in the order of the layers."""
+        found: list[Sublayer] = []
+        for layer in self.layers:
+            found += [part for part in (layer.attention, layer.mlp) if part not in found]
+        return found
+
+    @property
+    def recompute_modules(self) -> set[str]:
+        """What --recompute_modules may name of it."""
+        return {module for part in self.sublayers for module in part.recompute_modules}
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return any(layer.mlp.experts for layer in self.layers)
+
+    def rows(self) -> list[Row]:
+        """Bridge rows, names whole."""
+        rows = self.outside.rows()
+        for number, layer in enumerate(self.layers):
+            rows += lift(layer.rows(), f"decoder.layers.{number}.", f"{self.outside.hf_layers}{number}.")
+        return rows
+
+    def mcore_config(self) -> dict[str, Any]:
+        """Arguments of megatron-core's TransformerConfig, which is one for all layers.
+
+        Raises:
+            ValueError: two layers want different values of one argument, so megatron-core cannot build both.
+        """
+        config: dict[str, Any] = {"num_layers": self.outside.num_layers, "hidden_size": self.outside.hidden}
+        config |= self.outside.mcore_config
+        for part in self.sublayers:
+            for name, value in part.mcore_config().items():
+                if config.setdefault(name, value) != value:
+                    raise ValueError(
+                        f"layers want {name} {config[name]!r} and {value!r}; megatron-core has one for all"
+                    )
+        # A checkpoint keeps layers that differ one by one: megatron-core takes either for a sign of that.
+        if self.has_experts:
+            config["moe_layer_freq"] = [int(layer.mlp.experts > 0) for layer in self.layers]
+        elif any(layer != self.layers[0] for layer in self.layers):
+            config["hetereogenous_dist_checkpoint"] = True
+        return config

@@ -1,0 +1,254 @@
+"""Kinds of attention, each with all its facts: bridge rows, sizes, operations, what ranks can share.
+
+What computes them is in `model/specs.py`. Next: `mlp.py`, the other half of a decoder layer; `layer.py`, what is asked
+of a kind.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from swiftlite.bridge.layout import Interleave
+from swiftlite.bridge.rows import Row
+from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
+
+
+@dataclass(frozen=True)
+class GroupedQueryAttention:
+    """Attention whose heads share keys and values in groups; with one group per head it is multi-head attention.
+
+    Attributes:
+        hidden: size of the model's states.
+        heads: attention heads.
+        groups: key-value heads.
+        head_dim: size of a head.
+        rotary: channels of a head that rotary angles turn.
+        qkv_bias: whether queries, keys and values have biases.
+        qk_norm: whether each head's query and key are normalised.
+    """
+
+    recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
+    needs_sequence_parallel: ClassVar[str] = ""
+
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    rotary: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def tensor_split(self) -> dict[str, int]:
+        return {"num_attention_heads": self.heads, "num_key_value_heads": self.groups}
+
+    def mcore_config(self) -> dict[str, Any]:
+        return {
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.groups,
+            "kv_channels": self.head_dim,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.qk_norm,
+        }
+
+    def rows(self) -> list[Row]:
+        queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
+        qkv = Interleave(self.groups)
+        weights = {
+            "self_attn.q_proj.weight": (queries, self.hidden),
+            "self_attn.k_proj.weight": (keys, self.hidden),
+            "self_attn.v_proj.weight": (keys, self.hidden),
+        }
+        rows = [
+            Row("self_attention.linear_qkv.weight", weights, qkv),
+            Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (self.hidden, queries)}),
+        ]
+        if self.qkv_bias:
+            biases = {
+                "self_attn.q_proj.bias": (queries,),
+                "self_attn.k_proj.bias": (keys,),
+                "self_attn.v_proj.bias": (keys,),
+            }
+            rows.append(Row("self_attention.linear_qkv.bias", biases, qkv))
+        if self.qk_norm:
+            rows.append(Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (self.head_dim,)}))
+            rows.append(Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (self.head_dim,)}))
+        return rows
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        queries, keys = self._widths(rank)
+        biases = queries + 2 * keys if self.qkv_bias else 0
+        norms = 2 * self.head_dim if self.qk_norm else 0
+        return ParameterCount(self._matrices(rank) + biases + norms)
+
+    def macs_per_token(self) -> int:
+        return self._matrices(Rank())
+
+    def macs_per_pair(self) -> int:
+        return 2 * self.heads * self.head_dim
+
+    def kept(self, rank: Rank) -> int:
+        queries, keys = self._widths(rank)
+        if rank.cp > 1:
+            # Queries and the result; keys and values come from all context-parallel ranks, in tensors of their own.
+            core = 2 * queries + 2 * keys * rank.cp
+        else:
+            # Queries, keys and the result; the values are a view of what the projection made, so all of that stays.
+            core = 2 * queries + keys + (queries + 2 * keys)
+        kept = rank.itemsize * (_angles(rank, self.rotary) + rank.tokens * core)
+        kept += _softmax_statistics(rank, self.heads)
+        if self.qk_norm:
+            kept += self._kept_norms(rank)
+        return kept
+
+    def _widths(self, rank: Rank) -> tuple[int, int]:
+        """Channels of queries on a rank, and of keys; values have as many as keys."""
+        return self.heads // rank.tp * self.head_dim, self.groups // rank.tp * self.head_dim
+
+    def _matrices(self, rank: Rank) -> int:
+        queries, keys = self._widths(rank)
+        return 2 * (queries + keys) * self.hidden
+
+    def _kept_norms(self, rank: Rank) -> int:
+        _, keys = self._widths(rank)
+        heads, groups = self.heads // rank.tp, self.groups // rank.tp
+        kept = rank.kept_norm(rank.tokens * heads, self.head_dim) + rank.kept_norm(rank.tokens * groups, self.head_dim)
+        if rank.itemsize == FLOAT32 and rank.cp == 1:
+            kept -= rank.tokens * keys * FLOAT32  # the norm's input and the values are views of one tensor
+        return kept
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention, DeepSeek's: queries, keys and values are unfolded from two small latents.
+
+    Attributes:
+        hidden: size of the model's states.
+        heads: attention heads.
+        q_lora_rank: size of the queries' latent; None for queries that are projected directly.
+        kv_lora_rank: size of the latent of keys and values.
+        qk_nope_head_dim: channels of a query and key head without rotary angles.
+        qk_rope_head_dim: channels with them; of the key they are the same for all heads.
+        v_head_dim: channels of a value head.
+        hf_rope: the keys of config.json that fix the rotary frequencies (`families/rope.py`), for heads of
+            `qk_rope_head_dim`.
+        rope_interleave: whether channels 2i and 2i + 1 turn together; otherwise i and i + qk_rope_head_dim / 2.
+    """
+
+    recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn", "mla_up_proj")
+    needs_sequence_parallel: ClassVar[str] = "latent attention"
+
+    hidden: int
+    heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    hf_rope: Mapping[str, Any]
+    rope_interleave: bool = True
+
+    @property
+    def rotary(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def tensor_split(self) -> dict[str, int]:
+        split = {"num_attention_heads": self.heads}
+        if self.q_lora_rank is not None:
+            split["q_lora_rank"] = self.q_lora_rank
+        return split | {"kv_lora_rank + qk_rope_head_dim": self._key_latents}
+
+    def mcore_config(self) -> dict[str, Any]:
+        return {
+            "multi_latent_attention": True,
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.heads,
+            "kv_channels": self.v_head_dim,
+            "q_lora_rank": self.q_lora_rank,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_head_dim": self.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": self.qk_rope_head_dim,
+            "v_head_dim": self.v_head_dim,
+            "add_qkv_bias": False,
+            "qk_layernorm": False,  # those of the latents are always there
+            "hf_rope": dict(self.hf_rope),
+            "rope_interleave": self.rope_interleave,
+        }
+
+    def rows(self) -> list[Row]:
+        hidden, heads, kv_rank = self.hidden, self.heads, self.kv_lora_rank
+        queries, keys_and_values = heads * self._key_size, heads * (self.qk_nope_head_dim + self.v_head_dim)
+        rows = [
+            Row(
+                "self_attention.linear_kv_down_proj.weight",
+                {"self_attn.kv_a_proj_with_mqa.weight": (self._key_latents, hidden)},
+            ),
+            Row("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": (kv_rank,)}),
+            Row("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": (keys_and_values, kv_rank)}),
+            Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, heads * self.v_head_dim)}),
+        ]
+        if self.q_lora_rank is None:
+            return [Row("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": (queries, hidden)}), *rows]
+        q_rank = self.q_lora_rank
+        return [
+            Row("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": (q_rank, hidden)}),
+            Row("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": (q_rank,)}),
+            Row("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": (queries, q_rank)}),
+            *rows,
+        ]
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        norms = (self.q_lora_rank or 0) + self.kv_lora_rank
+        return ParameterCount(self._matrices(rank) + norms)
+
+    def macs_per_token(self) -> int:
+        return self._matrices(Rank())
+
+    def macs_per_pair(self) -> int:
+        return self.heads * (self._key_size + self.v_head_dim)
+
+    def kept(self, rank: Rank) -> int:
+        heads = self.heads // rank.tp
+        latents = [size for size in (self.q_lora_rank, self.kv_lora_rank) if size]
+        down = sum(rank.kept_norm(rank.sequence_tokens, size) + rank.kept_states(size) for size in latents)
+        # Queries, and keys and values of all context-parallel ranks, each a copy of its own: what a fused kernel keeps.
+        # On a CPU that takes equal sizes of keys and values; others keep the matrix of scores there.
+        up = heads * (self._key_size + rank.cp * (self._key_size + self.v_head_dim))
+        if "mla_up_proj" in rank.recomputed:
+            up = 0
+        result = heads * self.v_head_dim
+        core = rank.itemsize * (_angles(rank, self.rotary) + rank.tokens * (up + result))
+        return down + core + _softmax_statistics(rank, self.heads)
+
+    @property
+    def _key_size(self) -> int:
+        """Channels of a key head; a query head has as many."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def _key_latents(self) -> int:
+        """What one projection makes: the latent of keys and values, and the rotary part of the key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def _matrices(self, rank: Rank) -> int:
+        heads, hidden = self.heads // rank.tp, self.hidden
+        queries, keys_and_values = heads * self._key_size, heads * (self.qk_nope_head_dim + self.v_head_dim)
+        if self.q_lora_rank:
+            matrices = self.q_lora_rank // rank.tp * hidden + queries * self.q_lora_rank
+        else:
+            matrices = queries * hidden
+        matrices += self._key_latents // rank.tp * hidden + keys_and_values * self.kv_lora_rank
+        return matrices + hidden * heads * self.v_head_dim
+
+
+def _angles(rank: Rank, rotary: int) -> int:
+    """Cosines and sines, of queries and of keys."""
+    return 4 * rank.length * rotary
+
+
+def _softmax_statistics(rank: Rank, heads: int) -> int:
+    """Bytes of one number per token and head, from which the backward pass makes the softmax again."""
+    if "core_attn" in rank.recomputed:
+        return 0
+    return rank.tokens * (heads // rank.tp) * FLOAT32

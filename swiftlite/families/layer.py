@@ -1,0 +1,127 @@
+"""A decoder layer as a value, and what is asked of the two kinds that it is made of.
+
+A new kind is a frozen dataclass with these answers (`attention.py`, `mlp.py` have the known ones) and a megatron-core
+spec in `model/specs.py`. Everything that counts layers (`plan/memory.py`, `plan/flops.py`, `plan/layout.py`) asks here
+and knows no kind by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+from swiftlite.bridge.rows import Row
+from swiftlite.families.rank import ParameterCount, Rank
+
+
+class Sublayer(Protocol):
+    """One half of a decoder layer: its attention or its MLP."""
+
+    recompute_modules: ClassVar[tuple[str, ...]]
+    """What --recompute_modules may name of it."""
+    needs_sequence_parallel: ClassVar[str]
+    """What of it cannot be shared by tensor-parallel ranks without sequence parallelism, in words; empty: nothing."""
+
+    @property
+    def tensor_split(self) -> dict[str, int]:
+        """What tensor-parallel ranks share in equal parts: numbers by their names in config.json."""
+        ...
+
+    def mcore_config(self) -> dict[str, Any]:
+        """Arguments of megatron-core's TransformerConfig that it fixes."""
+        ...
+
+    def rows(self) -> list[Row]:
+        """Bridge rows; names relative to the layer, those of Hugging Face as Llama, or who had it first, has them."""
+        ...
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        """Parameters on a rank."""
+        ...
+
+    def macs_per_token(self) -> int:
+        """Multiply-adds of a forward pass for each token, on all ranks together; without those of pairs."""
+        ...
+
+    def kept(self, rank: Rank) -> int:
+        """Bytes that autograd keeps on a rank between forward and backward pass, without the input."""
+        ...
+
+
+class Attention(Sublayer, Protocol):
+    """The half of a layer in which tokens see each other."""
+
+    @property
+    def hidden(self) -> int:
+        """Size of the model's states."""
+        ...
+
+    @property
+    def rotary(self) -> int:
+        """Channels of a head that rotary angles turn; 0 without any."""
+        ...
+
+    def macs_per_pair(self) -> int:
+        """Multiply-adds of a forward pass for each pair of tokens that see each other, on all ranks together; 0 where
+        the work grows with tokens and not with pairs."""
+        ...
+
+
+class FeedForward(Sublayer, Protocol):
+    """The half of a layer that takes each token by itself."""
+
+    @property
+    def experts(self) -> int:
+        """Experts that are chosen from; 0 without any."""
+        ...
+
+    @property
+    def expert_split(self) -> dict[str, int]:
+        """What the ranks that share an expert's matrices share in equal parts: as `tensor_split`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer: norm, attention, norm, MLP.
+
+    Attributes:
+        hf_names: beginnings of Hugging Face names (within a layer) that differ from those of the kinds' rows, with what
+            stands there in this family: {"mlp.gate_proj.": "feed_forward.w1."}.
+    """
+
+    attention: Attention
+    mlp: FeedForward
+    hf_names: Mapping[str, str] = field(default_factory=dict)
+
+    def rows(self) -> list[Row]:
+        """Bridge rows, names relative to the layer."""
+        hidden = self.attention.hidden
+        norms = [
+            Row("input_layernorm.weight", {"input_layernorm.weight": (hidden,)}),
+            Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (hidden,)}),
+        ]
+        return [self._renamed(row) for row in (*self.attention.rows(), *norms, *self.mlp.rows())]
+
+    def _renamed(self, row: Row) -> Row:
+        return replace(row, hf={self._hf_name(name): shape for name, shape in row.hf.items()})
+
+    def _hf_name(self, name: str) -> str:
+        for begin, own in self.hf_names.items():
+            if name.startswith(begin):
+                return own + name.removeprefix(begin)
+        return name
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        """Parameters on a rank."""
+        norms = ParameterCount(2 * self.attention.hidden)
+        return norms + self.attention.parameters(rank) + self.mlp.parameters(rank)
+
+    def macs_per_token(self) -> int:
+        """Multiply-adds of a forward pass for each token, without those of pairs of tokens."""
+        return self.attention.macs_per_token() + self.mlp.macs_per_token()
+
+    def kept(self, rank: Rank) -> int:
+        """Bytes that autograd keeps on a rank: two norms, the input of each half, and what the halves keep."""
+        hidden = self.attention.hidden
+        frame = 2 * rank.kept_norm(rank.sequence_tokens, hidden) + 2 * rank.kept_states(hidden)
+        return frame + self.attention.kept(rank) + self.mlp.kept(rank)

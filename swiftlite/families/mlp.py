@@ -1,0 +1,161 @@
+"""Kinds of MLP, each with all its facts: bridge rows, sizes, operations, what ranks can share.
+
+What computes them is in `model/specs.py`. Next: `layer.py`, what is asked of a kind.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from swiftlite.bridge.layout import GATE_UP
+from swiftlite.bridge.rows import Row
+from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated MLP: down(silu(gate(x)) * up(x)).
+
+    Attributes:
+        hidden: size of the model's states.
+        ffn: width between the matrices.
+    """
+
+    recompute_modules: ClassVar[tuple[str, ...]] = ("mlp",)
+    needs_sequence_parallel: ClassVar[str] = ""
+
+    hidden: int
+    ffn: int
+
+    @property
+    def experts(self) -> int:
+        return 0
+
+    @property
+    def tensor_split(self) -> dict[str, int]:
+        return {"intermediate_size": self.ffn}
+
+    @property
+    def expert_split(self) -> dict[str, int]:
+        return {}
+
+    def mcore_config(self) -> dict[str, Any]:
+        return {"ffn_hidden_size": self.ffn}
+
+    def rows(self) -> list[Row]:
+        return gated_rows("mlp.", self.hidden, self.ffn)
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        return ParameterCount(_matrices(self.hidden, self.ffn // rank.tp))
+
+    def macs_per_token(self) -> int:
+        return _matrices(self.hidden, self.ffn)
+
+    def kept(self, rank: Rank) -> int:
+        return 0 if "mlp" in rank.recomputed else _kept_gated(rank, self.ffn // rank.tp)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts: a router chooses some of many gated MLPs for each token; one more may see every token.
+
+    Rows are written per expert, as the files of the hub have it; files that stack all experts in one tensor are
+    unfolded while reading (`bridge/packing.py`).
+
+    Attributes:
+        hidden: size of the model's states.
+        experts: experts that the router chooses from.
+        topk: experts that it chooses for a token.
+        ffn: width of an expert.
+        shared_ffn: width of the MLP that sees every token (of several shared experts, the sum); 0 for none.
+        expert_bias: whether a bias, which no gradient reaches, levels the router's choice.
+        router: how the router scores and chooses, as arguments of megatron-core's TransformerConfig.
+    """
+
+    recompute_modules: ClassVar[tuple[str, ...]] = ("moe",)
+    needs_sequence_parallel: ClassVar[str] = "experts"
+
+    hidden: int
+    experts: int
+    topk: int
+    ffn: int
+    shared_ffn: int = 0
+    expert_bias: bool = False
+    router: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensor_split(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def expert_split(self) -> dict[str, int]:
+        return {"moe_intermediate_size": self.ffn}
+
+    def mcore_config(self) -> dict[str, Any]:
+        config = {
+            "num_moe_experts": self.experts,
+            "moe_ffn_hidden_size": self.ffn,
+            "moe_router_topk": self.topk,
+            "moe_grouped_gemm": False,
+        }
+        if self.shared_ffn:
+            config["moe_shared_expert_intermediate_size"] = self.shared_ffn
+        if self.expert_bias:
+            config["moe_router_enable_expert_bias"] = True
+        return config | dict(self.router)
+
+    def rows(self) -> list[Row]:
+        rows = [Row("mlp.router.weight", {"mlp.gate.weight": (self.experts, self.hidden)})]
+        if self.expert_bias:
+            rows.append(Row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": (self.experts,)}))
+        for expert in range(self.experts):
+            names = f"mlp.experts.{expert}.", f"mlp.experts.local_experts.{expert}."
+            rows += gated_rows(names[0], self.hidden, self.ffn, mcore_prefix=names[1])
+        if self.shared_ffn:
+            rows += gated_rows("mlp.shared_experts.", self.hidden, self.shared_ffn)
+        return rows
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        router = self.experts * self.hidden
+        shared = _matrices(self.hidden, self.shared_ffn // rank.tp)
+        one_expert = _matrices(self.hidden, self.ffn // rank.etp)
+        return ParameterCount(router + shared, self.experts // rank.ep * one_expert)
+
+    def macs_per_token(self) -> int:
+        router = self.experts * self.hidden
+        chosen = self.topk * _matrices(self.hidden, self.ffn)
+        return router + chosen + _matrices(self.hidden, self.shared_ffn)
+
+    def kept(self, rank: Rank) -> int:
+        """As if the router gave every rank the same number of tokens."""
+        if "moe" in rank.recomputed:
+            return 0
+        scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
+        # As the MLP, once more times the router's weight.
+        per_choice = rank.itemsize * (self.hidden + 6 * (self.ffn // rank.etp)) + FLOAT32
+        experts = rank.sequence_tokens * rank.etp * self.topk * per_choice
+        return scores + experts + _kept_gated(rank, self.shared_ffn // rank.tp)
+
+
+def gated_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None = None) -> list[Row]:
+    """Bridge rows of a gated MLP: a layer's own, an expert, or the shared experts.
+
+    Args:
+        mcore_prefix: Megatron's, where it differs from `hf_prefix`.
+    """
+    prefix = hf_prefix if mcore_prefix is None else mcore_prefix
+    gate_up = {f"{hf_prefix}gate_proj.weight": (ffn, hidden), f"{hf_prefix}up_proj.weight": (ffn, hidden)}
+    return [
+        Row(f"{prefix}linear_fc1.weight", gate_up, GATE_UP),
+        Row(f"{prefix}linear_fc2.weight", {f"{hf_prefix}down_proj.weight": (hidden, ffn)}),
+    ]
+
+
+def _matrices(hidden: int, ffn: int) -> int:
+    """Parameters of gate, up and down."""
+    return 3 * hidden * ffn
+
+
+def _kept_gated(rank: Rank, ffn: int) -> int:
+    """Gate and up in one tensor, the gate's activation, up + 0 (an offset that other models have), the product."""
+    return rank.tokens * 5 * ffn * rank.itemsize

@@ -1,0 +1,68 @@
+"""One rank of a training run as a value, and what is counted on it: parameters, and bytes that autograd keeps."""
+
+from dataclasses import dataclass
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What decides the sizes of a rank's modules beside the model; by default a rank alone, and no tokens.
+
+    Attributes:
+        tp: tensor-parallel ranks, which share every matrix.
+        cp: context-parallel ranks, which share every row.
+        ep: expert-parallel ranks, which share out the experts.
+        etp: ranks that share the matrices of an expert.
+        sequence_parallel: whether tensor-parallel ranks share rows by position where they do not share matrices.
+        itemsize: bytes of a parameter and of a state: 2 for bfloat16, 4 for float32.
+        rows: rows of a micro-batch.
+        length: tokens of a row that this rank computes.
+        recomputed: modules that keep nothing for the backward pass, in the words of --recompute_modules.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    itemsize: int = 2
+    rows: int = 0
+    length: int = 0
+    recomputed: frozenset[str] = frozenset()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch inside attention and MLP."""
+        return self.rows * self.length
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of a micro-batch outside of them: in norms, and in the states from layer to layer."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    def kept_states(self, width: int) -> int:
+        """Bytes of one state of `width` numbers for each of `sequence_tokens`."""
+        return self.sequence_tokens * width * self.itemsize
+
+    def kept_norm(self, tokens: int, width: int) -> int:
+        """Bytes that a norm keeps: its input in float32, the scale, and the result before the weight."""
+        return tokens * ((FLOAT32 + self.itemsize) * width + FLOAT32)
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of one rank: those that every rank of the expert-parallel group holds, and those of its experts."""
+
+    dense: int = 0
+    expert: int = 0
+
+    def __add__(self, other: "ParameterCount") -> "ParameterCount":
+        return ParameterCount(self.dense + other.dense, self.expert + other.expert)
+
+    def __mul__(self, times: int) -> "ParameterCount":
+        return ParameterCount(self.dense * times, self.expert * times)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert

@@ -1,0 +1,15 @@
+"""The keys of a config.json that fix the rotary frequencies; `model/rope.py` computes them."""
+
+ROPE_KEYS = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+)
+"""What transformers' init functions read of a config; every family here spells them so."""

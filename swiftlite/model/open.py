@@ -1,0 +1,102 @@
+"""From a Hugging Face directory to a model on this rank: `read_hf_model`, then `open_model`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftlite import families
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.transfer import LoadReport, MtpInit, load_hf
+from swiftlite.families.family import Family
+from swiftlite.heads import Heads
+from swiftlite.model.build import build_model
+from swiftlite.model.gpt import GPTModel
+from swiftlite.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """A Hugging Face model as its directory describes it; no tensor has been read.
+
+    Attributes:
+        config: content of config.json.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    family: Family
+
+    @property
+    def heads(self) -> Heads:
+        """The MTP heads that config.json promises."""
+        return Heads.from_config(self.config)
+
+
+def read_hf_model(directory: str | Path) -> HfModel:
+    """Read config.json and find the family.
+
+    Raises:
+        UserError: there is no config.json, or its model cannot be computed here.
+    """
+    config = read_config(directory)
+    return HfModel(Path(directory), config, families.get(config, directory))
+
+
+def build_hf_model(
+    hf_model: HfModel, mesh: Mesh, *, dtype: torch.dtype, heads: Heads | None = None, **options: Any
+) -> list[GPTModel]:
+    """The model's part on this rank, one per virtual pipeline stage; weights are unset.
+
+    Args:
+        heads: the MTP heads that it gets; unset: those of the directory.
+        options: further ones of `build_model`.
+
+    Raises:
+        OptionError: the model cannot be laid out so.
+    """
+    return build_model(
+        hf_model.family.architecture(hf_model.config),
+        hf_model.config,
+        mesh=mesh,
+        dtype=dtype,
+        heads=hf_model.heads if heads is None else heads,
+        drafting=hf_model.family.mtp.drafting,
+        **options,
+    )
+
+
+def open_model(
+    hf_model: HfModel,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    heads: Heads | None = None,
+    mtp_init: MtpInit = "checkpoint",
+    graft_from: str | Path | None = None,
+    seed: int = 42,
+    **options: Any,
+) -> tuple[list[GPTModel], LoadReport]:
+    """The model's part on this rank with its weights, and what became of every tensor of the directory.
+
+    Args:
+        heads: the MTP heads that it gets; unset: those of the directory.
+        mtp_init, graft_from, seed: where their weights come from, see `load_hf`.
+        options: further ones of `build_model`.
+
+    Raises:
+        UserError: the directory cannot be read, or does not match the model.
+        OptionError: the model cannot be laid out so.
+    """
+    chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads, **options)
+    report = load_hf(
+        chunks,
+        hf_model.directory,
+        hf_model.family,
+        hf_model.config,
+        mtp_init=mtp_init,
+        graft_from=graft_from,
+        seed=seed,
+    )
+    return chunks, report

@@ -1,0 +1,65 @@
+"""Which parameters of a model learn, as one value that also has the words for it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.heads import Heads
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A choice of the parameters that learn; all others stay bit for bit, which a run proves by their hashes.
+
+    Attributes:
+        learns: whether a parameter does, by megatron-core's name for it in its chunk of the model, such as
+            "decoder.layers.0.mlp.linear_fc1.weight".
+        words: what learns, as the plan of a run says it.
+        option: the option that chose it, for errors; empty where all parameters learn.
+        freezes_trunk: no gradient passes through the trunk, so none is computed there. False where something inside it
+            learns, such as an adapter.
+    """
+
+    learns: Callable[[str], bool]
+    words: str
+    option: str = ""
+    freezes_trunk: bool = False
+
+    def apply(self, chunks: Iterable[Any]) -> None:
+        """Take the gradient from every parameter that does not learn; before an optimizer is made for the others.
+
+        Args:
+            chunks: the bare model, without wrappers, whose parameters have the names that `learns` takes.
+        """
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if not self.learns(name):
+                    parameter.requires_grad_(False)
+
+
+def _everything(name: str) -> bool:
+    return True
+
+
+def is_of_heads(name: str) -> bool:
+    """Whether a parameter belongs to the MTP heads."""
+    return name.startswith("mtp.")
+
+
+WHOLE_MODEL = Trainable(_everything, "the whole model")
+JOINT = Trainable(_everything, "trunk and MTP heads together")
+HEADS_ONLY = Trainable(
+    is_of_heads, "MTP heads alone, the trunk stays bit for bit", "--mtp_mode heads_only", freezes_trunk=True
+)
+
+
+def trainable_of(args: SftArgs, heads: Heads) -> Trainable:
+    """What the options let learn.
+
+    Args:
+        heads: those of the run.
+    """
+    if not heads.layers:
+        return WHOLE_MODEL
+    return HEADS_ONLY if args.mtp_mode == "heads_only" else JOINT

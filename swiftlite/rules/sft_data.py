@@ -1,0 +1,103 @@
+"""Rules of `megatron sft` on what it reads, packs and streams."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.bounds import out_of_bounds
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.mock_config import FLAG, check_mock_config
+from swiftlite.errors import UserError
+from swiftlite.plan.facts import Facts, Problem
+from swiftlite.plan.layout import layout_of, sequence_multiple
+from swiftlite.rules.common import DATA_SUFFIXES, file_problems
+
+
+def dataset_files_exist(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.sft_mock_dataset_config_json is not None:
+        if args.dataset:
+            yield "--dataset and --sft_mock_dataset_config_json: one run trains on one of them", "leave one out"
+        return
+    if not args.dataset:
+        yield "--dataset is required", "give one or more files: --dataset train.jsonl"
+    for name in args.dataset:
+        yield from file_problems("--dataset", name, DATA_SUFFIXES)
+
+
+def streamed_files_have_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.streaming:
+        return
+    for name in args.dataset:
+        file, _, sample = name.partition("#")
+        if sample:
+            yield f"--dataset {name} with --streaming: a sample needs the whole file", f"give the file: {file}"
+        elif Path(file).suffix.lower() not in (".jsonl", ".parquet"):
+            yield f"--dataset {name} with --streaming: only .jsonl and .parquet are read row by row", "convert it"
+
+
+def mock_dataset_is_described(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    mock = args.sft_mock_dataset_config_json
+    if mock is None:
+        return
+    try:
+        check_mock_config(mock)
+    except UserError as error:
+        yield error.problem, error.hint
+        return
+    if mock["mode"] == "file" and not Path(mock["path"]).is_file():
+        yield f"{FLAG}: {mock['path']} is no file", "one length on each line, as 1024"
+    longest = mock.get("max_seq_len", 0)
+    if longest > args.max_length:
+        yield (
+            f"{FLAG}: samples of up to {longest} tokens, over --max_length {args.max_length}",
+            f"--max_length {longest}",
+        )
+
+
+def packing_has_room(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.packing or out_of_bounds(args):
+        return
+    # Context-parallel ranks share each sample, padded for it: 2046 tokens take 2048 in a row that 2 ranks share.
+    multiple = sequence_multiple(layout_of(args))
+    longest = math.ceil(args.max_length / multiple) * multiple
+    length = args.packing_length or args.max_length
+    if longest > length:
+        shared = ""
+        if multiple > 1:
+            shared = f", which {args.context_parallel_size} context-parallel ranks share as {longest}"
+        yield (
+            f"a sample may have --max_length {args.max_length} tokens{shared}, a packed row --packing_length {length}",
+            f"--packing_length {longest}, or --max_length {length // multiple * multiple}",
+        )
+
+
+def packing_options_go_together(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    balanced = args.sequence_packing_scheduler != "none"
+    if balanced and not args.packing:
+        yield f"--sequence_packing_scheduler {args.sequence_packing_scheduler} needs --packing", "add --packing"
+    if not args.streaming:
+        return
+    if not args.packing:
+        yield "--streaming needs --packing: a stream has no batches but of packed rows", "add --packing"
+    if balanced:
+        yield (
+            f"--streaming with --sequence_packing_scheduler {args.sequence_packing_scheduler}: streamed rows are "
+            "packed as they are read",
+            "leave --sequence_packing_scheduler out",
+        )
+    if args.train_iters is None:
+        yield "--streaming needs --train_iters: how many rows the files hold shows at their end", "add --train_iters N"
+    if args.sft_mock_dataset_config_json is not None:
+        yield "--streaming reads --dataset, not --sft_mock_dataset_config_json", "leave --streaming out"
+
+
+def held_out_rows_are_trained_on(args: SftArgs, facts: Facts) -> Iterator[str]:
+    trained = {Path(name.partition("#")[0]).resolve() for name in args.dataset}
+    for name in args.val_dataset:
+        if Path(name.partition("#")[0]).resolve() in trained:
+            yield f"{name} is in --dataset and in --val_dataset: its evaluation measures memory"
+
+
+def streams_hold_nothing_out(args: SftArgs, facts: Facts) -> Iterator[str]:
+    if args.streaming and not args.val_dataset:
+        yield "--streaming without --val_dataset: nothing is held out, so nothing is evaluated"

@@ -1,0 +1,68 @@
+"""Rules of `megatron sft` on MTP heads: whether there are any, and where their weights come from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.heads import Heads
+from swiftlite.plan.facts import Facts, Problem, read_hf_config
+from swiftlite.plan.run import heads_of
+
+
+def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if not facts.hf_config or args.mtp_init != "checkpoint":
+        return
+    wanted = args.mtp_num_layers
+    present = facts.heads.layers
+    if not wanted or wanted < 0 or wanted == present:
+        return
+    if not present:
+        yield (
+            f"--mtp_num_layers {wanted}, but the checkpoint has no MTP weights",
+            "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random",
+        )
+    else:
+        yield (
+            f"--mtp_num_layers {wanted}, but the checkpoint has MTP depth {present}",
+            f"leave --mtp_num_layers out to train its {present}, or make all {wanted} anew with "
+            "--mtp_init copy_last_layer or random",
+        )
+
+
+def mtp_options_have_heads(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if not facts.hf_config or heads_of(args, facts.heads).layers != 0:
+        return
+    why = "--mtp_num_layers is 0" if args.mtp_num_layers == 0 else "the checkpoint has none"
+    if args.mtp_mode == "heads_only":
+        yield f"--mtp_mode heads_only trains MTP heads alone, but {why}", _add_heads(args)
+    elif args.mtp_init != "checkpoint" and args.mtp_num_layers is None:
+        yield f"--mtp_init {args.mtp_init} has no head to fill: {why}, --mtp_num_layers is not set", _add_heads(args)
+
+
+def _add_heads(args: SftArgs) -> str:
+    init = args.mtp_init if args.mtp_init != "checkpoint" else "copy_last_layer"
+    return f"add --mtp_num_layers 1 --mtp_init {init}"
+
+
+def one_layer_is_unrolled(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    layers = heads_of(args, facts.heads).layers
+    if facts.hf_config and args.mtp_unroll > 1 and layers > 1:
+        yield (
+            f"--mtp_unroll {args.mtp_unroll} applies one MTP layer again and again, but there are {layers}",
+            "leave --mtp_unroll out, or start from one layer: --mtp_num_layers 1 --mtp_init copy_last_layer",
+        )
+
+
+def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.mtp_init == "graft" and args.mtp_graft_from is None:
+        yield "--mtp_init graft does not say whose heads to take", "add --mtp_graft_from DIR"
+    elif args.mtp_init != "graft" and args.mtp_graft_from is not None:
+        yield f"--mtp_graft_from without --mtp_init graft: heads come from {args.mtp_init}", "add --mtp_init graft"
+    elif args.mtp_graft_from is not None and facts.hf_config:
+        wanted = heads_of(args, facts.heads).layers
+        present = Heads.from_config(read_hf_config(Path(args.mtp_graft_from))).layers
+        if wanted and present and wanted != present:
+            yield (
+                f"--mtp_graft_from {args.mtp_graft_from} has MTP depth {present}, this run {wanted}",
+                f"--mtp_num_layers {present}",
+            )

@@ -1,0 +1,122 @@
+"""Rules of `megatron sft --resume`: whether there is a run to go on with, and whether this is still the same one."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
+from swiftlite.plan.facts import Facts, Problem, run_checkpoints
+from swiftlite.rules.common import as_typed
+
+# What a run may change when it goes on: how often it reports and saves, and how its work is cut up.
+_FREE = {
+    *(field.name for field in dataclasses.fields(RunArgs)),
+    *(field.name for field in dataclasses.fields(ParallelLayout)),
+    *(field.name for field in dataclasses.fields(DistributedArgs)),
+    *(field.name for field in dataclasses.fields(RecomputeArgs)),
+    "dataset_num_proc",
+    "micro_batch_size",
+    "num_train_epochs",
+    "train_iters",
+    "trust_remote_code",
+}
+
+
+def output_dir_fits_resume(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.output_dir:
+        return
+    directory = Path(args.output_dir)
+    checkpoints = run_checkpoints(directory)
+    has_begun = (directory / "args.json").exists()
+    if args.resume and not checkpoints:
+        hint = "leave --resume out to start a new run"
+        if has_begun:
+            hint = "that run ended before its first checkpoint: delete it, and start again without --resume"
+        yield f"--resume, but --output_dir {directory} holds no checkpoint-N", hint
+    if not args.resume and checkpoints:
+        yield (
+            f"--output_dir {directory} already holds a run (newest: {checkpoints[-1].name}); two would mix",
+            "add --resume to go on from there, or name another directory",
+        )
+    elif not args.resume and has_begun:
+        yield (
+            f"--output_dir {directory} already holds a run that wrote no checkpoint; two would mix",
+            "delete it, or name another directory",
+        )
+
+
+def resume_knows_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    path = Path(args.output_dir) / "args.json"
+    if args.resume and run_checkpoints(path.parent) and _saved_options(args) is None:
+        yield (
+            f"--resume: {path}, what this run began with, is {'damaged' if path.exists() else 'not there'}",
+            "put it back; or start anew from an export of the newest checkpoint",
+        )
+
+
+def resume_has_steps_left(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.resume or not args.output_dir or args.train_iters is None:
+        return
+    checkpoints = run_checkpoints(Path(args.output_dir))
+    if not checkpoints:
+        return
+    done = int(checkpoints[-1].name.removeprefix("checkpoint-"))
+    if done > args.train_iters:
+        yield f"--train_iters {args.train_iters}, but {checkpoints[-1]} is past it", f"--train_iters {done} or more"
+
+
+def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    """With other data, another objective or other heads it would be another run under the first one's name."""
+    for name, before, now in _changed_options(args, facts):
+        if name not in _FREE:
+            yield (
+                f"--resume with --{name} {as_typed(now)}, but this run began with {as_typed(before)}",
+                f"leave it as it was (all of it: {Path(args.output_dir) / 'args.json'}), or start another --output_dir",
+            )
+
+
+def resume_packs_the_same_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.packing or args.sequence_packing_scheduler != "none":
+        return
+    for name, before, now in _changed_options(args, facts):
+        if name == "context_parallel_size":
+            yield (
+                f"--resume with --context_parallel_size {now}, but this run began with {before}: each sample of a "
+                "packed row is padded for it, so other rows would come",
+                f"--context_parallel_size {before}",
+            )
+
+
+def steps_change_the_learning_rate(args: SftArgs, facts: Facts) -> Iterator[str]:
+    for name, before, now in _changed_options(args, facts):
+        if name in ("train_iters", "num_train_epochs"):
+            yield f"--{name} was {before} and is {now}: the learning rate follows the new schedule from here on"
+
+
+def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, Any]]:
+    """Options with another value than args.json of the run has: (name, before, now)."""
+    saved = _saved_options(args)
+    if saved is None:
+        return
+    for name, now in vars(args).items():
+        before = saved.get(name, now)
+        if name == "mtp_num_layers":  # unset is the checkpoint's depth: to spell it out changes nothing
+            before = facts.heads.layers if before is None else before
+            now = facts.heads.layers if now is None else now
+        is_same_place = name == "model" and Path(str(before)).resolve() == Path(str(now)).resolve()
+        if before != now and not is_same_place:
+            yield name, before, now
+
+
+def _saved_options(args: SftArgs) -> dict[str, Any] | None:
+    """The content of args.json of the run that is resumed; None where there is none that can be read."""
+    if not args.resume:
+        return None
+    try:
+        saved = json.loads((Path(args.output_dir or ".") / "args.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return saved if isinstance(saved, dict) else None

@@ -1,0 +1,170 @@
+"""A mesh: the ranks of one model, in the groups of its layout, and where this rank stands among them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.errors import OptionError
+from swiftlite.plan.layout import mtp_pipeline_rank, num_virtual_stages, process_problems
+from swiftlite.runtime.device import Device
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The process groups of one model, over all ranks of the job.
+
+    A session has one mesh, which is active. More models, each with its own layout, take more meshes:
+
+        with session(layout) as mesh:
+            model = build_model(..., mesh=mesh)
+            other_mesh = Mesh.create(mesh.device, other_layout)
+            other_model = build_model(..., mesh=other_mesh)
+            model(...)
+            with other_mesh.active():
+                other_model(...)
+
+    Each group is torch's: `mesh.tp.rank()`, `mesh.tp.size()`. All groups of all meshes end with the session.
+
+    Attributes:
+        device: what this rank computes on.
+        layout: how the model is cut up.
+        groups: the process groups under megatron-core's names, as its classes take them (`pg_collection`).
+    """
+
+    device: Device
+    layout: ParallelLayout
+    groups: ProcessGroupCollection = field(repr=False)
+    _globals: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def create(
+        cls, device: Device, layout: ParallelLayout, *, tied_embeddings: bool = False, timeout_minutes: int = 10
+    ) -> "Mesh":
+        """Make the groups of a layout; which mesh is active stays as it is.
+
+        Collective: every rank of the job calls it, and those that make several make them in the same order.
+
+        Args:
+            tied_embeddings: the last pipeline stage uses the embedding as its output layer.
+            timeout_minutes: longest wait of one rank for another.
+
+        Raises:
+            OptionError: the layout does not fit the number of processes.
+        """
+        check_layout(layout, dist.get_world_size())
+        # initialize_model_parallel refuses where there are groups already, so it is shown none.
+        with _parallel_state(dict.fromkeys(_read_parallel_state())):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tensor_model_parallel_size,
+                pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+                virtual_pipeline_model_parallel_size=num_virtual_stages(layout),
+                context_parallel_size=layout.context_parallel_size,
+                expert_model_parallel_size=layout.expert_model_parallel_size,
+                expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+                get_embedding_ranks=partial(_embedding_ranks, layout=layout, tied=tied_embeddings),
+                create_gloo_process_groups=device.is_cuda,  # on a CPU the groups are gloo already
+                distributed_timeout_minutes=timeout_minutes,
+            )
+            return cls(device, layout, ProcessGroupCollection.use_mpu_process_groups(), _read_parallel_state())
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        """Tensor-parallel ranks."""
+        return self.groups.tp
+
+    @property
+    def pp(self) -> dist.ProcessGroup:
+        """Pipeline stages, in order."""
+        return self.groups.pp
+
+    @property
+    def cp(self) -> dist.ProcessGroup:
+        """Context-parallel ranks."""
+        return self.groups.cp
+
+    @property
+    def tp_cp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same stage of one replica."""
+        return self.groups.tp_cp
+
+    @property
+    def dp(self) -> dist.ProcessGroup:
+        """Data-parallel ranks: each computes other rows."""
+        return self.groups.dp
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """Data- and context-parallel ranks: those that hold the same parameters."""
+        return self.groups.dp_cp
+
+    @property
+    def ep(self) -> dist.ProcessGroup:
+        """Ranks that share the experts of a layer."""
+        return self.groups.ep
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the end of the model."""
+        return self.pp.rank() == self.pp.size() - 1
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, what megatron-core itself still reads from globals (`parallel_state`) is this mesh's.
+
+        That is, in 0.16.1 (below megatron/core), by runs that hand their groups to everything that takes any:
+
+            building    transformer/multi_token_prediction.py:651, 666 and 1046, the parts of an MTP layer
+            computing   multi_token_prediction.py:743 and 746, after the projection of an MTP layer
+                        tensor_parallel/layers.py:482 and 519, the buffer that sequence parallelism gathers into
+                        tensor_parallel/layers.py:1281, where nothing depends on it
+                        tensor_parallel/cross_entropy.py:131 to 157
+                        tensor_parallel/random.py:524 and 547, distribute_saved_activations
+            a step      transformer/moe/moe_utils.py:1070, the update of expert biases
+            saving      transformer/module.py:84, the sharded state of modules that keep no group
+
+        The random states of tensor-parallel ranks stay the session's. Nothing is drawn from them: weights come from the
+        bridge, and dropout is 0.
+        """
+        with _parallel_state(self._globals):
+            yield
+
+
+def check_layout(layout: ParallelLayout, num_processes: int) -> None:
+    """Raises:
+    OptionError: the layout does not fit the number of processes.
+    """
+    if problems := process_problems(layout, num_processes):
+        raise OptionError(problems)
+
+
+def _read_parallel_state() -> dict[str, Any]:
+    """megatron-core's globals for groups and ranks: names in capitals that begin with an underscore."""
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+
+
+@contextmanager
+def _parallel_state(values: dict[str, Any]) -> Iterator[None]:
+    """These values instead of those that are there."""
+    before = _read_parallel_state()
+    parallel_state.__dict__.update(values)
+    try:
+        yield
+    finally:
+        parallel_state.__dict__.update(before)
+
+
+def _embedding_ranks(pp_ranks: Sequence[int], pp_size: int | None = None, *, layout: ParallelLayout, tied: bool):
+    """Ranks of one pipeline that hold the embedding's numbers: the first, the one with MTP, the last if it is tied.
+
+    megatron-core would take the first and the last, and with MTP on a stage of its own add the gradient of the
+    embedding to that of the output layer, in silence (parallel_state.py:525, finalize_model_grads.py:146 of 0.16.1).
+    """
+    places = {0, mtp_pipeline_rank(layout)} | ({len(pp_ranks) - 1} if tied else set())
+    return [pp_ranks[place] for place in sorted(places)]

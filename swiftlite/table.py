@@ -1,0 +1,21 @@
+"""Tables of text, for stdout."""
+
+from collections.abc import Sequence
+
+
+def text_table(rows: Sequence[Sequence[str]], indent: str = "", numbers: bool = False) -> str:
+    """The rows as lines, columns two spaces apart.
+
+    Args:
+        rows: cells of each line, as many in one as in another.
+        indent: stands before each line.
+        numbers: whether cells are set to the right, but for the last of each line.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) if numbers else cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        if numbers:
+            cells[-1] = row[-1]
+        lines.append(indent + "  ".join(cells).rstrip())
+    return "\n".join(lines)

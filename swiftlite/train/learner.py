@@ -1,0 +1,99 @@
+"""The model that a run trains: built, loaded, frozen as asked, wrapped, with its optimizer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import MoeArgs, RecomputeArgs
+from swiftlite.bridge.transfer import LoadReport
+from swiftlite.errors import UserError
+from swiftlite.model.gpt import GPTModel
+from swiftlite.model.open import HfModel, open_model
+from swiftlite.plan.layout import group_of
+from swiftlite.plan.run import Plan, Schedule
+from swiftlite.plan.trainable import Trainable
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.checkpoint import load_checkpoint
+from swiftlite.train.optim import make_optimizer, wrap_model
+from swiftlite.train.report import hash_tensors
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model and what changes it, on this rank.
+
+    Attributes:
+        chunks: the bare model, one per virtual pipeline stage.
+        wrapped: the same under megatron-core's wrappers.
+        loaded: what became of every tensor of the Hugging Face model.
+        trainable: which parameters learn.
+        hashes: each parameter before training, see `report.hash_tensors`.
+    """
+
+    mesh: Mesh
+    chunks: Sequence[GPTModel]
+    wrapped: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    loaded: LoadReport
+    trainable: Trainable
+    hashes: Mapping[str, str]
+
+    def restore(self, checkpoint: Path, step: int) -> None:
+        """Be as the run was that wrote a checkpoint after this step.
+
+        Raises:
+            UserError: the checkpoint is damaged or belongs to another model.
+        """
+        load_checkpoint(checkpoint, self.mesh, self.chunks, self.optimizer)
+        self.scheduler.step(increment=step)
+
+
+def make_learner(
+    args: SftArgs, mesh: Mesh, hf_model: HfModel, plan: Plan, schedule: Schedule, trainable: Trainable
+) -> Learner:
+    """Open --model as the options say, and make everything that training it needs; collective.
+
+    Raises:
+        UserError: the directory cannot be read, does not match the model, or has heads that nothing asked for and
+            nothing said to drop.
+        OptionError: the model cannot be laid out so.
+    """
+    dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
+    chunks, loaded = open_model(
+        hf_model,
+        mesh,
+        dtype=dtype,
+        heads=plan.heads,
+        mtp_init=args.mtp_init,
+        graft_from=args.mtp_graft_from,
+        seed=args.seed,
+        freeze_trunk=trainable.freezes_trunk,
+        recompute=group_of(args, RecomputeArgs),
+        moe=group_of(args, MoeArgs),
+        mtp_loss=args.mtp_loss,
+    )
+    loaded = loaded.over_all_ranks()
+    _check_no_head_is_forgotten(args, hf_model, plan, loaded)
+    trainable.apply(chunks)
+    hashes = hash_tensors(chunks)
+    wrapped = wrap_model(chunks, mesh, dtype, args)
+    optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
+    return Learner(mesh, chunks, wrapped, optimizer, scheduler, loaded, trainable, hashes)
+
+
+def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, loaded: LoadReport) -> None:
+    """Heads that config.json does not promise are dropped only when the options say so."""
+    if args.mtp_num_layers is not None or plan.heads.layers:
+        return
+    if any(hf_model.family.is_mtp(hf_model.config, key) for key in loaded.dropped):
+        raise UserError(
+            f"{args.model} has MTP tensors, but its config.json promises no MTP layer",
+            "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",
+        )

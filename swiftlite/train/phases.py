@@ -1,0 +1,192 @@
+"""The phases of a training run that do not depend on what it learns from; `sft.py` shows them in order."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.acceptance.held_out import HeldOut
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.config import to_config, write_config
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.tensors import describe
+from swiftlite.data.dataset import Data
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+from swiftlite.model.open import HfModel
+from swiftlite.plan.flops import Flops
+from swiftlite.plan.layout import layout_of
+from swiftlite.plan.run import Plan, Schedule
+from swiftlite.runtime.agreement import check_agreement, digest
+from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.batches import Batches, SampleRows
+from swiftlite.train.checkpoint import read_state
+from swiftlite.train.learner import Learner
+from swiftlite.train.live_weights import LiveWeights
+from swiftlite.train.report import check_frozen, compare_tensors, write_report
+from swiftlite.train.source import describe_tensors, dtypes_of, write_source
+from swiftlite.train.trainer import Trainer, whole_parameters
+
+AfterStep = Callable[[int, LiveWeights], None]
+"""What may be called on every rank after each step, with its number and the weights as they are then."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run is made of before its first step.
+
+    Attributes:
+        hf_model: --model.
+        rows: what batch sizes count; none where training rows are read while training goes on.
+        flops: operations of a step.
+        checkpoint: the one to continue from; None for a new run.
+    """
+
+    args: SftArgs
+    mesh: Mesh
+    hf_model: HfModel
+    tokenizer: PreTrainedTokenizerBase
+    plan: Plan
+    schedule: Schedule
+    data: Data
+    batches: Batches
+    rows: SampleRows
+    flops: Flops
+    checkpoint: Path | None
+    learner: Learner
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.args.output_dir)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank writes files for all."""
+        return dist.get_rank() == 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training came to.
+
+    Attributes:
+        stopped_by: number of the signal that stopped it before the last step; 0 if none did.
+        seconds: time of all steps.
+        evaluation: the last metrics over held-out rows, by name; empty if there are none.
+    """
+
+    stopped_by: int
+    seconds: float
+    evaluation: Mapping[str, float]
+
+
+def open_session(args: SftArgs) -> AbstractContextManager[Mesh]:
+    """The processes of the run, connected and laid out."""
+    return session(
+        layout_of(args),
+        tied_embeddings=bool(read_config(args.model).get("tie_word_embeddings")),
+        seed=args.seed,
+        timeout_minutes=args.distributed_timeout_minutes,
+    )
+
+
+def check_ranks_agree(args: SftArgs, data: Data, checkpoint: Path | None) -> None:
+    """Every rank must be about to do the same; nodes have files of their own.
+
+    Raises:
+        UserError: on every rank, with what differs.
+    """
+    where = ("model", "mtp_graft_from", "output_dir", "dataset", "val_dataset")  # may differ from node to node
+    options = {f"--{name}": str(value) for name, value in to_config(args).items() if name not in where}
+    versions = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
+    check_agreement(
+        {
+            **options,
+            **versions,
+            "rows of the dataset": data.digest[:16],
+            "tensors of --model": digest(describe(Path(args.model))),
+            "checkpoint": checkpoint.name if checkpoint else "none",
+        }
+    )
+
+
+def restore(run: Run) -> dict[str, Any]:
+    """Continue from the checkpoint, or write the first files of a new run.
+
+    Returns:
+        What the checkpoint keeps beside tensors, `step` among it: the number of the last step that was taken, or 0.
+
+    Raises:
+        UserError: the checkpoint cannot be used, or --output_dir cannot be written.
+    """
+    if run.checkpoint is None:
+        if run.is_first_rank:
+            write_source(run.hf_model, run.output_dir, run.plan.heads, run.args.mtp_graft_from)
+            write_config(run.args, run.output_dir / "args.json")
+        return {"step": 0}
+    state = read_state(run.checkpoint)
+    if state["step"] > run.schedule.steps:
+        raise UserError(
+            f"{run.checkpoint} is past the {run.schedule.steps} steps that were asked for",
+            "give more with --train_iters or --num_train_epochs",
+        )
+    run.learner.restore(run.checkpoint, state["step"])
+    logger.info("going on from %s", run.checkpoint)
+    return state
+
+
+def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
+    """Take the steps after number `first`; evaluate and measure acceptance before the first and after the last one."""
+
+    def measure(when: Literal["before", "after"], evaluation: Mapping[str, float]) -> None:
+        with trainer.evaluating():
+            held_out.measure(when, trainer.model, evaluation)
+
+    if run.checkpoint is None:
+        measure("before", trainer.evaluate())
+    start = time.perf_counter()
+    stopped_by = trainer.fit(first)
+    seconds = time.perf_counter() - start
+    if stopped_by:
+        trainer.close()
+        logger.warning("stopped by signal %d after saving; the same command with --resume goes on", stopped_by)
+        return Outcome(stopped_by, seconds, {})
+    evaluation = trainer.evaluate()
+    trainer.log(run.schedule.steps, evaluation)
+    measure("after", evaluation)
+    trainer.close()
+    return Outcome(stopped_by, seconds, evaluation)
+
+
+def report(run: Run, outcome: Outcome) -> None:
+    """Write run_report.json, and prove that frozen tensors stayed; collective.
+
+    Raises:
+        UserError: one of them has changed.
+    """
+    learner = run.learner
+    with whole_parameters(learner.wrapped):
+        tensors = compare_tensors(learner.chunks, learner.hashes, learner.trainable)
+    if run.is_first_rank:
+        measured = {
+            "steps": run.schedule.steps,
+            "seconds": round(outcome.seconds, 1),
+            "evaluation": outcome.evaluation,
+        }
+        write_report(run.output_dir, measured, run.data, learner.loaded, tensors)
+    check_frozen(tensors, learner.trainable)
+    logger.info("done. Next: swiftlite export --to_hf --model %s --output_dir %s-hf", run.output_dir, run.output_dir)
+
+
+def hand_out_weights(run: Run, after_step: AfterStep) -> Callable[[int], None]:
+    """What a trainer calls after each step, so that `after_step` gets the weights, in the precision of an export."""
+    dtypes = dtypes_of(describe_tensors(run.hf_model, run.args.mtp_graft_from))
+    weights = LiveWeights(run.learner.wrapped, run.hf_model, dtypes)
+    return lambda step: after_step(step, weights)

@@ -1,0 +1,93 @@
+"""acceptance.json: its bytes, who may change what, what is no such file."""
+
+import pytest
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.acceptance.report import add_engine_acceptance, add_run_acceptance, read_acceptance
+from swiftlite.errors import UserError
+
+COUNTS = DraftCounts(drafts=4, drafted=8, accepted_per_position=(3, 1))
+BEFORE = """\
+{
+  "depths": 2,
+  "before": {
+    "teacher_forced": {
+      "acceptance_per_depth": [
+        0.5,
+        0.25
+      ]
+    },
+    "generated": {
+      "prompts": 3,
+      "drafts": 4,
+      "drafted": 8,
+      "accepted": 4,
+      "acceptance_rate": 0.5,
+      "acceptance_per_position": [
+        0.75,
+        0.25
+      ],
+      "mean_accepted_length": 2.0
+    }
+  }
+}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "acceptance.json"
+
+
+def test_the_file_of_a_run(path):
+    add_run_acceptance(path, "before", [0.5, 0.25], 3, COUNTS)
+    assert path.read_text() == BEFORE
+
+
+def test_after_stands_beside_before_and_before_begins_anew(path):
+    add_run_acceptance(path, "before", [0.5, 0.25], 3, COUNTS)
+    before = read_acceptance(path)
+    add_run_acceptance(path, "after", [0.75, 0.5], 3, COUNTS)
+    both = read_acceptance(path)
+    assert list(both) == ["depths", "before", "after"]
+    assert both["before"] == before["before"]
+    assert both["after"]["teacher_forced"] == {"acceptance_per_depth": [0.75, 0.5]}
+    add_run_acceptance(path, "before", [0.5, 0.25], 3, COUNTS)
+    assert read_acceptance(path) == before
+
+
+def test_a_run_that_has_no_figures_from_before_has_those_from_after(path):
+    add_run_acceptance(path, "after", [0.5], 3, COUNTS)
+    assert list(read_acceptance(path)) == ["depths", "after"]
+
+
+def test_engines_stand_beside_each_other_and_replace_their_own(path):
+    add_run_acceptance(path, "after", [0.5, 0.25], 3, COUNTS)
+    of_the_run = read_acceptance(path)
+    add_engine_acceptance(path, "vllm", 3, COUNTS)
+    add_engine_acceptance(path, "sglang", 3, COUNTS)
+    add_engine_acceptance(path, "vllm", 5, DraftCounts(1, 2, (1, 1)))
+    content = read_acceptance(path)
+    engines = content.pop("engines")
+    assert content == of_the_run
+    assert list(engines) == ["vllm", "sglang"]
+    assert engines["sglang"] == {"prompts": 3, **COUNTS.to_json()}
+    assert engines["vllm"]["prompts"] == 5
+    assert engines["vllm"]["acceptance_rate"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "No such file"),
+        ("no JSON", "Expecting value"),
+        ("[]", "is no acceptance.json"),
+        ('{"loss": 1}', "is no acceptance.json"),
+    ],
+)
+def test_what_is_no_such_file_is_named_and_left_alone(path, content, problem):
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=f"--acceptance_json .*{problem}"):
+        add_engine_acceptance(path, "vllm", 1, COUNTS)
+    assert (path.read_text() if path.exists() else None) == content

@@ -1,0 +1,67 @@
+"""Every number has bounds beside its field, and they are kept or named."""
+
+import math
+
+import pytest
+
+from swiftlite.args.bounds import bounds_of, in_words, out_of_bounds
+from swiftlite.args.commands import BenchArgs, DeployArgs, SftArgs
+from swiftlite.args.docs import options
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.cli.table import COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
+def test_every_number_has_bounds(command):
+    known = options(command.args_class)
+    numbers = [name for name, option in known.items() if option.type in (int, float, int | None, float | None)]
+    assert sorted(bounds_of(command.args_class)) == sorted(numbers)
+
+
+@pytest.mark.parametrize(
+    ("args_class", "name", "words"),
+    [
+        (SftArgs, "micro_batch_size", "at least 1"),
+        (SftArgs, "mtp_num_layers", "at least 0"),
+        (SftArgs, "max_length", "at least 2"),
+        (SftArgs, "lr", "above 0"),
+        (SftArgs, "min_lr", "at least 0"),
+        (SftArgs, "split_dataset_ratio", "at least 0 and below 1"),
+        (SftArgs, "lr_warmup_fraction", "at least 0 and at most 1"),
+        (SftArgs, "mtp_unroll_beta", "above 0 and at most 1"),
+        (SftArgs, "seed", "at least 0 and below 4294967296"),
+        (DeployArgs, "port", "at least 1 and at most 65535"),
+    ],
+)
+def test_bounds_in_words(args_class, name, words):
+    assert in_words(bounds_of(args_class)[name]) == words
+
+
+@pytest.mark.parametrize("lr", [0.0, -1e-5, math.nan, math.inf, -math.inf])
+def test_a_number_is_above_its_bound_and_finite(lr):
+    assert list(out_of_bounds(SftArgs(lr=lr))) == ["lr"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"split_dataset_ratio": 0, "lr_warmup_fraction": 1, "mtp_unroll_beta": 1, "seed": 2**32 - 1}, []),
+        ({"split_dataset_ratio": 1.0, "lr_warmup_fraction": 1.01}, ["split_dataset_ratio", "lr_warmup_fraction"]),
+        ({"mtp_unroll_beta": 0.0, "seed": 2**32}, ["mtp_unroll_beta", "seed"]),
+        ({"mtp_num_layers": None, "min_lr": None}, []),
+        ({"mtp_num_layers": -1, "min_lr": -1.0}, ["mtp_num_layers", "min_lr"]),
+    ],
+)
+def test_ends_and_unset_numbers(change, expected):
+    assert list(out_of_bounds(SftArgs(**change))) == expected
+
+
+def test_a_group_alone_has_its_bounds():
+    assert out_of_bounds(ParallelLayout()) == {}
+    assert list(out_of_bounds(ParallelLayout(context_parallel_size=0))) == ["context_parallel_size"]
+
+
+def test_a_name_has_the_bounds_of_its_class():
+    """`bench` takes several numbers of tokens, and 0 is one of them; its own rules look at them."""
+    assert "num_speculative_tokens" in bounds_of(DeployArgs)
+    assert "num_speculative_tokens" not in bounds_of(BenchArgs)

@@ -1,0 +1,43 @@
+"""The command's own parts: its prompts, and its end at SIGTERM."""
+
+import json
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from transformers import AutoTokenizer
+
+from swiftlite.args.commands import BenchArgs
+from swiftlite.bench.command import ends_at_sigterm, load
+from swiftlite.data.template import ChatTemplate
+from swiftlite.engines.served_model import read_model
+from swiftlite.errors import UserError
+from tests.tiny import make_tiny_hf
+
+
+def test_prompts_that_cannot_be_sent(tmp_path):
+    model = read_model(make_tiny_hf(tmp_path / "model", "mimo", 1, with_tokenizer=True))
+    template = ChatTemplate(AutoTokenizer.from_pretrained(model.directory))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"query": f"What is {n}?"}) + "\n" for n in range(3)))
+
+    def prompts(**options):
+        return load(BenchArgs(val_dataset=[str(rows)], **options), model, template)
+
+    assert len(prompts(concurrency=[1, 2], max_prompts=2)) == 2
+    with pytest.raises(UserError, match="--concurrency 4, but --val_dataset has 3 prompts"):
+        prompts(concurrency=[1, 4])
+    for options, name in ({"max_model_len": 30}, "--max_model_len 30"), ({"max_new_tokens": 510}, "max_position_emb"):
+        with pytest.raises(UserError, match=rf"rows.jsonl:1: the prompt has \d+ tokens; .*{name}"):
+            prompts(concurrency=[1], **options)
+
+
+def test_sigterm_ends_what_is_under_way():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught, ends_at_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before

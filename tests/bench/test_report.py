@@ -1,0 +1,92 @@
+"""What is said of all servers: the table, the chart, what is printed to be typed."""
+
+import json
+import shlex
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
+from swiftlite.bench.figures import ConcurrencyResult, Round
+from swiftlite.bench.measure import ServerResult
+from swiftlite.bench.report import choose_all, curves, deploy_line, recommendations, table, to_json, warnings
+from swiftlite.bench.speed_chart import draw
+from swiftlite.cli.parse import parse
+from swiftlite.engines.client import Answer
+
+ARGS = BenchArgs(model="a model", num_speculative_tokens=[0, 1, 2], concurrency=[1, 8], max_model_len=64)
+
+
+def server(k: int, *seconds: float, text: str = "hello") -> ServerResult:
+    """A server that takes so long for an answer of 100 tokens, three times, at each concurrency."""
+    measured = [
+        ConcurrencyResult(
+            concurrency,
+            [Round([Answer(text, 100, each / 10, each)], each + delay) for delay in (0.0, 0.001, 0.002)],
+            DraftCounts(10, 10 * k, (10,) * k) if k else None,
+        )
+        for concurrency, each in zip((1, 8), seconds, strict=True)
+    ]
+    return ServerResult(k, f"engine --draft {k}", 3.0, measured)
+
+
+# Alone 1 token is best; with 8 at once, none.
+SERVERS = [server(0, 1.0, 0.5), server(1, 0.5, 0.6), server(2, 0.8, 1.0, text="other"), server(0, 1.0, 0.5)]
+
+
+def test_the_table_has_a_line_for_each_server_and_concurrency():
+    head, *lines = table(SERVERS, choose_all(SERVERS)).splitlines()[:9]
+    assert head.split("  ")[0] == "at once"
+    cells = [line.split("  ") for line in lines]
+    found = [[cell.strip() for cell in line if cell.strip()] for line in cells]
+    assert [line[:2] for line in found] == [[c, k] for c in "18" for k in ("0", "1", "2", "0, at the end")]
+    assert found[1][2:] == ["199.6 (199.2 to 200.0)", "2.00", "50.0 (50.0)", "4.5 (4.5)", "2.00", "1 of 1"]
+    assert found[2][-1] == "0 of 1"
+    assert found[5][3] == "0.83"
+
+
+def test_what_is_recommended_is_what_was_measured():
+    choices = choose_all(SERVERS)
+    assert {concurrency: choice.num_speculative_tokens for concurrency, choice in choices.items()} == {1: 1, 8: 0}
+    lines = recommendations(ARGS, choices).splitlines()
+    assert lines[0] == "1 at once: --num_speculative_tokens 1: 2.00x the tokens/s of drafting nothing"
+    assert lines[1] == "8 at once: --num_speculative_tokens 0: drafting is slower, 0.83x at best"
+    for line, k in zip((line.strip() for line in lines if "swiftlite" in line), (1, 0), strict=True):
+        words = shlex.split(line)
+        assert words[:2] == ["swiftlite", "deploy"]
+        assert parse(DeployArgs, words[2:], "deploy")[0] == deploy_args(ARGS, k)
+
+
+def test_a_machine_that_changed_is_named():
+    assert warnings(choose_all(SERVERS)) == []
+    (warning,) = warnings(choose_all([*SERVERS[:-1], server(0, 1.05, 1.0)]))
+    assert warning.startswith("8 at once: without drafts, tokens/s at the end were 0.50x those at the beginning")
+
+
+def test_another_drafter_is_deployed_as_it_was_measured():
+    args = BenchArgs(model="m", vllm_speculative_config={"method": "ngram", "prompt_lookup_max": 3})
+    chosen = deploy_args(args, 2)
+    assert chosen.num_speculative_tokens is None
+    assert chosen.vllm_speculative_config == {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 2}
+    assert deploy_args(args, 0).vllm_speculative_config is None
+    (choice,) = (choice for choice in choose_all(SERVERS).values() if choice.num_speculative_tokens)
+    assert parse(DeployArgs, shlex.split(deploy_line(args, choice))[2:], "deploy")[0] == deploy_args(args, 1)
+
+
+def test_a_run_that_was_cut_short_recommends_nothing():
+    report = json.loads(json.dumps(to_json(ARGS, SERVERS[:2], is_complete=False)))
+    assert report["complete"] is False
+    assert [each["num_speculative_tokens"] for each in report["servers"]] == [0, 1]
+    assert report["recommendations"] == []
+    whole = to_json(ARGS, SERVERS, is_complete=True)
+    assert [each["num_speculative_tokens"] for each in whole["recommendations"]] == [1, 0]
+    assert whole["recommendations"][0]["ratios"][1] == pytest.approx(2.0, abs=0.01)
+
+
+def test_the_chart_names_every_server():
+    chart = draw(*curves(SERVERS)).decode()
+    assert chart.startswith("<?xml")
+    for name in ("drafting nothing", "drafting 1", "drafting 2", "drafting nothing, again at the end"):
+        assert f"<!-- {name} -->" in chart

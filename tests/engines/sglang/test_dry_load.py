@@ -1,0 +1,105 @@
+"""The doctor's look at a checkpoint through SGLang's own loaders; one process of SGLang's loads all of this file."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftlite.engines.load_report import LoadReport
+from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection
+from tests.engines.reference import convention
+from tests.stand_ins import sglang_environment
+from tests.tiny import CLASSES
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+]
+LOAD_ALL = """
+import dataclasses, json, sys
+from pathlib import Path
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.sglang.dry_load import dry_load
+for directory, options in json.loads(sys.argv[1]):
+    report = dry_load(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
+    print(json.dumps(dataclasses.asdict(report)))
+"""
+WHOLE = [(family, depth) for family in CLASSES for depth in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[Any, LoadReport]:
+    folder = tmp_path_factory.mktemp("models")
+    asked: dict[Any, Path] = {}
+    for family, depth in WHOLE:
+        asked[family, depth] = make(folder / f"{family}-{depth}", family, depth)
+    for family in BROKEN_FAMILIES:
+        for number, (name, (depth, promised, change)) in enumerate(BROKEN.items()):
+            asked[family, name] = make(folder / f"{family}-broken-{number}", family, depth)
+            damage(asked[family, name], family, promised, change)
+    # SGLang's Mistral is a Llama by another name, for which neither SGLang nor the plugin has a draft.
+    asked["itself"] = make(folder / "itself", "llama", 0)
+    damage(asked["itself"], "llama", 1, None, architectures=["MistralForCausalLM"])
+
+    questions = json.dumps([(str(directory), {}) for directory in asked.values()])
+    command = [sys.executable, "-c", LOAD_ALL, questions]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=sglang_environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
+    return {name: LoadReport(**line) for name, line in zip(asked, lines, strict=True)}
+
+
+@pytest.mark.parametrize(("family", "depth"), WHOLE)
+def test_a_whole_checkpoint_passes(reports, family, depth):
+    report = reports[family, depth]
+    assert report.problems == []
+    assert report.notes == []
+    assert report.draft == (convention("sglang", family).draft if depth else None)
+    assert (report.num_mtp_heads, report.num_drafting) == (depth, depth)
+    assert report.target
+
+
+@pytest.mark.parametrize("family", BROKEN_FAMILIES)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_found(reports, family, name):
+    assert reports[family, name].problems
+
+
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3"])
+def test_numbers_that_sglang_would_leave_random_are_counted(reports, family):
+    """The classes of SGLang's own, which load what they find; those of our plugin refuse."""
+    draft = convention("sglang", family).draft
+    (problem,) = reports[family, "no projection"].problems
+    assert problem.startswith(f"{draft} is left with {64 * 128} random numbers in model.")
+    assert problem.split(".")[-2:] == [projection(family).split(".")[-2], "weight"]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "words"),
+    [
+        ("mimo", "extra head", "MiMoMTP loads another tensor over model.mtp_layers.0.final_layernorm.weight"),
+        ("mimo", "promises too much", "loads all 2 MTP heads into one place"),
+        ("mimo", "promises nothing", "no class of SGLang reads model.mtp_layers.0.final_layernorm.weight"),
+        ("glm4_moe", "extra head", "no class of SGLang reads model.layers.3."),
+        ("glm4_moe", "promises too much", "refuses a checkpoint with 2 MTP heads"),
+        ("deepseek_v3", "promises too much", "refuses a checkpoint with 2 MTP heads"),
+        ("qwen3", "no projection", "missing: mtp.fc.weight"),
+        ("qwen3", "renamed", "unexpected: mtp.projection.weight"),
+        ("qwen3", "extra head", "unexpected: mtp.heads.1.fc.weight"),
+        ("qwen3", "promises too much", "refuses a checkpoint with 2 MTP heads"),
+        ("qwen3", "promises too much", "runs one MTP head; config.json promises 2"),
+        ("qwen3", "promises nothing", "Qwen3ForCausalLM stops at the checkpoint: KeyError: 'mtp."),
+        ("deepseek_v3", "wrong shape", "DeepseekV3ForCausalLMNextN stops at the checkpoint"),
+    ],
+)
+def test_the_report_names_what_is_wrong(reports, family, name, words):
+    assert words in "\n".join(reports[family, name].problems)
+
+
+def test_a_target_that_drafts_for_itself(reports):
+    problems = "\n".join(reports["itself"].problems)
+    assert "the target drafts for itself: the draft is another MistralForCausalLM" in problems

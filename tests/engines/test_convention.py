@@ -1,0 +1,45 @@
+"""Every engine has a line for every family, and says so when it has none.
+
+That the lines are true is held by counts of the running engines (tests/e2e/test_engines.py, test_sglang.py) and by the
+classes that their own configuration chooses (tests/engines/*/test_dry_load.py).
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from swiftlite.engines.convention import Convention
+from swiftlite.engines.index import ENGINES
+from swiftlite.errors import UserError
+from swiftlite.families import FAMILIES
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_line(engine, family):
+    assert ENGINES[engine].convention_for(FAMILIES[family]).draft
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_family_that_nobody_has_measured(engine):
+    info = ENGINES[engine]
+    with pytest.raises(
+        UserError, match=f"how {info.label} drafts with the heads of a new has not been measured"
+    ) as error:
+        info.convention_for(replace(FAMILIES["qwen3"], name="new"))
+    assert f"swiftlite.engines.{engine}.conventions" in error.value.hint
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_and_transformers_feed_heads_what_vllm_does(name):
+    family = FAMILIES[name]
+    assert ENGINES["vllm"].convention_for(family).drafting is family.mtp.drafting
+    assert ENGINES["transformers"].convention_for(family).drafting is family.mtp.drafting
+
+
+@pytest.mark.parametrize(
+    ("heads", "depth", "drafting"),
+    [("each", 3, 3), ("first", 3, 1), ("last", 3, 1), ("one", 1, 1), ("each", 0, 0), ("first", 0, 0)],
+)
+def test_heads_that_draft(heads, depth, drafting):
+    assert Convention("AnyDraft", heads).num_drafting(depth) == drafting

@@ -1,0 +1,182 @@
+"""The doctor's look at a checkpoint through vLLM's own loaders, and through what is known of SGLang's classes.
+
+One process of vLLM's loads every checkpoint of this file; what each must find stands in the tests.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.cli import doctor
+from swiftlite.engines.dry_load import dry_load
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.index import ENGINES
+from swiftlite.engines.info import EngineInfo
+from swiftlite.engines.load_report import LoadReport
+from swiftlite.errors import UserError
+from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
+from tests.engines.reference import convention
+from tests.tiny import CLASSES
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+LOAD_ALL = """
+import dataclasses, json, sys
+from pathlib import Path
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.vllm.dry_load import dry_load
+for directory, options in json.loads(sys.argv[1]):
+    report = dry_load(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
+    print(json.dumps(dataclasses.asdict(report)))
+"""
+WHOLE = [(family, depth) for family in CLASSES for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[Any, LoadReport]:
+    folder = tmp_path_factory.mktemp("models")
+    asked: dict[Any, tuple[Path, dict[str, Any]]] = {}
+    for family, depth in WHOLE:
+        asked[family, depth] = make(folder / f"{family}-{depth}", family, depth), {}
+    asked["tied"] = make(folder / "tied", "llama", 1, tied=True), {}
+    for family in BROKEN_FAMILIES:
+        for number, (name, (depth, promised, change)) in enumerate(BROKEN.items()):
+            directory = make(folder / f"{family}-broken-{number}", family, depth)
+            damage(directory, family, promised, change)
+            asked[family, name] = directory, {}
+    itself = {"method": "draft_model", "model": str(asked["qwen3", 0][0]), "num_speculative_tokens": 1}
+    asked["self"] = asked["qwen3", 0][0], {"speculative_config": itself}
+    asked["two steps"] = asked["qwen2", 2][0], {"num_speculative_tokens": 2}
+    asked["unknown option"] = asked["mimo", 1][0], {"engine_kwargs": {"max_modle_len": 3}}
+
+    questions = json.dumps([(str(directory), options) for directory, options in asked.values()])
+    done = subprocess.run([sys.executable, "-c", LOAD_ALL, questions], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"engine"')]
+    return {name: LoadReport(**line) for name, line in zip(asked, lines, strict=True)}
+
+
+@pytest.mark.parametrize(("family", "depth"), WHOLE)
+def test_a_whole_checkpoint_passes(reports, family, depth):
+    report = reports[family, depth]
+    assert report.problems == []
+    assert report.notes == []
+    assert report.draft == (convention("vllm", family).draft if depth else None)
+    assert (report.num_mtp_heads, report.num_drafting) == (depth, min(depth, 1))  # on a CPU the first head drafts alone
+    assert report.target
+
+
+def test_a_tied_model_passes(reports):
+    assert reports["tied"].problems == []
+
+
+@pytest.mark.parametrize("family", BROKEN_FAMILIES)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_found(reports, family, name):
+    assert reports[family, name].problems
+
+
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3"])
+def test_numbers_that_vllm_would_leave_random_are_counted(reports, family):
+    """The classes of vLLM that load what they find; those of our plugin refuse."""
+    draft = convention("vllm", family).draft
+    (problem,) = reports[family, "no projection"].problems
+    assert problem.startswith(f"{draft} is left with {64 * 128} random numbers in ")
+    assert problem.split(".")[-2:] == [projection(family).split(".")[-2], "weight"]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "words"),
+    [
+        ("qwen3", "no projection", "missing: mtp.fc.weight"),
+        ("qwen3", "renamed", "unexpected: mtp.projection.weight"),
+        ("qwen3", "extra head", "unexpected: mtp.heads.1.fc.weight"),
+        ("qwen3", "promises too much", "missing: mtp.heads.1.fc.weight"),
+        ("glm4_moe", "renamed", "stops at the checkpoint: KeyError: 'model.layers.2.mtp_block.projection.weight'"),
+        ("glm4_moe", "promises too much", "is left with"),
+        ("deepseek_v3", "promises too much", "DeepSeekMTP"),
+        ("mimo", "promises nothing", "no class of vLLM reads model.mtp_layers.0.final_layernorm.weight"),
+        ("mimo", "wrong shape", "[64, 64]"),
+    ],
+)
+def test_the_report_names_what_is_wrong(reports, family, name, words):
+    assert words in "\n".join(reports[family, name].problems)
+
+
+def test_a_target_that_drafts_for_itself(reports):
+    (problem,) = reports["self"].problems
+    assert "the target drafts for itself: the draft is another Qwen3ForCausalLM" in problem
+
+
+def test_a_step_that_no_head_was_trained_for(reports):
+    report = reports["two steps"]
+    assert report.draft == "Qwen2MTPModel"
+    assert ["the first head at every step" in problem for problem in report.problems] == [True]
+
+
+def test_an_option_that_vllm_does_not_know(reports):
+    (problem,) = reports["unknown option"].problems
+    assert "vLLM refuses its options: TypeError" in problem
+    assert "max_modle_len" in problem
+
+
+def test_doctor_ends_with_what_the_engine_says(tmp_path, capsys):
+    directory = make(tmp_path / "model", "mimo", 1)
+    damage(directory, "mimo", 1, without_projection)
+    assert doctor.run(DoctorArgs(model=str(directory), engine="vllm", torch_dtype="float32")) == 1
+    report = capsys.readouterr().out
+    assert "drafts   MiMoMTP, 1 of 1 MTP heads" in report
+    assert "MiMoMTP is left with 8192 random numbers in model.mtp_layers.2.input_proj.weight" in report
+
+
+def test_doctor_ends_well_when_the_engine_would_serve_it_right(tmp_path, capsys, monkeypatch, reports):
+    directory = make(tmp_path / "model", "mimo", 1)
+    asked = []
+
+    def answer(info: EngineInfo, config: EngineConfig) -> LoadReport:
+        asked.append((info.name, config))
+        return reports["mimo", 1]
+
+    monkeypatch.setattr("swiftlite.engines.dry_load.dry_load", answer)
+    kwargs = {"max_num_seqs": 2}
+    args = DoctorArgs(model=str(directory), engine="vllm", num_speculative_tokens=3, vllm_engine_kwargs=kwargs)
+    assert doctor.run(args) == 0
+    assert asked == [("vllm", EngineConfig(directory, num_speculative_tokens=3, engine_kwargs=kwargs))]
+    assert "every tensor has its place" in capsys.readouterr().out
+
+
+def test_a_vllm_that_does_not_run_here_is_told(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho ImportError: libcuda.so.1 >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(UserError, match=r"vLLM cannot be asked here:\nImportError: libcuda\.so\.1"):
+        dry_load(ENGINES["vllm"], EngineConfig(make(tmp_path / "model", "mimo", 1)))
+
+
+@pytest.mark.parametrize(
+    ("family", "depth", "words"),
+    [
+        ("mimo", 1, None),
+        ("mimo", 2, "loads all 2 MTP heads into one place"),
+        ("glm4_moe", 1, None),
+        ("glm4_moe", 2, "refuses a checkpoint with 2 MTP heads"),
+        ("qwen3", 1, None),
+        ("qwen3", 2, "refuses a checkpoint with 2 MTP heads"),
+        ("qwen3", 0, None),
+    ],
+)
+def test_what_is_known_of_sglang_without_it(tmp_path, monkeypatch, family, depth, words):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    report = dry_load(ENGINES["sglang"], EngineConfig(make(tmp_path, family, depth)))
+    assert "it is not installed here, so its loader was not run" in report.engine
+    assert bool(report.problems) is bool(words)
+    assert (words or "") in "".join(report.problems)

@@ -1,0 +1,145 @@
+"""Exports in one process: to megatron-core and back bit for bit, heads left out or exchanged, all or nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.errors import UserError
+from swiftlite.export.run import to_hf, to_mcore
+from tests.tiny import make_tiny_hf
+
+
+@pytest.fixture
+def hf_dir(tmp_path) -> Path:
+    return make_tiny_hf(tmp_path / "hf", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+
+
+@pytest.fixture
+def converted(hf_dir, mesh, tmp_path) -> Path:
+    """A run's directory, as `--to_mcore` makes one."""
+    to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(tmp_path / "run"), to_mcore=True), mesh)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def export(converted, mesh, tmp_path) -> Callable[..., Path]:
+    """`--to_hf` with these options; returns the directory that it wrote."""
+
+    def export(**options) -> Path:
+        usual = {"model": str(converted), "output_dir": str(tmp_path / "exports" / "out"), "to_hf": True}
+        to_hf(ExportArgs(**usual | options), mesh)
+        return tmp_path / "exports" / "out"
+
+    return export
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in directory.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key], tensor), key
+
+
+def test_to_megatron_and_back_changes_no_byte(export, hf_dir):
+    out = export()
+    assert_same(tensors(out), tensors(hf_dir))
+    assert {path.name for path in out.iterdir()} == {path.name for path in hf_dir.iterdir()}
+    for path in hf_dir.iterdir():
+        if path.suffix != ".safetensors":
+            assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_what_a_conversion_leaves_is_a_run(converted, hf_dir):
+    assert {path.name for path in converted.iterdir()} == {"source", "checkpoint-0"}
+    state = json.loads((converted / "checkpoint-0" / "trainer_state.json").read_text())
+    assert state == {"step": 0, "mtp_num_layers": 1, "torch_dtype": "bfloat16"}
+    assert (converted / "source" / "config.json").read_bytes() == (hf_dir / "config.json").read_bytes()
+
+
+def test_files_are_as_small_as_asked_for(export, hf_dir):
+    out = export(max_shard_size_gb=40_000 / 1e9)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert (out / "model.safetensors.index.json").exists()
+    assert_same(tensors(out), tensors(hf_dir))
+
+
+@pytest.mark.parametrize("where", ["to_mcore", "to_hf"])
+def test_stripped_heads_leave_no_tensor_and_no_promise(export, hf_dir, converted, mesh, where):
+    if where == "to_mcore":
+        to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(converted), to_mcore=True, mtp="strip"), mesh)
+        out = export()
+    else:
+        out = export(mtp="strip")
+    trunk = {key: tensor for key, tensor in tensors(hf_dir).items() if not key.startswith("mtp.")}
+    assert_same(tensors(out), trunk)
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("where", ["to_mcore", "to_hf"])
+def test_grafted_heads_are_the_other_models(export, hf_dir, converted, mesh, tmp_path, where):
+    """Two heads in float32, where the model had one in bfloat16."""
+    base = make_tiny_hf(tmp_path / "base", "qwen3", depth=2, with_tokenizer=True, seed=1)
+    if where == "to_mcore":
+        args = ExportArgs(model=str(hf_dir), output_dir=str(converted), to_mcore=True, mtp_graft_from=str(base))
+        to_mcore(args, mesh)
+        out = export()
+    else:
+        out = export(mtp_graft_from=str(base))
+    found = tensors(out)
+    trunk = {key: tensor for key, tensor in tensors(hf_dir).items() if not key.startswith("mtp.")}
+    heads = {key: tensor for key, tensor in tensors(base).items() if key.startswith("mtp.")}
+    # The checkpoint is bfloat16, as the model is: what came through it is rounded.
+    assert_same(found, trunk | {key: tensor.bfloat16().float() for key, tensor in heads.items()})
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 2
+
+
+def test_another_precision_is_declared(export, hf_dir):
+    out = export(torch_dtype="float32")
+    assert_same(tensors(out), {key: tensor.float() for key, tensor in tensors(hf_dir).items()})
+    before, after = (json.loads((directory / "config.json").read_text()) for directory in (hf_dir, out))
+    assert after == before | {"dtype": "float32"}
+
+
+def test_an_empty_directory_is_taken(export, tmp_path):
+    (tmp_path / "exports" / "out").mkdir(parents=True)
+    assert (export() / "model.safetensors").exists()
+
+
+def test_what_a_stopped_export_left_is_in_nobodys_way(export, tmp_path):
+    stale = tmp_path / "exports" / ".out.writing"
+    stale.mkdir(parents=True)
+    (stale / "model.safetensors").write_bytes(b"half of it")
+    export()
+    assert not stale.exists()
+
+
+def test_a_tensor_that_would_be_lost_leaves_nothing_behind(export, converted, tmp_path):
+    note = converted / "source" / "tensors.json"
+    described = json.loads(note.read_text())
+    note.write_text(json.dumps({**described, "model.extra.weight": {"dtype": "float32", "shape": [1]}}))
+    with pytest.raises(UserError, match=r"model\.extra\.weight of the source model was not written"):
+        export()
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_heads_that_fall_short_leave_nothing_behind(export, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"query": "What?", "response": "That is how it is."}) + "\n")
+    with pytest.raises(UserError, match=r"under --min_acceptance 1\.0"):
+        export(min_acceptance=1.0, val_dataset=[str(rows)])
+    assert list((tmp_path / "exports").iterdir()) == []
+    assert (export(min_acceptance=0.0, val_dataset=[str(rows)]) / "model.safetensors").exists()
+
+
+def test_a_run_without_checkpoint_is_named(mesh, tmp_path):
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        to_hf(ExportArgs(model=str(tmp_path), output_dir=str(tmp_path / "out"), to_hf=True), mesh)

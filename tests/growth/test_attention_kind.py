@@ -1,0 +1,234 @@
+"""A hybrid: a model whose layers alternate between Qwen3's attention and a kind that swiftlite has never heard of.
+
+The kind is the plainest that is linear in the length of a sequence: each token gets the mean of all values up to it.
+It takes three things, each with one place: its facts ("The kind", a file in `swiftlite/families/`), its module and
+spec ("The module", in `swiftlite/model/`), and a family that names it. Nothing that plans, trains or converts is told.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from swiftlite import families
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.bridge.rows import Row
+from swiftlite.families import dense
+from swiftlite.families.family import HfConfig
+from swiftlite.families.layer import Layer
+from swiftlite.families.qwen3 import QWEN3
+from swiftlite.families.rank import ParameterCount, Rank
+from swiftlite.heads import Heads
+from swiftlite.model import specs
+from swiftlite.model.attention import CoreAttention
+from swiftlite.model.linear import ColumnParallelLinear
+from swiftlite.plan.flops import training_flops
+from swiftlite.plan.memory import Setup, estimate
+from swiftlite.train import sft
+from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back
+from tests.parallel.launch import launch
+from tests.parallel.test_memory import measure
+
+pytestmark = pytest.mark.gloo
+
+# The kind
+
+
+@dataclass(frozen=True)
+class RunningMean:
+    """out(mean of value(x) over all tokens so far)."""
+
+    recompute_modules: ClassVar[tuple[str, ...]] = ()
+    needs_sequence_parallel: ClassVar[str] = ""
+
+    hidden: int
+
+    @property
+    def rotary(self) -> int:
+        return 0
+
+    @property
+    def tensor_split(self) -> dict[str, int]:
+        return {"hidden_size": self.hidden}
+
+    def mcore_config(self) -> dict[str, Any]:
+        return {}
+
+    def rows(self) -> list[Row]:
+        matrix = (self.hidden, self.hidden)
+        return [
+            Row("self_attention.linear_value.weight", {"self_attn.value.weight": matrix}),
+            Row("self_attention.linear_proj.weight", {"self_attn.out.weight": matrix}),
+        ]
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        return ParameterCount(2 * self.hidden * (self.hidden // rank.tp))
+
+    def macs_per_token(self) -> int:
+        return 2 * self.hidden**2
+
+    def macs_per_pair(self) -> int:
+        return 0
+
+    def kept(self, rank: Rank) -> int:
+        return rank.tokens * (self.hidden // rank.tp) * rank.itemsize  # what the last projection takes
+
+
+# The module
+
+
+class RunningMeanAttention(MegatronModule):
+    """Takes [S, B, H] as megatron-core's layer gives it, returns the same and no bias."""
+
+    def __init__(self, config: Any, **_: Any):
+        super().__init__(config)
+        size, shared = config.hidden_size, {"config": config, "init_method": config.init_method, "bias": False}
+        self.linear_value = ColumnParallelLinear(size, size, gather_output=False, **shared)
+        self.linear_proj = RowParallelLinear(size, size, input_is_parallel=True, skip_bias_add=True, **shared)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        values_SBH, _ = self.linear_value(hidden_states)
+        return self.linear_proj(mean_so_far(values_SBH, dim=0))
+
+
+def mean_so_far(values: torch.Tensor, dim: int) -> torch.Tensor:
+    shape = [1] * values.dim()
+    shape[dim] = -1
+    return values.cumsum(dim) / torch.arange(1, values.size(dim) + 1, dtype=values.dtype).view(shape)
+
+
+def running_mean(attention: RunningMean, core_attention: type[CoreAttention]) -> ModuleSpec:
+    return ModuleSpec(module=RunningMeanAttention)
+
+
+# The family
+
+
+def layer(hf_config: HfConfig, number: int) -> Layer:
+    is_mean = number % 2 == 0
+    attention = RunningMean(hf_config["hidden_size"]) if is_mean else dense.attention(hf_config, qk_norm=True)
+    return Layer(attention, dense.mlp(hf_config))
+
+
+LAKE = replace(QWEN3, name="lake", layer=layer)
+
+
+def make_known() -> None:
+    families.FAMILIES["lake"] = LAKE
+    specs.ATTENTION_SPECS[RunningMean] = running_mean
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    monkeypatch.setitem(families.FAMILIES, "lake", LAKE)
+    monkeypatch.setitem(specs.ATTENTION_SPECS, RunningMean, running_mean)
+
+
+# Its model, as transformers would have it
+
+
+class LakeConfig(Qwen3Config):
+    model_type = "lake"
+
+
+class LakeMean(nn.Module):
+    def __init__(self, config: LakeConfig):
+        super().__init__()
+        self.value = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return self.out(mean_so_far(self.value(hidden_states), dim=1)), None
+
+
+class LakeForCausalLM(Qwen3ForCausalLM):
+    config_class = LakeConfig
+
+    def __init__(self, config: LakeConfig):
+        super().__init__(config)
+        for decoder_layer in self.model.layers[::2]:
+            decoder_layer.self_attn = LakeMean(config)
+
+
+AutoConfig.register("lake", LakeConfig, exist_ok=True)
+AutoModelForCausalLM.register(LakeConfig, LakeForCausalLM, exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """Four layers; the head's block is of the last one's kind, Qwen3's attention."""
+    directory = tmp_path_factory.mktemp("lake")
+    return make_model(directory, LakeConfig, LakeForCausalLM, intermediate_size=96, num_hidden_layers=4)
+
+
+# What swiftlite does with it
+
+
+def measured(config: dict[str, Any], setup: Setup) -> dict[str, int]:
+    """What live objects hold (scripts/bench/memory.py)."""
+    make_known()
+    return vars(measure(config, setup))
+
+
+def test_its_memory_is_what_live_objects_hold(model):
+    config, setup = hf_config(model), Setup(micro_batch_size=2, max_length=64, heads=Heads(1))
+    (estimated,) = estimate(config, setup)
+    (held,) = launch(1, measured, config, setup)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert held[name] == getattr(estimated, name)
+    assert estimated.activations == pytest.approx(held["activations"], rel=0.01)
+    stages = estimate(config, Setup(ParallelLayout(pipeline_model_parallel_size=4), num_gpus=4))
+    assert [stage.holds for stage in stages] == ["E t", "t", "t", "t L"]
+    assert stages[2].parameters < stages[1].parameters  # two matrices against four
+
+
+def test_only_every_second_layer_works_on_pairs_of_tokens(model):
+    config = hf_config(model)
+    assert training_flops(config).square * 2 == training_flops(config | {"model_type": "qwen3"}).square
+
+
+def test_it_computes_what_transformers_does(model):
+    ours = torch.tensor(launch(1, logits, make_known, model)[0])
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(TOKENS, use_cache=False).logits
+    assert torch.equal(ours, theirs)
+
+
+def test_it_trains_on_a_pipeline_and_is_exported(model, rows, tmp_path):
+    """Layers that differ are on different ranks, and in one checkpoint, which a single process reads."""
+    args = SftArgs(
+        model=str(model),
+        dataset=[str(rows)],
+        output_dir=str(tmp_path / "run"),
+        torch_dtype="float32",
+        global_batch_size=4,
+        train_iters=8,
+        save_steps=8,
+        lr=1e-3,
+        acceptance_samples=0,
+        tensorboard=False,
+        pipeline_model_parallel_size=2,
+        decoder_first_pipeline_num_layers=1,
+    )
+    launch(2, run, make_known, sft.run, args, 2)
+    first, *_, last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert last["eval_loss"] < 0.8 * first["loss"]
+
+    exported = export_hf(make_known, tmp_path / "run", tmp_path / "hf")
+    assert is_trained(load_file(model / "model.safetensors"), exported)
+
+
+def test_there_and_back_it_is_the_same_to_the_bit(model, tmp_path):
+    before, after = load_file(model / "model.safetensors"), there_and_back(make_known, model, tmp_path)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)

@@ -1,0 +1,85 @@
+"""What the tests of growth do with a model of which swiftlite has never heard.
+
+`make_known` says of it what the package's own files would say; each process has to be told anew.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from swiftlite import families, rules
+from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.transfer import load_hf
+from swiftlite.export import run as export
+from swiftlite.model.build import build_model
+from swiftlite.runtime.distributed import session
+from tests.parallel.launch import launch
+from tests.tiny import make_tiny_tokenizer, random_mtp_tensors, write_hf
+
+MakeKnown = Callable[[], None]
+TOKENS = torch.arange(3, 35)[None]
+
+
+def make_model(directory: Path, config_class: Any, model_class: Any, **config: Any) -> Path:
+    """A random model with one MTP head, as a user would bring it."""
+    tokenizer: Any = make_tiny_tokenizer()
+    tokenizer.save_pretrained(directory)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(0)
+    model, name = model_class(config_class(**sizes | config)), config_class.model_type
+    return write_hf(directory, model, name, random_mtp_tensors(model, name, 1), 1)
+
+
+def hf_config(model: Path) -> dict[str, Any]:
+    return json.loads((model / "config.json").read_text())
+
+
+def run(make_known: MakeKnown, command: Callable[[Any], Any], args: Any, world_size: int = 1) -> None:
+    """A command in a process of its own."""
+    make_known()
+    rules.check(args, world_size)
+    command(args)
+
+
+def logits(make_known: MakeKnown, model: Path) -> list:
+    """Logits for TOKENS of our model in a process of its own."""
+    make_known()
+    config = hf_config(model)
+    family = families.get(config)
+    with session() as device, torch.no_grad():
+        (built,) = build_model(family.architecture(config), config, device=device, dtype=torch.float32)
+        load_hf([built], model, family, config)
+        return built.eval()(TOKENS, torch.arange(TOKENS.size(1))[None]).main.tolist()
+
+
+def export_hf(make_known: MakeKnown, run_dir: Path, hf_dir: Path) -> dict[str, torch.Tensor]:
+    """What `export --to_hf` writes."""
+    launch(1, run, make_known, export.run, ExportArgs(to_hf=True, model=str(run_dir), output_dir=str(hf_dir)))
+    return load_file(hf_dir / "model.safetensors")
+
+
+def there_and_back(make_known: MakeKnown, model: Path, directory: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors after `export --to_mcore` and `export --to_hf`."""
+    mcore = directory / "mcore"
+    launch(1, run, make_known, export.run, ExportArgs(to_mcore=True, model=str(model), output_dir=str(mcore)))
+    return export_hf(make_known, mcore, directory / "hf")
+
+
+def is_trained(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
+    """Whether the same tensors are there, each with other numbers."""
+    shapes = [{key: tensor.shape for key, tensor in tensors.items()} for tensors in (before, after)]
+    return shapes[0] == shapes[1] and not any(torch.equal(before[key], after[key]) for key in before)

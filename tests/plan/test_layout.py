@@ -1,0 +1,42 @@
+"""Arithmetic on layouts; that rules report it in the user's words, tests/rules hold."""
+
+import pytest
+
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.families.index import known_architecture
+from swiftlite.plan.layout import decoder_layers_per_stage, layout_problems
+from tests.plan.test_memory import CONFIGS
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [
+        (ParallelLayout(pipeline_model_parallel_size=4), [6, 6, 6, 6]),
+        (ParallelLayout(pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=2), [3] * 8),
+        (ParallelLayout(pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=3), [3, 7, 7, 7]),
+        (ParallelLayout(pipeline_model_parallel_size=4, decoder_last_pipeline_num_layers=0), [8, 8, 8, 0]),
+        (ParallelLayout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*20|t*4L"), [20, 4]),
+    ],
+)
+def test_layers_of_each_stage(layout, layers):
+    assert decoder_layers_per_stage(layout, 24) == layers
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_ranks_share_is_named_once(family):
+    """GLM-4.5's layers are of two kinds, and all of Qwen3's have the same heads."""
+    layout = ParallelLayout(tensor_model_parallel_size=7, sequence_parallel=True, expert_model_parallel_size=3)
+    problems = layout_problems(layout, known_architecture(CONFIGS[family]), 0)
+    assert len(problems) == len(set(problems))
+    words = " ".join(problem for problem, _ in problems)
+    assert words.count("num_attention_heads, 8") == words.count("vocab_size, 1000") == 1
+    assert ("8 experts" in words) is ("num_experts_per_tok" in CONFIGS[family])
+    assert ("kv_lora_rank" in words) is False  # 56 = 8 * 7
+    assert ("q_lora_rank, 48" in words) is (family == "deepseek_v3")
+
+
+def test_a_model_that_is_not_known_is_judged_by_the_layout_alone():
+    layout = ParallelLayout(tensor_model_parallel_size=1, sequence_parallel=True, pipeline_model_parallel_size=3)
+    assert [problem for problem, _ in layout_problems(layout, None, 0)] == [
+        "--sequence_parallel true with --tensor_model_parallel_size 1 has no ranks to share a row"
+    ]

@@ -1,0 +1,26 @@
+"""Where rules look: models, rows and a run in the working directory."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.rules.good import SIZES
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with a model without heads, one with MTP depth 2, rows, and a run."""
+    monkeypatch.chdir(tmp_path)
+    config = {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, **SIZES}
+    for name, depth in (("plain", {}), ("mtp2", {"num_nextn_predict_layers": 2})):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config | depth))
+        Path(name, "model.safetensors").write_bytes(b"weights")
+    Path("train.jsonl").write_text('{"query": "q", "response": "r"}\n' * 3)
+    Path("val.jsonl").write_text('{"query": "q", "response": "r"}\n')
+    for folder in ("run/source", "run/checkpoint-5", "run/checkpoint-20", "run/checkpoint-tmp"):
+        Path(folder).mkdir(parents=True)
+    Path("run/args.json").write_text("{}")
+    Path("run/source/config.json").write_text(json.dumps(config))
+    return tmp_path

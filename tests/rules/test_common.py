@@ -1,0 +1,63 @@
+"""Rules that several commands have, by the options of `megatron sft`."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.rules.good import SFT, problems_of
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"model": ""}, "--model is required", "config.json, safetensors, tokenizer"),
+        ({"model": "plian"}, "--model plian does not exist", "did you mean plain?"),
+        ({"model": "no/such/dir"}, "--model no/such/dir does not exist", "the directory no/such does not exist either"),
+        (
+            {"model": "Qwen/Qwen3-0.6B"},
+            "--model Qwen/Qwen3-0.6B is no directory here",
+            "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B",
+        ),
+        ({"model": "plain/config.json"}, "--model plain/config.json is a file", "--model plain"),
+        (
+            {"model": "run"},
+            "--model run holds megatron-core checkpoints, not a Hugging Face model",
+            "swiftlite export --to_hf --model run",
+        ),
+        ({"model": "run/checkpoint-5"}, "--model run/checkpoint-5 holds megatron-core checkpoints", "export --to_hf"),
+        ({"model": "run/source"}, "--model run/source has no *.safetensors file", "download the weights"),
+        ({"model": "."}, "--model . has no config.json", "Hugging Face model"),
+        ({"output_dir": ""}, "--output_dir is required", "name the directory to write"),
+        ({"output_dir": "train.jsonl"}, "--output_dir train.jsonl is a file", "name a directory"),
+    ],
+)
+def test_model_and_output_dir(here, change, problem, hint):
+    problems = problems_of(dataclasses.replace(SFT, **change))
+    assert len(problems) == 1
+    assert problem in problems[0][0]
+    assert hint in problems[0][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "holds no JSON object"), ("[]", "holds no JSON object"), (None, "has no config.json")]
+)
+def test_broken_config_json(here, text, message):
+    path = Path("plain/config.json")
+    path.unlink() if text is None else path.write_text(text)
+    ((problem, _),) = problems_of(SFT)
+    assert message in problem
+
+
+def test_weights_in_another_format(here):
+    Path("plain/model.safetensors").rename("plain/pytorch_model.bin")
+    ((problem, hint),) = problems_of(SFT)
+    assert problem == "--model plain has no *.safetensors file"
+    assert "save_pretrained" in hint
+
+
+def test_a_place_that_cannot_be_made(here):
+    ((problem, hint),) = problems_of(dataclasses.replace(SFT, output_dir="train.jsonl/run"))
+    assert problem.startswith("--output_dir train.jsonl/run cannot be made: ")
+    assert problem.endswith("train.jsonl is a file")
+    assert hint == "name a place you may write"

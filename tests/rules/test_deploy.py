@@ -1,0 +1,86 @@
+"""Rules of `deploy`."""
+
+import dataclasses
+
+import pytest
+
+from swiftlite import rules
+from tests.rules.good import CHAIN, DEPLOY, TREE, problems_of
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        DEPLOY,
+        dataclasses.replace(DEPLOY, model="plain"),
+        dataclasses.replace(DEPLOY, **TREE),
+        dataclasses.replace(DEPLOY, num_speculative_tokens=2, sglang_engine_kwargs={"page_size": 1}),
+    ],
+)
+def test_good_options_pass_without_a_note(here, args):
+    assert rules.check(args) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"model": "run"}, "holds megatron-core checkpoints", "export --to_hf"),
+        ({"port": 0}, "--port 0 must be at least 1 and at most 65535", ""),
+        ({"vllm_engine_kwargs": {}}, "--vllm_engine_kwargs with --infer_backend sglang", "add --infer_backend vllm"),
+        (
+            {"model": "plain", "speculative": "mtp"},
+            "--speculative mtp, but plain/config.json promises no",
+            "train heads",
+        ),
+        (
+            {"model": "plain", "num_speculative_tokens": 1},
+            "--num_speculative_tokens, but plain/config.json",
+            "leave it",
+        ),
+        ({"speculative": "none", "num_speculative_tokens": 1}, "--num_speculative_tokens with --speculative none", ""),
+        (
+            {"sglang_speculative_num_steps": 2},
+            "2 without --sglang_speculative_eagle_topk and --sglang_spec",
+            "all three",
+        ),
+        (CHAIN | {"num_speculative_tokens": 2}, "both say how many tokens to draft", "leave the first out"),
+        (
+            CHAIN | {"sglang_speculative_num_draft_tokens": 4},
+            "4 with 2 steps of topk 1: SGLang would take 3",
+            "tokens 3",
+        ),
+        (TREE | {"sglang_speculative_num_draft_tokens": 14}, "draft 12 tokens, one more is verified", "at most 13"),
+        (
+            {"sglang_engine_kwargs": {"speculative_num_steps": 2}},
+            "--sglang_engine_kwargs has 'speculative_num_steps', which is checked nowhere",
+            "--sglang_speculative_num_steps 2",
+        ),
+    ],
+)
+def test_deploy(here, change, problem, hint):
+    ((found, advice),) = problems_of(dataclasses.replace(DEPLOY, **change))
+    assert problem in found
+    assert hint in advice
+
+
+def test_deploy_with_vllm(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    vllm = dataclasses.replace(DEPLOY, infer_backend="vllm", vllm_engine_kwargs={"speculative_config": {"a": 1}})
+    ((problem, hint),) = problems_of(vllm)
+    assert "which is checked nowhere" in problem
+    assert hint == """--vllm_speculative_config '{"a": 1}'"""
+    problems = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm", **CHAIN))
+    assert [hint for _, hint in problems] == ["add --infer_backend sglang"] * 3
+    twice = {"num_speculative_tokens": 1, "vllm_speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    ((problem, _),) = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm", **twice))
+    assert problem.startswith("--num_speculative_tokens and --vllm_speculative_config both say")
+
+
+def test_deploy_needs_the_engine_but_to_print_a_command_for_sglang(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert rules.check(DEPLOY) == []
+    ((problem, hint),) = problems_of(dataclasses.replace(DEPLOY, dry_run=False))
+    assert problem == "--infer_backend sglang, but it is not installed"
+    assert hint.endswith("or add --dry_run")
+    ((problem, _),) = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm"))
+    assert problem == "--infer_backend vllm, but it is not installed"

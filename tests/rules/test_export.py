@@ -1,0 +1,69 @@
+"""Rules of `export`."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from swiftlite import rules
+from swiftlite.args.commands import ExportArgs
+from tests.rules.good import EXPORT, problems_of
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        dataclasses.replace(EXPORT, mtp_graft_from="mtp2"),
+        EXPORT,
+        dataclasses.replace(EXPORT, model="run/checkpoint-5"),
+        ExportArgs(model="plain", output_dir="new", to_mcore=True),
+    ],
+)
+def test_good_options_pass_without_a_note(here, args):
+    assert rules.check(args) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"to_hf": False}, "neither --to_hf nor --to_mcore", "give one"),
+        ({"to_mcore": True}, "both --to_hf and --to_mcore", "give one"),
+        ({"model": ""}, "--model is required", "output_dir"),
+        ({"model": "rum"}, "--model rum does not exist", "did you mean run?"),
+        ({"model": "run/args.json"}, "--model run/args.json is a file", "--model run"),
+        ({"model": "plain"}, "--model plain is no run", "it is a Hugging Face model already"),
+        ({"model": "."}, "--model . is no run", "give an sft run's --output_dir"),
+        ({"output_dir": ""}, "--output_dir is required", "name the directory"),
+        ({"output_dir": "plain"}, "--output_dir plain is not empty", "name a new directory"),
+        ({"max_shard_size_gb": 0.0}, "--max_shard_size_gb 0.0 must be above 0", ""),
+        ({"tensor_model_parallel_size": 2}, "does not divide the number of processes, 1", "NPROC_PER_NODE=2"),
+    ],
+)
+def test_export(here, change, problem, hint):
+    problems = problems_of(dataclasses.replace(EXPORT, **change))
+    assert len(problems) == 1
+    assert problem in problems[0][0]
+    assert hint in problems[0][1]
+
+
+def test_export_of_a_run_without_checkpoint(here):
+    Path("run/checkpoint-5").rmdir()
+    Path("run/checkpoint-20").rmdir()
+    ((problem, hint),) = problems_of(EXPORT)
+    assert problem == "--model run is a run without any checkpoint-N"
+    assert "--save_steps" in hint
+
+
+def test_export_reads_what_to_mcore_wrote(here):
+    Path("run/args.json").unlink()  # --to_mcore writes source/ and checkpoint-0, and has no options of a run
+    assert rules.check(EXPORT) == []
+
+
+def test_export_to_mcore_wants_a_hugging_face_model(here):
+    ((problem, _),) = problems_of(ExportArgs(model="run", output_dir="new", to_mcore=True))
+    assert problem == "--model run holds megatron-core checkpoints, not a Hugging Face model"
+
+
+def test_export_reads_the_run_s_model_for_tensor_parallel(here):
+    ((problem, _),) = problems_of(dataclasses.replace(EXPORT, tensor_model_parallel_size=3), world_size=3)
+    assert problem == "--tensor_model_parallel_size 3 does not divide the model's num_key_value_heads, 2"

@@ -1,0 +1,96 @@
+"""Rules of MTP heads: the options that break each."""
+
+import dataclasses
+
+import pytest
+
+from swiftlite import rules
+from tests.rules.good import SFT, problems_of
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        dataclasses.replace(SFT, mtp_num_layers=1, mtp_init="copy_last_layer"),
+        dataclasses.replace(SFT, model="mtp2"),
+        dataclasses.replace(SFT, mtp_num_layers=1, mtp_init="random", mtp_unroll=3, mtp_loss="kl"),
+        dataclasses.replace(SFT, mtp_num_layers=2, mtp_init="graft", mtp_graft_from="mtp2"),
+        dataclasses.replace(SFT, model="mtp2", mtp_num_layers=2, mtp_mode="heads_only"),
+        dataclasses.replace(SFT, model="mtp2", mtp_num_layers=1, mtp_init="random"),
+        dataclasses.replace(SFT, model="mtp2", mtp_num_layers=0),
+    ],
+)
+def test_good_options_pass_without_a_note(here, args):
+    assert rules.check(args) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        (
+            {"mtp_num_layers": 1},
+            "--mtp_num_layers 1, but the checkpoint has no MTP weights",
+            "add --mtp_init copy_last_layer to start from its last block",
+        ),
+        (
+            {"model": "mtp2", "mtp_num_layers": 1},
+            "--mtp_num_layers 1, but the checkpoint has MTP depth 2",
+            "leave --mtp_num_layers out to train its 2",
+        ),
+        (
+            {"model": "mtp2", "mtp_num_layers": 3},
+            "--mtp_num_layers 3, but the checkpoint has MTP depth 2",
+            "make all 3 anew",
+        ),
+        (
+            {"mtp_mode": "heads_only"},
+            "--mtp_mode heads_only trains MTP heads alone, but the checkpoint has none",
+            "add --mtp_num_layers 1 --mtp_init copy_last_layer",
+        ),
+        (
+            {"model": "mtp2", "mtp_num_layers": 0, "mtp_mode": "heads_only"},
+            "--mtp_mode heads_only trains MTP heads alone, but --mtp_num_layers is 0",
+            "add --mtp_num_layers 1",
+        ),
+        (
+            {"model": "mtp2", "mtp_unroll": 3},
+            "--mtp_unroll 3 applies one MTP layer again and again, but there are 2",
+            "--mtp_num_layers 1 --mtp_init copy_last_layer",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "graft"},
+            "--mtp_init graft does not say whose heads to take",
+            "add --mtp_graft_from DIR",
+        ),
+        (
+            {"model": "mtp2", "mtp_graft_from": "mtp2"},
+            "--mtp_graft_from without --mtp_init graft: heads come from checkpoint",
+            "add --mtp_init graft",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "mtp2"},
+            "--mtp_graft_from mtp2 has MTP depth 2, this run 1",
+            "--mtp_num_layers 2",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "plain"},
+            "--mtp_graft_from plain: its config.json promises no MTP layer",
+            "give a model that has heads",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "nowhere"},
+            "--mtp_graft_from nowhere is not a directory",
+            "",
+        ),
+        (
+            {"mtp_init": "random"},
+            "--mtp_init random has no head to fill: the checkpoint has none",
+            "add --mtp_num_layers 1 --mtp_init random",
+        ),
+    ],
+)
+def test_heads(here, change, problem, hint):
+    problems = problems_of(dataclasses.replace(SFT, **change))
+    assert len(problems) == 1
+    assert problem in problems[0][0]
+    assert hint in problems[0][1]

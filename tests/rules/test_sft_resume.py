@@ -1,0 +1,70 @@
+"""Rules of going on with a run."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from swiftlite import rules
+from tests.rules.good import SFT, problems_of
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"output_dir": "run"}, "--output_dir run already holds a run (newest: checkpoint-20)", "add --resume"),
+        ({"resume": True}, "--resume, but --output_dir out holds no checkpoint-N", "leave --resume out"),
+    ],
+)
+def test_a_run_that_is_there_or_not(here, change, problem, hint):
+    problems = problems_of(dataclasses.replace(SFT, **change))
+    assert len(problems) == 1
+    assert problem in problems[0][0]
+    assert hint in problems[0][1]
+
+
+def test_a_run_without_a_checkpoint_can_neither_resume_nor_mix(here):
+    Path("out").mkdir()
+    Path("out/args.json").write_text("{}")
+    ((problem, hint),) = problems_of(SFT)
+    assert problem == "--output_dir out already holds a run that wrote no checkpoint; two would mix"
+    assert "delete it" in hint
+    ((problem, hint),) = problems_of(dataclasses.replace(SFT, resume=True))
+    assert "holds no checkpoint-N" in problem
+    assert "ended before its first checkpoint" in hint
+
+
+def test_resume_keeps_what_makes_the_run(here):
+    """Other heads, data or schedule would be another run; how often it saves, or how work is cut up, may change."""
+    began = dataclasses.replace(SFT, model="mtp2", output_dir="run", train_iters=30)
+    Path("run/args.json").write_text(json.dumps(dataclasses.asdict(began)))
+    again = dataclasses.replace(began, resume=True)
+    assert rules.check(again) == []
+    same = dataclasses.replace(
+        again, model=str(Path("mtp2").resolve()), mtp_num_layers=2, save_steps=7, micro_batch_size=2
+    )
+    assert rules.check(same) == []
+    other = dataclasses.replace(again, mtp_num_layers=0, lr=1e-3, dataset=["train.jsonl", "val.jsonl"])
+    assert [problem for problem, _ in problems_of(other)] == [
+        "--resume with --mtp_num_layers 0, but this run began with 2",
+        "--resume with --dataset train.jsonl val.jsonl, but this run began with train.jsonl",
+        "--resume with --lr 0.001, but this run began with 1e-05",
+    ]
+    (note,) = rules.check(dataclasses.replace(again, train_iters=40))
+    assert note.startswith("--train_iters was 30 and is 40")
+
+
+@pytest.mark.parametrize(("content", "state"), [("{", "damaged"), ("[]", "damaged"), (None, "not there")])
+def test_resume_needs_what_the_run_began_with(here, content, state):
+    path = Path("run/args.json")
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, output_dir="run", resume=True))
+    assert problem == f"--resume: run/args.json, what this run began with, is {state}"
+
+
+def test_resume_has_steps_left(here):
+    resumed = dataclasses.replace(SFT, output_dir="run", resume=True, train_iters=10)
+    assert problems_of(resumed) == [("--train_iters 10, but run/checkpoint-20 is past it", "--train_iters 20 or more")]

@@ -1,0 +1,135 @@
+"""Micro-batches of every rank of a layout, made in one process: each sample where and as often as it should be."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.data.batch import Batch, collate_packed
+from swiftlite.data.sample import Sample, make_sample
+from swiftlite.data.sampler import Sampler
+from swiftlite.heads import Heads
+from swiftlite.plan.flops import Flops
+from swiftlite.plan.run import make_plan
+from swiftlite.train.batches import Batches, shard
+
+FLOPS = Flops(linear=1.0, square=0.01, targets=(0.0,))
+PACKINGS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "padding_free": {"padding_free": True},
+    "packed": {"packing": True, "packing_length": 16, "micro_batch_size": 1},
+    "levelled": {
+        "packing": True,
+        "packing_length": 16,
+        "micro_batch_size": 1,
+        "sequence_packing_scheduler": "dp_balanced",
+    },
+}
+
+
+def make_samples(num: int) -> list[Sample]:
+    """Sample n holds nothing but token n, 2 to 9 times."""
+    return [make_sample(np.full(2 + n % 8, n), np.ones(2 + n % 8)) for n in range(1, num + 1)]
+
+
+def ranks(size: int, heads: Heads = Heads(), **options: Any) -> list[Batches]:
+    """What cuts the batches on each data-parallel rank; -1 stands for padding."""
+    args = SftArgs(**{"micro_batch_size": 2, "global_batch_size": 8, **options})
+    plan = make_plan(args, size, heads)
+    return [Batches(plan, rank, -1, FLOPS) for rank in range(size)]
+
+
+def samples_in(batches: list[Batch]) -> Counter[int]:
+    """How often each sample is in these micro-batches, by its token; a sample of n tokens counts once."""
+    tokens = Counter(int(token) for batch in batches for token in batch.tokens_KBS[0].flatten() if token != -1)
+    return Counter({token: count // (2 + token % 8) for token, count in tokens.items()})
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_sample_is_trained_on_once_per_epoch_by_one_rank(packing, size):
+    samples = make_samples(24)
+    seen: Counter[int] = Counter()
+    for batches in ranks(size, **PACKINGS[packing]):
+        rows = batches.rows(samples)
+        sampler = Sampler(len(rows), 8, seed=0)
+        for step in range(math.ceil(len(rows) / 8)):
+            seen += samples_in(batches.train(rows, sampler, step))
+    assert set(seen) == set(range(1, 25))
+    # Packed rows are not a multiple of the batch: the last step begins the next epoch.
+    assert set(seen.values()) <= ({1, 2} if packing == "packed" else {1})
+
+
+@pytest.mark.parametrize("packing", ["padded", "padding_free"])
+def test_a_step_has_the_same_samples_at_any_number_of_ranks(packing):
+    samples = make_samples(24)
+
+    def step(size: int) -> Counter[int]:
+        seen: Counter[int] = Counter()
+        for batches in ranks(size, **PACKINGS[packing]):
+            rows = batches.rows(samples)
+            seen += samples_in(batches.train(rows, Sampler(len(rows), 8, seed=3), 1))
+        return seen
+
+    assert step(1) == step(2) == step(4)
+    assert len(step(1)) == 8
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("num_samples", [1, 7, 8, 13])
+def test_each_held_out_sample_is_evaluated_once_and_ranks_keep_step(packing, num_samples):
+    samples = make_samples(num_samples)
+    parts = [batches.evaluation(samples, None) for batches in ranks(4, **PACKINGS[packing])]
+    total: Counter[int] = Counter()
+    for part in parts:
+        total += samples_in(part)
+    assert total == Counter(range(1, num_samples + 1))
+    assert len({len(part) for part in parts}) == 1
+
+
+def test_evaluation_ends_after_a_number_of_global_batches():
+    samples = make_samples(30)
+    parts = [batches.evaluation(samples, 2) for batches in ranks(2)]
+    assert samples_in(parts[0]) + samples_in(parts[1]) == Counter(range(1, 17))
+
+
+def test_a_padded_batch_holds_its_rows_as_they_are():
+    (batches,) = ranks(1, Heads(1), global_batch_size=2)
+    rows = batches.rows([make_sample([1, 1], np.ones(2)), make_sample([2, 2, 2], np.ones(3))])
+    (batch,) = batches.train(rows, Sampler(2, 2, seed=0, shuffle=False), 0)
+    assert batch.tokens_KBS[0].tolist() == [[1, 1, -1], [2, 2, 2]]
+    assert batch.labels_KBS[0].tolist() == [[1, -100, -100], [2, 2, -100]]  # the token one later
+    assert batch.labels_KBS[1].tolist() == [[-100, -100, -100], [2, -100, -100]]  # two later
+    assert (batch.num_tokens, batch.squares) == (5, 13)
+    assert batch.cu_seqlens is None
+
+
+def test_packed_rows_are_full_and_hold_whole_samples():
+    (batches,) = ranks(1, **PACKINGS["packed"])
+    samples = make_samples(24)
+    rows = batches.rows(samples)
+    assert sum(len(rows[number]) for number in range(len(rows))) == len(samples)
+    lengths = [sum(map(len, rows[number])) for number in range(len(rows))]
+    assert max(lengths) <= 16
+    assert len(rows) == math.ceil(sum(map(len, samples)) / 16)  # these lengths leave no room for one row fewer
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_parallel_ranks_share_each_sequence(size):
+    """Chunks r and 2 * size - 1 - r of each: every token is on one rank, and early and late ones are on each."""
+    samples = [make_sample(np.arange(start, start + 8 * size), np.ones(8 * size)) for start in (0, 100)]
+    batch = collate_packed(samples, -1, pad_each_to_multiple_of=2 * size, pad_to_multiple_of=2 * size)
+    parts = [shard(batch, rank, size) for rank in range(size)]
+    chunk = 8 * size // (2 * size)
+    for rank, part in enumerate(parts):
+        expected = []
+        for start in (0, 100):
+            for place in (rank, 2 * size - 1 - rank):
+                expected += range(start + place * chunk, start + (place + 1) * chunk)
+        assert part.tokens_KBS[0, 0].tolist() == expected
+        assert torch.equal(part.position_ids_BS[0], torch.tensor([token % 100 for token in expected]))
+        assert part.cu_seqlens is batch.cu_seqlens

@@ -1,0 +1,91 @@
+"""Learning rates against the formula, updates against torch's own AdamW."""
+
+import math
+
+import pytest
+import torch
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.heads import Heads
+from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.plan.run import make_plan, make_schedule
+from swiftlite.train.optim import make_optimizer, wrap_model
+from tests.tiny import make_tiny_hf
+
+STEPS, LR, MIN_LR = 20, 1e-2, 1e-3
+
+
+@pytest.fixture(scope="module")
+def chunks(tmp_path_factory, mesh):
+    """A model with biases, and its name for each parameter."""
+    hf_model = read_hf_model(make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen2"))
+    chunks, _ = open_model(hf_model, mesh, dtype=torch.float32)
+    return chunks
+
+
+def make(chunks, mesh, **options):
+    args = SftArgs(torch_dtype="float32", train_iters=STEPS, lr=LR, min_lr=MIN_LR, **options)
+    plan = make_plan(args, 1, Heads())
+    wrapped = wrap_model(chunks, mesh, torch.float32)
+    return wrapped, *make_optimizer(args, plan, make_schedule(args, 1), wrapped, mesh)
+
+
+def expected_lr(step: int, warmup: int, style: str) -> float:
+    """The learning rate of a step, counted from 1."""
+    if step <= warmup:
+        return LR * step / warmup
+    done = (step - warmup) / (STEPS - warmup)
+    share = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[style]
+    return MIN_LR + share * (LR - MIN_LR)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_the_learning_rate_of_every_step(chunks, mesh, style, warmup):
+    _, optimizer, scheduler = make(chunks, mesh, lr_decay_style=style, lr_warmup_fraction=warmup / STEPS)
+    found = []
+    for _ in range(STEPS):
+        scheduler.step(increment=1)
+        (lr,) = {group["lr"] for group in optimizer.param_groups}
+        found.append(lr)
+    assert found == pytest.approx([expected_lr(step, warmup, style) for step in range(1, STEPS + 1)])
+
+
+def test_warming_up_to_the_end_is_possible(chunks, mesh):
+    """megatron-core wants a step of decay: the last step has what the warmup before it reached."""
+    _, optimizer, scheduler = make(chunks, mesh, lr_warmup_fraction=1.0)
+    scheduler.step(increment=STEPS - 1)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(LR)
+
+
+def test_an_update_is_adamw_without_decay_of_biases_and_norms(chunks, mesh):
+    (chunk,) = chunks
+    wrapped, optimizer, scheduler = make(
+        chunks, mesh, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.3, clip_grad=0.0
+    )
+    torch.manual_seed(0)
+    copies = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+    decayed = [name for name in copies if not (name.endswith("bias") or "norm" in name)]
+    assert 0 < len(decayed) < len(copies)
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [copies[name] for name in copies if name in decayed], "weight_decay": 0.3},
+            {"params": [copies[name] for name in copies if name not in decayed], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        fused=True,
+    )
+    for _ in range(3):
+        wrapped[0].zero_grad_buffer()
+        optimizer.zero_grad()
+        for name, parameter in chunk.named_parameters():
+            gradient = torch.randn_like(parameter)
+            parameter.main_grad.copy_(gradient)
+            copies[name].grad = gradient
+        scheduler.step(increment=1)
+        optimizer.step()
+        theirs.step()
+    for name, parameter in chunk.named_parameters():
+        assert torch.equal(parameter, copies[name]), name

@@ -1,0 +1,113 @@
+"""The phases of a run, each called alone, as another command would."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from swiftlite.errors import UserError
+from swiftlite.train import sft
+from tests.tiny import make_tiny_hf
+
+
+def train(args, mesh) -> Path:
+    """All phases in order; returns the run's directory."""
+    run = sft.prepare(args, mesh)
+    state = sft.restore(run)
+    trainer = sft.make_trainer(run, state)
+    outcome = sft.fit(run, trainer, state["step"], sft.make_held_out(run))
+    assert outcome.stopped_by == 0
+    sft.report(run, outcome)
+    return run.output_dir
+
+
+def metrics(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.endswith("per_second")} for line in lines]
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_each_phase_writes_its_own_files(options, mesh, tmp_path):
+    run = sft.prepare(options(save_steps=2, acceptance_samples=2, acceptance_max_new_tokens=4), mesh)
+    assert not run.output_dir.exists()
+    assert (len(run.data.train), len(run.data.val), run.schedule.steps) == (16, 4, 4)
+
+    state = sft.restore(run)
+    assert state == {"step": 0}
+    assert names(run.output_dir) == {"source", "args.json"}
+
+    trainer = sft.make_trainer(run, state)
+    outcome = sft.fit(run, trainer, 0, sft.make_held_out(run))
+    checkpoints = {"checkpoint-2", "checkpoint-4"}
+    assert names(run.output_dir) == {"source", "args.json", "metrics.jsonl", "acceptance.json", *checkpoints}
+    lines = metrics(run.output_dir)
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]  # an evaluation after steps 2 and 4
+    assert lines[-1] == {"step": 4, **outcome.evaluation}
+
+    sft.report(run, outcome)
+    report = json.loads((run.output_dir / "run_report.json").read_text())
+    assert report["steps"] == 4
+    assert report["evaluation"] == outcome.evaluation
+    assert report["tensors"]["trained_but_unchanged"] == []
+    num_parameters = len(list(run.learner.chunks[0].parameters()))
+    assert report["weights"] == {"loaded": num_parameters, "initialised": {}, "dropped": []}
+    acceptance = json.loads((run.output_dir / "acceptance.json").read_text())
+    assert list(acceptance) == ["depths", "before", "after"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path, dtype):
+    constant = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, "torch_dtype": dtype}
+    unbroken = train(options(output_dir=str(tmp_path / "unbroken"), **constant), mesh)
+    stopped = options(output_dir=str(tmp_path / "stopped"), train_iters=2, **constant)
+    train(stopped, mesh)
+    resumed = train(replace(stopped, train_iters=4, resume=True), mesh)
+    steps = [[line for line in metrics(run) if "loss" in line] for run in (unbroken, resumed)]
+    assert steps[0] == steps[1]
+
+
+def test_a_checkpoint_past_the_last_step_is_named(options, mesh):
+    train(options(), mesh)
+    run = sft.prepare(options(train_iters=3, resume=True), mesh)
+    with pytest.raises(UserError, match="checkpoint-4 is past the 3 steps that were asked for"):
+        sft.restore(run)
+
+
+def test_heads_alone_learn_and_the_report_proves_it(options, mesh):
+    run = train(options(mtp_mode="heads_only"), mesh)
+    tensors = json.loads((run / "run_report.json").read_text())["tensors"]
+    assert tensors["trunk_sha256_before"] == tensors["trunk_sha256_after"]
+    assert tensors["frozen_but_changed"] == tensors["trained_but_unchanged"] == []
+    assert tensors["trained_tensors"] > 0
+    assert tensors["frozen_tensors"] > 0
+
+
+def test_heads_that_config_does_not_promise_are_not_dropped_in_silence(options, mesh, hf_dir):
+    config = json.loads((hf_dir / "config.json").read_text())
+    (hf_dir / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match=r"has MTP tensors, but its config\.json promises no MTP layer"):
+        sft.prepare(options(), mesh)
+    run = sft.prepare(options(mtp_num_layers=0), mesh)
+    assert run.plan.heads.layers == 0
+    assert any(key.startswith("mtp.") for key in run.learner.loaded.dropped)
+
+
+def test_heads_that_are_grafted_come_from_the_other_model(options, mesh, tmp_path):
+    base = make_tiny_hf(tmp_path / "base", "qwen3", depth=1, with_tokenizer=True, seed=1)
+    run = sft.prepare(options(mtp_init="graft", mtp_graft_from=str(base)), mesh)
+    (chunk,) = run.learner.chunks
+    found = chunk.state_dict()["mtp.layers.0.eh_proj.weight"]
+    expected = load_file(base / "model.safetensors")["mtp.fc.weight"]
+    assert found.equal(expected)
+
+
+def test_mock_samples_that_are_too_long_are_named(options, mesh, tmp_path):
+    mock = {"mode": "file", "path": str(tmp_path / "lengths.csv")}
+    (tmp_path / "lengths.csv").write_text("16\n40\n")
+    with pytest.raises(UserError, match="a sample of 40 tokens, over --max_length 32"):
+        sft.prepare(options(sft_mock_dataset_config_json=mock, max_length=32, dataset=[]), mesh)

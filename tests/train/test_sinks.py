@@ -1,0 +1,62 @@
+"""Where metrics go: what is in the file after a resume, what the bar shows."""
+
+import json
+import sys
+
+import pytest
+
+from swiftlite.log import logger
+from swiftlite.train.sinks import MetricsFile, ProgressBar, open_sinks
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_for_each_step_that_is_there_at_once(tmp_path):
+    sink = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    sink.log(1, {"loss": 2.5})
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]  # before it is closed
+    sink.log(2, {"loss": 2.0, "grad_norm": 1.0})
+    sink.close()
+    assert lines(tmp_path / "metrics.jsonl")[1] == {"step": 2, "loss": 2.0, "grad_norm": 1.0}
+
+
+@pytest.mark.parametrize(("first", "kept"), [(2, [1, 2]), (5, [1, 2, 3]), (0, [])])
+def test_a_resumed_run_cuts_the_lines_that_it_will_write_again(tmp_path, first, kept):
+    """Steps after the checkpoint were logged and then lost with the process. A new run begins an empty file."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in (1, 2, 3)))
+    sink = MetricsFile(path, first)
+    sink.log(9, {"loss": 0.0})
+    sink.close()
+    assert [line["step"] for line in lines(path)] == [*kept, 9]
+
+
+def test_the_bar_shows_the_step_and_short_names(capsys):
+    bar = ProgressBar(10)
+    bar.log(3, {"loss": 1.25, "learning_rate": 1e-4, "tokens_per_second": 12345.678})
+    assert bar.bar is not None
+    assert (bar.bar.n, bar.bar.total) == (3, 10)
+    assert bar.bar.postfix == "loss=1.25 lr=0.0001 tok/s=1.235e+04"
+    bar.log(4, {"loss": 1.0})
+    assert bar.bar.n == 4
+    bar.close()
+
+
+def test_an_evaluation_is_a_line_of_its_own(capsys):
+    bar = ProgressBar(10)
+    bar.log(5, {"eval_loss": 0.5})
+    bar.close()
+    assert capsys.readouterr().err == "step 5: eval_loss=0.5\n"
+    assert bar.bar is None  # the bar's clock has not begun
+
+
+def test_tensorboard_is_left_out_where_it_is_not_installed(tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO", logger=logger.name)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as Python does for a module that is not there
+    sinks = open_sinks(tmp_path, 0, 10, tensorboard=True)
+    assert [type(sink).__name__ for sink in sinks] == ["ProgressBar", "MetricsFile"]
+    assert "pip install tensorboard" in caplog.text
+    for sink in sinks:
+        sink.close()

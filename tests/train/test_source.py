@@ -1,0 +1,68 @@
+"""`source/` of a run: the small files as they were, a config that tells of the run's heads, names of all tensors."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from swiftlite.errors import UserError
+from swiftlite.heads import Heads
+from swiftlite.model.open import read_hf_model
+from swiftlite.train.source import source_dtypes, write_source
+from tests.tiny import make_tiny_hf
+
+
+@pytest.fixture
+def hf_dir(tmp_path):
+    directory = make_tiny_hf(tmp_path / "hf", "qwen3", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+    (directory / "generation_config.json").write_text('{"top_k": 3}')
+    (directory / "pytorch_model.bin").write_bytes(b"weights")
+    (directory / "pytorch_model.bin.index.json").write_text("{}")
+    (directory / "subdirectory").mkdir()
+    return directory
+
+
+def test_small_files_are_copied_and_weights_are_not(hf_dir, tmp_path):
+    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1))
+    assert source == tmp_path / "run" / "source"
+    copied = {path.name for path in source.iterdir()}
+    assert copied == {path.name for path in hf_dir.iterdir()} - {
+        "model.safetensors",
+        "pytorch_model.bin.index.json",
+        "pytorch_model.bin",
+        "subdirectory",
+    } | {"tensors.json"}
+    for name in copied - {"tensors.json"}:
+        assert (source / name).read_bytes() == (hf_dir / name).read_bytes(), name
+
+
+def test_config_tells_of_the_heads_of_the_run_and_of_no_quantisation(hf_dir, tmp_path):
+    config = json.loads((hf_dir / "config.json").read_text())
+    quantised = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (hf_dir / "config.json").write_text(json.dumps(quantised))
+    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1, unroll=3))
+    assert json.loads((source / "config.json").read_text()) == {**config, "mtp_unroll": 3}
+
+
+def test_the_precision_of_every_tensor_is_noted(hf_dir, tmp_path):
+    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1))
+    with safe_open(hf_dir / "model.safetensors", "pt") as file:
+        dtypes = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+    expected = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    assert source_dtypes(source) == expected
+    assert set(expected.values()) == {"bfloat16"}
+
+
+def test_grafted_heads_bring_their_own_precision(hf_dir, tmp_path):
+    base = make_tiny_hf(tmp_path / "base", "qwen3", depth=1, dtype=torch.float32)
+    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1), base)
+    found = source_dtypes(source)
+    assert {found[name] for name in found if name.startswith("mtp.")} == {"float32"}
+    assert {found[name] for name in found if not name.startswith("mtp.")} == {"bfloat16"}
+
+
+def test_a_place_that_cannot_be_made_is_named(hf_dir, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"--output_dir .*file/run cannot be made: Not a directory"):
+        write_source(read_hf_model(hf_dir), tmp_path / "file" / "run", Heads(1))

@@ -1,0 +1,149 @@
+"""The trainer: when it logs, saves, evaluates and stops; what it leaves as it was."""
+
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swiftlite.errors import UserError
+from swiftlite.train import sft
+from swiftlite.train.trainer import Trainer
+
+
+class Listed:
+    """A sink that keeps what it is given."""
+
+    def __init__(self):
+        self.lines: list[tuple[int, set[str]]] = []
+
+    def log(self, step, metrics) -> None:
+        self.lines.append((step, set(metrics)))
+
+    def close(self) -> None:
+        self.lines.append((0, {"closed"}))
+
+
+@pytest.fixture
+def make_trainer(options, mesh):
+    """The trainer of a run that has not begun."""
+
+    def make(after_step=None, **changed) -> Trainer:
+        run = sft.prepare(options(**changed), mesh)
+        trainer = sft.make_trainer(run, sft.restore(run))
+        return replace(trainer, sinks=[Listed()], after_step=after_step)
+
+    return make
+
+
+def checkpoints(trainer: Trainer) -> set[str]:
+    assert trainer.checkpointer is not None
+    return {path.name for path in trainer.checkpointer.output_dir.glob("checkpoint-*")}
+
+
+def test_when_a_run_logs_saves_and_evaluates(make_trainer):
+    steps = []
+    trainer = make_trainer(steps.append, train_iters=7, logging_steps=2, save_steps=3, eval_steps=4)
+    assert trainer.fit(0) == 0
+    trainer.close()
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+    assert checkpoints(trainer) == {"checkpoint-3", "checkpoint-6", "checkpoint-7"}
+    *lines, last = trainer.sinks[0].lines
+    trained = [step for step, names in lines if "grad_norm" in names]
+    evaluated = [step for step, names in lines if "eval_loss" in names]
+    assert (trained, evaluated) == ([2, 4, 6, 7], [4])  # the last step always; its evaluation is the caller's
+    assert last == (0, {"closed"})
+
+
+def test_a_run_goes_on_after_the_step_that_it_is_given(make_trainer):
+    steps = []
+    make_trainer(steps.append).fit(2)
+    assert steps == [3, 4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(make_trainer, number):
+    steps = []
+
+    def after_step(step: int) -> None:
+        steps.append(step)
+        if step == 2:
+            signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    trainer = make_trainer(after_step)
+    assert trainer.fit(0) == number
+    assert steps == [1, 2]
+    assert checkpoints(trainer) == {"checkpoint-2"}
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_signal_ends_the_process_at_once(make_trainer):
+    def after_step(step: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(after_step).fit(0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_evaluating_leaves_the_model_as_it_was(make_trainer):
+    trainer = make_trainer()
+    before = [parameter.clone() for chunk in trainer.model for parameter in chunk.parameters()]
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first == second
+    assert all(chunk.training for chunk in trainer.model)
+    after = [parameter for chunk in trainer.model for parameter in chunk.parameters()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert all(name.startswith("eval_") for name in first)
+
+
+def test_what_fails_while_evaluating_leaves_the_model_training(make_trainer):
+    trainer = make_trainer()
+
+    def fail() -> None:
+        with trainer.evaluating():
+            assert not any(chunk.training for chunk in trainer.model)
+            assert not torch.is_grad_enabled()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert all(chunk.training for chunk in trainer.model)
+    assert torch.is_grad_enabled()
+
+
+def test_nothing_held_out_is_no_evaluation(make_trainer):
+    trainer = make_trainer(split_dataset_ratio=0.0)
+    assert trainer.evaluate() == {}
+    trainer.log(1, {})
+    assert trainer.sinks[0].lines == []
+
+
+def test_a_loss_that_is_no_number_ends_the_run(make_trainer):
+    """Before a checkpoint is written: the one before is good."""
+    trainer = make_trainer()
+    with torch.no_grad():
+        next(trainer.model[0].parameters()).fill_(torch.nan)
+    with pytest.raises(UserError, match=r"^step 1: loss nan") as error:
+        trainer.fit(0)
+    assert error.value.hint is not None
+    assert error.value.hint.startswith("lower --lr or --mtp_loss_scaling_factor, or look at the rows of this step")
+    assert checkpoints(trainer) == set()
+
+
+def test_metrics_of_a_step(make_trainer):
+    trainer = make_trainer(lr=1e-2, lr_warmup_fraction=0.5)
+    metrics = trainer.step(1)
+    assert list(metrics)[:3] == ["loss", "mtp_1_loss", "mtp_1_acceptance"]
+    assert metrics["learning_rate"] == pytest.approx(5e-3)  # half of the way up
+    assert metrics["grad_norm"] > 0
+    num_tokens = sum(batch.num_tokens for batch in trainer.train_batches(0))
+    # Both are divided by the same seconds: operations per token.
+    flops_per_token = 1e12 * metrics["tflops_per_second"] / metrics["tokens_per_second"]
+    counts = trainer.objective.count_targets(trainer.train_batches(0)).tolist()
+    squares = sum(batch.squares for batch in trainer.train_batches(0))
+    assert flops_per_token == pytest.approx(trainer.count_flops(num_tokens, squares, counts) / num_tokens)
+    json.dumps(metrics)  # what a sink needs
