@@ -66,7 +66,8 @@ def _measure(
     rows = Statistics.of(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).rows.cpu()
     if not num_drafts:
         return rows, DraftCounts(0, 0, ())
-    trunk_BS, agrees = losses.main.prediction_BS, []
+    trunk_BS = losses.main.prediction_BS
+    agrees = []
     for head in losses.mtp:
         trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=batch.cu_seqlens)
         agrees.append(head.prediction_BS[0] == trunk_BS[0])

@@ -52,7 +52,7 @@ ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     InferArgs: ("infer_backend", index.names),
     DeployArgs: ("infer_backend", index.names_with_server),
     EvaluateArgs: ("infer_backend", lambda: ["none", *index.names()]),
-    BenchArgs: ("infer_backend", index.names_with_server),
+    BenchArgs: ("infer_backend", index.names_with_client),
     DoctorArgs: ("engine", index.names_with_dry_load),
 }
 

@@ -18,10 +18,15 @@ def names() -> list[str]:
 
 
 def names_with_server() -> list[str]:
-    """Engines that `deploy` starts and `bench` measures."""
+    """Engines whose server `deploy` can start."""
     return [name for name, info in ENGINES.items() if info.server]
 
 
+def names_with_client() -> list[str]:
+    """Engines whose server `bench` can measure."""
+    return [name for name, info in ENGINES.items() if info.client]
+
+
 def names_with_dry_load() -> list[str]:
-    """Engines whose loaders `doctor --engine` can ask."""
+    """Engines whose loaders `doctor` can ask."""
     return [name for name, info in ENGINES.items() if info.dry_load]

@@ -69,8 +69,8 @@ class EngineInfo:
         is_batched: whether the engine answers several prompts at once.
         options: the engine's own options; None when it has none.
         server: function from `DeployArgs`, a `ServedModel` and whether to draft to a `ServerCommand`. "": the engine
-            has no server, and `deploy` and `bench` do not offer it.
-        client: class of the `Client` that `bench` asks the server through.
+            has no server, and `deploy` does not offer it.
+        client: class of the `Client` that `bench` asks the server through. "": `bench` does not offer the engine.
         dry_load: function from an `EngineConfig` to a `LoadReport`, called in a process of its own. "": `doctor` does
             not offer the engine.
         known_report: function from a `ServedModel` to a `LoadReport` of what is known where the engine is not

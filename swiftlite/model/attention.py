@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -111,13 +112,10 @@ class CoreAttention(MegatronModule):
             ValueError: a mask where there can be none, or sequences that are not the row.
         """
         assert attention_bias is None
-        group, cu_seqlens = self.cp_group, None
         if packed_seq_params is not None:
             assert packed_seq_params.qkv_format == "thd"
-            cu_seqlens = padded_cu_seqlens(packed_seq_params)
-            group = packed_seq_params.cp_group or group
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
-        elif group.size() == 1:
+        elif self.cp_group.size() == 1:
             return self._attend(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
 
         if attention_mask is not None:
@@ -125,8 +123,8 @@ class CoreAttention(MegatronModule):
                 "attention_mask with a packed row or context parallelism: only causal attention is cut over ranks; "
                 "pass None and pad rows at the end"
             )
+        lengths, group = self._row(query_SBND.size(0), packed_seq_params)
         num_tokens = query_SBND.size(0) * group.size()
-        lengths = sequence_lengths(num_tokens, cu_seqlens)
         if sum(lengths) != num_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {sum(lengths)}, but {group.size()} context-parallel ranks hold {num_tokens} "
@@ -141,6 +139,17 @@ class CoreAttention(MegatronModule):
         attend = self._attend_varlen if self._varlen_fits(query_SBND) else self._attend_segments
         out = attend(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
+
+    def _row(
+        self, num_tokens: int, packed_seq_params: PackedSeqParams | None
+    ) -> tuple[tuple[int, ...], dist.ProcessGroup]:
+        """Lengths of the sequences of the row that this rank has `num_tokens` of, and the ranks that share it."""
+        group = self.cp_group
+        cu_seqlens = None
+        if packed_seq_params is not None:
+            group = packed_seq_params.cp_group or group
+            cu_seqlens = padded_cu_seqlens(packed_seq_params)
+        return sequence_lengths(num_tokens * group.size(), cu_seqlens), group
 
     def _attend(
         self,

@@ -24,16 +24,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from swiftlite.model.attention import CoreAttention
-from swiftlite.model.context_parallel import (
-    Segment,
-    causal_segments,
-    gather_sequence,
-    padded_cu_seqlens,
-    sequence_lengths,
-)
+from swiftlite.model.context_parallel import Segment, causal_segments, gather_sequence
 
 MAX_QUERIES = 1024
-"""Of one call: scores are masked, and a mask has an entry for each query and key."""
+"""Most queries of one call. Scores are masked there, and a mask has an entry for each query and key."""
 
 
 @dataclass
@@ -76,29 +70,24 @@ class DraftAttention(CoreAttention):
             attention_bias: None, as in `CoreAttention.forward`, which has the other arguments and the result.
         """
         draft = attention_mask
-        is_first_step = not draft.keys
-        first_out = None
-        if is_first_step:
-            first_out = super().forward(query_SBND, key_SBGD, value_SBGD, None, packed_seq_params=packed_seq_params)
-
-        group = self.cp_group
-        cu_seqlens = None
+        if not draft.keys:
+            out = super().forward(query_SBND, key_SBGD, value_SBGD, None, packed_seq_params=packed_seq_params)
+            draft.add(self._whole_row(key_SBGD, packed_seq_params), self._whole_row(value_SBGD, packed_seq_params))
+            return out
         if packed_seq_params is not None:
-            group = packed_seq_params.cp_group or group
-            cu_seqlens = padded_cu_seqlens(packed_seq_params)
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
-        lengths = sequence_lengths(query_SBND.size(0) * group.size(), cu_seqlens)
-
-        if is_first_step and group.size() > 1:
-            key_SBGD = gather_sequence(key_SBGD, lengths, group)
-            value_SBGD = gather_sequence(value_SBGD, lengths, group)
         draft.add(key_SBGD, value_SBGD)
-        if first_out is not None:
-            return first_out
-
+        lengths, group = self._row(query_SBND.size(0), packed_seq_params)
         segments = causal_segments(lengths, group.rank(), group.size())
         out = self._attend_steps(query_SBND, draft, segments).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
+
+    def _whole_row(self, local: torch.Tensor, packed_seq_params: PackedSeqParams | None) -> torch.Tensor:
+        """Keys or values [S, B, G, D] of the whole row, from those of this rank as `forward` takes them."""
+        if packed_seq_params is not None:
+            local = local.unsqueeze(1)
+        lengths, group = self._row(local.size(0), packed_seq_params)
+        return local if group.size() == 1 else gather_sequence(local, lengths, group)
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
         """[S, B, N, D]: the query of each position over the first step's prefix and its own place in the later ones."""

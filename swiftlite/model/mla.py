@@ -84,7 +84,7 @@ class MLASelfAttention(McoreMLASelfAttention):
         *,
         rotary_pos_emb: torch.Tensor,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[Any, Any]:
         """Outputs [S, B, H], and no bias.
 
         The stock method refuses angles, each of its layers makes its own. What it hands on unseen to

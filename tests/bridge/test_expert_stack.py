@@ -38,7 +38,7 @@ def check_directory(directory: Path, source: Path) -> list[str]:
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", MOE)
-def test_stacked_experts_come_back_stacked(tmp_path, device, family, depth, sharded):
+def test_stacked_experts_come_back_stacked(tmp_path, mesh, family, depth, sharded):
     """The trunk's are stacked, the heads' are not: each goes back as it came."""
     source = make_tiny_hf(tmp_path / "in", family, depth, packed_experts=True)
     apart = make_tiny_hf(tmp_path / "apart", family, depth)
@@ -47,8 +47,8 @@ def test_stacked_experts_come_back_stacked(tmp_path, device, family, depth, shar
     original = read_all(source)
     if sharded:
         shard(source, 3)
-    load(model := build(source, device, depth), source)
-    load(same := build(apart, device, depth), apart)
+    load(model := build(source, mesh, depth), source)
+    load(same := build(apart, mesh, depth), apart)
     for (name, tensor), (_, other) in zip(tensors_of(model), tensors_of(same), strict=True):
         assert torch.equal(tensor, other), name
     save(model, source, tmp_path / "out", max_shard_bytes=50_000 if sharded else 10**9)
@@ -58,7 +58,7 @@ def test_stacked_experts_come_back_stacked(tmp_path, device, family, depth, shar
 
 @pytest.mark.parametrize("original_format", [True, False], ids=["apart", "stacked"])
 @pytest.mark.parametrize("family", MOE)
-def test_what_transformers_writes_is_read(tmp_path, device, family, original_format):
+def test_what_transformers_writes_is_read(tmp_path, mesh, family, original_format):
     """transformers 5 holds experts stacked; save_pretrained writes them apart unless told otherwise."""
     torch.manual_seed(0)
     hf = make_tiny_model(family)
@@ -66,7 +66,7 @@ def test_what_transformers_writes_is_read(tmp_path, device, family, original_for
     config = read_config(tmp_path / "in") | {"num_nextn_predict_layers": 0}
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
     assert (GATE_UP in read_all(tmp_path / "in")) is not original_format
-    load(model := build(tmp_path / "in", device, depth=0), tmp_path / "in")
+    load(model := build(tmp_path / "in", mesh, depth=0), tmp_path / "in")
     save(model, tmp_path / "in", tmp_path / "out")
     assert_same_tensors(read_all(tmp_path / "out"), read_all(tmp_path / "in"))
     check_directory(tmp_path / "out", tmp_path / "in")
@@ -74,10 +74,10 @@ def test_what_transformers_writes_is_read(tmp_path, device, family, original_for
     assert_same_tensors(dict(again.state_dict()), dict(hf.state_dict()))
 
 
-def test_experts_have_their_own_numbers(tmp_path, device):
+def test_experts_have_their_own_numbers(tmp_path, mesh):
     """Megatron's fc1 is [gate, up] of one expert."""
     source = make_tiny_hf(tmp_path, "qwen3_moe", packed_experts=True)
-    load(model := build(source, device, depth=0), source)
+    load(model := build(source, mesh, depth=0), source)
     stacked = read_all(source)
     for expert in range(4):
         prefix = f"decoder.layers.1.mlp.experts.local_experts.{expert}."
@@ -113,10 +113,10 @@ def test_experts_have_their_own_numbers(tmp_path, device):
         ),
     ],
 )
-def test_experts_that_do_not_fit(tmp_path, device, change, expected):
+def test_experts_that_do_not_fit(tmp_path, mesh, change, expected):
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1)
     change_tensors(source, change)
-    assert expected in refusal(build(source, device, depth=1), source)
+    assert expected in refusal(build(source, mesh, depth=1), source)
 
 
 @pytest.mark.parametrize(
@@ -129,19 +129,19 @@ def test_experts_that_do_not_fit(tmp_path, device, change, expected):
         ((256, 64), f"unexpected: {GATE_UP}"),
     ],
 )
-def test_stacks_that_do_not_fit(tmp_path, device, shape, expected):
+def test_stacks_that_do_not_fit(tmp_path, mesh, shape, expected):
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", packed_experts=True)
     change_tensors(source, lambda tensors: tensors.update({GATE_UP: torch.ones(shape)}))
-    assert expected in refusal(build(source, device, depth=0), source)
+    assert expected in refusal(build(source, mesh, depth=0), source)
 
 
-def test_router_bias_stays_float32(tmp_path, device):
+def test_router_bias_stays_float32(tmp_path, mesh):
     """Through a bfloat16 model, and through the cast that training wraps around it: exact to the last bit."""
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1, dtype=torch.bfloat16)
     original = read_all(source)
     assert original[BIAS].dtype is torch.float32
     assert not torch.equal(original[BIAS].bfloat16().float(), original[BIAS])
-    inner = build(source, device, depth=1, dtype=torch.bfloat16)
+    inner = build(source, mesh, depth=1, dtype=torch.bfloat16)
     load(inner, source)
     wrapped = Float16Module(inner.config, inner)
     router = inner.get_submodule("decoder.layers.1.mlp.router")
@@ -158,43 +158,43 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_a_head_of_its_own_is_refused(tmp_path, device, copy):
+def test_a_head_of_its_own_is_refused(tmp_path, mesh, copy):
     """megatron-core's heads share the trunk's embedding and output layer; another would be lost in silence."""
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1)
     change_tensors(source, lambda tensors: tensors[copy][5, 5].add_(1))
     with pytest.raises(Exception, match=rf"{copy} differs from {COPIES[copy]}: MTP head 0 was trained with"):
-        load(build(source, device, depth=1), source)
+        load(build(source, mesh, depth=1), source)
     # Heads that are dropped, or started anew, may be what they like.
-    load(build(source, device, depth=0), source)
-    load(build(source, device, depth=1), source, mtp_init="copy_last_layer")
+    load(build(source, mesh, depth=0), source)
+    load(build(source, mesh, depth=1), source, mtp_init="copy_last_layer")
     assert audit_hf(source, families.get(read_config(source))) == [f"{copy} differs from {COPIES[copy]}"]
 
 
-def test_copies_may_be_absent_and_are_written(tmp_path, device):
+def test_copies_may_be_absent_and_are_written(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1)
     original = read_all(source)
     change_tensors(source, lambda tensors: [tensors.pop(copy) for copy in COPIES])
-    load(model := build(source, device, depth=1), source)
+    load(model := build(source, mesh, depth=1), source)
     save(model, source, tmp_path / "out")
     assert_same_tensors(read_all(tmp_path / "out"), original)
 
 
-def test_copies_of_a_tied_model(tmp_path, device):
+def test_copies_of_a_tied_model(tmp_path, mesh):
     """Both are the embedding then."""
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1, tied=True)
-    load(model := build(source, device, depth=1), source)
+    load(model := build(source, mesh, depth=1), source)
     save(model, source, tmp_path / "out")
     written = read_all(tmp_path / "out")
     for copy in COPIES:
         assert torch.equal(written[copy], written["model.embed_tokens.weight"])
 
 
-def test_copies_of_another_shape(tmp_path, device):
+def test_copies_of_another_shape(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "glm4_moe", depth=1)
     key = "model.layers.2.shared_head.head.weight"
     change_tensors(source, lambda tensors: tensors.update({key: torch.ones(64, 64)}))
     expected = f"{key} has shape [64, 64], config.json asks for [128, 64]"
-    assert expected in refusal(build(source, device, depth=1), source)
+    assert expected in refusal(build(source, mesh, depth=1), source)
 
 
 def test_experts_in_both_forms(tmp_path):

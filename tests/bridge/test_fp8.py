@@ -65,10 +65,10 @@ def expected(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3"])
-def test_quantised_in_bfloat16_out(tmp_path, device, family, dtype):
+def test_quantised_in_bfloat16_out(tmp_path, mesh, family, dtype):
     source = make_fp8(tmp_path / "in", family, depth=1)
     numbers = expected(source)
-    model = build(source, device, depth=1, dtype=dtype)
+    model = build(source, mesh, depth=1, dtype=dtype)
     assert not load(model, source).dropped
     assert not any(tensor.isnan().any() for _, tensor in tensors_of(model))
     save(model, source, tmp_path / "out")
@@ -83,9 +83,9 @@ def test_quantised_in_bfloat16_out(tmp_path, device, family, dtype):
         assert audit_hf(directory, families.get(read_config(directory))) == []
 
 
-def test_float32_parameters_get_more_than_bfloat16(tmp_path, device):
+def test_float32_parameters_get_more_than_bfloat16(tmp_path, mesh):
     source = make_fp8(tmp_path, "qwen3")
-    load(model := build(source, device, depth=0), source)
+    load(model := build(source, mesh, depth=0), source)
     stored, key = load_file(source / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
     exact = dequantise(stored[key], stored[f"{key}_scale_inv"], BLOCK)
     assert torch.equal(model.get_parameter("decoder.layers.1.mlp.linear_fc2.weight"), exact)
@@ -151,20 +151,20 @@ KEY = "model.layers.1.mlp.down_proj.weight"
         (lambda t: t.update({KEY: torch.ones(64).to(torch.float8_e4m3fn)}), f"blocks of {KEY} [64]"),
     ],
 )
-def test_factors_that_do_not_fit(tmp_path, device, change, problem):
+def test_factors_that_do_not_fit(tmp_path, mesh, change, problem):
     source = make_fp8(tmp_path, "qwen3")
     stored = load_file(source / "model.safetensors")
     assert stored[f"{KEY}_scale_inv"].shape == (2, 3)
     change(stored)
     save_file(stored, source / "model.safetensors")
     with pytest.raises(UserError) as raised:
-        load(build(source, device, depth=0), source)
+        load(build(source, mesh, depth=0), source)
     assert problem in str(raised.value)
     assert any(problem in line for line in audit_hf(source, families.get(read_config(source))))
 
 
-def test_factors_that_the_config_does_not_announce(tmp_path, device):
+def test_factors_that_the_config_does_not_announce(tmp_path, mesh):
     """Without them the numbers would be wrong by their factors."""
     source = make_fp8(tmp_path, "qwen3")
     (source / "config.json").write_text(json.dumps({**read_config(source), "quantization_config": None}))
-    assert f"unexpected: {KEY}_scale_inv" in refusal(build(source, device, depth=0), source)
+    assert f"unexpected: {KEY}_scale_inv" in refusal(build(source, mesh, depth=0), source)

@@ -14,10 +14,10 @@ from tests.tiny import make_tiny_hf
 
 @pytest.mark.parametrize("own", [0, 2], ids=["without heads", "with heads of its own"])
 @pytest.mark.parametrize("family", ["qwen3", "mimo", "glm4_moe"])
-def test_heads_are_the_base_s_and_the_trunk_is_the_model_s(family, own, tmp_path, device):
+def test_heads_are_the_base_s_and_the_trunk_is_the_model_s(family, own, tmp_path, mesh):
     tuned = make_tiny_hf(tmp_path / "tuned", family, depth=own, seed=0, dtype=torch.bfloat16)
     base = make_tiny_hf(tmp_path / "base", family, depth=2, seed=1, dtype=torch.bfloat16)
-    model = build(tuned, device, depth=2, dtype=torch.bfloat16)
+    model = build(tuned, mesh, depth=2, dtype=torch.bfloat16)
     report = load(model, tuned, mtp_init="graft", graft_from=base)
     assert set(report.initialised.values()) == {"graft"}
     dtypes = {key: tensor["dtype"] for directory in (base, tuned) for key, tensor in describe(directory).items()}
@@ -39,33 +39,33 @@ def test_heads_are_the_base_s_and_the_trunk_is_the_model_s(family, own, tmp_path
     assert all(from_base + from_trunk)
 
 
-def graft(tmp_path: Path, device, base: Path, depth: int = 1) -> str:
+def graft(tmp_path: Path, mesh, base: Path, depth: int = 1) -> str:
     tuned = make_tiny_hf(tmp_path / "tuned", "qwen3", depth=0)
     with pytest.raises(UserError) as caught:
-        load(build(tuned, device, depth), tuned, mtp_init="graft", graft_from=base)
+        load(build(tuned, mesh, depth), tuned, mtp_init="graft", graft_from=base)
     return str(caught.value)
 
 
-def test_other_shapes_are_named(tmp_path, device):
-    message = graft(tmp_path, device, make_tiny_hf(tmp_path / "base", "qwen3", depth=1, intermediate_size=80))
+def test_other_shapes_are_named(tmp_path, mesh):
+    message = graft(tmp_path, mesh, make_tiny_hf(tmp_path / "base", "qwen3", depth=1, intermediate_size=80))
     assert "mtp.layers.0.mlp.gate_proj.weight has shape [80, 64], this model takes [96, 64]" in message
     assert "q_proj" not in message
 
 
-def test_another_number_of_heads_is_refused(tmp_path, device):
-    message = graft(tmp_path, device, make_tiny_hf(tmp_path / "base", "qwen3", depth=2))
+def test_another_number_of_heads_is_refused(tmp_path, mesh):
+    message = graft(tmp_path, mesh, make_tiny_hf(tmp_path / "base", "qwen3", depth=2))
     assert "--mtp_num_layers 1, but config.json of" in message
     assert "promises 2 MTP layers" in message
 
 
-def test_another_family_is_refused(tmp_path, device):
-    message = graft(tmp_path, device, make_tiny_hf(tmp_path / "base", "llama", depth=1))
+def test_another_family_is_refused(tmp_path, mesh):
+    message = graft(tmp_path, mesh, make_tiny_hf(tmp_path / "base", "llama", depth=1))
     assert "is a model of type llama, the trunk one of type qwen3" in message
 
 
-def test_missing_tensors_are_named(tmp_path, device):
+def test_missing_tensors_are_named(tmp_path, mesh):
     base = make_tiny_hf(tmp_path / "base", "qwen3", depth=1)
     tensors = load_file(base / "model.safetensors")
     del tensors["mtp.fc.weight"]
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    assert "mtp.fc.weight" in graft(tmp_path, device, base)
+    assert "mtp.fc.weight" in graft(tmp_path, mesh, base)

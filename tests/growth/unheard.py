@@ -60,8 +60,8 @@ def logits(make_known: MakeKnown, model: Path) -> list:
     make_known()
     config = hf_config(model)
     family = families.get(config)
-    with session() as device, torch.no_grad():
-        (built,) = build_model(family.architecture(config), config, device=device, dtype=torch.float32)
+    with session() as mesh, torch.no_grad():
+        (built,) = build_model(family.architecture(config), config, mesh=mesh, dtype=torch.float32)
         load_hf([built], model, family, config)
         return built.eval()(TOKENS, torch.arange(TOKENS.size(1))[None]).main.tolist()
 

@@ -8,6 +8,7 @@ from swiftlite import families
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.plan.flops import training_flops
+from swiftlite.plan.trainable import HEADS_ONLY
 from tests.tiny import make_tiny_model
 
 LENGTH, NOT_LEARNED = 12, 5
@@ -26,6 +27,8 @@ def test_operations_with_mtp_layers(family, depth, heads_only, mesh):
         heads=Heads(depth),
         freeze_trunk=heads_only,
     )
+    if heads_only:
+        HEADS_ONLY.apply([model])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)

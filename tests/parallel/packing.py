@@ -36,7 +36,7 @@ from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import _save_gradients
 
 LONGEST = 64
-"""Of the tiny models: their max_position_embeddings."""
+"""The tiny models' max_position_embeddings."""
 # Rows of different lengths, an even number: two stages with two virtual ones each need that.
 ROWS = [[1, 13, 24], [7], [LONGEST, 2, 1, 5, 9], [3, 3]]
 

@@ -135,9 +135,9 @@ class Result:
     """What a job left behind."""
 
     metrics: list[dict[str, float]]
-    """Of each step."""
+    """Each step's."""
     gradients: dict[str, torch.Tensor]
-    """Of the first step, after clipping, by HF name; empty where none was taken."""
+    """The first step's, after clipping, by HF name; empty where none was taken."""
     weights: dict[str, torch.Tensor]
     """After the last step, by HF name."""
 
@@ -355,7 +355,7 @@ def compare(one: Result, other: Result, source: dict[str, torch.Tensor]) -> dict
 def _tensor_differences(
     one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], unit: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Of each tensor the largest difference, in units of the largest number of `unit`'s."""
+    """The largest difference of each tensor, in units of the largest number of `unit`'s."""
     assert one.keys() == other.keys()
     return {
         key: float((other[key] - tensor).abs().max() / unit[key].abs().max().clamp(min=1e-12))

@@ -87,7 +87,7 @@ def whole(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def gradients(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> Gradients:
-    """Of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too."""
+    """Gradients of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too."""
     module, angles = attention(case, mesh, sequence_parallel)
     tp_rank, tp_size = mesh.tp.rank(), mesh.tp.size()
     fill(module, tp_rank, tp_size)

@@ -28,7 +28,7 @@ def reference(ids: list[int], lengths: list[int], shift: int, fill: int) -> list
 
 
 def random_lengths(random: np.random.RandomState, size: int) -> list[int]:
-    """Of 1 to 12 sequences; empty ones, of one chunk, odd ones; without context parallelism of any length."""
+    """Rows of 1 to 12 sequences; empty ones, of one chunk, odd ones; without context parallelism of any length."""
     multiple = 2 * size if size > 1 else 1
     return [int(random.randint(0, 6) ** 2) * multiple for _ in range(random.randint(1, 13))]
 

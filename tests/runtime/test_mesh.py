@@ -51,7 +51,7 @@ def test_a_layout_that_the_processes_do_not_divide_into(mesh):
 
 
 def virtual_stages() -> list[int | None]:
-    """As megatron-core counts them: in a mesh that has some, in one that has none, and after the session."""
+    """megatron-core's number of them: in a mesh that has some, in one that has none, and after the session."""
     found = []
     virtual = ParallelLayout(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
     with session(virtual) as mesh:
