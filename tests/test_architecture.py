@@ -26,7 +26,7 @@ LEVELS = (
     {"cli"},
 )
 MEGATRON = ("runtime", "model", "acceptance", "train", "bridge/placement.py")
-DECLARED = ("bridge/layout.py", "bridge/quantization.py", "bridge/rows.py")  # what families declare with
+DECLARED = ("bridge/join.py", "bridge/quantization.py", "bridge/rows.py")  # what families declare with
 WITHOUT_TORCH = (
     "errors.py",
     "heads.py",

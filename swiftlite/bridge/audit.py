@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from swiftlite.bridge.binding import compare_shapes
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.plan import compare_shapes
 from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Row, RowTable, Shape
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from swiftlite.bridge.plan import Shard
+from swiftlite.bridge.binding import Shard
 from swiftlite.bridge.rows import Row, RowTable
 
 Fill = Callable[[Shard], None]

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from swiftlite.bridge.plan import Shard
+from swiftlite.bridge.binding import Shard
 from swiftlite.bridge.tensors import Index
 
 _WRAPPERS = re.compile(r"^(module\.)+")

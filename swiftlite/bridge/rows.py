@@ -1,13 +1,13 @@
 """The table: a row says which HF tensors one Megatron parameter is made of. Families write it; both directions read it.
 
-Names are whole and global: no pipeline-local layer numbers, no wrappers, no ranks. Next: `layout.py`, `transfer.py`.
+Names are whole and global: no pipeline-local layer numbers, no wrappers, no ranks. Next: `join.py`, `transfer.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from swiftlite.bridge.layout import COPY, Layout
+from swiftlite.bridge.join import COPY, Join
 
 Shape = tuple[int, ...]
 
@@ -18,8 +18,8 @@ class Row:
 
     Args:
         mcore: Megatron name, e.g. `self_attention.linear_qkv.weight` within a layer.
-        hf: HF names with the shapes that the config promises, in the order the layout counts them.
-        layout: how they are joined.
+        hf: HF names with the shapes that the config promises, in the order the join counts them.
+        join: how they are joined.
         hf_copies: further HF names that may hold the very same numbers as the row's one HF tensor (`lm_head.weight`
             of a tied model, the embedding inside a DeepSeek-V3 head). Read only to check that they are equal. Written
             when the source model had them; those of MTP heads always, because some engines ask for them.
@@ -29,7 +29,7 @@ class Row:
 
     mcore: str
     hf: Mapping[str, Shape]
-    layout: Layout = COPY
+    join: Join = COPY
     hf_copies: tuple[str, ...] = ()
     mcore_copies: tuple[str, ...] = ()
 

@@ -22,7 +22,7 @@ import torch
 
 from swiftlite.bridge import fp8
 from swiftlite.bridge.entry import Entry
-from swiftlite.bridge.packing import unfold
+from swiftlite.bridge.expert_stack import unfold
 from swiftlite.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -2,7 +2,7 @@
 same tensors without a directory, for an engine that is running.
 
 Every rank reads and writes only the slices it holds. All directions first bind the family's rows to the model's
-parameters (`plan.py`); nothing is touched unless both sides match completely.
+parameters (`binding.py`); nothing is touched unless both sides match completely.
 """
 
 import itertools
@@ -19,9 +19,9 @@ from torch import nn
 from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
+from swiftlite.bridge.binding import Binding, bind, report_missing
+from swiftlite.bridge.expert_stack import fold, stack_name
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.packing import fold, packed_name
-from swiftlite.bridge.plan import Binding, bind, report_missing
 from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Row, RowTable
 from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles, some, split
@@ -467,7 +467,7 @@ def _dtype_of(dtypes: Dtypes, bindings: Sequence[Binding]) -> Callable[[str], to
     [(most_frequent, _)] = Counter(dtypes.values()).most_common(1)
 
     def dtype_of(key: str) -> torch.dtype:
-        return _dtype(dtypes.get(packed_name(key)) or dtypes.get(key) or most_frequent)
+        return _dtype(dtypes.get(stack_name(key)) or dtypes.get(key) or most_frequent)
 
     return dtype_of
 

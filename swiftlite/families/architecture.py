@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from swiftlite.bridge.layout import PadEnd
+from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.layer import Layer, Sublayer
 from swiftlite.families.rank import Rank

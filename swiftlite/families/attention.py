@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from swiftlite.bridge.layout import Interleave
+from swiftlite.bridge.join import Interleave
 from swiftlite.bridge.rows import Row
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 

@@ -7,7 +7,7 @@ bridge that forgets this still generates right text, with drafts that are never 
 import re
 from functools import partial
 
-from swiftlite.bridge.layout import SwapHalves
+from swiftlite.bridge.join import SwapHalves
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense
 from swiftlite.families.drafting import Drafting

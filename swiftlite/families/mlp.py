@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from swiftlite.bridge.layout import GATE_UP
+from swiftlite.bridge.join import GATE_UP
 from swiftlite.bridge.rows import Row
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
@@ -60,7 +60,7 @@ class Mixture:
     """A mixture of experts: a router chooses some of many gated MLPs for each token; one more may see every token.
 
     Rows are written per expert, as the files of the hub have it; files that stack all experts in one tensor are
-    unfolded while reading (`bridge/packing.py`).
+    unfolded while reading (`bridge/expert_stack.py`).
 
     Attributes:
         hidden: size of the model's states.

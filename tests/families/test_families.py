@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedConfig
 
 from swiftlite import families
-from swiftlite.bridge.layout import SwapHalves
+from swiftlite.bridge.join import SwapHalves
 from swiftlite.errors import UserError
 from swiftlite.families import dense
 from tests.tiny import CLASSES, OWN_SIZES, make_tiny_model, mtp_names, per_expert, random_mtp_tensors
@@ -227,7 +227,7 @@ def test_only_heads_have_the_prefix_of_heads(family):
 def test_only_mimo_swaps_halves():
     for name, known in families.FAMILIES.items():
         (projection,) = [row for row in known.head_rows(hf_config(name), 0) if row.mcore.endswith("eh_proj.weight")]
-        assert isinstance(projection.layout, SwapHalves) is (name == "mimo")
+        assert isinstance(projection.join, SwapHalves) is (name == "mimo")
         assert list(projection.hf) == [mtp_names(name, 0)[0]["projection"]]
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge import placement
+from swiftlite.bridge.binding import bind
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.plan import bind
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.errors import UserError

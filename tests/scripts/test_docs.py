@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from swiftlite.args.docs import options
-from swiftlite.bridge.layout import SwapHalves
+from swiftlite.bridge.join import SwapHalves
 from swiftlite.cli.table import find
 from swiftlite.cli.tested import TESTED
 from swiftlite.engines.index import ENGINES
@@ -97,7 +97,7 @@ def projection(family: Family) -> str:
     frame = family.mtp.frame_rows({"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 4}, 0)
     (row,) = [row for row in frame if row.mcore.endswith("eh_proj.weight")]
     # megatron-core's order is [embedding, hidden]
-    return "hidden, embedding" if isinstance(row.layout, SwapHalves) else "embedding, hidden"
+    return "hidden, embedding" if isinstance(row.join, SwapHalves) else "embedding, hidden"
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
-from swiftlite.bridge.packing import stack
+from swiftlite.bridge.expert_stack import stack
 from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.tensors import Checkpoint
@@ -73,11 +73,13 @@ def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
 
 def _read(row: Row, checkpoint: Checkpoint) -> torch.Tensor:
     """A row's tensors in the order of megatron-core, so that MiMo's [hidden, embedding] becomes [embedding, hidden]."""
-    axis = row.layout.axis
+    axis = row.join.axis
     sources = [checkpoint.read(key) for key in row.hf]
     lengths = [source.shape[axis] for source in sources]
-    segments = row.layout.segments(lengths, sum(lengths), 1)
-    return torch.cat([sources[s.source].narrow(axis, s.start, s.length) for s in segments], dim=axis)
+    parts = []
+    for number, start, length in row.join.source_ranges(lengths, sum(lengths), tp_size=1):
+        parts.append(sources[number].narrow(axis, start, length))
+    return torch.cat(parts, dim=axis)
 
 
 class MtpCandidateGenerator(CandidateGenerator):

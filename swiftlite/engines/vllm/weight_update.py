@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from swiftlite.bridge.plan import compare_shapes
+from swiftlite.bridge.binding import compare_shapes
 from swiftlite.bridge.rows import Row, Shape
 from swiftlite.bridge.tensors import some
 from swiftlite.engines.served_model import ServedModel

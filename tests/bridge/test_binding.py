@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from swiftlite.bridge.layout import GATE_UP, Interleave, Layout, PadEnd, SwapHalves
-from swiftlite.bridge.plan import Shard, bind
+from swiftlite.bridge.binding import Shard, bind
+from swiftlite.bridge.join import GATE_UP, Interleave, Join, PadEnd, SwapHalves
 from swiftlite.bridge.rows import Row
 from swiftlite.errors import UserError
 
@@ -112,8 +112,8 @@ def test_borrowed_rows_read_what_others_claim():
 
 def test_layout_that_loses_numbers_is_a_mistake_in_the_table():
     class FirstTensorOnly(Interleave):
-        def segments(self, lengths, total, tp_size):
-            return super().segments(lengths, total, tp_size)[:1] * 2
+        def source_ranges(self, lengths, total, tp_size):
+            return super().source_ranges(lengths, total, tp_size)[:1] * 2
 
     rows = [Row("qkv", {"q": (4, 4), "k": (4, 4)}, FirstTensorOnly())]
     with pytest.raises(ValueError, match="does not use every number once"):
@@ -135,10 +135,10 @@ def scatter(row: Row, whole: dict[str, torch.Tensor], shape: tuple[int, ...], di
 # What megatron-core holds on each rank, written with chunk and cat as its own layers split their weights.
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("layout", "shapes", "dim"),
+    ("join", "shapes", "dim"),
     [
         (Interleave(1), {"a": (8, 4)}, 0),  # column parallel
-        (Interleave(1), {"a": (3, 8)}, 1),  # row parallel: cut across the layout's axis
+        (Interleave(1), {"a": (3, 8)}, 1),  # row parallel: cut across the join's axis
         (Interleave(1), {"a": (8,)}, None),  # replicated
         (Interleave(4), {"a": (16, 2), "b": (8, 2), "c": (8, 2)}, 0),  # linear_qkv
         (Interleave(4), {"a": (16,), "b": (8,), "c": (8,)}, 0),  # its bias
@@ -147,20 +147,20 @@ def scatter(row: Row, whole: dict[str, torch.Tensor], shape: tuple[int, ...], di
         (PadEnd(), {"a": (13, 3)}, 0),  # embedding of a padded vocabulary
     ],
 )
-def test_parts_of_all_ranks(layout: Layout, shapes, dim, tp_size):
+def test_parts_of_all_ranks(join: Join, shapes, dim, tp_size):
     whole = {key: torch.randn(shape) for key, shape in shapes.items()}
     expected = list(whole.values())
-    if isinstance(layout, SwapHalves):
+    if isinstance(join, SwapHalves):
         first, second = whole["a"].chunk(2, dim=1)
         expected = [torch.cat([second, first], dim=1)]
-    elif isinstance(layout, PadEnd):
+    elif isinstance(join, PadEnd):
         expected = [torch.cat([whole["a"], torch.zeros(3, 3)])]
     elif len(shapes) == 3:
         groups = zip(*(tensor.chunk(4) for tensor in whole.values()), strict=True)
         expected = [torch.cat([part for group in groups for part in group])]
     shape = list(expected[0].shape)
-    shape[layout.axis] = sum(tensor.shape[layout.axis] for tensor in expected)
-    parts = scatter(Row("x", shapes, layout), whole, tuple(shape), dim, tp_size)
+    shape[join.axis] = sum(tensor.shape[join.axis] for tensor in expected)
+    parts = scatter(Row("x", shapes, join), whole, tuple(shape), dim, tp_size)
     for rank, part in enumerate(parts):
         assert torch.equal(
             part, torch.cat([tensor if dim is None else tensor.chunk(tp_size, dim)[rank] for tensor in expected])

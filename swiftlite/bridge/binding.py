@@ -1,7 +1,7 @@
-"""The plan of a transfer: rows bound to live parameters, complete or refused before a single tensor is read or written.
+"""Rows bound to live parameters, complete or refused before a single tensor is read or written.
 
 Pure: it knows shapes and ranges, not files and not process groups. A `Shard` comes from `placement.py`; the copies of a
-finished plan are carried out by `transfer.py`.
+finished binding are carried out by `transfer.py`.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from swiftlite.bridge.layout import ZEROS, Segment, clip, covers
+from swiftlite.bridge.join import ZEROS, SourceRange, clip, covers
 from swiftlite.bridge.rows import Row, Shape
 from swiftlite.bridge.tensors import Index, some
 from swiftlite.errors import UserError
@@ -74,7 +74,7 @@ class Binding:
         [1, 8]. They are `local[0:1] <-> a[2:3]` and `local[1:2] <-> b[0:1]`, all 8 columns of each.
         """
         shard = self.shard
-        axis = self.row.layout.axis
+        axis = self.row.join.axis
         keys = list(self.row.hf)
         local_shape = shard.tensor.shape
         begin = 0
@@ -87,7 +87,7 @@ class Binding:
             dim = shard.partition_dim
             others[dim] = slice(shard.first, shard.first + local_shape[dim])
 
-        for source, start, length, local_start in clip(segments_of(self.row, shard), begin, end):
+        for source, start, length, local_start in clip(source_ranges_of(self.row, shard), begin, end):
             local_index = [slice(None)] * shard.tensor.dim()
             local_index[axis] = slice(local_start, local_start + length)
             hf_index = list(others)
@@ -96,11 +96,11 @@ class Binding:
             yield Copy(shard, tuple(local_index), hf_key, tuple(hf_index))
 
 
-def segments_of(row: Row, shard: Shard) -> list[Segment]:
-    """The row's layout for the size and the tensor-parallel sharing of this parameter."""
-    axis = row.layout.axis
+def source_ranges_of(row: Row, shard: Shard) -> list[SourceRange]:
+    """The row's join for the size and the tensor-parallel sharing of this parameter."""
+    axis = row.join.axis
     tp_size = 1 if shard.partition_dim is None else shard.tp_size
-    return row.layout.segments([shape[axis] for shape in row.hf.values()], shard.global_shape[axis], tp_size)
+    return row.join.source_ranges([shape[axis] for shape in row.hf.values()], shard.global_shape[axis], tp_size)
 
 
 def bind(
@@ -130,7 +130,7 @@ def bind(
     Raises:
         UserError: listing every Megatron parameter without a source, every row without a parameter, every HF key that
             is missing or unexpected, every shape that differs.
-        ValueError: two rows claim one HF key or one parameter, or a layout does not use each number once: a mistake in
+        ValueError: two rows claim one HF key or one parameter, or a join does not use each number once: a mistake in
             a family's table.
     """
     all_rows = (*rows, *borrowed)
@@ -206,7 +206,7 @@ def report_missing(names: Iterable[str]) -> str:
 
 def _misfit(row: Row, shard: Shard) -> str:
     """Why the HF tensors of a row cannot fill this parameter; empty when they can."""
-    axis = row.layout.axis
+    axis = row.join.axis
     shapes = list(row.hf.values())
     other_axes = {_without(shape, axis) for shape in shapes}
     if len(other_axes) > 1:
@@ -214,10 +214,10 @@ def _misfit(row: Row, shard: Shard) -> str:
     lengths = [shape[axis] for shape in shapes]
     total = shard.global_shape[axis]
     if len(shard.global_shape) == len(shapes[0]) and _without(shard.global_shape, axis) in other_axes:
-        if covers(segments_of(row, shard), lengths, total):
+        if covers(source_ranges_of(row, shard), lengths, total):
             return ""
         if sum(lengths) == total:
-            raise ValueError(f"the layout of {row.mcore} does not use every number once")
+            raise ValueError(f"the join of {row.mcore} does not use every number once")
     sources = ", ".join(f"{key} {list(shape)}" for key, shape in row.hf.items())
     return f"{shard.name} has shape {list(shard.global_shape)}, which cannot hold {sources}"
 

@@ -1,8 +1,8 @@
-"""Layouts: in which order the numbers of HF tensors stand in one Megatron parameter. Pure arithmetic on lengths.
+"""How HF tensors are joined in one Megatron parameter: in which order their numbers stand there. Arithmetic on lengths.
 
-Every layout is a list of segments along one axis: a Megatron parameter is pieces of HF tensors laid end to end. So one
-description loads, saves, slices for a rank and proves that nothing is missing. Which rank holds what is not known here
-(`placement.py`); how a family uses layouts stands in its rows (`rows.py`).
+A Megatron parameter is ranges of HF tensors laid end to end along one axis, and a join is the list of these ranges. So
+one description loads, saves, slices for a rank and proves that nothing is missing. Which rank holds what is not known
+here (`placement.py`); which join a parameter has stands in its family's rows (`rows.py`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 ZEROS = -1
 
 
-class Segment(NamedTuple):
+class SourceRange(NamedTuple):
     """`length` numbers along the axis, beginning at `start` of HF tensor number `source` (or zeros)."""
 
     source: int
@@ -21,7 +21,7 @@ class Segment(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A segment, or the part of it that a rank holds, and where it begins in that rank's parameter."""
+    """The part of a `SourceRange` that a rank holds, and where it begins in that rank's parameter."""
 
     source: int
     start: int
@@ -29,15 +29,15 @@ class Piece(NamedTuple):
     local_start: int
 
 
-class Layout(Protocol):
-    """What a row needs of a layout."""
+class Join(Protocol):
+    """What a row needs of a join."""
 
     @property
     def axis(self) -> int:
         """The axis along which HF tensors are cut and joined; all other axes are the same on both sides."""
         ...
 
-    def segments(self, lengths: Sequence[int], total: int, tp_size: int) -> list[Segment]:
+    def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
         """The whole (not sharded) Megatron parameter from begin to end.
 
         Args:
@@ -64,12 +64,15 @@ class Interleave:
     units: int | None = 1
     axis: int = 0
 
-    def segments(self, lengths: Sequence[int], total: int, tp_size: int) -> list[Segment]:
+    def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
         units = tp_size if self.units is None else self.units
         if any(length % units for length in lengths):
             raise ValueError(f"lengths {list(lengths)} do not divide into {units} parts")
         parts = [length // units for length in lengths]
-        return [Segment(i, unit * part, part) for unit in range(units) for i, part in enumerate(parts)]
+        ranges = []
+        for unit in range(units):
+            ranges += [SourceRange(source, unit * part, part) for source, part in enumerate(parts)]
+        return ranges
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,11 @@ class SwapHalves:
 
     axis: int
 
-    def segments(self, lengths: Sequence[int], total: int, tp_size: int) -> list[Segment]:
+    def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
         (length,) = lengths
         if length % 2:
             raise ValueError(f"length {length} has no halves")
-        return [Segment(0, length // 2, length // 2), Segment(0, 0, length // 2)]
+        return [SourceRange(0, length // 2, length // 2), SourceRange(0, 0, length // 2)]
 
 
 @dataclass(frozen=True)
@@ -91,25 +94,25 @@ class PadEnd:
 
     axis: int = 0
 
-    def segments(self, lengths: Sequence[int], total: int, tp_size: int) -> list[Segment]:
+    def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
         (length,) = lengths
-        padding = [Segment(ZEROS, 0, total - length)] if total > length else []
-        return [Segment(0, 0, length), *padding]
+        padding = [SourceRange(ZEROS, 0, total - length)] if total > length else []
+        return [SourceRange(0, 0, length), *padding]
 
 
 COPY = Interleave(1)
 GATE_UP = Interleave(None)
 
 
-def clip(segments: Sequence[Segment], begin: int, end: int) -> list[Piece]:
-    """The pieces of `segments` that fall into positions [begin, end), with their places counted from `begin`.
+def clip(source_ranges: Sequence[SourceRange], begin: int, end: int) -> list[Piece]:
+    """The pieces of `source_ranges` that fall into positions [begin, end), with their places counted from `begin`.
 
-    Example: segments of 3 numbers of tensor 0 and 3 of tensor 1, and positions [2, 4): the last number of tensor 0 at
-    place 0, the first of tensor 1 at place 1.
+    Example: 3 numbers of tensor 0, then 3 of tensor 1, and positions [2, 4): the last number of tensor 0 at place 0,
+    the first of tensor 1 at place 1.
     """
     pieces = []
     position = 0
-    for source, start, length in segments:
+    for source, start, length in source_ranges:
         first = max(begin, position)
         last = min(end, position + length)
         if first < last:
@@ -118,12 +121,12 @@ def clip(segments: Sequence[Segment], begin: int, end: int) -> list[Piece]:
     return pieces
 
 
-def covers(segments: Sequence[Segment], lengths: Sequence[int], total: int) -> bool:
-    """Whether the segments fill `total` positions and use every number of every HF tensor exactly once."""
-    if sum(segment.length for segment in segments) != total:
+def covers(source_ranges: Sequence[SourceRange], lengths: Sequence[int], total: int) -> bool:
+    """Whether the ranges fill `total` positions and use every number of every HF tensor exactly once."""
+    if sum(one.length for one in source_ranges) != total:
         return False
     used: list[list[tuple[int, int]]] = [[] for _ in lengths]
-    for source, start, length in segments:
+    for source, start, length in source_ranges:
         if source != ZEROS:
             used[source].append((start, start + length))
     for length, spans in zip(lengths, used, strict=True):

@@ -23,8 +23,8 @@ _STACK_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj"
 def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """The same entries with every stacked one replaced by those of its experts.
 
-    What cannot be taken apart stays, for the plan to call it unexpected: another shape, or experts that are there on
-    their own too.
+    What cannot be taken apart stays, for `binding.py` to call it unexpected: another shape, or experts that are there
+    on their own too.
     """
     unfolded = {}
     for key, entry in entries.items():
@@ -37,14 +37,14 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def fold(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], packed: Collection[str]
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stacks: Collection[str]
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtypes and shapes of single experts' tensors, with those replaced whose stacked name is in `packed`."""
+    """Dtypes and shapes of single experts' tensors, with those replaced whose stack is among `stacks`."""
     folded: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for key, (dtype, shape) in tensors.items():
         match = _EXPERT.fullmatch(key)
-        name = packed_name(key)
-        if not match or name not in packed:
+        name = stack_name(key)
+        if not match or name not in stacks:
             folded[key] = (dtype, shape)
             continue
         num_experts = int(match.group(2)) + 1  # experts come in order: the last one's entry stays
@@ -60,7 +60,7 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
     members: dict[str, list[torch.Tensor]] = {}
     for key, tensor in tensors.items():
-        members.setdefault(packed_name(key), []).append(tensor)
+        members.setdefault(stack_name(key), []).append(tensor)
     stacked = {}
     for name, parts in members.items():
         if name in tensors:
@@ -71,7 +71,7 @@ def stack(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return stacked
 
 
-def packed_name(key: str) -> str:
+def stack_name(key: str) -> str:
     """The name under which a file that stacks experts keeps this tensor: that of the stack, or the tensor's own."""
     match = _EXPERT.fullmatch(key)
     return f"{match.group(1)}.{_STACK_OF[match.group(3)]}" if match else key
