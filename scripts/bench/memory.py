@@ -28,6 +28,7 @@ from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.plan import memory
 from swiftlite.plan import run as plan
+from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.optim import make_optimizer, wrap_model
@@ -71,6 +72,8 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             recompute=setup.recompute,
             drafting=family.mtp.drafting,
         )
+        if setup.mtp_mode == "heads_only":
+            HEADS_ONLY.apply(chunks)
         with torch.no_grad():
             for chunk in chunks:
                 for parameter in chunk.parameters():
