@@ -16,7 +16,7 @@ from swiftlite.plan.layout import mtp_pipeline_rank, num_virtual_stages, process
 from swiftlite.runtime.device import Device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mesh:
     """The process groups of one model, over all ranks of the job.
 
