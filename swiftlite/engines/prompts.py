@@ -12,7 +12,6 @@ def needed_length(
     model: ServedModel,
     asked: Sequence[Conversation],
     prompts: Sequence[Sequence[int]],
-    *,
     max_new_tokens: int,
     num_speculative_tokens: int | None,
     max_model_len: int | None = None,

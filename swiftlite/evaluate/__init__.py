@@ -1,1 +1,1 @@
-"""`swiftlite evaluate`, and the gate of `export`: how often MTP heads are right, by channel."""
+"""`swiftlite evaluate`: how often MTP heads are right, by channel."""

@@ -43,8 +43,8 @@ def by_engine(
         read_model(config.model),
         list(chain(*chats.values())),
         list(chain(*prompts.values())),
-        max_new_tokens=max_new_tokens,
-        num_speculative_tokens=config.num_speculative_tokens,
+        max_new_tokens,
+        config.num_speculative_tokens,
     )
     sampling = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model))
     counts = _count(backend, replace(config, max_model_len=max_model_len), prompts, sampling)

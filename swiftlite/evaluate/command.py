@@ -8,14 +8,14 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.bridge.tensors import write_durably
-from swiftlite.data.dataset import Data
+from swiftlite.data.dataset import Data, load_train_val
+from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.figures import ModelFigures, table
-from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
 from swiftlite.runtime.distributed import session
 
@@ -29,18 +29,21 @@ def run(args: EvaluateArgs) -> None:
     names = {"model": args.model} | ({"baseline": args.baseline} if args.baseline else {})
     models = {name: read_model(directory) for name, directory in names.items()}
     results: dict[str, ModelFigures] = {}
-    data: dict[str, tuple[PreTrainedTokenizerBase, Data]] = {}
+    tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+    data: dict[str, Data] = {}
     with session() as mesh:
         for name, model in models.items():
-            data[name] = load_rows(
-                model.directory,
+            tokenizers[name] = load_tokenizer(model.directory, args.trust_remote_code)
+            data[name] = load_train_val(
+                tokenizers[name],
+                (),
                 args.dataset,
-                trust_remote_code=args.trust_remote_code,
                 max_length=args.max_length,
+                truncation_strategy="right",
                 max_bad_rows=args.max_bad_rows,
                 system=args.system,
             )
-            forced = teacher_forced(model.directory, data[name][1].val, torch_dtype=args.torch_dtype, mesh=mesh)
+            forced = teacher_forced(model.directory, data[name].val, torch_dtype=args.torch_dtype, mesh=mesh)
             replayed = {
                 channel: {"samples": figures["samples"], **figures.pop("replayed")}
                 for channel, figures in forced.items()
@@ -51,12 +54,11 @@ def run(args: EvaluateArgs) -> None:
             if not model.heads.layers:
                 logger.info("%s has no heads: no engine is started for it", model.directory)
                 continue
-            tokenizer, rows = data[name]
             results[name][args.infer_backend] = by_engine(
                 args.infer_backend,
                 _engine_config(args, model),
-                rows.val_conversations,
-                tokenizer,
+                data[name].val_conversations,
+                tokenizers[name],
                 max_new_tokens=args.max_new_tokens,
                 max_prompts=args.max_prompts,
             )

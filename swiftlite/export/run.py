@@ -15,12 +15,11 @@ from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import graft_heads, save_hf
 from swiftlite.errors import UserError
-from swiftlite.evaluate.gate import check_acceptance
+from swiftlite.export.gate import check_acceptance
 from swiftlite.heads import Heads
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
-from swiftlite.plan.facts import model_of_run
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
@@ -67,7 +66,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         )
         if dist.get_rank() == 0:
             _audit(writing, hf_model, dtypes)
-            _check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
+            check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
 
@@ -175,23 +174,3 @@ def _audit(directory: Path, hf_model: HfModel, source_keys: Iterable[str]) -> No
         raise UserError(
             f"the export is not what its config promises, so it was removed:\n  {lines}", "please report this"
         )
-
-
-def _check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mesh) -> None:
-    """What --min_acceptance and --max_regression ask for.
-
-    Raises:
-        UserError: the heads of the written model fall short of it.
-    """
-    if args.min_acceptance is None and args.max_regression is None:
-        return
-    check_acceptance(
-        hf_dir,
-        Path(args.baseline) if args.baseline else model_of_run(Path(args.model)),
-        args.val_dataset,
-        min_acceptance=args.min_acceptance,
-        max_regression=args.max_regression,
-        force=args.force,
-        torch_dtype=torch_dtype,
-        mesh=mesh,
-    )

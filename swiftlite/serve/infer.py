@@ -78,30 +78,17 @@ def run(args: InferArgs) -> None:
 def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:
     asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system, seed=args.seed)]
     prompts = [encode_prompt(template, chat) for chat in asked]
-    config = _engine_config(
-        args,
-        model,
-        needed_length(
-            model,
-            asked,
-            prompts,
-            max_new_tokens=args.max_new_tokens,
-            num_speculative_tokens=args.num_speculative_tokens,
-            max_model_len=args.max_model_len,
-        ),
-    )
+    length = needed_length(model, asked, prompts, args.max_new_tokens, args.num_speculative_tokens, args.max_model_len)
+    config = _engine_config(args, model, length)
     plain = None
     if args.compare:
         logger.info("without speculation:")
-        plain = answer(args.infer_backend, _without_drafts(config), prompts, sampling)
+        without_drafts = replace(config, num_speculative_tokens=0, speculative_config=None)
+        plain = answer(args.infer_backend, without_drafts, prompts, sampling)
     result = answer(args.infer_backend, config, prompts, sampling)
-    _write_results(
-        args.result_path,
-        [
-            _record(chat, completion, len(prompt), template.tokenizer)
-            for chat, prompt, completion in zip(asked, prompts, result.completions, strict=True)
-        ],
-    )
+    answered = zip(asked, prompts, result.completions, strict=True)
+    records = [_record(chat, len(prompt), completion, template.tokenizer) for chat, prompt, completion in answered]
+    _write_results(args.result_path, records)
     if args.acceptance_json:
         add_engine_acceptance(Path(args.acceptance_json), args.infer_backend, len(prompts), result.counts)
     for line in summary(result, plain):
@@ -196,17 +183,13 @@ def _engine_config(args: InferArgs, model: ServedModel, max_model_len: int) -> E
     )
 
 
-def _without_drafts(config: EngineConfig) -> EngineConfig:
-    return replace(config, num_speculative_tokens=0, speculative_config=None)
-
-
 def _decode(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
     text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     assert isinstance(text, str)
     return text
 
 
-def _record(chat: Conversation, completion: Completion, prompt_tokens: int, tokenizer: PreTrainedTokenizerBase) -> dict:
+def _record(chat: Conversation, prompt_tokens: int, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict:
     """One line of the result: a row that can be trained on (`messages`, `tools`, `channel`), and what it cost."""
     response = _decode(tokenizer, completion)
     record: dict[str, Any] = {"messages": [*chat.messages, {"role": "assistant", "content": response}]}

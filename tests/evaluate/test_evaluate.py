@@ -1,4 +1,4 @@
-"""Acceptance by channel: against predictions made one sample at a time, by engines, as a table, and as a gate."""
+"""Acceptance by channel: against predictions made one sample at a time, by engines, and as a table."""
 
 import json
 from dataclasses import replace
@@ -13,15 +13,13 @@ from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
-from swiftlite.data.dataset import load_prompts
+from swiftlite.data.dataset import Data, load_prompts, load_train_val
 from swiftlite.data.sample import IGNORED
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.errors import UserError
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.figures import table
-from swiftlite.evaluate.gate import check_acceptance
-from swiftlite.evaluate.rows import load_rows
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from tests.tiny import make_tiny_hf
@@ -40,10 +38,14 @@ def rows(tmp_path) -> str:
     return str(path)
 
 
+def load(hf_dir: Path, rows: str) -> Data:
+    return load_train_val(AutoTokenizer.from_pretrained(hf_dir), (), [rows])
+
+
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
 def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family):
     hf_dir = make_tiny_hf(tmp_path / "model", family, depth=2, with_tokenizer=True)
-    _, data = load_rows(hf_dir, [rows])
+    data = load(hf_dir, rows)
     found = teacher_forced(hf_dir, data.val, torch_dtype="float32", mesh=mesh, row_length=100)
     assert list(found) == ["all", "sum", "tale"]
     assert [channel["samples"] for channel in found.values()] == [12, 6, 3]
@@ -83,7 +85,8 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family)
 
 def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    tokenizer, data = load_rows(hf_dir, [rows])
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    data = load(hf_dir, rows)
     config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
     found = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=2)
     assert {channel: each["prompts"] for channel, each in found.items()} == {"all": 6, "sum": 2, "tale": 2}
@@ -130,48 +133,9 @@ def test_table_and_picture():
     assert draw(results | {"baseline": {}}) != picture
 
 
-def test_the_gate(tmp_path, mesh, rows, caplog):
-    good = make_tiny_hf(tmp_path / "good", "mimo", depth=1, with_tokenizer=True)
-    shares = {}
-
-    def check(hf_dir: Path, baseline: Path | None = None, force: bool = False, **limits: float) -> None:
-        asked = {"min_acceptance": None, "max_regression": None} | limits
-        check_acceptance(hf_dir, baseline, [rows], **asked, force=force, torch_dtype="float32", mesh=mesh)
-
-    for share in (0.0, 1.0):
-        try:
-            check(good, min_acceptance=share)
-            shares[share] = "passed"
-        except UserError as error:
-            shares[share] = error.problem
-    assert shares[0.0] == "passed"
-    assert shares[1.0].startswith("the heads agree with the trunk on ")
-    assert shares[1.0].endswith("% of the tokens, under --min_acceptance 1.0")
-    check(good, good, max_regression=0.0)
-    check(good, min_acceptance=1.0, force=True)
-    assert "written nevertheless" in caplog.text
-
-
-def test_a_model_without_heads_is_a_baseline_of_nothing(tmp_path, mesh, rows):
-    bare = make_tiny_hf(tmp_path / "bare", "qwen3", with_tokenizer=True)
-    headed = make_tiny_hf(tmp_path / "headed", "qwen3", depth=1, with_tokenizer=True)
-    _, data = load_rows(bare, [rows])
-    assert teacher_forced(bare, data.val, torch_dtype="float32", mesh=mesh)["all"]["heads"] == []
-    check_acceptance(
-        headed,
-        bare,
-        [rows],
-        min_acceptance=None,
-        max_regression=0.0,
-        force=False,
-        torch_dtype="float32",
-        mesh=mesh,
-    )
-
-
 def test_rows_without_a_channel_are_in_all_alone(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    _, data = load_rows(hf_dir, [rows])
+    data = load(hf_dir, rows)
     plain = [replace(sample, channel=None) for sample in data.val]
     found = teacher_forced(hf_dir, plain, torch_dtype="float32", mesh=mesh)
     named = teacher_forced(hf_dir, data.val, torch_dtype="float32", mesh=mesh)
