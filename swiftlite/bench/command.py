@@ -56,7 +56,7 @@ def run(args: BenchArgs) -> None:
             content = surroundings | report.to_json(args, servers, is_complete=is_last)
             write_durably(output_dir / "bench.json", json.dumps(content, indent=2).encode() + b"\n")
     choices = report.choose_all(servers)
-    write_durably(output_dir / "bench.svg", draw(*report.curves(servers)))
+    write_durably(output_dir / "bench.svg", draw(servers))
     print(report.table(servers, choices))
     print(report.recommendations(args, choices))
     for warning in report.warnings(choices):

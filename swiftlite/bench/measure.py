@@ -1,18 +1,23 @@
-"""One server, from its start over all rounds at every concurrency to its end."""
+"""One server, from its start over all rounds at every concurrency to its end.
+
+How one prompt is sent is the engine's own (`engines/client.py`).
+"""
 
 import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 import aiohttp
 
 from swiftlite.args.commands import BenchArgs
-from swiftlite.bench.client import ask_all, connect
 from swiftlite.bench.figures import ConcurrencyResult, Round
 from swiftlite.bench.server import serve
+from swiftlite.engines.client import Answer, Client
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.log import logger
 
@@ -66,7 +71,11 @@ async def _ask(
     args: BenchArgs, url: str, num_speculative_tokens: int, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[ConcurrencyResult]:
     measured = []
-    async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
+    make_client = resolve_name(ENGINES[args.infer_backend].client)
+    all_at_once = aiohttp.TCPConnector(limit=0)
+    patient = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(url, connector=all_at_once, timeout=patient) as session:
+        client = make_client(session, sampling, num_speculative_tokens)
         # The first answers pay for kernels and memory that later ones find ready.
         await ask_all(client, prompts, max(args.concurrency), "warm-up")
         for concurrency in args.concurrency:
@@ -81,6 +90,21 @@ async def _ask(
             speeds = ", ".join(f"{speed:.1f}" for speed in result.speeds)
             logger.info("%s, %d at once: %s tokens/s", in_words(num_speculative_tokens), concurrency, speeds)
     return measured
+
+
+async def ask_all(client: Client, prompts: Sequence[Sequence[int]], concurrency: int, salt: str) -> Round:
+    """Every prompt once, `concurrency` of them under way until none is left."""
+    answers: dict[int, Answer] = {}
+    waiting = iter(enumerate(prompts))
+
+    async def work() -> None:
+        for number, prompt in waiting:
+            answers[number] = await client.answer(prompt, salt)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    seconds = time.perf_counter() - start
+    return Round([answers[number] for number in range(len(prompts))], seconds)
 
 
 def in_words(num_speculative_tokens: int) -> str:

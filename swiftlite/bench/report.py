@@ -1,4 +1,4 @@
-"""What `bench` says of all servers: the table, the recommendations, bench.json, the lines of the chart."""
+"""What `bench` says of all servers: the table, the recommendations, bench.json."""
 
 import importlib.metadata
 import json
@@ -15,7 +15,7 @@ import swiftlite
 from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
 from swiftlite.args.docs import options
 from swiftlite.bench.figures import Choice, ConcurrencyResult, choose
-from swiftlite.bench.measure import ServerResult, in_words
+from swiftlite.bench.measure import ServerResult
 from swiftlite.engines.client import Answer
 from swiftlite.engines.index import ENGINES
 from swiftlite.rules.common import as_typed
@@ -61,12 +61,7 @@ def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool)
 
 
 def _server_json(server: ServerResult, expected: Sequence[Answer]) -> dict[str, Any]:
-    return {
-        "num_speculative_tokens": server.num_speculative_tokens,
-        "command": server.command,
-        "seconds_to_start": server.seconds_to_start,
-        "measured": [result.to_json(expected) for result in server.measured],
-    }
+    return vars(server) | {"measured": [result.to_json(expected) for result in server.measured]}
 
 
 def describe_surroundings(args: BenchArgs) -> dict[str, Any]:
@@ -158,11 +153,3 @@ def deploy_line(args: BenchArgs, choice: Choice) -> str:
         if value != option.default and name != "infer_backend":
             words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else as_typed(value)]
     return shlex.join(words)
-
-
-def curves(servers: Sequence[ServerResult]) -> tuple[list[int], dict[str, list[list[float]]]]:
-    """For the chart: the concurrencies, and for each server the rounds' tokens per second at each."""
-    names = [in_words(server.num_speculative_tokens) for server in servers[:-1]]
-    names.append("drafting nothing, again at the end")
-    speeds = [[result.speeds for result in server.measured] for server in servers]
-    return [result.concurrency for result in servers[0].measured], dict(zip(names, speeds, strict=True))

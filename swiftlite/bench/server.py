@@ -25,16 +25,11 @@ class Server:
     """A process that was started to serve.
 
     Attributes:
-        url: where it listens, without a path.
         log: file with all that it prints.
     """
 
     process: subprocess.Popen
-    url: str
     log: Path
-
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
 
     def failure(self, what: str) -> UserError:
         """The error of a server that did not do its part, with the end of its log."""
@@ -64,11 +59,11 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    server = Server(process, url, log)
+    server = Server(process, log)
     patience = 0  # what still starts holds nothing that it should finish
     try:
         while not _is_healthy(url):
-            if server.has_ended():
+            if process.poll() is not None:
                 raise server.failure(f"the server ended with code {process.returncode} before it was ready")
             time.sleep(0.5)
         patience = SECONDS_TO_STOP
@@ -77,12 +72,12 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
         _stop(process, patience)
 
 
-def free_url(host: str = "127.0.0.1") -> tuple[str, int]:
+def free_url() -> tuple[str, int]:
     """An address that nobody listens at now, and its port."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return f"http://{host}:{port}", port
+    return f"http://127.0.0.1:{port}", port
 
 
 def _is_healthy(url: str) -> bool:

@@ -39,13 +39,9 @@ def by_engine(
     template = ChatTemplate(tokenizer)
     chats = _first_of_each_channel(conversations, max_prompts)
     prompts = {channel: [encode_prompt(template, chat) for chat in chosen] for channel, chosen in chats.items()}
-    max_model_len = needed_length(
-        read_model(config.model),
-        list(chain(*chats.values())),
-        list(chain(*prompts.values())),
-        max_new_tokens,
-        config.num_speculative_tokens,
-    )
+    asked = list(chain(*chats.values()))
+    ids = list(chain(*prompts.values()))
+    max_model_len = needed_length(read_model(config.model), asked, ids, max_new_tokens, config.num_speculative_tokens)
     sampling = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model))
     counts = _count(backend, replace(config, max_model_len=max_model_len), prompts, sampling)
     num_prompts = {channel: len(chosen) for channel, chosen in prompts.items()}

@@ -1,5 +1,6 @@
 """One server, measured; real ones are in tests/e2e/test_bench.py."""
 
+import asyncio
 import sys
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from swiftlite.args.commands import BenchArgs
-from swiftlite.bench.measure import measure
+from swiftlite.bench.measure import ask_all, measure
 from swiftlite.bench.server import free_url
+from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
@@ -30,3 +32,28 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
     command = ServerCommand([sys.executable, "-c", script, str(port)])
     with pytest.raises(UserError, match=r"the server stopped answering: [^|]*its log ends so:[^~]*out of memory"):
         measure(BenchArgs(concurrency=[1, 2]), 0, url, command, [[1], [2]], Sampling(4), tmp_path / "log")
+
+
+class Counting:
+    """Answers later prompts sooner, and notes how many it has under way."""
+
+    def __init__(self):
+        self.under_way, self.most = 0, 0
+
+    async def answer(self, prompt, salt):
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await asyncio.sleep(0.02 / prompt[0])
+        self.under_way -= 1
+        return Answer(f"{prompt[0]} {salt}", 1, 0.0, 0.0)
+
+    async def draft_counts(self):
+        raise NotImplementedError
+
+
+def test_prompts_are_answered_in_order_so_many_at_once():
+    client = Counting()
+    done = asyncio.run(ask_all(client, [[number] for number in range(1, 8)], 3, "x"))
+    assert [answer.text for answer in done.answers] == [f"{number} x" for number in range(1, 8)]
+    assert client.most == 3
+    assert done.seconds > 0

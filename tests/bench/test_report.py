@@ -11,7 +11,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
 from swiftlite.bench.figures import ConcurrencyResult, Round
 from swiftlite.bench.measure import ServerResult
-from swiftlite.bench.report import choose_all, curves, deploy_line, recommendations, table, to_json, warnings
+from swiftlite.bench.report import choose_all, deploy_line, recommendations, table, to_json, warnings
 from swiftlite.bench.speed_chart import draw
 from swiftlite.cli.parse import parse
 from swiftlite.engines.client import Answer
@@ -86,7 +86,7 @@ def test_a_run_that_was_cut_short_recommends_nothing():
 
 
 def test_the_chart_names_every_server():
-    chart = draw(*curves(SERVERS)).decode()
+    chart = draw(SERVERS).decode()
     assert chart.startswith("<?xml")
     for name in ("drafting nothing", "drafting 1", "drafting 2", "drafting nothing, again at the end"):
         assert f"<!-- {name} -->" in chart

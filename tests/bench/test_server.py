@@ -36,10 +36,10 @@ def start(tmp_path, *words: str):
 def test_nothing_is_left_of_a_server(tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
     with start(tmp_path, "child") as running:
-        assert not running.has_ended()
+        assert running.process.poll() is None
         child = int(running.log.read_text().splitlines()[0])
         assert psutil.pid_exists(child)
-    assert running.has_ended()
+    assert running.process.poll() is not None
     deadline = time.monotonic() + 30  # whoever adopted it has yet to reap it
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
