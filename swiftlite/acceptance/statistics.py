@@ -1,4 +1,6 @@
-"""Losses and acceptance of the heads over the targets of many micro-batches, as sums.
+"""Losses and acceptance of the heads over the targets of a micro-batch, as sums.
+
+The sums add up over micro-batches and ranks, and are read as token-weighted means.
 
 Shapes: B batch, S sequence (this context-parallel rank's part).
 """
@@ -11,46 +13,38 @@ from swiftlite.model.ranks import whole_rows
 from swiftlite.runtime.mesh import Mesh
 
 
-class Statistics:
-    """Sums that add up over micro-batches and ranks; read as token-weighted means.
+def sum_up(
+    losses: Losses, loss_scale_KBS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sums of one micro-batch, float64 [1 + drafts, 3].
 
     One row per head (the trunk, then each MTP depth): sum of weighted losses, number of targets, and, for MTP, how
-    many of its predictions equal the trunk's own for the same token (which is what an engine would accept).
+    many of its predictions equal the trunk's own for the same token (which is what an engine would accept). Only losses
+    are local: predictions are compared on whole rows, and counted by the first context-parallel rank.
+
+    Args:
+        cu_seqlens: as in `Batch`.
     """
+    counts_here = mesh.cp.rank() == 0
+    rows = []
+    trunk_BS = whole_rows(losses.main.prediction_BS, mesh, cu_seqlens)
+    for depth, (head, weight_BS) in enumerate(zip((losses.main, *losses.mtp), loss_scale_KBS, strict=True)):
+        if depth > 0:
+            trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=cu_seqlens)
+        prediction_BS = whole_rows(head.prediction_BS, mesh, cu_seqlens)
+        valid_BS = prediction_BS != -1
+        hits_BS = valid_BS & (prediction_BS == trunk_BS)
+        loss = (head.loss_BS.detach() * weight_BS).sum().double()
+        rows.append(torch.stack([loss, valid_BS.sum() * counts_here, hits_BS.sum() * counts_here]))
+    return torch.stack(rows)
 
-    def __init__(self, rows: torch.Tensor):
-        self.rows = rows
 
-    @staticmethod
-    def of(
-        losses: Losses, loss_scale_KBS: torch.Tensor, mesh: Mesh, cu_seqlens: torch.Tensor | None = None
-    ) -> "Statistics":
-        """The sums of one micro-batch, float64 [1 + drafts, 3].
-
-        Only losses are local: predictions are compared on whole rows, and counted by the first context-parallel rank.
-
-        Args:
-            cu_seqlens: as in `Batch`.
-        """
-        counts_here = mesh.cp.rank() == 0
-        rows = []
-        trunk_BS = whole_rows(losses.main.prediction_BS, mesh, cu_seqlens)
-        for depth, (head, weight_BS) in enumerate(zip((losses.main, *losses.mtp), loss_scale_KBS, strict=True)):
-            if depth > 0:
-                trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=cu_seqlens)
-            prediction_BS = whole_rows(head.prediction_BS, mesh, cu_seqlens)
-            valid_BS = prediction_BS != -1
-            hits_BS = valid_BS & (prediction_BS == trunk_BS)
-            loss = (head.loss_BS.detach() * weight_BS).sum().double()
-            rows.append(torch.stack([loss, valid_BS.sum() * counts_here, hits_BS.sum() * counts_here]))
-        return Statistics(torch.stack(rows))
-
-    def means(self, prefix: str = "") -> dict[str, float]:
-        """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""
-        names: dict[str, float] = {}
-        for depth, (loss, count, hits) in enumerate(self.rows.tolist()):
-            head = f"mtp_{depth}_" if depth else ""
-            names[f"{prefix}{head}loss"] = loss / count if count else 0.0
-            if depth:
-                names[f"{prefix}{head}acceptance"] = hits / count if count else 0.0
-        return names
+def means(sums: torch.Tensor) -> dict[str, float]:
+    """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""
+    named: dict[str, float] = {}
+    for depth, (loss, count, hits) in enumerate(sums.tolist()):
+        head = f"mtp_{depth}_" if depth else ""
+        named[f"{head}loss"] = loss / count if count else 0.0
+        if depth:
+            named[f"{head}acceptance"] = hits / count if count else 0.0
+    return named

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts, replay
-from swiftlite.acceptance.statistics import Statistics
+from swiftlite.acceptance.statistics import sum_up
 from swiftlite.data.batch import collate_packed, shift_left
 from swiftlite.data.packing import pack
 from swiftlite.data.sample import Sample
@@ -60,10 +60,10 @@ def teacher_forced(
 def _measure(
     model: torch.nn.Module, samples: Sequence[Sample], num_drafts: int, mesh: Mesh
 ) -> tuple[torch.Tensor, DraftCounts]:
-    """One packed row: its `Statistics.rows`, and an engine's walk."""
+    """One packed row: its statistics, and an engine's walk."""
     batch = collate_packed(samples, 0, num_drafts=num_drafts).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
-    rows = Statistics.of(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).rows.cpu()
+    rows = sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
     if not num_drafts:
         return rows, DraftCounts(0, 0, ())
     trunk_BS = losses.main.prediction_BS

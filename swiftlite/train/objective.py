@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from swiftlite.acceptance.statistics import Statistics
+from swiftlite.acceptance import statistics
 from swiftlite.data.batch import Batch
 from swiftlite.heads import Heads
 from swiftlite.model.forward import forward
@@ -106,7 +106,7 @@ class NextTokenObjective:
 
     @property
     def sums_shape(self) -> tuple[int, int]:
-        return (1 + self.heads.drafts, 3)  # as `Statistics`
+        return (1 + self.heads.drafts, 3)  # as `acceptance/statistics.py`
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Valid targets of the trunk and of each MTP depth in these batches: int64 [K]."""
@@ -124,7 +124,7 @@ class NextTokenObjective:
         ]
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
-        """Each micro-batch's `total_loss`, the trunk's targets and `Statistics`."""
+        """Each micro-batch's `total_loss`, the trunk's targets and its statistics."""
         coefficients = self.coefficients(counts)
 
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
@@ -133,8 +133,8 @@ class NextTokenObjective:
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 num_targets = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()
-                statistics = Statistics.of(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
-                return total_loss(losses, batch.loss_scale_KBS, coefficients), num_targets, statistics.rows
+                sums = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
+                return total_loss(losses, batch.loss_scale_KBS, coefficients), num_targets, sums
 
             return output, loss_func
 
@@ -142,7 +142,7 @@ class NextTokenObjective:
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
         """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""
-        return Statistics(sums).means()
+        return statistics.means(sums)
 
 
 def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swiftlite.acceptance.statistics import Statistics
+from swiftlite.acceptance.statistics import means, sum_up
 from swiftlite.data.batch import NO_SAMPLE, Batch, collate
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.heads import Heads
@@ -44,7 +44,7 @@ def batch_loss_and_gradients(model, batches: list[Batch], depth: int, mesh: Mesh
         loss = total_loss(losses, batch.loss_scale_KBS, coefficients)
         loss.backward()
         total += float(loss.detach())
-        parts.append(Statistics.of(losses, batch.loss_scale_KBS, mesh))
+        parts.append(sum_up(losses, batch.loss_scale_KBS, mesh))
     main = max(int(counts[0]), 1)
     return total / main, {name: p.grad / main for name, p in model.named_parameters() if p.grad is not None}, parts
 
@@ -102,8 +102,8 @@ def test_nothing_depends_on_micro_batches_or_padding(model_and_depth, cut, mesh)
     parts = batch_loss_and_gradients(model, batches, depth, mesh)
     assert parts[0] == pytest.approx(whole[0], rel=1e-5)
     assert_same_gradients(parts[1], whole[1])
-    sums = sum(part.rows for part in parts[2])
-    torch.testing.assert_close(sums, whole[2][0].rows, rtol=1e-5, atol=0)
+    sums = sum(parts[2])
+    torch.testing.assert_close(sums, whole[2][0], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -143,7 +143,7 @@ def test_a_batch_without_labels_is_zero_not_nan(model_and_depth, mesh):
     )
     assert loss == 0
     assert all(float(gradient.abs().max()) == 0 for gradient in gradients.values())
-    assert all(value == 0 for value in parts[0].means().values())
+    assert all(value == 0 for value in means(parts[0]).values())
 
 
 def test_prompt_tokens_do_not_change_the_mtp_targets(model_and_depth, mesh):
@@ -201,4 +201,4 @@ def test_acceptance_counts_agreement_with_the_trunk(tmp_path, mesh):
             if sample.labels[position + 2] != -100:
                 targets += 1
                 hits += int(head[row, position] == trunk[row, position + 1])
-    assert Statistics.of(losses, batch.loss_scale_KBS, mesh).rows[1, 1:].tolist() == [targets, hits]
+    assert sum_up(losses, batch.loss_scale_KBS, mesh)[1, 1:].tolist() == [targets, hits]
