@@ -1,12 +1,15 @@
-"""What a dry load found: the report, and how it is read from a recorder on which an engine's own loaders ran."""
+"""What a dry load found: the report, and how it comes about while an engine's own loaders run on a recorder."""
 
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 
-from swiftlite.bridge.tensors import some
+from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.weight_recorder import WeightRecorder
@@ -55,41 +58,110 @@ def stage(words: str) -> Iterator[None]:
         raise LoadError(f"{words}: {type(error).__name__}: " + "\n      ".join(some(lines))) from error
 
 
-def unfilled(recorder: WeightRecorder, model: nn.Module, shared: Iterable[str] = ()) -> list[str]:
-    """Parameters that the loader left as they were.
+@dataclass
+class Loading:
+    """A dry load under way: what an engine's own loaders have made of a checkpoint so far.
+
+    Attributes:
+        target, draft: the models that were built and filled.
+        problems: as in the report.
+    """
+
+    info: EngineInfo
+    model: ServedModel
+    target: nn.Module | None = None
+    draft: nn.Module | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.recorder = WeightRecorder(Checkpoint(self.model.directory).stored)
+
+    @contextmanager
+    def until_it_objects(self) -> Iterator[None]:
+        """What an engine objects to becomes a problem; if it is content, tensors that it has not read are."""
+        try:
+            yield
+        except LoadError as error:
+            self.problems.append(str(error))
+            return
+        if self.model.heads.layers == 0 or self.draft is not None:
+            self.problems += self._unread()
+
+    def fill(self, name: str, build: Callable[[], Any], shared: Iterable[str] = ()) -> nn.Module:
+        """A model as the engine makes and fills it, without numbers; parameters that its loader leaves are problems.
+
+        Args:
+            name: the engine's of its class.
+            shared: ends of names of those that the target gives to the draft afterwards.
+        """
+        label = self.info.label
+        with torch.device("meta"):
+            with stage(f"{label} cannot build {name}"):
+                filled = build()
+            class_name = type(filled).__name__
+            with stage(f"{label}'s {class_name} stops at the checkpoint"), self.recorder:
+                filled.load_weights(self.recorder.weights())
+        self.problems += some(
+            f"{class_name} is left with {count} random numbers in {parameter}"
+            for parameter, count in self.recorder.unfilled(filled).items()
+            if not parameter.endswith(tuple(shared))
+        )
+        return filled
+
+    def note_that_target_drafts_for_itself(self) -> None:
+        """The draft is the target again."""
+        self.problems.append(
+            f"the target drafts for itself: the draft is another {type(self.target).__name__} of the same directory, "
+            "so every draft is accepted and none is cheaper"
+        )
+
+    def report(self, version: str, num_drafting: int) -> LoadReport:
+        """All of it.
+
+        Args:
+            version: the engine's.
+        """
+        return LoadReport(
+            engine=f"{self.info.name} {version}",
+            target=self.target and type(self.target).__name__,
+            draft=self.draft and type(self.draft).__name__,
+            num_mtp_heads=self.model.heads.layers,
+            num_drafting=num_drafting,
+            problems=self.problems,
+            notes=self._unknown_class(),
+        )
+
+    def _unread(self) -> list[str]:
+        """Keys that went nowhere; neither what follows from the config nor the copies that tied models have."""
+        family = self.model.family
+        copies = {copy for row in family.rows(self.model.hf_config) for copy in row.hf_copies}
+        keys = self.recorder.keys - self.recorder.used - copies
+        left = sorted(key for key in keys if not family.is_derived(key))
+        return [f"no class of {self.info.label} reads {key}" for key in some(left)]
+
+    def _unknown_class(self) -> list[str]:
+        """A note on a draft class other than the one whose convention was measured."""
+        if self.draft is None:
+            return []
+        known = self.info.convention_for(self.model.family).draft
+        found = type(self.draft).__name__
+        if found == known:
+            return []
+        return [f"swiftlite knows {known} here, not {found}: how it drafts has not been measured"]
+
+
+@contextmanager
+def one_rank(distributed: Any) -> Iterator[None]:
+    """Process groups of a single rank. It holds all of a model; which part of a tensor a rank has is not in question.
 
     Args:
-        shared: ends of names of those that the target gives to the draft afterwards.
+        distributed: vLLM's module of that name, or SGLang's, which has its functions.
     """
-    name = type(model).__name__
-    return some(
-        f"{name} is left with {count} random numbers in {parameter}"
-        for parameter, count in recorder.unfilled(model).items()
-        if not parameter.endswith(tuple(shared))
-    )
-
-
-def unread(info: EngineInfo, model: ServedModel, recorder: WeightRecorder) -> list[str]:
-    """Keys that went nowhere; neither what follows from the config nor the copies that tied models have."""
-    copies = {copy for row in model.family.rows(model.hf_config) for copy in row.hf_copies}
-    keys = recorder.keys - recorder.used - copies
-    left = sorted(key for key in keys if not model.family.is_derived(key))
-    return [f"no class of {info.label} reads {key}" for key in some(left)]
-
-
-def drafts_for_itself(target: nn.Module) -> str:
-    """The problem of a target whose draft is the target again."""
-    return (
-        f"the target drafts for itself: the draft is another {type(target).__name__} of the same directory, so every "
-        "draft is accepted and none is cheaper"
-    )
-
-
-def unknown_class(info: EngineInfo, model: ServedModel, draft: nn.Module | None) -> list[str]:
-    """A note on a draft class other than the one whose convention was measured."""
-    if draft is None:
-        return []
-    known = info.convention_for(model.family)
-    if type(draft).__name__ == known.draft:
-        return []
-    return [f"swiftlite knows {known.draft} here, not {type(draft).__name__}: how it drafts has not been measured"]
+    with tempfile.TemporaryDirectory() as folder:
+        distributed.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        try:
+            distributed.initialize_model_parallel()  # groups for experts too, where the model has some
+            yield
+        finally:
+            distributed.destroy_model_parallel()
+            distributed.destroy_distributed_environment()
