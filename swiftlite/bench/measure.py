@@ -5,7 +5,8 @@ How one prompt is sent is the engine's own (`engines/client.py`).
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -71,11 +72,7 @@ async def _ask(
     args: BenchArgs, url: str, num_speculative_tokens: int, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[ConcurrencyResult]:
     measured = []
-    make_client = resolve_name(ENGINES[args.infer_backend].client)
-    all_at_once = aiohttp.TCPConnector(limit=0)
-    patient = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(url, connector=all_at_once, timeout=patient) as session:
-        client = make_client(session, sampling, num_speculative_tokens)
+    async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
         # The first answers pay for kernels and memory that later ones find ready.
         await ask_all(client, prompts, max(args.concurrency), "warm-up")
         for concurrency in args.concurrency:
@@ -90,6 +87,21 @@ async def _ask(
             speeds = ", ".join(f"{speed:.1f}" for speed in result.speeds)
             logger.info("%s, %d at once: %s tokens/s", in_words(num_speculative_tokens), concurrency, speeds)
     return measured
+
+
+@asynccontextmanager
+async def connect(backend: str, url: str, sampling: Sampling, num_speculative_tokens: int) -> AsyncIterator[Client]:
+    """A client of the engine that --infer_backend names.
+
+    Args:
+        sampling: greedy.
+        num_speculative_tokens: that the server drafts per step.
+    """
+    make_client = resolve_name(ENGINES[backend].client)
+    all_at_once = aiohttp.TCPConnector(limit=0)
+    patient = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(url, connector=all_at_once, timeout=patient) as session:
+        yield make_client(session, sampling, num_speculative_tokens)
 
 
 async def ask_all(client: Client, prompts: Sequence[Sequence[int]], concurrency: int, salt: str) -> Round:

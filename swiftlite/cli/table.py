@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import Choices
-from swiftlite.engines import index
+from swiftlite.engines.index import names_with
 from swiftlite.errors import UserError
 
 
@@ -49,11 +49,11 @@ COMMANDS = (
 )
 # The option that takes an engine's name, and the names that it takes.
 ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
-    InferArgs: ("infer_backend", index.names),
-    DeployArgs: ("infer_backend", index.names_with_server),
-    EvaluateArgs: ("infer_backend", lambda: ["none", *index.names()]),
-    BenchArgs: ("infer_backend", index.names_with_client),
-    DoctorArgs: ("engine", index.names_with_dry_load),
+    InferArgs: ("infer_backend", lambda: names_with("adapter")),
+    DeployArgs: ("infer_backend", lambda: names_with("server")),
+    EvaluateArgs: ("infer_backend", lambda: ["none", *names_with("adapter")]),
+    BenchArgs: ("infer_backend", lambda: names_with("client")),
+    DoctorArgs: ("engine", lambda: names_with("dry_load")),
 }
 
 

@@ -11,9 +11,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.info import EngineInfo, load
+from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.load_report import LoadReport
 from swiftlite.engines.served_model import read_model
 from swiftlite.errors import UserError
@@ -27,7 +28,7 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
     """
     model = read_model(config.model)
     if info.known_report and not info.is_installed:
-        return load(info.known_report)(model)
+        return resolve_name(info.known_report)(model)
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "model"}
     words = [sys.executable, "-W", "ignore", "-m", "swiftlite.engines.dry_load"]
     command = [*words, info.dry_load, str(config.model), json.dumps(options)]
@@ -40,7 +41,7 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
 
 def main(target: str, directory: str, options: str) -> None:
     """Print the report of one engine."""
-    report = load(target)(EngineConfig(Path(directory), **json.loads(options)))
+    report = resolve_name(target)(EngineConfig(Path(directory), **json.loads(options)))
     print(json.dumps(dataclasses.asdict(report)))
 
 

@@ -7,11 +7,11 @@ needs, is imported before `start_engine` is called with the engine's name.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.index import ENGINES
-from swiftlite.engines.info import load
 from swiftlite.errors import UserError
 
 
@@ -125,7 +125,7 @@ def start_engine(name: str, config: EngineConfig) -> Engine:
     """
     info = ENGINES[name]
     try:
-        start: Callable[[EngineConfig], Engine] = load(info.adapter)
+        start: Callable[[EngineConfig], Engine] = resolve_name(info.adapter)
         return start(config)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != info.package:

@@ -28,14 +28,20 @@ def heads_of(hf_config: PreTrainedConfig) -> Heads:
     return Heads.from_config(vars(hf_config))
 
 
-def trunk_weights(weights: Weights, hf_config: PreTrainedConfig) -> Weights:
-    """The weights without the heads', which are the draft's; all of them when config.json promises no heads.
+class Trunk(torch.nn.Module):
+    """Goes before an engine's own class of a model, and keeps the heads from it, which are the draft's.
 
-    An engine then objects to the heads, which it should.
+    All weights get through when config.json promises no heads: the engine then objects to heads, which it should.
     """
-    if heads_of(hf_config).layers == 0:
-        return weights
-    return ((name, tensor) for name, tensor in weights if not name.startswith("mtp."))
+
+    config: PreTrainedConfig
+
+    def load_weights(self, weights: Weights) -> Any:
+        """As the engine's class."""
+        if heads_of(self.config).layers > 0:
+            weights = ((name, tensor) for name, tensor in weights if not name.startswith("mtp."))
+        trunk: Any = super()
+        return trunk.load_weights(weights)
 
 
 def fill(

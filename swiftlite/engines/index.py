@@ -12,21 +12,7 @@ ENGINES: dict[str, EngineInfo] = {
 }
 
 
-def names() -> list[str]:
-    """Engines that generate: all."""
-    return list(ENGINES)
-
-
-def names_with_server() -> list[str]:
-    """Engines whose server `deploy` can start."""
-    return [name for name, info in ENGINES.items() if info.server]
-
-
-def names_with_client() -> list[str]:
-    """Engines whose server `bench` can measure."""
-    return [name for name, info in ENGINES.items() if info.client]
-
-
-def names_with_dry_load() -> list[str]:
-    """Engines whose loaders `doctor` can ask."""
-    return [name for name, info in ENGINES.items() if info.dry_load]
+def names_with(part: str) -> list[str]:
+    """Engines whose record has this part: a `server` that `deploy` can start, a `client` by which `bench` asks it, a
+    `dry_load` for `doctor`. All have an `adapter`."""
+    return [name for name, info in ENGINES.items() if vars(info)[part]]

@@ -5,9 +5,9 @@ the engine itself stands here as "module:attribute" and is loaded when it is use
 """
 
 import importlib.util
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.args.config import Problem
@@ -17,24 +17,6 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from swiftlite.engines.convention import Convention
     from swiftlite.families import Family
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """An engine's own options.
-
-    Attributes:
-        group: their class in args/fields.py, part of the classes of the commands. Every name begins with the engine's.
-        engine_kwargs: the keyword arguments for the engine that such a class has; None when none were given.
-        speculative_config: the options of drafting that such a class has, by the engine's own names; None when none
-            were given.
-        rules: what cannot be, as functions that yield (problem, hint).
-    """
-
-    group: type
-    engine_kwargs: Callable[[Any], dict[str, Any] | None]
-    speculative_config: Callable[[Any], dict[str, Any] | None]
-    rules: tuple[Callable[[Any], Iterator[Problem]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +49,11 @@ class EngineInfo:
             family for which nobody has measured it.
         is_required: whether swiftlite itself cannot do without its package.
         is_batched: whether the engine answers several prompts at once.
-        options: the engine's own options; None when it has none.
+        options: class of the engine's own options in args/fields.py, part of the classes of the commands; None when it
+            has none. Every name begins with the engine's.
+        drafting_options: the options of drafting that such a class has, by the engine's own names; None when none were
+            given.
+        rules: what cannot be of its options, as functions that yield (problem, hint).
         server: function from `DeployArgs`, a `ServedModel` and whether to draft to a `ServerCommand`. "": the engine
             has no server, and `deploy` does not offer it.
         client: class of the `Client` that `bench` asks the server through. "": `bench` does not offer the engine.
@@ -88,7 +74,9 @@ class EngineInfo:
     convention: str
     is_required: bool = False
     is_batched: bool = True
-    options: EngineOptions | None = None
+    options: type | None = None
+    drafting_options: Callable[[Any], dict[str, Any] | None] = lambda args: None
+    rules: tuple[Callable[[Any], Iterator[Problem]], ...] = ()
     server: str = ""
     client: str = ""
     dry_load: str = ""
@@ -108,29 +96,29 @@ class EngineInfo:
     @property
     def option_names(self) -> tuple[str, ...]:
         """The engine's own options."""
-        return tuple(options(self.options.group)) if self.options else ()
+        return tuple(options(self.options)) if self.options else ()
 
     @property
     def speculative_option_names(self) -> tuple[str, ...]:
         """The engine's own options that say how to draft."""
         return tuple(name for name in self.option_names if name != self.kwargs_option)
 
+    def has_options_in(self, args: Any) -> bool:
+        """Whether the options of a command have the engine's own."""
+        return self.options is not None and isinstance(args, self.options)
+
     def engine_kwargs(self, args: Any) -> dict[str, Any]:
         """The engine's keyword arguments that the user gave."""
-        if self.options is None or not isinstance(args, self.options.group):
-            return {}
-        return self.options.engine_kwargs(args) or {}
+        return vars(args)[self.kwargs_option] or {} if self.has_options_in(args) else {}
 
     def speculative_config(self, args: Any) -> dict[str, Any] | None:
         """The engine's own options of drafting that the user gave."""
-        if self.options is None or not isinstance(args, self.options.group):
-            return None
-        return self.options.speculative_config(args)
+        return self.drafting_options(args) if self.has_options_in(args) else None
 
     def problems(self, args: Any) -> Iterator[Problem]:
         """What the engine's own rules object to."""
-        if self.options is not None and isinstance(args, self.options.group):
-            for rule in self.options.rules:
+        if self.has_options_in(args):
+            for rule in self.rules:
                 yield from rule(args)
 
     def convention_for(self, family: "Family") -> "Convention":
@@ -139,15 +127,10 @@ class EngineInfo:
         Raises:
             UserError: nobody has measured it.
         """
-        found = load(self.convention)(family)
+        found = resolve_name(self.convention)(family)
         if found is None:
             raise UserError(
                 f"how {self.label} drafts with the heads of a {family.name} has not been measured",
                 f"measure it and add its line to {self.convention.partition(':')[0]}, or use another engine",
             )
         return found
-
-
-def load(target: str) -> Any:
-    """What "module:attribute" names."""
-    return pkgutil.resolve_name(target)

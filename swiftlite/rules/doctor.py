@@ -5,7 +5,7 @@ from pathlib import Path
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.docs import options
-from swiftlite.engines.index import ENGINES, names_with_dry_load
+from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
 from swiftlite.plan.facts import Facts, Problem, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
@@ -56,7 +56,7 @@ def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Probl
             continue
         owner = own[name].name if name in own else args.engine
         if args.engine is None:
-            yield f"--{name} {as_typed(value)} without an engine", f"add --engine {owner or names_with_dry_load()[0]}"
+            yield f"--{name} {as_typed(value)} without an engine", f"add --engine {owner or names_with('dry_load')[0]}"
         elif args.engine != owner:
             yield f"--{name} {as_typed(value)} with --engine {args.engine}", f"it is for --engine {owner}"
 

@@ -5,10 +5,10 @@ This process becomes the server, so signals and the exit code are the server's o
 
 import os
 import sys
+from pkgutil import resolve_name
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.engines.index import ENGINES
-from swiftlite.engines.info import load
 from swiftlite.engines.served_model import ServedModel, log_untrained_drafts, read_model
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.log import logger
@@ -40,5 +40,5 @@ def server_command(args: DeployArgs, model: ServedModel) -> ServerCommand:
         UserError: the engine would not draft with the checkpoint's heads.
     """
     drafts = model.heads.layers > 0 if args.speculative is None else args.speculative == "mtp"
-    make_command = load(ENGINES[args.infer_backend].server)
+    make_command = resolve_name(ENGINES[args.infer_backend].server)
     return make_command(args, model, drafts)

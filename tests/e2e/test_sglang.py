@@ -19,7 +19,7 @@ from openai import OpenAI
 from safetensors.torch import load_file, save_file
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bench.client import ask_all, connect
+from swiftlite.bench.measure import ask_all, connect
 from swiftlite.bench.server import serve
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling

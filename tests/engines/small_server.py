@@ -5,7 +5,7 @@ import json
 
 from aiohttp import web
 
-from swiftlite.bench.client import connect
+from swiftlite.bench.measure import connect
 from swiftlite.engines.engine import Sampling
 
 SAMPLING = Sampling(7, stop_token_ids=(2, 3))

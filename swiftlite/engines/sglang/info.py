@@ -1,21 +1,51 @@
-"""SGLang's record."""
+"""SGLang's record, and the rules of its own options."""
 
+from collections.abc import Iterator
 from typing import Any
 
+from swiftlite.args.config import Problem
 from swiftlite.args.fields import SglangArgs
-from swiftlite.engines.info import EngineInfo, EngineOptions, Plugin
-from swiftlite.engines.sglang.rules import RULES
+from swiftlite.engines.info import EngineInfo, Plugin
+
+NUMBERS = ("sglang_speculative_num_steps", "sglang_speculative_eagle_topk", "sglang_speculative_num_draft_tokens")
 
 
-def speculative_config(args: SglangArgs) -> dict[str, Any] | None:
+def drafting_options(args: SglangArgs) -> dict[str, Any] | None:
     """SGLang's options of drafting that were given, by SGLang's names; None when none were."""
-    drafting = {
-        "speculative_algorithm": args.sglang_speculative_algorithm,
-        "speculative_num_steps": args.sglang_speculative_num_steps,
-        "speculative_eagle_topk": args.sglang_speculative_eagle_topk,
-        "speculative_num_draft_tokens": args.sglang_speculative_num_draft_tokens,
-    }
-    return {name: value for name, value in drafting.items() if value is not None} or None
+    names = ("sglang_speculative_algorithm", *NUMBERS)
+    return {name.removeprefix("sglang_"): vars(args)[name] for name in names if vars(args)[name] is not None} or None
+
+
+def numbers_go_together(args: Any) -> Iterator[Problem]:
+    numbers = {name: vars(args)[name] for name in NUMBERS if vars(args)[name] is not None}
+    missing = [f"--{name}" for name in NUMBERS if name not in numbers]
+    if numbers and missing:
+        words = " ".join(f"--{name} {value}" for name, value in numbers.items())
+        yield f"{words} without {' and '.join(missing)}: SGLang wants all three or none", "give all three, or none"
+    if numbers and args.num_speculative_tokens is not None:
+        words = f"--num_speculative_tokens {args.num_speculative_tokens} and --{next(iter(numbers))}"
+        yield f"{words} both say how many tokens to draft", "leave the first out"
+
+
+def numbers_agree(args: Any) -> Iterator[Problem]:
+    steps = args.sglang_speculative_num_steps
+    topk = args.sglang_speculative_eagle_topk
+    tokens = args.sglang_speculative_num_draft_tokens
+    if steps is None or topk is None or tokens is None:
+        return
+    if topk == 1 and tokens != steps + 1:
+        yield (
+            f"--sglang_speculative_num_draft_tokens {tokens} with {steps} steps of topk 1: SGLang would take "
+            f"{steps + 1}, a chain of drafts and the newest token",
+            f"--sglang_speculative_num_draft_tokens {steps + 1}",
+        )
+    drafted = topk + (steps - 1) * topk**2  # the first step drafts topk tokens, each later one topk behind each branch
+    if topk > 1 and tokens > 1 + drafted:
+        yield (
+            f"--sglang_speculative_num_draft_tokens {tokens}: {steps} steps of topk {topk} draft "
+            f"{drafted} tokens, one more is verified",
+            f"at most {1 + drafted}",
+        )
 
 
 SGLANG = EngineInfo(
@@ -26,12 +56,9 @@ SGLANG = EngineInfo(
     install="pip install sglang, which comes for CUDA",
     adapter="swiftlite.engines.sglang.engine:SglangEngine",
     convention="swiftlite.engines.sglang.conventions:convention",
-    options=EngineOptions(
-        SglangArgs,
-        engine_kwargs=lambda args: args.sglang_engine_kwargs,
-        speculative_config=speculative_config,
-        rules=RULES,
-    ),
+    options=SglangArgs,
+    drafting_options=drafting_options,
+    rules=(numbers_go_together, numbers_agree),
     server="swiftlite.engines.sglang.server:server_command",
     client="swiftlite.engines.sglang.client:SglangClient",
     dry_load="swiftlite.engines.sglang.dry_load:dry_load",

@@ -1,8 +1,20 @@
-"""vLLM's record."""
+"""vLLM's record, and the rules of its own options."""
 
+from collections.abc import Iterator
+from typing import Any
+
+from swiftlite.args.config import Problem
 from swiftlite.args.fields import VllmArgs
-from swiftlite.engines.info import EngineInfo, EngineOptions, Plugin
-from swiftlite.engines.vllm.rules import RULES
+from swiftlite.engines.info import EngineInfo, Plugin
+
+
+def speculative_tokens_are_given_once(args: Any) -> Iterator[Problem]:
+    if args.num_speculative_tokens is not None and args.vllm_speculative_config is not None:
+        yield (
+            "--num_speculative_tokens and --vllm_speculative_config both say how many tokens to draft",
+            'leave the first out, and write {"num_speculative_tokens": ...} in the second',
+        )
+
 
 VLLM = EngineInfo(
     name="vllm",
@@ -15,12 +27,9 @@ VLLM = EngineInfo(
     ),
     adapter="swiftlite.engines.vllm.engine:VllmEngine",
     convention="swiftlite.engines.vllm.conventions:convention",
-    options=EngineOptions(
-        VllmArgs,
-        engine_kwargs=lambda args: args.vllm_engine_kwargs,
-        speculative_config=lambda args: args.vllm_speculative_config,
-        rules=RULES,
-    ),
+    options=VllmArgs,
+    drafting_options=lambda args: args.vllm_speculative_config,
+    rules=(speculative_tokens_are_given_once,),
     server="swiftlite.engines.vllm.server:server_command",
     client="swiftlite.engines.vllm.client:VllmClient",
     dry_load="swiftlite.engines.vllm.dry_load:dry_load",

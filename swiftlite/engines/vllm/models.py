@@ -20,36 +20,24 @@ from vllm.model_executor.models import llama, qwen2, qwen3, qwen3_moe
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from swiftlite.engines.head_weights import ExpertMapping, Weights, fill, heads_of, trunk_weights
+from swiftlite.engines.head_weights import ExpertMapping, Trunk, Weights, fill, heads_of
 from swiftlite.engines.vllm.plugin import check_draft_steps
 
 
-class LlamaForCausalLM(llama.LlamaForCausalLM):
+class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 
-    def load_weights(self, weights: Weights) -> set[str]:
-        return super().load_weights(trunk_weights(weights, self.config))
 
-
-class Qwen2ForCausalLM(qwen2.Qwen2ForCausalLM):
+class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 
-    def load_weights(self, weights: Weights) -> set[str]:
-        return super().load_weights(trunk_weights(weights, self.config))
 
-
-class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
+class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 
-    def load_weights(self, weights: Weights) -> set[str]:
-        return super().load_weights(trunk_weights(weights, self.config))
 
-
-class Qwen3MoeForCausalLM(qwen3_moe.Qwen3MoeForCausalLM):
+class Qwen3MoeForCausalLM(Trunk, qwen3_moe.Qwen3MoeForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
-
-    def load_weights(self, weights: Weights) -> set[str]:
-        return super().load_weights(trunk_weights(weights, self.config))
 
 
 class MtpFrame(nn.Module):

@@ -19,28 +19,19 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models import llama, qwen2, qwen3
 from torch import nn
 
-from swiftlite.engines.head_weights import Weights, fill, heads_of, trunk_weights
+from swiftlite.engines.head_weights import Trunk, Weights, fill, heads_of
 
 
-class LlamaForCausalLM(llama.LlamaForCausalLM):
+class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
     """The trunk, opened from a checkpoint that has an MTP head as well."""
 
-    def load_weights(self, weights: Weights) -> Any:
-        return super().load_weights(trunk_weights(weights, self.config))
 
-
-class Qwen2ForCausalLM(qwen2.Qwen2ForCausalLM):
+class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
     """The trunk, opened from a checkpoint that has an MTP head as well."""
 
-    def load_weights(self, weights: Weights) -> Any:
-        return super().load_weights(trunk_weights(weights, self.config))
 
-
-class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
+class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
     """The trunk, opened from a checkpoint that has an MTP head as well; SGLang's own ends with a KeyError at it."""
-
-    def load_weights(self, weights: Weights) -> Any:
-        return super().load_weights(trunk_weights(weights, self.config))
 
 
 class MtpHead(nn.Module):
