@@ -5,7 +5,7 @@ finished binding are carried out by `transfer.py`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,12 +144,7 @@ def bind(
             problems.append(f"the Megatron model has no {row.mcore}")
     problems += [f"the Megatron model has no {name}" for name in made if name not in names and not others_hold(name)]
     if hf_shapes is not None:
-        expected: dict[str, Shape] = {}
-        for row in all_rows:
-            expected |= row.hf
-        for row in rows:
-            expected |= {key: shape for key, shape in row.hf_shapes().items() if key in hf_shapes}
-        problems += compare_shapes(expected, hf_shapes, ignored)
+        problems += compare_shapes(expected_shapes(all_rows, hf_shapes), hf_shapes, ignored)
 
     bindings = []
     for shard in shards:
@@ -185,6 +180,16 @@ def _check_claims(rows: Iterable[Row]) -> None:
     twice = [key for key, count in claims.items() if count > 1]
     if twice:
         raise ValueError(f"two rows claim {', '.join(twice)}")
+
+
+def expected_shapes(rows: Sequence[Row], present: Container[str]) -> dict[str, Shape]:
+    """What rows make of HF keys: those that must be there, and the copies that are."""
+    expected: dict[str, Shape] = {}
+    for row in rows:
+        expected |= row.hf
+    for row in rows:
+        expected |= {key: shape for key, shape in row.hf_shapes().items() if key in present}
+    return expected
 
 
 def compare_shapes(

@@ -6,7 +6,7 @@ ranks see the same files.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from uuid import uuid4
@@ -29,6 +29,10 @@ _NUMBERED_LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 _EXPERTS = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 # megatron-core calls the decoder layer inside an MTP layer transformer_layer up to 0.16, mtp_model_layer later.
 _MTP_INNER_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
+
+
+Piece = tuple[str, Index, torch.Tensor]
+"""Numbers of an HF tensor: its key, where in it they stand, and they themselves."""
 
 
 class _Sharing(NamedTuple):
@@ -187,15 +191,12 @@ def all_ranks_see(directory: Path) -> bool:
     return seen
 
 
-def bring_to_first_rank(
-    pieces: Iterable[tuple[str, Index, torch.Tensor]], write: Callable[[str, Index, torch.Tensor], None]
-) -> None:
-    """Call `write` on the first rank with the pieces of all ranks, one piece at a time; collective."""
+def bring_to_first_rank(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """On the first rank the pieces of all ranks, one at a time, on the others none; collective, to the end."""
     if is_first_rank():
-        for piece in pieces:
-            write(*piece)
+        yield from pieces
         for source in range(1, dist.get_world_size()):
-            _receive(source, write)
+            yield from _receive(source)
         return
     for key, index, tensor in pieces:  # each send waits for its turn
         dist.send_object_list([(key, index, tuple(tensor.shape), tensor.dtype)], dst=0)
@@ -203,7 +204,7 @@ def bring_to_first_rank(
     dist.send_object_list([None], dst=0)
 
 
-def _receive(source: int, write: Callable[[str, Index, torch.Tensor], None]) -> None:
+def _receive(source: int) -> Iterator[Piece]:
     device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
     while True:
         header: list[Any] = [None]
@@ -213,7 +214,7 @@ def _receive(source: int, write: Callable[[str, Index, torch.Tensor], None]) -> 
         key, index, shape, dtype = header[0]
         tensor = torch.empty(shape, dtype=dtype, device=device)
         dist.recv(tensor, src=source)
-        write(key, index, tensor)
+        yield key, index, tensor
 
 
 def barrier() -> None:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from swiftlite.bridge.join import COPY, Join
 
 Shape = tuple[int, ...]
+HfConfig = Mapping[str, Any]
+"""The content of a config.json."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ class RowTable(Protocol):
     `hf_config` is the content of config.json.
     """
 
-    def head_of(self, hf_config: Mapping[str, Any], hf_key: str, /) -> int | None:
+    def head_of(self, hf_config: HfConfig, hf_key: str, /) -> int | None:
         """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
         ...
 
-    def is_mtp(self, hf_config: Mapping[str, Any], hf_key: str, /) -> bool:
+    def is_mtp(self, hf_config: HfConfig, hf_key: str, /) -> bool:
         """Whether an HF key belongs to an MTP head."""
         ...
 
@@ -71,10 +73,10 @@ class RowTable(Protocol):
         """Whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
         ...
 
-    def head_rows(self, hf_config: Mapping[str, Any], head: int, /) -> list[Row]:
+    def head_rows(self, hf_config: HfConfig, head: int, /) -> list[Row]:
         """MTP head number `head`, from 0."""
         ...
 
-    def rows(self, hf_config: Mapping[str, Any], mtp_num_layers: int, /) -> list[Row]:
+    def rows(self, hf_config: HfConfig, mtp_num_layers: int, /) -> list[Row]:
         """The whole table with this many MTP layers."""
         ...

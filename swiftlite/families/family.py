@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from swiftlite.bridge.rows import Row, lift
+from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.drafting import Drafting
 from swiftlite.families.layer import Layer
 from swiftlite.heads import Heads
-
-HfConfig = Mapping[str, Any]
 
 
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
