@@ -204,11 +204,6 @@ def compare_shapes(
     return problems
 
 
-def report_missing(names: Iterable[str]) -> str:
-    """Names for a message, one per line."""
-    return "".join(f"\n  {name}" for name in some(names))
-
-
 def _misfit(row: Row, shard: Shard) -> str:
     """Why the HF tensors of a row cannot fill this parameter; empty when they can."""
     axis = row.join.axis

@@ -8,7 +8,7 @@ ranks see the same files.
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -33,14 +33,6 @@ _MTP_INNER_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
 
 Piece = tuple[str, Index, torch.Tensor]
 """Numbers of an HF tensor: its key, where in it they stand, and they themselves."""
-
-
-class _Sharing(NamedTuple):
-    """Among which ranks a parameter is split, and whether this is the first of those that hold the same part."""
-
-    tp_rank: int
-    tp_size: int
-    is_first_replica: bool
 
 
 def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
@@ -81,13 +73,16 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
     return shards
 
 
-def _sharing(local_name: str, model: GPTModel) -> _Sharing:
-    """Experts are split and replicated among other ranks than everything else; they know their groups themselves."""
+def _sharing(local_name: str, model: GPTModel) -> tuple[int, int, bool]:
+    """Which of how many ranks that split a parameter this is, and whether it is the first of those with the same part.
+
+    Experts are split and replicated among other ranks than everything else; they know their groups themselves.
+    """
     if match := _EXPERTS.search(local_name):
         experts = cast(SequentialMLP, model.get_submodule(local_name[: match.start() + len(".experts")]))
-        return _Sharing(experts.tp_group.rank(), experts.tp_group.size(), experts.dp_group.rank() == 0)
+        return experts.tp_group.rank(), experts.tp_group.size(), experts.dp_group.rank() == 0
     groups = model.pg_collection
-    return _Sharing(groups.tp.rank(), groups.tp.size(), groups.dp_cp.rank() == 0)
+    return groups.tp.rank(), groups.tp.size(), groups.dp_cp.rank() == 0
 
 
 def global_name(local_name: str, model: nn.Module) -> str:

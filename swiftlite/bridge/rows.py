@@ -3,7 +3,7 @@
 Names are whole and global: no pipeline-local layer numbers, no wrappers, no ranks. Next: `join.py`, `transfer.py`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -68,8 +68,7 @@ class RowTable(Protocol):
         """Whether an HF key belongs to an MTP head."""
         ...
 
-    @property
-    def is_derived(self) -> Callable[[str], bool]:
+    def is_derived(self, hf_key: str, /) -> bool:
         """Whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
         ...
 

@@ -18,7 +18,7 @@ from torch import nn
 from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
-from swiftlite.bridge.binding import Binding, Shard, bind, report_missing
+from swiftlite.bridge.binding import Binding, Shard, bind
 from swiftlite.bridge.expert_stack import fold, stack_name
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.quantization import block_size
@@ -441,9 +441,8 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_co
         )
     missing = missing_mtp_keys(checkpoint.entries, family, hf_config, depth)
     if missing:
-        raise UserError(
-            f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:{report_missing(missing)}", start_anew
-        )
+        problem = f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:"
+        raise UserError("\n  ".join([problem, *some(missing)]), start_anew)
 
 
 def _dtype_of(dtypes: Dtypes, bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:

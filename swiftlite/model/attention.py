@@ -71,15 +71,14 @@ class CoreAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        attention_dropout: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection | None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         k_channels: int | None = None,
-        v_channels: int | None = None,
+        **unused: Any,
     ):
         super().__init__(config=config)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = config.attention_dropout
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels)

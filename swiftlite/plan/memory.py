@@ -440,19 +440,18 @@ def _candidate_sizes(architecture: Architecture, setup: Setup) -> list[tuple[int
 
 
 def _resized(layout: ParallelLayout, tp: int, ep: int, pp: int) -> ParallelLayout:
-    changed = dataclasses.replace(
+    if pp != layout.pipeline_model_parallel_size:
+        layout = dataclasses.replace(  # what was said about other stages means nothing for these
+            layout,
+            pipeline_model_parallel_layout=None,
+            num_virtual_stages_per_pipeline_rank=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+        )
+    return dataclasses.replace(
         layout,
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
         expert_model_parallel_size=ep,
         pipeline_model_parallel_size=pp,
-    )
-    if pp == layout.pipeline_model_parallel_size:
-        return changed
-    return dataclasses.replace(  # what was said about other stages means nothing for these
-        changed,
-        pipeline_model_parallel_layout=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
     )
