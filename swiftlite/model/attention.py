@@ -144,11 +144,9 @@ class CoreAttention(MegatronModule):
     ) -> tuple[tuple[int, ...], dist.ProcessGroup]:
         """Lengths of the sequences of the row that this rank has `num_tokens` of, and the ranks that share it."""
         group = self.cp_group
-        cu_seqlens = None
         if packed_seq_params is not None:
             group = packed_seq_params.cp_group or group
-            cu_seqlens = padded_cu_seqlens(packed_seq_params)
-        return sequence_lengths(num_tokens * group.size(), cu_seqlens), group
+        return sequence_lengths(num_tokens * group.size(), padded_cu_seqlens(packed_seq_params)), group
 
     def _attend(
         self,

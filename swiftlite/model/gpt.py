@@ -174,7 +174,7 @@ class GPTModel(McoreGPTModel):
             On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
         """
         num_drafts = self.heads.drafts
-        cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
+        cu_seqlens = padded_cu_seqlens(packed_seq_params)
         if mtp_input_ids is None:
             mtp_input_ids = ahead(input_ids, num_drafts, 0, cu_seqlens)[1:]
         if labels is not None and mtp_labels is None:
@@ -307,8 +307,9 @@ class GPTModel(McoreGPTModel):
         self, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None, offset: int = 0
     ) -> torch.Tensor:
         """Rotary angles of rows that begin at position `offset`, as `forward_preprocess` gives them."""
-        if packed_seq_params is not None:
-            return self.rotary_pos_emb.packed(padded_cu_seqlens(packed_seq_params), offset)
+        cu_seqlens = padded_cu_seqlens(packed_seq_params)
+        if cu_seqlens is not None:
+            return self.rotary_pos_emb.packed(cu_seqlens, offset)
         return self.rotary_pos_emb(position_ids.size(1) * self.pg_collection.cp.size(), offset=offset)
 
     def forward_postprocess(

@@ -108,7 +108,7 @@ class MLASelfAttention(McoreMLASelfAttention):
         """Query [T, N, D], key [T, N, D] and value [T, N, V] of the whole sequence; the latents of queries and keys."""
         assert not any(inference.values())
         config = self.config
-        cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
+        cu_seqlens = padded_cu_seqlens(packed_seq_params)
 
         query_latent = hidden_states
         if config.q_lora_rank is not None:
