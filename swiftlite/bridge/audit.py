@@ -1,17 +1,16 @@
 """Does a Hugging Face directory hold exactly what its config.json promises? Read from the files; no model is built."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from swiftlite.bridge.binding import compare_shapes
+from swiftlite.bridge.binding import compare_shapes, expected_shapes
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.quantization import block_size
-from swiftlite.bridge.rows import Row, RowTable, Shape
+from swiftlite.bridge.rows import HfConfig, Row, RowTable
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -31,24 +30,20 @@ class MtpOnDisk:
     depth: int
     missing: tuple[str, ...]
 
-    @property
-    def is_whole(self) -> bool:
-        return self.promised == self.depth and not self.missing
 
-
-def mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[str, Any]) -> list[str]:
+def mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: HfConfig) -> list[str]:
     """The HF keys that belong to MTP heads."""
     return [key for key in hf_keys if family.is_mtp(hf_config, key)]
 
 
-def missing_mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[str, Any], depth: int) -> list[str]:
+def missing_mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: HfConfig, depth: int) -> list[str]:
     """Keys of heads 0 to depth - 1 that are not there."""
     present = set(hf_keys)
     wanted = itertools.chain.from_iterable(_head_keys(family, hf_config, head) for head in range(depth))
     return [key for key in wanted if key not in present]
 
 
-def mtp_depth_on_disk(hf_dir: str | Path, family: RowTable, hf_config: Mapping[str, Any]) -> MtpOnDisk:
+def mtp_depth_on_disk(hf_dir: str | Path, family: RowTable, hf_config: HfConfig) -> MtpOnDisk:
     """Compare the depth that config.json promises with the tensors.
 
     Raises:
@@ -79,13 +74,9 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
         problems.append(f"config.json promises {mtp.promised} MTP layers, the files have tensors of {mtp.depth}")
 
     rows = family.rows(hf_config, max(mtp.promised, mtp.depth))
-    expected: dict[str, Shape] = {}
-    for row in rows:
-        expected |= row.hf
-    for row in rows:
-        expected |= {key: shape for key, shape in row.hf_shapes().items() if key in entries}
+    found = {key: entry.shape for key, entry in entries.items()}
     derived = [key for key in entries if family.is_derived(key)]
-    problems += compare_shapes(expected, {key: entry.shape for key, entry in entries.items()}, derived)
+    problems += compare_shapes(expected_shapes(rows, found), found, derived)
     if not problems:
         with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
             problems += _copies_that_differ(checkpoint, rows)
@@ -93,7 +84,7 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     return problems
 
 
-def _mtp_on_disk(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[str, Any]) -> MtpOnDisk:
+def _mtp_on_disk(hf_keys: Iterable[str], family: RowTable, hf_config: HfConfig) -> MtpOnDisk:
     found = set(mtp_keys(hf_keys, family, hf_config))
     depth = 0
     for head in {family.head_of(hf_config, key) for key in found}:
@@ -107,7 +98,7 @@ def _mtp_on_disk(hf_keys: Iterable[str], family: RowTable, hf_config: Mapping[st
     return MtpOnDisk(promised, depth, tuple(missing))
 
 
-def _head_keys(family: RowTable, hf_config: Mapping[str, Any], head: int) -> list[str]:
+def _head_keys(family: RowTable, hf_config: HfConfig, head: int) -> list[str]:
     return [key for row in family.head_rows(hf_config, head) for key in row.hf]
 
 

@@ -5,7 +5,7 @@ finished binding are carried out by `transfer.py`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,12 +144,7 @@ def bind(
             problems.append(f"the Megatron model has no {row.mcore}")
     problems += [f"the Megatron model has no {name}" for name in made if name not in names and not others_hold(name)]
     if hf_shapes is not None:
-        expected: dict[str, Shape] = {}
-        for row in all_rows:
-            expected |= row.hf
-        for row in rows:
-            expected |= {key: shape for key, shape in row.hf_shapes().items() if key in hf_shapes}
-        problems += compare_shapes(expected, hf_shapes, ignored)
+        problems += compare_shapes(expected_shapes(all_rows, hf_shapes), hf_shapes, ignored)
 
     bindings = []
     for shard in shards:
@@ -187,6 +182,16 @@ def _check_claims(rows: Iterable[Row]) -> None:
         raise ValueError(f"two rows claim {', '.join(twice)}")
 
 
+def expected_shapes(rows: Sequence[Row], present: Container[str]) -> dict[str, Shape]:
+    """What rows make of HF keys: those that must be there, and the copies that are."""
+    expected: dict[str, Shape] = {}
+    for row in rows:
+        expected |= row.hf
+    for row in rows:
+        expected |= {key: shape for key, shape in row.hf_shapes().items() if key in present}
+    return expected
+
+
 def compare_shapes(
     expected: Mapping[str, Shape], found: Mapping[str, Shape], ignored: Collection[str] = ()
 ) -> list[str]:
@@ -197,11 +202,6 @@ def compare_shapes(
         if key in found and tuple(found[key]) != tuple(shape):
             problems.append(f"{key} has shape {list(found[key])}, config.json asks for {list(shape)}")
     return problems
-
-
-def report_missing(names: Iterable[str]) -> str:
-    """Names for a message, one per line."""
-    return "".join(f"\n  {name}" for name in some(names))
 
 
 def _misfit(row: Row, shard: Shard) -> str:

@@ -1,9 +1,13 @@
 """Where a tensor lies in a safetensors file."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
+
+TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of tensors, by key."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from swiftlite.bridge.entry import Entry
+from swiftlite.bridge.entry import Entry, TensorTypes
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 # By the last part of a stack's name, the matrices of one expert in it, in order.
@@ -36,9 +36,7 @@ def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     return unfolded
 
 
-def fold(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stacks: Collection[str]
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def fold(tensors: TensorTypes, stacks: Collection[str]) -> TensorTypes:
     """Dtypes and shapes of single experts' tensors, with those replaced whose stack is among `stacks`."""
     folded: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for key, (dtype, shape) in tensors.items():

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from swiftlite.bridge.rows import HfConfig
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.errors import UserError
 
@@ -33,13 +34,13 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     return hf_config
 
 
-def dtype_change(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def dtype_change(hf_config: HfConfig, dtype: str) -> dict[str, Any]:
     """The change that declares another dtype, under the key that this config uses (formerly `torch_dtype`)."""
     key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
     return {} if hf_config.get(key) == dtype else {key: dtype}
 
 
-def quantization_change(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def quantization_change(hf_config: HfConfig) -> dict[str, Any]:
     """The change for a model that was read from a quantised checkpoint and is written without quantisation."""
     return {"quantization_config": REMOVE} if "quantization_config" in hf_config else {}
 
@@ -59,7 +60,7 @@ def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[
     return difference
 
 
-def patch(hf_config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def patch(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Change, add or remove top-level keys. The others stay as they are, in their order; a new one comes last.
 
     Args:
@@ -73,5 +74,5 @@ def patch(hf_config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[dic
     return patched, [f"{key}: {_value(hf_config, key)} -> {_value(patched, key)}" for key in sorted(changed)]
 
 
-def _value(hf_config: Mapping[str, Any], key: str) -> str:
+def _value(hf_config: HfConfig, key: str) -> str:
     return json.dumps(hf_config[key], ensure_ascii=False) if key in hf_config else "(none)"

@@ -8,19 +8,18 @@ Numbers do not depend on the tensor-parallel size.
 """
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from swiftlite.bridge.binding import Shard
-from swiftlite.bridge.rows import Row, RowTable
+from swiftlite.bridge.rows import HfConfig, Row, RowTable
 
 Fill = Callable[[Shard], None]
 
 
-def copied_rows(family: RowTable, hf_config: Mapping[str, Any], depth: int) -> list[Row]:
+def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
     """Rows that fill blocks and output norms of `depth` heads from the trunk's own HF tensors."""
     trunk, last_layer = family.rows(hf_config, 0), f"decoder.layers.{hf_config['num_hidden_layers'] - 1}."
     rows = []

@@ -6,9 +6,9 @@ ranks see the same files.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -31,12 +31,8 @@ _EXPERTS = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _MTP_INNER_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
 
 
-class _Sharing(NamedTuple):
-    """Among which ranks a parameter is split, and whether this is the first of those that hold the same part."""
-
-    tp_rank: int
-    tp_size: int
-    is_first_replica: bool
+Piece = tuple[str, Index, torch.Tensor]
+"""Numbers of an HF tensor: its key, where in it they stand, and they themselves."""
 
 
 def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
@@ -77,13 +73,16 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
     return shards
 
 
-def _sharing(local_name: str, model: GPTModel) -> _Sharing:
-    """Experts are split and replicated among other ranks than everything else; they know their groups themselves."""
+def _sharing(local_name: str, model: GPTModel) -> tuple[int, int, bool]:
+    """Which of how many ranks that split a parameter this is, and whether it is the first of those with the same part.
+
+    Experts are split and replicated among other ranks than everything else; they know their groups themselves.
+    """
     if match := _EXPERTS.search(local_name):
         experts = cast(SequentialMLP, model.get_submodule(local_name[: match.start() + len(".experts")]))
-        return _Sharing(experts.tp_group.rank(), experts.tp_group.size(), experts.dp_group.rank() == 0)
+        return experts.tp_group.rank(), experts.tp_group.size(), experts.dp_group.rank() == 0
     groups = model.pg_collection
-    return _Sharing(groups.tp.rank(), groups.tp.size(), groups.dp_cp.rank() == 0)
+    return groups.tp.rank(), groups.tp.size(), groups.dp_cp.rank() == 0
 
 
 def global_name(local_name: str, model: nn.Module) -> str:
@@ -187,15 +186,12 @@ def all_ranks_see(directory: Path) -> bool:
     return seen
 
 
-def bring_to_first_rank(
-    pieces: Iterable[tuple[str, Index, torch.Tensor]], write: Callable[[str, Index, torch.Tensor], None]
-) -> None:
-    """Call `write` on the first rank with the pieces of all ranks, one piece at a time; collective."""
+def bring_to_first_rank(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """On the first rank the pieces of all ranks, one at a time, on the others none; collective, to the end."""
     if is_first_rank():
-        for piece in pieces:
-            write(*piece)
+        yield from pieces
         for source in range(1, dist.get_world_size()):
-            _receive(source, write)
+            yield from _receive(source)
         return
     for key, index, tensor in pieces:  # each send waits for its turn
         dist.send_object_list([(key, index, tuple(tensor.shape), tensor.dtype)], dst=0)
@@ -203,7 +199,7 @@ def bring_to_first_rank(
     dist.send_object_list([None], dst=0)
 
 
-def _receive(source: int, write: Callable[[str, Index, torch.Tensor], None]) -> None:
+def _receive(source: int) -> Iterator[Piece]:
     device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
     while True:
         header: list[Any] = [None]
@@ -213,7 +209,7 @@ def _receive(source: int, write: Callable[[str, Index, torch.Tensor], None]) -> 
         key, index, shape, dtype = header[0]
         tensor = torch.empty(shape, dtype=dtype, device=device)
         dist.recv(tensor, src=source)
-        write(key, index, tensor)
+        yield key, index, tensor
 
 
 def barrier() -> None:

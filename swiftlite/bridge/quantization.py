@@ -1,7 +1,6 @@
 """What a config.json says of quantised weights: which format can be read (`fp8.py` does), and in which blocks."""
 
-from collections.abc import Mapping
-from typing import Any
+from swiftlite.bridge.rows import HfConfig
 
 # Keys of quantization_config that do not change what a weight is: how activations are treated while serving, and which
 # modules are not quantised (their tensors say so themselves).
@@ -11,7 +10,7 @@ _DEFINING = {"quant_method": "fp8", "fmt": "e4m3"}
 BlockSize = tuple[int, int]
 
 
-def quantization_problem(hf_config: Mapping[str, Any]) -> str:
+def quantization_problem(hf_config: HfConfig) -> str:
     """Why the quantization_config of a config.json cannot be read; empty when it can, or there is none."""
     quantization = hf_config.get("quantization_config")
     if quantization is None:
@@ -32,7 +31,7 @@ def quantization_problem(hf_config: Mapping[str, Any]) -> str:
     return ""
 
 
-def block_size(hf_config: Mapping[str, Any]) -> BlockSize | None:
+def block_size(hf_config: HfConfig) -> BlockSize | None:
     """Rows and columns of a block; None for a checkpoint that is not quantised.
 
     Args:

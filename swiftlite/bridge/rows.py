@@ -3,13 +3,15 @@
 Names are whole and global: no pipeline-local layer numbers, no wrappers, no ranks. Next: `join.py`, `transfer.py`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from swiftlite.bridge.join import COPY, Join
 
 Shape = tuple[int, ...]
+HfConfig = Mapping[str, Any]
+"""The content of a config.json."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +60,22 @@ class RowTable(Protocol):
     `hf_config` is the content of config.json.
     """
 
-    def head_of(self, hf_config: Mapping[str, Any], hf_key: str, /) -> int | None:
+    def head_of(self, hf_config: HfConfig, hf_key: str, /) -> int | None:
         """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
         ...
 
-    def is_mtp(self, hf_config: Mapping[str, Any], hf_key: str, /) -> bool:
+    def is_mtp(self, hf_config: HfConfig, hf_key: str, /) -> bool:
         """Whether an HF key belongs to an MTP head."""
         ...
 
-    @property
-    def is_derived(self) -> Callable[[str], bool]:
+    def is_derived(self, hf_key: str, /) -> bool:
         """Whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
         ...
 
-    def head_rows(self, hf_config: Mapping[str, Any], head: int, /) -> list[Row]:
+    def head_rows(self, hf_config: HfConfig, head: int, /) -> list[Row]:
         """MTP head number `head`, from 0."""
         ...
 
-    def rows(self, hf_config: Mapping[str, Any], mtp_num_layers: int, /) -> list[Row]:
+    def rows(self, hf_config: HfConfig, mtp_num_layers: int, /) -> list[Row]:
         """The whole table with this many MTP layers."""
         ...

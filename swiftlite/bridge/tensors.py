@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 import torch
 
 from swiftlite.bridge import fp8
-from swiftlite.bridge.entry import Entry
+from swiftlite.bridge.entry import Entry, TensorTypes
 from swiftlite.bridge.expert_stack import unfold
 from swiftlite.errors import UserError
 
@@ -228,12 +228,7 @@ class ShardedFiles:
         max_shard_bytes: size limit of one file's tensors; a larger tensor gets a file of its own.
     """
 
-    def __init__(
-        self,
-        out_dir: str | Path,
-        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        max_shard_bytes: int,
-    ):
+    def __init__(self, out_dir: str | Path, tensors: TensorTypes, max_shard_bytes: int):
         self.out_dir = Path(out_dir)
         self.entries: dict[str, Entry] = {}
         self._headers: dict[str, bytes] = {}
@@ -376,9 +371,7 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
         raise UserError(f"{path}: not a safetensors file ({error})") from error
 
 
-def _make_header(
-    file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-) -> tuple[bytes, dict[str, Entry]]:
+def _make_header(file: str, tensors: TensorTypes) -> tuple[bytes, dict[str, Entry]]:
     """The bytes that open a file of these tensors, and where each tensor then lies."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -396,7 +389,7 @@ def _make_header(
     return len(encoded).to_bytes(8, "little") + encoded, entries
 
 
-def split(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int) -> list[list[str]]:
+def split(tensors: TensorTypes, max_bytes: int) -> list[list[str]]:
     """Keys file by file, in order, each file within max_bytes unless one tensor alone is larger."""
     shards: list[list[str]] = [[]]
     filled = 0

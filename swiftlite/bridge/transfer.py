@@ -7,11 +7,10 @@ parameters (`binding.py`); nothing is touched unless both sides match completely
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -19,12 +18,12 @@ from torch import nn
 from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
-from swiftlite.bridge.binding import Binding, bind, report_missing
+from swiftlite.bridge.binding import Binding, Shard, bind
 from swiftlite.bridge.expert_stack import fold, stack_name
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.quantization import block_size
-from swiftlite.bridge.rows import Row, RowTable
-from swiftlite.bridge.tensors import Checkpoint, Index, ShardedFiles, some, split
+from swiftlite.bridge.rows import HfConfig, Row, RowTable
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 
@@ -72,7 +71,7 @@ def load_hf(
     model_chunks: Sequence[nn.Module],
     hf_dir: str | Path,
     family: RowTable,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     *,
     mtp_init: MtpInit = "checkpoint",
     graft_from: str | Path | None = None,
@@ -95,17 +94,46 @@ def load_hf(
         UserError: the checkpoint cannot be read, does not match the model, or has other MTP heads than asked for; or an
             `lm_head.weight` of a tied model differs from the embedding.
     """
+    depth = placement.mtp_num_layers(model_chunks)
+    shards = placement.shards_of(model_chunks)
     with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
-        report = _load(model_chunks, checkpoint, family, hf_config, mtp_init, seed)
-    if mtp_init == "graft" and placement.mtp_num_layers(model_chunks):
+        sources = _sources(checkpoint, family, hf_config, depth, mtp_init)
+        bindings = bind(
+            shards,
+            sources.read,
+            borrowed=sources.borrowed,
+            made=sources.made,
+            others_hold=placement.others_hold(model_chunks, shards),
+            hf_shapes={key: entry.shape for key, entry in checkpoint.entries.items()},
+            ignored=sources.dropped,
+            what=str(hf_dir),
+            hint="check that the tensors belong to this config.json, and that both are complete",
+        )
+        drawn_bindings = _bind_heads(shards, sources.drawn)
+        _read(bindings, checkpoint, family, hf_config)
+    _draw(drawn_bindings, std=hf_config.get("initializer_range") or 0.02, seed=seed)
+    for shard in shards:
+        if shard.name in sources.filled:
+            sources.filled[shard.name](shard)
+    if depth and mtp_init == "graft":
         assert graft_from is not None
         graft_heads(model_chunks, graft_from, family, hf_config)
-    return report
+    return _report(shards, bindings, sources, mtp_init)
+
+
+def _report(shards: Sequence[Shard], bindings: Sequence[Binding], sources: "_Sources", mtp_init: MtpInit) -> LoadReport:
+    borrowed_names = {row.mcore for row in sources.borrowed}
+    bound = [binding.shard.name for binding in bindings]
+    loaded = tuple(name for name in bound if name not in borrowed_names)
+    initialised = {name: mtp_init for name in bound if name in borrowed_names}
+    initialised |= {shard.name: mtp_init for shard in shards if shard.name in sources.made}
+    assert len(loaded) + len(initialised) == len(shards)
+    return LoadReport(loaded, initialised, tuple(sources.dropped))
 
 
 @torch.no_grad()
 def graft_heads(
-    model_chunks: Sequence[nn.Module], graft_from: str | Path, family: RowTable, hf_config: Mapping[str, Any]
+    model_chunks: Sequence[nn.Module], graft_from: str | Path, family: RowTable, hf_config: HfConfig
 ) -> None:
     """Fill the model's MTP heads from another checkpoint of its family, which must have as many and of the same shapes.
 
@@ -129,9 +157,13 @@ def graft_heads(
         _check_mtp_depth(depth, base, family, base_config)
         rows = _head_rows(family, base_config, depth)
         _check_same_shapes(rows, _head_rows(family, hf_config, depth), base)
-        names = {row.mcore for row in rows}
-        shards = [shard for shard in placement.shards_of(model_chunks) if shard.name in names]
-        _read(bind(shards, rows, others_hold=lambda name: True), base, family, base_config)
+        _read(_bind_heads(placement.shards_of(model_chunks), rows), base, family, base_config)
+
+
+def _bind_heads(shards: Iterable[Shard], rows: Sequence[Row]) -> list[Binding]:
+    """The rows of heads, which may be on other ranks, and their parameters on this one."""
+    names = {row.mcore for row in rows}
+    return bind([shard for shard in shards if shard.name in names], rows, others_hold=lambda name: True)
 
 
 def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpoint) -> None:
@@ -179,9 +211,7 @@ class _Sources:
         return {*(row.mcore for row in self.drawn), *self.filled, *self.grafted}
 
 
-def _sources(
-    checkpoint: Checkpoint, family: RowTable, hf_config: Mapping[str, Any], depth: int, mtp_init: MtpInit
-) -> _Sources:
+def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, depth: int, mtp_init: MtpInit) -> _Sources:
     derived = [key for key in checkpoint.entries if family.is_derived(key)]
     if depth and mtp_init == "checkpoint":
         _check_mtp_depth(depth, checkpoint, family, hf_config)
@@ -197,49 +227,9 @@ def _sources(
     return _Sources(trunk, drawn=heads, dropped=dropped)
 
 
-def _head_rows(family: RowTable, hf_config: Mapping[str, Any], depth: int) -> list[Row]:
+def _head_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
     """Rows of heads 0 to depth - 1."""
     return [row for head in range(depth) for row in family.head_rows(hf_config, head)]
-
-
-def _load(
-    model_chunks: Sequence[nn.Module],
-    checkpoint: Checkpoint,
-    family: RowTable,
-    hf_config: Mapping[str, Any],
-    mtp_init: MtpInit,
-    seed: int,
-) -> LoadReport:
-    sources = _sources(checkpoint, family, hf_config, placement.mtp_num_layers(model_chunks), mtp_init)
-    shards = placement.shards_of(model_chunks)
-    bindings = bind(
-        shards,
-        sources.read,
-        borrowed=sources.borrowed,
-        made=sources.made,
-        others_hold=placement.others_hold(model_chunks, shards),
-        hf_shapes={key: entry.shape for key, entry in checkpoint.entries.items()},
-        ignored=sources.dropped,
-        what=str(checkpoint.hf_dir),
-        hint="check that the tensors belong to this config.json, and that both are complete",
-    )
-    drawn_names = {row.mcore for row in sources.drawn}
-    drawn_shards = [shard for shard in shards if shard.name in drawn_names]
-    drawn_bindings = bind(drawn_shards, sources.drawn, others_hold=lambda name: True)
-
-    _read(bindings, checkpoint, family, hf_config)
-    _draw(drawn_bindings, std=hf_config.get("initializer_range") or 0.02, seed=seed)
-    for shard in shards:
-        if shard.name in sources.filled:
-            sources.filled[shard.name](shard)
-
-    borrowed_names = {row.mcore for row in sources.borrowed}
-    bound = [binding.shard.name for binding in bindings]
-    loaded = tuple(name for name in bound if name not in borrowed_names)
-    initialised = {name: mtp_init for name in bound if name in borrowed_names}
-    initialised |= {shard.name: mtp_init for shard in shards if shard.name in sources.made}
-    assert len(loaded) + len(initialised) == len(shards)
-    return LoadReport(loaded, initialised, tuple(sources.dropped))
 
 
 def _draw(bindings: Sequence[Binding], std: float, seed: int) -> None:
@@ -256,7 +246,7 @@ def save_hf(
     model_chunks: Sequence[nn.Module],
     out_dir: str | Path,
     family: RowTable,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     *,
     dtypes: Dtypes = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -301,11 +291,11 @@ def save_hf(
         files.create()
     placement.barrier()
     try:
-        if placement.all_ranks_see(out_dir):
-            for piece in _pieces(bindings, files.entries):
-                files.write(*piece)
-        else:
-            placement.bring_to_first_rank(_pieces(bindings, files.entries), files.write)
+        pieces = _pieces(bindings, files.entries)
+        if not placement.all_ranks_see(out_dir):
+            pieces = placement.bring_to_first_rank(pieces)
+        for piece in pieces:
+            files.write(*piece)
         files.flush()
         placement.barrier()
         if placement.is_first_rank():
@@ -321,7 +311,7 @@ def save_hf(
 def stream_hf(
     model_chunks: Sequence[nn.Module],
     family: RowTable,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
     part: Literal["trunk", "heads"],
     *,
     dtypes: Dtypes = None,
@@ -359,16 +349,13 @@ def stream_hf(
                 dtype, shape = tensors[key]
                 bucket[key] = torch.empty(shape, dtype=dtype)
         mine = itertools.chain.from_iterable(pieces[key] for key in keys)
-        placement.bring_to_first_rank(mine, partial(_place, bucket))
+        for key, index, tensor in placement.bring_to_first_rank(mine):
+            bucket[key][index] = tensor
         if placement.is_first_rank():
             yield bucket
 
 
-def _place(bucket: Mapping[str, torch.Tensor], key: str, index: Index, tensor: torch.Tensor) -> None:
-    bucket[key][index] = tensor
-
-
-def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable, hf_config: Mapping[str, Any]) -> None:
+def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
     """Copy every slice this rank holds, in the order of the files, so that disks read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
@@ -407,7 +394,7 @@ def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
 
 
 def _bind_all(
-    model_chunks: Sequence[nn.Module], family: RowTable, hf_config: Mapping[str, Any]
+    model_chunks: Sequence[nn.Module], family: RowTable, hf_config: HfConfig
 ) -> tuple[list[Row], list[Binding]]:
     """The whole table for this model, and this rank's part of it."""
     rows = family.rows(hf_config, placement.mtp_num_layers(model_chunks))
@@ -422,8 +409,8 @@ def _bind_all(
     return rows, bindings
 
 
-def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[tuple[str, Index, torch.Tensor]]:
-    """What this rank has to write: HF key, where in that tensor, the numbers.
+def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[placement.Piece]:
+    """What this rank has to write.
 
     Args:
         keys: HF keys that exist; of a row's copies, those among them are written.
@@ -438,7 +425,7 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[tuple
                     yield key, hf_index, shard.tensor[local_index]
 
 
-def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_config: Mapping[str, Any]) -> None:
+def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
     """The heads asked for, the heads promised by config.json and the heads on disk must be the same."""
     hf_dir = checkpoint.hf_dir
     promised = Heads.from_config(hf_config).layers
@@ -454,9 +441,8 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_co
         )
     missing = missing_mtp_keys(checkpoint.entries, family, hf_config, depth)
     if missing:
-        raise UserError(
-            f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:{report_missing(missing)}", start_anew
-        )
+        problem = f"{hf_dir} lacks {len(missing)} tensors of its {depth} MTP layers:"
+        raise UserError("\n  ".join([problem, *some(missing)]), start_anew)
 
 
 def _dtype_of(dtypes: Dtypes, bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from swiftlite.bridge.join import Interleave
-from swiftlite.bridge.rows import Row
+from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
 
@@ -54,26 +54,19 @@ class GroupedQueryAttention:
     def rows(self) -> list[Row]:
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
         qkv = Interleave(self.groups)
-        weights = {
-            "self_attn.q_proj.weight": (queries, self.hidden),
-            "self_attn.k_proj.weight": (keys, self.hidden),
-            "self_attn.v_proj.weight": (keys, self.hidden),
-        }
+        channels = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        weights = {f"{name}.weight": (number, self.hidden) for name, number in channels.items()}
         rows = [
-            Row("self_attention.linear_qkv.weight", weights, qkv),
-            Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (self.hidden, queries)}),
+            Row("linear_qkv.weight", weights, qkv),
+            Row("linear_proj.weight", {"o_proj.weight": (self.hidden, queries)}),
         ]
         if self.qkv_bias:
-            biases = {
-                "self_attn.q_proj.bias": (queries,),
-                "self_attn.k_proj.bias": (keys,),
-                "self_attn.v_proj.bias": (keys,),
-            }
-            rows.append(Row("self_attention.linear_qkv.bias", biases, qkv))
+            biases = {f"{name}.bias": (number,) for name, number in channels.items()}
+            rows.append(Row("linear_qkv.bias", biases, qkv))
         if self.qk_norm:
-            rows.append(Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (self.head_dim,)}))
-            rows.append(Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (self.head_dim,)}))
-        return rows
+            rows.append(Row("q_layernorm.weight", {"q_norm.weight": (self.head_dim,)}))
+            rows.append(Row("k_layernorm.weight", {"k_norm.weight": (self.head_dim,)}))
+        return lift(rows, "self_attention.", "self_attn.")
 
     def parameters(self, rank: Rank) -> ParameterCount:
         queries, keys = self._widths(rank)
@@ -179,24 +172,22 @@ class LatentAttention:
     def rows(self) -> list[Row]:
         hidden, heads, kv_rank = self.hidden, self.heads, self.kv_lora_rank
         queries, keys_and_values = heads * self._key_size, heads * (self.qk_nope_head_dim + self.v_head_dim)
-        rows = [
-            Row(
-                "self_attention.linear_kv_down_proj.weight",
-                {"self_attn.kv_a_proj_with_mqa.weight": (self._key_latents, hidden)},
-            ),
-            Row("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": (kv_rank,)}),
-            Row("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": (keys_and_values, kv_rank)}),
-            Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (hidden, heads * self.v_head_dim)}),
-        ]
-        if self.q_lora_rank is None:
-            return [Row("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": (queries, hidden)}), *rows]
         q_rank = self.q_lora_rank
-        return [
-            Row("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": (q_rank, hidden)}),
-            Row("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": (q_rank,)}),
-            Row("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": (queries, q_rank)}),
-            *rows,
+        if q_rank is None:
+            rows = [Row("linear_q_proj.weight", {"q_proj.weight": (queries, hidden)})]
+        else:
+            rows = [
+                Row("linear_q_down_proj.weight", {"q_a_proj.weight": (q_rank, hidden)}),
+                Row("q_layernorm.weight", {"q_a_layernorm.weight": (q_rank,)}),
+                Row("linear_q_up_proj.weight", {"q_b_proj.weight": (queries, q_rank)}),
+            ]
+        rows += [
+            Row("linear_kv_down_proj.weight", {"kv_a_proj_with_mqa.weight": (self._key_latents, hidden)}),
+            Row("kv_layernorm.weight", {"kv_a_layernorm.weight": (kv_rank,)}),
+            Row("linear_kv_up_proj.weight", {"kv_b_proj.weight": (keys_and_values, kv_rank)}),
+            Row("linear_proj.weight", {"o_proj.weight": (hidden, heads * self.v_head_dim)}),
         ]
+        return lift(rows, "self_attention.", "self_attn.")
 
     def parameters(self, rank: Rank) -> ParameterCount:
         norms = (self.q_lora_rank or 0) + self.kv_lora_rank

@@ -70,5 +70,4 @@ DEEPSEEK_V3 = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=moe.NEXT_LAYER_HEADS,
-    is_derived=dense.is_derived,
 )

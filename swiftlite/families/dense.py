@@ -189,8 +189,3 @@ def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
 
 # For families that were published without heads.
 QWEN3_NEXT_HEADS = MtpLayout(_head_of, lambda hf_config, head: f"mtp.layers.{head}.", _frame_rows)
-
-
-def is_derived(hf_key: str) -> bool:
-    """Old Llama files carry the rotary frequencies, which follow from the config."""
-    return hf_key.endswith(".rotary_emb.inv_freq")

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from swiftlite.bridge.rows import Row, lift
+from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.drafting import Drafting
 from swiftlite.families.layer import Layer
 from swiftlite.heads import Heads
-
-HfConfig = Mapping[str, Any]
 
 
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
@@ -48,7 +45,6 @@ class Family:
         layer: decoder layer number n (from 0): its kind of attention and its kind of MLP, with their sizes.
         outside: what is outside the layers: embedding, final norm, output layer.
         mtp: names of the MTP heads.
-        is_derived: whether an HF key holds nothing but what follows from the config, so it is neither read nor written.
     """
 
     name: str
@@ -56,7 +52,6 @@ class Family:
     layer: Callable[[HfConfig, int], Layer]
     outside: Callable[[HfConfig], Outside]
     mtp: MtpLayout
-    is_derived: Callable[[str], bool]
 
     def architecture(self, hf_config: HfConfig) -> Architecture:
         """The model without MTP heads. Not checked: what `check` refuses is left out in silence."""
@@ -94,6 +89,13 @@ class Family:
     def is_mtp(self, hf_config: HfConfig, hf_key: str) -> bool:
         """Whether an HF key belongs to an MTP head."""
         return self.head_of(hf_config, hf_key) is not None
+
+    def is_derived(self, hf_key: str) -> bool:
+        """Whether an HF key holds nothing but what follows from the config, so it is neither read nor written.
+
+        Old Llama files carry the rotary frequencies.
+        """
+        return hf_key.endswith(".rotary_emb.inv_freq")
 
 
 def _with_copies(row: Row, copies: Mapping[str, list[str]]) -> Row:

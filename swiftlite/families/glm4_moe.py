@@ -33,5 +33,4 @@ GLM4_MOE = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=replace(moe.NEXT_LAYER_HEADS, drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True)),
-    is_derived=dense.is_derived,
 )

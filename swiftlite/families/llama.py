@@ -11,5 +11,4 @@ LLAMA = Family(
     layer=dense.layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
-    is_derived=dense.is_derived,
 )

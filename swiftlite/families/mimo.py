@@ -41,5 +41,4 @@ MIMO = Family(
         _frame_rows,
         drafting=Drafting(takes_before_norm=True, zeroes_first_embedding=True),
     ),
-    is_derived=dense.is_derived,
 )

@@ -25,11 +25,6 @@ def first_k_dense_replace(hf_config: HfConfig) -> int:
     return hf_config.get("first_k_dense_replace", 1)
 
 
-def num_routed(hf_config: HfConfig) -> int:
-    """Experts that the router chooses from."""
-    return hf_config["n_routed_experts"]
-
-
 def num_shared(hf_config: HfConfig) -> int:
     """Experts that see every token; they are one MLP as wide as all of them."""
     return hf_config.get("n_shared_experts", 1)
@@ -44,7 +39,7 @@ def mixture(hf_config: HfConfig) -> Mixture:
     is_grouped = _is_grouped(hf_config)
     return Mixture(
         hidden=hf_config["hidden_size"],
-        experts=num_routed(hf_config),
+        experts=hf_config["n_routed_experts"],
         topk=hf_config["num_experts_per_tok"],
         ffn=hf_config["moe_intermediate_size"],
         shared_ffn=hf_config["moe_intermediate_size"] * num_shared(hf_config),
@@ -65,7 +60,7 @@ def mixture_problems(hf_config: HfConfig) -> list[str]:
     problems = dense.missing_numbers(hf_config, _REQUIRED)
     if problems:
         return problems
-    experts, topk = num_routed(hf_config), hf_config["num_experts_per_tok"]
+    experts, topk = hf_config["n_routed_experts"], hf_config["num_experts_per_tok"]
     layers, dense_layers = hf_config.get("num_hidden_layers", 0), first_k_dense_replace(hf_config)
     if not 0 < topk <= experts:
         problems.append(f"num_experts_per_tok {topk} is not between 1 and n_routed_experts {experts}")

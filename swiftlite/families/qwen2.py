@@ -11,5 +11,4 @@ QWEN2 = Family(
     layer=partial(dense.layer, qkv_bias=True),
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
-    is_derived=dense.is_derived,
 )

@@ -11,5 +11,4 @@ QWEN3 = Family(
     layer=partial(dense.layer, qk_norm=True),
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
-    is_derived=dense.is_derived,
 )

@@ -63,5 +63,4 @@ QWEN3_MOE = Family(
     layer=_layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
-    is_derived=dense.is_derived,
 )

@@ -71,15 +71,14 @@ class CoreAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        attention_dropout: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection | None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         k_channels: int | None = None,
-        v_channels: int | None = None,
+        **unused: Any,
     ):
         super().__init__(config=config)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = config.attention_dropout
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels)
@@ -145,11 +144,9 @@ class CoreAttention(MegatronModule):
     ) -> tuple[tuple[int, ...], dist.ProcessGroup]:
         """Lengths of the sequences of the row that this rank has `num_tokens` of, and the ranks that share it."""
         group = self.cp_group
-        cu_seqlens = None
         if packed_seq_params is not None:
             group = packed_seq_params.cp_group or group
-            cu_seqlens = padded_cu_seqlens(packed_seq_params)
-        return sequence_lengths(num_tokens * group.size(), cu_seqlens), group
+        return sequence_lengths(num_tokens * group.size(), padded_cu_seqlens(packed_seq_params)), group
 
     def _attend(
         self,

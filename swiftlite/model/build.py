@@ -163,61 +163,48 @@ def build_model(
             attention_scaling=rotary_pos_emb.attention_scaling,
         )
         with mesh.active():
-            stage = _build_stage(
-                config,
-                architecture,
-                hf_config,
-                mesh,
-                vp_stage,
+            stage = GPTModel(
+                config=config,
                 rotary_pos_emb=rotary_pos_emb,
                 heads=heads,
-                freeze_trunk=freeze_trunk,
+                trunk_is_frozen=freeze_trunk,
                 drafting=drafting,
                 mtp_loss=mtp_loss,
+                max_sequence_length=hf_config["max_position_embeddings"],
+                pg_collection=mesh.groups,
+                **_stage(config, architecture, mesh, vp_stage, heads, drafting),
             )
         chunks.append(stage.to(mesh.device.torch_device))
     return chunks
 
 
-def _build_stage(
+def _stage(
     config: McoreTransformerConfig,
     architecture: Architecture,
-    hf_config: dict[str, Any],
     mesh: Mesh,
     vp_stage: int,
-    *,
-    rotary_pos_emb: RotaryEmbedding,
     heads: Heads,
-    freeze_trunk: bool,
     drafting: Drafting,
-    mtp_loss: MtpLoss,
-) -> GPTModel:
+) -> dict[str, Any]:
+    """What this rank holds of a virtual stage, as arguments of GPTModel."""
     layout = mesh.layout
-    pp_rank, pp_size = mesh.pp.rank(), mesh.pp.size()
+    pp_rank = mesh.pp.rank()
     per_stage = decoder_layers_per_stage(layout, config.num_layers)
-    stage = vp_stage * pp_size + pp_rank
+    stage = vp_stage * mesh.pp.size() + pp_rank
     first_layer = sum(per_stage[:stage])
     layers = architecture.layers[first_layer : first_layer + per_stage[stage]]
     is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
     has_mtp = is_last_virtual and pp_rank == mtp_pipeline_rank(layout)
-    return GPTModel(
-        config=config,
-        rotary_pos_emb=rotary_pos_emb,
-        heads=heads,
-        trunk_is_frozen=freeze_trunk,
-        drafting=drafting,
-        mtp_loss=mtp_loss,
-        transformer_layer_spec=decoder_spec(config, layers, drafting),
-        mtp_block_spec=mtp_spec(config, architecture.mtp_block, heads.unroll > 1) if has_mtp else None,
-        vocab_size=architecture.outside.vocab,
-        max_sequence_length=hf_config["max_position_embeddings"],
-        share_embeddings_and_output_weights=architecture.outside.is_tied,
-        position_embedding_type="rope",
-        pre_process=stage == 0,
-        post_process=stage == len(per_stage) - 1,
-        pg_collection=mesh.groups,
-        vp_stage=vp_stage if num_virtual_stages(layout) else None,
-    )
+    return {
+        "vocab_size": architecture.outside.vocab,
+        "share_embeddings_and_output_weights": architecture.outside.is_tied,
+        "position_embedding_type": "rope",
+        "transformer_layer_spec": decoder_spec(config, layers, drafting),
+        "mtp_block_spec": mtp_spec(config, architecture.mtp_block, heads.unroll > 1) if has_mtp else None,
+        "pre_process": stage == 0,
+        "post_process": stage == len(per_stage) - 1,
+        "vp_stage": vp_stage if num_virtual_stages(layout) else None,
+    }
 
 
 def check_computable(layout: ParallelLayout, device: Device) -> None:

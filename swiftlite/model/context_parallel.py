@@ -52,8 +52,13 @@ def describe_packed(cu_seqlens: torch.Tensor | None) -> PackedSeqParams | None:
     )
 
 
-def padded_cu_seqlens(packed: PackedSeqParams) -> torch.Tensor:
-    """Where the sequences of a packed row start: with their padding, if the descriptor tells that apart."""
+def padded_cu_seqlens(packed: PackedSeqParams | None) -> torch.Tensor | None:
+    """Where the sequences of a packed row start: with their padding, if the descriptor tells that apart.
+
+    None of padded rows, which have no descriptor.
+    """
+    if packed is None:
+        return None
     padded = packed.cu_seqlens_q_padded
     return packed.cu_seqlens_q if padded is None else padded
 

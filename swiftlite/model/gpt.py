@@ -152,7 +152,6 @@ class GPTModel(McoreGPTModel):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         mtp_input_ids: Sequence[torch.Tensor] | torch.Tensor | None = None,
         mtp_labels: Sequence[torch.Tensor] | torch.Tensor | None = None,
@@ -160,10 +159,11 @@ class GPTModel(McoreGPTModel):
     ) -> Logits | Losses | torch.Tensor:
         """The stages that this rank holds; on a model that is not split, all four.
 
+        Attention is causal: rows are padded at the end, so no mask is needed.
+
         Args:
             input_ids: [B, S].
             position_ids: [B, S].
-            attention_mask: None is causal; rows are padded at the end, so nothing else is needed.
             labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where nothing is to be learned.
             mtp_input_ids: [B, S] for each depth k, the token at s + k. Unset: `input_ids` shifted inside each sequence,
                 which is right unless context-parallel ranks share the row.
@@ -174,7 +174,7 @@ class GPTModel(McoreGPTModel):
             On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
         """
         num_drafts = self.heads.drafts
-        cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
+        cu_seqlens = padded_cu_seqlens(packed_seq_params)
         if mtp_input_ids is None:
             mtp_input_ids = ahead(input_ids, num_drafts, 0, cu_seqlens)[1:]
         if labels is not None and mtp_labels is None:
@@ -184,14 +184,16 @@ class GPTModel(McoreGPTModel):
             received: Any = self.decoder.input_tensor
             states_SBH = list(received.chunk(1 + num_drafts))
         else:
-            trunk_SBH, rotary_pos_emb = self._trunk(input_ids, position_ids, attention_mask, packed_seq_params)
+            trunk_SBH, rotary_pos_emb = self._trunk(input_ids, position_ids, packed_seq_params)
             states_SBH = [trunk_SBH]
             if self.mtp_process:
-                fed_SBH, after_norm_SBH = self._around_norm(trunk_SBH)
+                fed_SBH = trunk_SBH
+                if self.drafting.takes_before_norm:
+                    fed_SBH, trunk_SBH = trunk_SBH.chunk(2)  # KeepingRMSNorm's
                 heads_SBH = self.forward_mtp(
-                    fed_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, attention_mask, packed_seq_params
+                    fed_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, packed_seq_params
                 )
-                states_SBH = [after_norm_SBH, *heads_SBH]
+                states_SBH = [trunk_SBH, *heads_SBH]
 
         if not self.post_process:
             return torch.cat(states_SBH)
@@ -199,26 +201,15 @@ class GPTModel(McoreGPTModel):
         return self.forward_postprocess(states_SBH, all_labels, cu_seqlens)
 
     def _trunk(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        packed_seq_params: PackedSeqParams | None,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The trunk's states behind this stage's layers, see the top of this file; and rotary angles."""
         with self._frozen():
             hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids, packed_seq_params)
-            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, attention_mask, packed_seq_params)
+            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, packed_seq_params)
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
         return hidden_SBH, rotary_pos_emb
-
-    def _around_norm(self, trunk_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What MTP layers are fed, and the trunk's state after its final norm."""
-        if self.drafting.takes_before_norm:
-            before_SBH, after_SBH = trunk_SBH.chunk(2)  # KeepingRMSNorm's
-            return before_SBH, after_SBH
-        return trunk_SBH, trunk_SBH
 
     def forward_preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
@@ -235,7 +226,6 @@ class GPTModel(McoreGPTModel):
         self,
         hidden_SBH: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """The trunk's states [S, B, H] after this stage's layers; after the last layer, also after the final norm, or
@@ -246,7 +236,7 @@ class GPTModel(McoreGPTModel):
         """
         return self.decoder(
             hidden_states=hidden_SBH,
-            attention_mask=attention_mask,
+            attention_mask=None,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
         )
@@ -257,7 +247,6 @@ class GPTModel(McoreGPTModel):
         mtp_input_ids: Sequence[torch.Tensor],
         position_ids: torch.Tensor,
         rotary_pos_emb: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> list[torch.Tensor]:
         """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1.
@@ -273,7 +262,7 @@ class GPTModel(McoreGPTModel):
                 input_ids=input_ids,
                 position_ids=position_ids,
                 hidden_states=hidden_SBH,
-                attention_mask=attention_mask,
+                attention_mask=None,
                 rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=packed_seq_params,
                 embedding=self._embed_for_head,
@@ -318,8 +307,9 @@ class GPTModel(McoreGPTModel):
         self, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None, offset: int = 0
     ) -> torch.Tensor:
         """Rotary angles of rows that begin at position `offset`, as `forward_preprocess` gives them."""
-        if packed_seq_params is not None:
-            return self.rotary_pos_emb.packed(padded_cu_seqlens(packed_seq_params), offset)
+        cu_seqlens = padded_cu_seqlens(packed_seq_params)
+        if cu_seqlens is not None:
+            return self.rotary_pos_emb.packed(cu_seqlens, offset)
         return self.rotary_pos_emb(position_ids.size(1) * self.pg_collection.cp.size(), offset=offset)
 
     def forward_postprocess(
@@ -343,9 +333,9 @@ class GPTModel(McoreGPTModel):
         heads = list(zip(states_SBH[1:], labels[1:], strict=True))
         if self.mtp_loss == "ce":
             return Losses(main, [self._cross_entropy(hidden_SBH, labels_BS) for hidden_SBH, labels_BS in heads])
-        teacher = self._teacher(states_SBH[0].detach(), cu_seqlens)
+        trunk_TBH, positions_S = self._whole_rows(states_SBH[0].detach(), cu_seqlens)
         mtp = [
-            self._distillation(hidden_SBH, labels_BS, teacher, depth)
+            self._distillation(hidden_SBH, labels_BS, trunk_TBH, positions_S + depth)
             for depth, (hidden_SBH, labels_BS) in enumerate(heads, start=1)
         ]
         return Losses(main, mtp)
@@ -361,13 +351,23 @@ class GPTModel(McoreGPTModel):
         return token_loss(logits_NV, labels_BS[picked_BS], picked_BS, self.pg_collection.tp)
 
     def _distillation(
-        self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, teacher: "_Teacher", depth: int
+        self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, trunk_TBH: torch.Tensor, positions_S: torch.Tensor
     ) -> TokenLoss:
-        """The distance of a head to what the trunk predicts of the same tokens."""
+        """The distance of a head to what the trunk predicts of the same tokens.
+
+        At position s, depth k predicts the token s + k + 1, which the trunk predicts at s + k. That may be another
+        rank's: of a row of 8 on 2 ranks, rank 0 holds positions 0 1 6 7, and what depth 1 learns at position 1 the
+        trunk says at 2. Where there is a label, s + k is in the same sequence.
+
+        Args:
+            trunk_TBH: the trunk's states of whole rows.
+            positions_S: s + k of each position s.
+        """
         assert self.mtp_loss != "ce"
         picked_BS = labels_BS != IGNORE_INDEX
         logits_NV = self._picked_logits(hidden_SBH, picked_BS)
-        trunk_NH = teacher.states_of(picked_BS, depth)
+        row_N, place_N = picked_BS.nonzero(as_tuple=True)
+        trunk_NH = trunk_TBH[positions_S[place_N], row_N]
 
         def trunk_logits(rows: slice) -> torch.Tensor:
             return self.logits(trunk_NH[rows][:, None])[:, 0]
@@ -379,14 +379,17 @@ class GPTModel(McoreGPTModel):
         hidden_NH = self._whole(hidden_SBH).transpose(0, 1)[picked_BS]
         return self.logits(hidden_NH[:, None])[:, 0]
 
-    def _teacher(self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None) -> "_Teacher":
+    def _whole_rows(
+        self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The trunk's states [T, B, H], and which positions [S] of them this context-parallel rank holds."""
         group: Any = self.pg_collection.cp
         trunk_SBH = self._whole(trunk_SBH)
         lengths = sequence_lengths(trunk_SBH.size(0) * group.size(), cu_seqlens)
         positions_S = zigzag_positions(lengths, group.rank(), group.size(), trunk_SBH.device)
         if group.size() > 1:
             trunk_SBH = gather_sequence(trunk_SBH, lengths, group)
-        return _Teacher(trunk_SBH, positions_S)
+        return trunk_SBH, positions_S
 
     def _whole(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """All positions of the row, gathered over sequence-parallel ranks."""
@@ -396,27 +399,6 @@ class GPTModel(McoreGPTModel):
         return gather_from_sequence_parallel_region(
             hidden_SBH, tensor_parallel_output_grad=False, group=self.pg_collection.tp
         )
-
-
-@dataclass(frozen=True)
-class _Teacher:
-    """The trunk's states [T, B, H] of whole rows, and which positions of them this context-parallel rank holds [S].
-
-    At position s, depth k predicts the token s + k + 1, which the trunk predicts at s + k. That may be another rank's:
-    of a row of 8 on 2 ranks, rank 0 holds positions 0 1 6 7, and what depth 1 learns at position 1 the trunk says at 2.
-    """
-
-    trunk_TBH: torch.Tensor
-    positions_S: torch.Tensor
-
-    def states_of(self, picked_BS: torch.Tensor, depth: int) -> torch.Tensor:
-        """[N, H], where the trunk predicts what a depth is to learn at the picked positions.
-
-        Args:
-            picked_BS: where there is a label, which says that s + k is in the same sequence.
-        """
-        row_N, place_N = picked_BS.nonzero(as_tuple=True)
-        return self.trunk_TBH[self.positions_S[place_N] + depth, row_N]
 
 
 class _NoGradient(torch.autograd.Function):

@@ -1,5 +1,7 @@
 """A column-parallel linear layer that rounds a bias as transformers does."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear as McoreColumnParallelLinear
@@ -13,23 +15,8 @@ class ColumnParallelLinear(McoreColumnParallelLinear):
     """
 
     def _forward_impl(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        **kwargs,
+        self, input: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
-        if bias is not None and not (gradient_accumulation_fusion or allreduce_dgrad or sequence_parallel):
+        if bias is not None and options["tp_group"].size() == 1:
             return F.linear(input, weight, bias)
-        return super()._forward_impl(
-            input=input,
-            weight=weight,
-            bias=bias,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
-            allreduce_dgrad=allreduce_dgrad,
-            sequence_parallel=sequence_parallel,
-            **kwargs,
-        )
+        return super()._forward_impl(input=input, weight=weight, bias=bias, **options)

@@ -103,15 +103,12 @@ class MLASelfAttention(McoreMLASelfAttention):
         key_value_states: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor,  # position_ids upstream, see `forward`
         packed_seq_params: PackedSeqParams | None = None,
-        inference_context: None = None,
-        *,
-        inference_params: None = None,
+        **inference: None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query [T, N, D], key [T, N, D] and value [T, N, V] of the whole sequence; the latents of queries and keys."""
-        assert inference_context is None
-        assert inference_params is None
+        assert not any(inference.values())
         config = self.config
-        cu_seqlens = None if packed_seq_params is None else padded_cu_seqlens(packed_seq_params)
+        cu_seqlens = padded_cu_seqlens(packed_seq_params)
 
         query_latent = hidden_states
         if config.q_lora_rank is not None:

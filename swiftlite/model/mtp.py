@@ -102,7 +102,11 @@ class UnrolledLayer(MultiTokenPredictionLayer):
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
-        super().__init__(_without_recomputed_keys(config), *args, **kwargs)
+        # Later steps read the keys of the first, so neither these nor what made them may be computed anew in between.
+        kept = [module for module in config.recompute_modules or () if module not in ("core_attn", "mla_up_proj")]
+        config = copy.copy(config)
+        config.recompute_modules = kept
+        super().__init__(config, *args, **kwargs)
 
     def _postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing: the norm is left to `forward_steps`, since not every engine recycles what it makes."""
@@ -159,12 +163,3 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             states_SBH.append(after_norm_SBH)
             hidden_SBH = before_norm_SBH if recycles_before_norm else after_norm_SBH
         return torch.cat(states_SBH)
-
-
-def _without_recomputed_keys(config: TransformerConfig) -> TransformerConfig:
-    """The config of an unrolled layer: later steps read the keys of the first, so neither these nor what made them may
-    be computed anew in between."""
-    kept = [module for module in config.recompute_modules or () if module not in ("core_attn", "mla_up_proj")]
-    config = copy.copy(config)
-    config.recompute_modules = kept
-    return config

@@ -7,10 +7,10 @@ the vocabulary for tokens that are learned (`model.loss` computes no other logit
 and what is no matrix product (norms, rotary angles, softmax, optimizer).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.heads import Heads
 
@@ -49,7 +49,7 @@ class Flops:
         return self.linear * num_tokens + self.square * squares + vocabulary
 
 
-def training_flops(hf_config: Mapping[str, Any], heads: Heads = Heads(), *, heads_only: bool = False) -> Flops:
+def training_flops(hf_config: HfConfig, heads: Heads = Heads(), *, heads_only: bool = False) -> Flops:
     """Operations of training the trunk, MTP layers, and the output layer of each.
 
     A backward pass is twice the forward pass: gradients of inputs and of weights. With `heads_only` the trunk has none,

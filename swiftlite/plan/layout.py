@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from swiftlite.args.config import Problem
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families.architecture import Architecture
 
@@ -64,7 +65,7 @@ def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
     return world_size // _product(_MODEL_SIZES, layout)
 
 
-def process_problems(layout: ParallelLayout, world_size: int) -> list[tuple[str, str]]:
+def process_problems(layout: ParallelLayout, world_size: int) -> list[Problem]:
     """Why the processes do not divide into replicas, or into groups that share experts: (problem, hint) each."""
     problems = []
     for names in (_MODEL_SIZES, _EXPERT_SIZES):
@@ -72,12 +73,8 @@ def process_problems(layout: ParallelLayout, world_size: int) -> list[tuple[str,
         if world_size % size:
             flags = [f"--{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
             total = f" = {size}" if len(flags) > 1 else ""
-            problems.append(
-                (
-                    f"{' x '.join(flags)}{total} does not divide the number of processes, {world_size}",
-                    f"start {size} processes, or a multiple: NPROC_PER_NODE={size} swiftlite ...",
-                )
-            )
+            problem = f"{' x '.join(flags)}{total} does not divide the number of processes, {world_size}"
+            problems.append((problem, f"start {size} processes, or a multiple: NPROC_PER_NODE={size} swiftlite ..."))
     return problems
 
 
@@ -139,9 +136,7 @@ def _decoder_layers_per_rank(layout: ParallelLayout, num_layers: int) -> list[in
     return [stated.get(rank, share) for rank in range(num_ranks)]
 
 
-def layout_problems(
-    layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int
-) -> list[tuple[str, str]]:
+def layout_problems(layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int) -> list[Problem]:
     """Why this model cannot be laid out so: (problem, hint) each.
 
     Args:
@@ -154,33 +149,21 @@ def layout_problems(
     ]
 
 
-def _tensor_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[tuple[str, str]]:
+def _tensor_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[Problem]:
     problems = []
     size = layout.tensor_model_parallel_size
     for name, count in _tensor_split(architecture) if architecture else ():
         if count % size:
-            problems.append(
-                (
-                    f"--tensor_model_parallel_size {size} does not divide the model's {name}, {count}",
-                    f"use {choices(_smaller_divisors(count, size))}",
-                )
-            )
+            problem = f"--tensor_model_parallel_size {size} does not divide the model's {name}, {count}"
+            problems.append((problem, _divisors_to_use(count, size)))
     if layout.sequence_parallel and size == 1:
-        problems.append(
-            (
-                "--sequence_parallel true with --tensor_model_parallel_size 1 has no ranks to share a row",
-                "leave it out, or raise --tensor_model_parallel_size",
-            )
-        )
+        problem = "--sequence_parallel true with --tensor_model_parallel_size 1 has no ranks to share a row"
+        problems.append((problem, "leave it out, or raise --tensor_model_parallel_size"))
     if architecture and size > 1 and not layout.sequence_parallel:
         needs = sorted({part.needs_sequence_parallel for part in architecture.sublayers} - {""})
         if needs:
-            problems.append(
-                (
-                    f"--tensor_model_parallel_size {size} of a model with {needs[0]} needs sequence parallelism",
-                    "add --sequence_parallel true",
-                )
-            )
+            problem = f"--tensor_model_parallel_size {size} of a model with {needs[0]} needs sequence parallelism"
+            problems.append((problem, "add --sequence_parallel true"))
     return problems
 
 
@@ -193,14 +176,12 @@ def _tensor_split(architecture: Architecture) -> list[tuple[str, int]]:
     return list(dict.fromkeys(split))
 
 
-def _smaller_divisors(count: int, size: int) -> list[str]:
-    """Numbers below `size` that divide `count`."""
-    return [str(number) for number in range(1, size) if count % number == 0]
+def _divisors_to_use(count: int, size: int) -> str:
+    """A hint: the numbers below `size` that divide `count`."""
+    return f"use {choices([str(number) for number in range(1, size) if count % number == 0])}"
 
 
-def _pipeline_problems(
-    layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int
-) -> list[tuple[str, str]]:
+def _pipeline_problems(layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int) -> list[Problem]:
     if layout.pipeline_model_parallel_layout is None:
         return _even_pipeline_problems(layout, architecture)
     flag = f"--pipeline_model_parallel_layout {layout.pipeline_model_parallel_layout}"
@@ -213,19 +194,11 @@ def _pipeline_problems(
         return [(f"{flag}: {error}", _EXAMPLE)]
     pp = layout.pipeline_model_parallel_size
     if pp == 1 and len(stages) > 1:
-        return [
-            (
-                f"{flag} has {len(stages)} stages, but --pipeline_model_parallel_size is 1",
-                f"add --pipeline_model_parallel_size {len(stages)}",
-            )
-        ]
+        problem = f"{flag} has {len(stages)} stages, but --pipeline_model_parallel_size is 1"
+        return [(problem, f"add --pipeline_model_parallel_size {len(stages)}")]
     if len(stages) % pp:
-        return [
-            (
-                f"{flag} has {len(stages)} stages, no multiple of --pipeline_model_parallel_size {pp}",
-                "write one stage per pipeline rank, or two, or three",
-            )
-        ]
+        problem = f"{flag} has {len(stages)} stages, no multiple of --pipeline_model_parallel_size {pp}"
+        return [(problem, "write one stage per pipeline rank, or two, or three")]
     wanted = {"E": 1, "m": mtp_num_layers, "L": 1}
     if architecture:
         wanted["t"] = architecture.outside.num_layers
@@ -244,7 +217,7 @@ def _other_pipeline_flag(layout: ParallelLayout) -> str:
     return "num_virtual_stages_per_pipeline_rank" if layout.num_virtual_stages_per_pipeline_rank else ""
 
 
-def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[tuple[str, str]]:
+def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[Problem]:
     """Problems of a pipeline without a layout string."""
     flag, virtual_stages = _other_pipeline_flag(layout), layout.num_virtual_stages_per_pipeline_rank
     means_nothing = flag == "num_virtual_stages_per_pipeline_rank" and virtual_stages == 1
@@ -261,7 +234,7 @@ def _even_pipeline_problems(layout: ParallelLayout, architecture: Architecture |
     return []
 
 
-def _letter_problems(flag: str, stages: Sequence[str], wanted: Mapping[str, int]) -> list[tuple[str, str]]:
+def _letter_problems(flag: str, stages: Sequence[str], wanted: Mapping[str, int]) -> list[Problem]:
     """What a layout string has too many or too few of, or in another order."""
     names = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
     whole = "".join(stages)
@@ -275,7 +248,7 @@ def _letter_problems(flag: str, stages: Sequence[str], wanted: Mapping[str, int]
     return problems
 
 
-def _mtp_stage_problems(flag: str, stages: Sequence[str], pp: int) -> list[tuple[str, str]]:
+def _mtp_stage_problems(flag: str, stages: Sequence[str], pp: int) -> list[Problem]:
     """Why the MTP layers cannot stand where a layout string puts them."""
     with_mtp = [number for number, stage in enumerate(stages) if "m" in stage]
     if not with_mtp:
@@ -283,40 +256,28 @@ def _mtp_stage_problems(flag: str, stages: Sequence[str], pp: int) -> list[tuple
     if len(with_mtp) > 1:
         return [(f"{flag} spreads the MTP layers over {len(with_mtp)} stages", "put all m on one stage")]
     if with_mtp[0] < len(stages) - pp:
-        return [
-            (
-                f"{flag}: megatron-core computes MTP layers only on the last virtual stage of a rank",
-                "put m on one of the last stages",
-            )
-        ]
+        problem = f"{flag}: megatron-core computes MTP layers only on the last virtual stage of a rank"
+        return [(problem, "put m on one of the last stages")]
     if pp > 1 and with_mtp[0] % pp == 0:
-        return [
-            (
-                f"{flag}: the MTP layers stand on the first pipeline rank, which would then hold two embeddings that "
-                "nothing keeps equal",
-                "put m on another rank's stage",
-            )
-        ]
+        both = "which would then hold two embeddings that nothing keeps equal"
+        problem = f"{flag}: the MTP layers stand on the first pipeline rank, {both}"
+        return [(problem, "put m on another rank's stage")]
     return []
 
 
-def _expert_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[tuple[str, str]]:
+def _expert_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[Problem]:
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     if ep * etp == 1 or architecture is None:
         return []
     if not architecture.has_experts:
         flag = "expert_model_parallel_size" if ep > 1 else "expert_tensor_parallel_size"
         return [(f"--{flag} {max(ep, etp)}, but the model has no experts", "leave it out")]
-    problems: list[tuple[str, str]] = []
+    problems: list[Problem] = []
     for layer in architecture.layers:
         experts = layer.mlp.experts
         if experts % ep:
-            problems.append(
-                (
-                    f"--expert_model_parallel_size {ep} does not divide the model's {experts} experts",
-                    f"use {choices(_smaller_divisors(experts, ep))}",
-                )
-            )
+            problem = f"--expert_model_parallel_size {ep} does not divide the model's {experts} experts"
+            problems.append((problem, _divisors_to_use(experts, ep)))
         for name, count in layer.mlp.expert_split.items():
             if count % etp:
                 problems.append((f"--expert_tensor_parallel_size {etp} does not divide {name}, {count}", ""))

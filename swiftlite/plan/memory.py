@@ -13,13 +13,13 @@ one layer's gradients in the backward pass.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.fields import MtpMode, ParallelLayout, RecomputeArgs
 from swiftlite.families.architecture import Architecture
+from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.families.layer import Layer
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
@@ -54,7 +54,7 @@ class Setup:
     mtp_mode: MtpMode = "joint"
 
 
-def planned_setup(args: DoctorArgs, hf_config: Mapping[str, Any]) -> Setup:
+def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
     """What the options of `doctor --plan` say; the fewest GPUs that the layout takes if they do not."""
     layout = layout_of(args)
     per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
@@ -97,7 +97,7 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.recomputed + self.logits
 
 
-def estimate(hf_config: Mapping[str, Any], setup: Setup) -> list[StageMemory]:
+def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
     """The memory of a rank on each pipeline stage; the layout has passed `layout_problems` and `process_problems`.
 
     Args:
@@ -396,7 +396,7 @@ def largest(memory: Sequence[StageMemory]) -> StageMemory:
     return max(memory, key=lambda stage: stage.total)
 
 
-def suggest(hf_config: Mapping[str, Any], setup: Setup, gpu_memory_gb: float) -> Setup | None:
+def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | None:
     """The setup nearest to this one that fits; with twice, four times ... as many GPUs if none does. None: not found.
 
     Tried in this order: sharing the optimizer state, recomputing, then more ranks per model, with and without
@@ -440,19 +440,18 @@ def _candidate_sizes(architecture: Architecture, setup: Setup) -> list[tuple[int
 
 
 def _resized(layout: ParallelLayout, tp: int, ep: int, pp: int) -> ParallelLayout:
-    changed = dataclasses.replace(
+    if pp != layout.pipeline_model_parallel_size:
+        layout = dataclasses.replace(  # what was said about other stages means nothing for these
+            layout,
+            pipeline_model_parallel_layout=None,
+            num_virtual_stages_per_pipeline_rank=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+        )
+    return dataclasses.replace(
         layout,
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
         expert_model_parallel_size=ep,
         pipeline_model_parallel_size=pp,
-    )
-    if pp == layout.pipeline_model_parallel_size:
-        return changed
-    return dataclasses.replace(  # what was said about other stages means nothing for these
-        changed,
-        pipeline_model_parallel_layout=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
     )

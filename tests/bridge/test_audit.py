@@ -35,7 +35,7 @@ def test_good_directory(tmp_path, family, depth):
     hf_dir = make_tiny_hf(tmp_path, family, depth)
     assert audit(hf_dir) == []
     on_disk = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir))
-    assert (on_disk.promised, on_disk.depth, on_disk.missing, on_disk.is_whole) == (depth, depth, (), True)
+    assert (on_disk.promised, on_disk.depth, on_disk.missing) == (depth, depth, ())
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -63,7 +63,7 @@ def test_first_head_lost(tmp_path, family):
     keys = [key for row in first for key in row.hf]
     rewrite(hf_dir, lambda tensors: [tensors.pop(key) for key in keys])
     on_disk = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir))
-    assert (on_disk.depth, set(on_disk.missing), on_disk.is_whole) == (2, set(keys), False)
+    assert (on_disk.depth, set(on_disk.missing)) == (2, set(keys))
     assert audit(hf_dir) == [f"missing: {key}" for key in keys]
 
 

@@ -386,5 +386,6 @@ def test_unknown_family(model_type, tmp_path):
 
 
 def test_rotary_buffers_of_old_files_are_derived():
-    assert dense.is_derived("model.layers.3.self_attn.rotary_emb.inv_freq")
-    assert not dense.is_derived("model.layers.3.self_attn.q_proj.weight")
+    llama = families.FAMILIES["llama"]
+    assert llama.is_derived("model.layers.3.self_attn.rotary_emb.inv_freq")
+    assert not llama.is_derived("model.layers.3.self_attn.q_proj.weight")

@@ -56,7 +56,6 @@ EMBER = Family(
     layer=layer,
     outside=dense.outside,
     mtp=dense.QWEN3_NEXT_HEADS,
-    is_derived=dense.is_derived,
 )
 
 
