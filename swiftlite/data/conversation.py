@@ -21,19 +21,9 @@ FORMATS = 'messages, conversations, query + response, or instruction + output, a
 
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-    "tool": "tool",
-    "tool_response": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "assistant", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("function", "function_response", "observation", "tool", "tool_response"), "tool"),
 }
 
 # Who may speak after whom; None is the start. A second user or assistant turn in a row is nearly always a lost turn

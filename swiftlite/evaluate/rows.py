@@ -5,8 +5,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.data.dataset import Data, load_train_val
-from swiftlite.data.template import load_tokenizer
+from swiftlite.data.dataset import Data, Encoder, load_train_val
+from swiftlite.data.template import ChatTemplate, load_tokenizer
 
 
 def load_rows(
@@ -24,13 +24,5 @@ def load_rows(
         UserError: as `load_train_val`.
     """
     tokenizer = load_tokenizer(hf_dir, trust_remote_code)
-    data = load_train_val(
-        tokenizer,
-        (),
-        dataset,
-        max_length=max_length,
-        truncation_strategy="right",
-        max_bad_rows=max_bad_rows,
-        system=system,
-    )
-    return tokenizer, data
+    encoder = Encoder(ChatTemplate(tokenizer), max_length, "right")
+    return tokenizer, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system)

@@ -13,7 +13,7 @@ from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, Encoder, load_train_val
-from swiftlite.data.mock import mock_samples
+from swiftlite.data.mock import MockSamples, mock_lengths
 from swiftlite.data.sampler import Sampler
 from swiftlite.data.stream import Stream
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
@@ -178,13 +178,10 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
     mock = args.sft_mock_dataset_config_json
     is_read_here = not args.streaming and mock is None
     data = load_train_val(
-        tokenizer,
+        make_encoder(args, tokenizer),
         args.dataset if is_read_here else (),
         args.val_dataset,
         split_dataset_ratio=args.split_dataset_ratio if is_read_here else 0,
-        max_length=args.max_length,
-        truncation_strategy=args.truncation_strategy,
-        loss_scale=args.loss_scale,
         max_bad_rows=args.max_bad_rows,
         system=args.system,
         num_proc=args.dataset_num_proc,
@@ -192,7 +189,7 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
     )
     if mock is None:
         return data
-    samples = mock_samples(mock, hf_model.config["vocab_size"], seed=args.seed)
+    samples = MockSamples(mock_lengths(mock, seed=args.seed), hf_model.config["vocab_size"], args.seed)
     longest = int(samples.lengths.max())
     if longest > args.max_length:
         raise UserError(
@@ -203,12 +200,16 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
     return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))
 
 
+def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """What makes a sample of a row."""
+    return Encoder(ChatTemplate(tokenizer, args.loss_scale), args.max_length, args.truncation_strategy)
+
+
 def open_stream(args: SftArgs, plan: Plan, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]) -> Stream:
     """The packed rows of --streaming, from where a checkpoint's state says."""
-    encoder = Encoder(ChatTemplate(tokenizer, args.loss_scale), args.max_length, args.truncation_strategy)
     return Stream(
         args.dataset,
-        encoder,
+        make_encoder(args, tokenizer),
         plan.packing_length,
         buffer_size=args.streaming_buffer_size,
         multiple=sequence_multiple(plan.layout),
