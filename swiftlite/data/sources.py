@@ -157,28 +157,23 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     # By the standard library and not pyarrow.csv, which does not know the line of a row behind one that spans lines.
-    text = _decode(path)
+    reader = csv.reader(io.StringIO(_decode(path), newline=""), strict=True)
     limit = csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than many a document
-    try:
-        rows = list(_parse_csv(text, path))
-    finally:
-        csv.field_size_limit(limit)  # the module has one limit for the whole process
-    yield from rows
-
-
-def _parse_csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: list[tuple[int, Any]] = []
     try:
         header = next(reader, [])
         start = reader.line_num + 1
         for values in reader:
             if values and len(values) != len(header):
-                yield start, RowError("row", f"has {len(values)} columns, the header has {len(header)}")
+                rows.append((start, RowError("row", f"has {len(values)} columns, the header has {len(header)}")))
             elif values:
-                yield start, dict(zip(header, values, strict=True))
+                rows.append((start, dict(zip(header, values, strict=True))))
             start = reader.line_num + 1  # a quoted value may span lines
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not CSV: {error}") from None
+    finally:
+        csv.field_size_limit(limit)  # the module has one limit for the whole process
+    return iter(rows)
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
