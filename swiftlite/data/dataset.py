@@ -179,10 +179,8 @@ def load_train_val(
         held_out = split(len(train), split_dataset_ratio, seed)
         if split_dataset_ratio > 0 and not len(held_out):
             report.notes.append("one row is all there is; none is held out for evaluation")
-        is_held_out = np.zeros(len(train), bool)
-        is_held_out[held_out] = True
-        val = [pair for pair, held in zip(train, is_held_out, strict=True) if held]
-        train = [pair for pair, held in zip(train, is_held_out, strict=True) if not held]
+        val = [train[index] for index in held_out]
+        train = [train[index] for index in np.delete(np.arange(len(train)), held_out)]
 
     samples = [sample for _, sample in train]
     val_samples = [sample for _, sample in val]

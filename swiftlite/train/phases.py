@@ -20,7 +20,6 @@ from swiftlite.data.dataset import Data
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.model.open import HfModel
-from swiftlite.plan.flops import Flops
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.agreement import check_agreement, digest
@@ -45,7 +44,6 @@ class Run:
     Attributes:
         hf_model: --model.
         rows: what batch sizes count; none where training rows are read while training goes on.
-        flops: operations of a step.
         checkpoint: the one to continue from; None for a new run.
     """
 
@@ -58,7 +56,6 @@ class Run:
     data: Data
     batches: Batches
     rows: SampleRows
-    flops: Flops
     checkpoint: Path | None
     learner: Learner
 

@@ -87,7 +87,6 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
         data=data,
         batches=batches,
         rows=rows,
-        flops=flops,
         checkpoint=checkpoint,
         learner=learner,
     )
@@ -123,7 +122,7 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
         schedule=run.schedule,
         train_batches=train_batches,
         eval_batches=run.batches.evaluation(run.data.val, args.eval_iters),
-        count_flops=run.flops.step,
+        count_flops=run.batches.flops.step,
         sinks=sinks,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
