@@ -11,7 +11,7 @@ from swiftlite.rules import common
 def export_has_one_direction(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.to_hf == args.to_mcore:
         given = "both --to_hf and --to_mcore" if args.to_hf else "neither --to_hf nor --to_mcore"
-        yield f"{given}", "give one: --to_hf for a Hugging Face model, --to_mcore for a megatron-core checkpoint"
+        yield given, "give one: --to_hf for a Hugging Face model, --to_mcore for a megatron-core checkpoint"
 
 
 def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:

@@ -63,11 +63,8 @@ def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[P
 
 
 def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    needs = {
-        "use_distributed_optimizer": args.use_distributed_optimizer,
-        "overlap_grad_reduce": args.overlap_grad_reduce,
-    }
-    missing = [f"--{name} true" for name, is_given in needs.items() if not is_given]
+    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+    missing = [f"--{name} true" for name in needed if not vars(args)[name]]
     if args.overlap_param_gather and missing:
         yield f"--overlap_param_gather needs {' and '.join(missing)}", f"add {' '.join(missing)}"
 
