@@ -58,8 +58,8 @@ def english_texts() -> list[str]:
     texts = {}
     for command in COMMANDS:
         texts[title(command.args_class)] = None
-        for group in groups(command.args_class, command.choices()):
-            texts |= {group.title: None} | {option.doc: None for option in group.options}
+        for heading, members in groups(command.args_class, command.choices()).items():
+            texts |= {heading: None} | {option.doc: None for option in members}
     return list(texts)
 
 
@@ -74,9 +74,9 @@ def page(language: str) -> str:
     text = [INTRO[language]]
     for command in COMMANDS:
         text += [f"## swiftlite {command.words}\n", f"{table[title(command.args_class)]}\n"]
-        for group in groups(command.args_class, command.choices()):
-            text += [f"### {table[group.title]}\n", _row(HEADS[language]), _row(("---", "---", "---"))]
-            for option in group.options:
+        for heading, members in groups(command.args_class, command.choices()).items():
+            text += [f"### {table[heading]}\n", _row(HEADS[language]), _row(("---", "---", "---"))]
+            for option in members:
                 words = table[option.doc] + default_words(option)
                 text.append(_row((f"`--{option.name}`", f"`{_escape(placeholder(option.type))}`", _escape(words))))
             text.append("")

@@ -3,42 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from swiftlite.args import fields
 from swiftlite.args.bounds import Fraction, Length, NonNegativeInt, PositiveFloat, PositiveInt
-from swiftlite.args.fields import (
-    BenchmarkArgs,
-    DataArgs,
-    DistributedArgs,
-    EngineArgs,
-    EvaluationArgs,
-    GenerationArgs,
-    ModelArgs,
-    MoeArgs,
-    MtpArgs,
-    MtpMode,
-    OptimArgs,
-    PackingArgs,
-    ParallelLayout,
-    RecomputeArgs,
-    RunArgs,
-    ServerArgs,
-    SglangArgs,
-    SpeculationArgs,
-    VllmArgs,
-)
 
 
 @dataclass(frozen=True)
 class SftArgs(
-    RunArgs,
-    OptimArgs,
-    RecomputeArgs,
-    DistributedArgs,
-    ParallelLayout,
-    MoeArgs,
-    PackingArgs,
-    DataArgs,
-    MtpArgs,
-    ModelArgs,
+    fields.RunArgs,
+    fields.OptimArgs,
+    fields.RecomputeArgs,
+    fields.DistributedArgs,
+    fields.ParallelLayout,
+    fields.MoeArgs,
+    fields.PackingArgs,
+    fields.DataArgs,
+    fields.MtpArgs,
+    fields.ModelArgs,
 ):
     """Fine-tune a language model on megatron-core, with Multi-Token Prediction heads."""
 
@@ -76,22 +56,29 @@ class ConversionArgs:
 
 
 @dataclass(frozen=True)
-class ExportArgs(ParallelLayout, ConversionArgs):
+class ExportArgs(fields.ParallelLayout, ConversionArgs):
     """Turn a run or checkpoint into a Hugging Face model (--to_hf), or a Hugging Face model into one (--to_mcore)."""
 
 
 @dataclass(frozen=True)
-class InferArgs(GenerationArgs, SglangArgs, VllmArgs, SpeculationArgs, EngineArgs, ModelArgs):
+class InferArgs(
+    fields.GenerationArgs,
+    fields.SglangArgs,
+    fields.VllmArgs,
+    fields.SpeculationArgs,
+    fields.EngineArgs,
+    fields.ModelArgs,
+):
     """Generate with an engine, MTP heads drafting, and report how many drafts were accepted."""
 
 
 @dataclass(frozen=True)
-class DeployArgs(SglangArgs, VllmArgs, SpeculationArgs, ServerArgs, ModelArgs):
+class DeployArgs(fields.SglangArgs, fields.VllmArgs, fields.SpeculationArgs, fields.ServerArgs, fields.ModelArgs):
     """Serve a Hugging Face model with an engine's own OpenAI-compatible server, MTP heads drafting."""
 
 
 @dataclass(frozen=True)
-class BenchArgs(VllmArgs, BenchmarkArgs, ModelArgs):
+class BenchArgs(fields.VllmArgs, fields.BenchmarkArgs, fields.ModelArgs):
     """Measure an engine's server with and without drafts at each concurrency, and say how many tokens to draft."""
 
 
@@ -115,7 +102,7 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
 
 
 @dataclass(frozen=True)
-class EvaluateArgs(SpeculationArgs, EvaluationArgs, ModelArgs):
+class EvaluateArgs(fields.SpeculationArgs, fields.EvaluationArgs, fields.ModelArgs):
     """Measure how often MTP heads are right, by depth and channel: against the trunk, and by an engine's counters."""
 
 
@@ -148,10 +135,10 @@ class ExaminationArgs:
     """The same as for megatron sft, or for the engine."""
     mtp_num_layers: NonNegativeInt | None = None
     """The same as for megatron sft. Unset: what the checkpoint has."""
-    mtp_mode: MtpMode = "joint"
+    mtp_mode: fields.MtpMode = "joint"
     """The same as for megatron sft."""
 
 
 @dataclass(frozen=True)
-class DoctorArgs(RecomputeArgs, ParallelLayout, VllmArgs, SpeculationArgs, ExaminationArgs):
+class DoctorArgs(fields.RecomputeArgs, fields.ParallelLayout, fields.VllmArgs, fields.SpeculationArgs, ExaminationArgs):
     """Tell what is installed and needed, whether a model keeps its promises, to an engine too, what fits (--plan)."""

@@ -219,11 +219,6 @@ def values_from_file(
     return values, problems
 
 
-def to_config(args: Any) -> dict[str, Any]:
-    """Every option with its value, ready for JSON or YAML; `from_config` is the inverse."""
-    return dataclasses.asdict(args)
-
-
 def from_config(args_class: type[Args], path: str | Path) -> Args:
     """The arguments that a file holds; options that it leaves out have their defaults.
 
@@ -238,4 +233,4 @@ def from_config(args_class: type[Args], path: str | Path) -> Args:
 
 def write_config(args: Any, path: str | Path) -> None:
     """Write the arguments as a JSON file that runs again: `swiftlite COMMAND FILE`."""
-    Path(path).write_text(json.dumps(to_config(args), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

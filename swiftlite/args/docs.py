@@ -30,14 +30,6 @@ class Option:
     """Name of the class that declares the field."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """The fields that one class declares, under the title in its docstring."""
-
-    title: str
-    options: list[Option]
-
-
 def options(args_class: type, choices: Choices | None = None) -> dict[str, Option]:
     """Every field of the class by name, in the order in which `--help` shows them."""
     types = typing.get_type_hints(args_class)
@@ -56,13 +48,13 @@ def options(args_class: type, choices: Choices | None = None) -> dict[str, Optio
     return found
 
 
-def groups(args_class: type, choices: Choices | None = None) -> list[Group]:
-    """The options by the class that declares them; those of the command's own class come under "Options"."""
+def groups(args_class: type, choices: Choices | None = None) -> dict[str, list[Option]]:
+    """The options by the title of the class that declares them; the command's own class has the title "Options"."""
     titles = {owner.__name__: title(owner) for owner in args_class.__mro__[:-1]} | {args_class.__name__: "Options"}
-    by_owner: dict[str, list[Option]] = {}
+    found: dict[str, list[Option]] = {}
     for option in options(args_class, choices).values():
-        by_owner.setdefault(option.owner, []).append(option)
-    return [Group(titles[owner], members) for owner, members in by_owner.items()]
+        found.setdefault(titles[option.owner], []).append(option)
+    return found
 
 
 def title(args_class: type) -> str:

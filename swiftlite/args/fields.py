@@ -9,18 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from swiftlite.args.bounds import (
-    Fraction,
-    Length,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Port,
-    PositiveFloat,
-    PositiveFraction,
-    PositiveInt,
-    ProperFraction,
-    Seed,
-)
+from swiftlite.args import bounds
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "graft"]
 MtpMode = Literal["joint", "heads_only"]
@@ -44,7 +33,7 @@ class ModelArgs:
 class MtpArgs:
     """Multi-Token Prediction"""
 
-    mtp_num_layers: NonNegativeInt | None = None
+    mtp_num_layers: bounds.NonNegativeInt | None = None
     """MTP depth: layers that predict tokens 2, 3, ... ahead. Unset: what the checkpoint has. 0: drop the heads."""
     mtp_init: MtpInit = "checkpoint"
     """Where MTP weights come from: the checkpoint, random numbers, a copy of the last decoder layer, or the model that
@@ -54,15 +43,15 @@ class MtpArgs:
     trunk was fine-tuned from. Same family and shapes."""
     mtp_mode: MtpMode = "joint"
     """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
-    mtp_loss_scaling_factor: PositiveFloat = 0.1
+    mtp_loss_scaling_factor: bounds.PositiveFloat = 0.1
     """Weight of the MTP loss (mean over depths) beside the main loss."""
     mtp_loss: MtpLoss = "ce"
     """What heads learn. ce: the data's tokens. kl, tv: the trunk's own distribution of them, by KL(trunk || head) or by
     total variation, which is the share of drafts that sampling rejects."""
-    mtp_unroll: PositiveInt = 1
+    mtp_unroll: bounds.PositiveInt = 1
     """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
     state. `infer` drafts as many."""
-    mtp_unroll_beta: PositiveFraction = 0.6
+    mtp_unroll_beta: bounds.PositiveFraction = 0.6
     """With --mtp_unroll: weight of each drafted token's loss, relative to the one before."""
 
 
@@ -74,13 +63,13 @@ class DataArgs:
     """Files (.jsonl, .json, .parquet, .csv); FILE#500 takes a random sample of 500 rows. Several files are mixed."""
     val_dataset: list[str] = field(default_factory=list)
     """Held-out files. Unset: split from --dataset by --split_dataset_ratio."""
-    split_dataset_ratio: ProperFraction = 0.05
+    split_dataset_ratio: bounds.ProperFraction = 0.05
     """Part of --dataset held out for evaluation when --val_dataset is not given; 0 holds out nothing."""
-    max_length: Length = 2048
+    max_length: bounds.Length = 2048
     """Longest sample in tokens; longer ones follow --truncation_strategy."""
     truncation_strategy: TruncationStrategy = "delete"
     """What happens to samples over --max_length: delete them, cut left, cut right, or stop with an error."""
-    max_bad_rows: NonNegativeInt = 0
+    max_bad_rows: bounds.NonNegativeInt = 0
     """Rows that may be malformed before the run stops; each is named by file:line and counted in the run report."""
     loss_scale: Literal["default", "last_round", "all"] = "default"
     """Which tokens train: every assistant turn (default), those after the last user turn, or all tokens."""
@@ -88,7 +77,7 @@ class DataArgs:
     """System prompt for rows that bring none."""
     dataset_shuffle: bool = True
     """Shuffle the training rows anew in every epoch."""
-    dataset_num_proc: PositiveInt = 1
+    dataset_num_proc: bounds.PositiveInt = 1
     """Processes that tokenize the dataset."""
 
 
@@ -99,7 +88,7 @@ class PackingArgs:
     packing: bool = False
     """Put whole samples one behind the other into rows of --packing_length tokens; none sees another. Batch sizes then
     count rows."""
-    packing_length: Length | None = None
+    packing_length: bounds.Length | None = None
     """Most tokens of a packed row. Unset: --max_length."""
     padding_free: bool = False
     """Put the samples of each micro-batch one behind the other, instead of padding them to the longest."""
@@ -108,7 +97,7 @@ class PackingArgs:
     work; --global_batch_size then counts samples, and micro-batches are as many as are needed."""
     streaming: bool = False
     """Read, tokenize and pack while training goes on, in the order of the files; needs --packing and --train_iters."""
-    streaming_buffer_size: PositiveInt = 1000
+    streaming_buffer_size: bounds.PositiveInt = 1000
     """Samples among which --streaming looks for those that share a row."""
     sft_mock_dataset_config_json: dict[str, Any] | None = None
     """JSON: train on random tokens of given lengths instead of --dataset, for benchmarks; see docs/en/packing.md."""
@@ -118,26 +107,26 @@ class PackingArgs:
 class ParallelLayout:
     """Parallel layout"""
 
-    tensor_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: bounds.PositiveInt = 1
     """Ranks that share each matrix."""
     sequence_parallel: bool = False
     """Tensor-parallel ranks also share the activations between matrices, by position in the row."""
-    pipeline_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: bounds.PositiveInt = 1
     """Stages that the layers are cut into, one rank after the other."""
-    num_virtual_stages_per_pipeline_rank: PositiveInt | None = None
+    num_virtual_stages_per_pipeline_rank: bounds.PositiveInt | None = None
     """Stages on each pipeline rank, interleaved, for a shorter pipeline bubble. Unset: one."""
     pipeline_model_parallel_layout: str | None = None
     """What each stage holds, stages apart by |: E embedding, t decoder layer, m MTP layer, L loss; *N repeats, as in
     'Et*3|t*4|t*3mL'. Unset: layers are shared evenly, the MTP layers stand on the last stage."""
-    decoder_first_pipeline_num_layers: PositiveInt | None = None
+    decoder_first_pipeline_num_layers: bounds.PositiveInt | None = None
     """Decoder layers of the first stage. Unset: an even share."""
-    decoder_last_pipeline_num_layers: PositiveInt | None = None
+    decoder_last_pipeline_num_layers: bounds.PositiveInt | None = None
     """Decoder layers of the last stage. Unset: an even share."""
-    context_parallel_size: PositiveInt = 1
+    context_parallel_size: bounds.PositiveInt = 1
     """Ranks that share each row by position, for long rows."""
-    expert_model_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: bounds.PositiveInt = 1
     """Ranks that share the experts of a mixture-of-experts layer."""
-    expert_tensor_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: bounds.PositiveInt = 1
     """Ranks that share each expert's matrices."""
 
 
@@ -151,7 +140,7 @@ class DistributedArgs:
     """Sum gradients over data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = False
     """Gather updated parameters while the forward pass already runs; needs the two options above."""
-    distributed_timeout_minutes: PositiveInt = 10
+    distributed_timeout_minutes: bounds.PositiveInt = 10
     """Longest wait of one rank for another before the run ends with an error."""
 
 
@@ -164,7 +153,7 @@ class RecomputeArgs:
     (MTP layers too)."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """With full: uniform keeps the input of every N layers, block recomputes only the first N layers of a stage."""
-    recompute_num_layers: PositiveInt = 1
+    recompute_num_layers: bounds.PositiveInt = 1
     """N of --recompute_method."""
     recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
     """With selective: core_attn, mlp, moe, mla_up_proj."""
@@ -176,9 +165,9 @@ class RecomputeArgs:
 class MoeArgs:
     """Mixture of experts"""
 
-    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    moe_aux_loss_coeff: bounds.NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of routers that have one."""
-    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    moe_router_bias_update_rate: bounds.NonNegativeFloat = 0.0
     """Step by which a router's expert bias moves after each optimizer step to level the load; 0 keeps it."""
 
 
@@ -186,33 +175,33 @@ class MoeArgs:
 class OptimArgs:
     """Batches, optimizer and schedule"""
 
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: bounds.PositiveInt = 1
     """Samples per forward pass on one rank."""
-    global_batch_size: PositiveInt = 16
+    global_batch_size: bounds.PositiveInt = 16
     """Samples per optimizer step over all ranks; gradients accumulate as needed."""
-    num_train_epochs: PositiveFloat = 1.0
+    num_train_epochs: bounds.PositiveFloat = 1.0
     """Passes over the training rows; not used when --train_iters is given."""
-    train_iters: PositiveInt | None = None
+    train_iters: bounds.PositiveInt | None = None
     """Optimizer steps; overrides --num_train_epochs."""
-    lr: PositiveFloat = 1e-5
+    lr: bounds.PositiveFloat = 1e-5
     """Peak learning rate."""
-    min_lr: NonNegativeFloat | None = None
+    min_lr: bounds.NonNegativeFloat | None = None
     """Learning rate at the end of the decay. Unset: a tenth of --lr."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning-rate decay."""
-    lr_warmup_fraction: Fraction = 0.05
+    lr_warmup_fraction: bounds.Fraction = 0.05
     """Part of the steps over which the learning rate rises linearly from 0."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: bounds.NonNegativeFloat = 0.1
     """AdamW weight decay; biases and norms are left out."""
-    adam_beta1: ProperFraction = 0.9
+    adam_beta1: bounds.ProperFraction = 0.9
     """AdamW beta1."""
-    adam_beta2: ProperFraction = 0.95
+    adam_beta2: bounds.ProperFraction = 0.95
     """AdamW beta2."""
-    adam_eps: PositiveFloat = 1e-8
+    adam_eps: bounds.PositiveFloat = 1e-8
     """AdamW epsilon."""
-    clip_grad: NonNegativeFloat = 1.0
+    clip_grad: bounds.NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    seed: Seed = 42
+    seed: bounds.Seed = 42
     """Seed of data order, splits and random initialisation."""
 
 
@@ -224,24 +213,24 @@ class RunArgs:
     """Where checkpoints, metrics and reports go."""
     resume: bool = False
     """Go on from the newest complete checkpoint in --output_dir; at the same layout bit for bit."""
-    save_steps: PositiveInt = 500
+    save_steps: bounds.PositiveInt = 500
     """Steps between checkpoints; one more is written at the end."""
     async_save: bool = False
     """Write checkpoints in a process of its own while training goes on."""
-    save_total_limit: PositiveInt | None = None
+    save_total_limit: bounds.PositiveInt | None = None
     """Newest checkpoints to keep. Unset: all."""
-    eval_steps: PositiveInt | None = None
+    eval_steps: bounds.PositiveInt | None = None
     """Steps between evaluations on the held-out rows. Unset: as --save_steps."""
-    eval_iters: PositiveInt | None = None
+    eval_iters: bounds.PositiveInt | None = None
     """Global batches per evaluation. Unset: all held-out rows."""
-    logging_steps: PositiveInt = 1
+    logging_steps: bounds.PositiveInt = 1
     """Steps between lines of metrics.jsonl and TensorBoard."""
     tensorboard: bool = True
     """Write TensorBoard files to OUTPUT_DIR/tensorboard when the tensorboard package is installed."""
-    acceptance_samples: NonNegativeInt = 16
+    acceptance_samples: bounds.NonNegativeInt = 16
     """Held-out prompts that the model continues greedily, before and after training, to measure how many drafted tokens
     it would accept; written to acceptance.json. 0 leaves this out."""
-    acceptance_max_new_tokens: PositiveInt = 64
+    acceptance_max_new_tokens: bounds.PositiveInt = 64
     """Tokens generated per prompt for --acceptance_samples."""
     dry_run: bool = False
     """Print the resolved plan and stop before any weight is read."""
@@ -261,7 +250,7 @@ class EngineArgs:
 class SpeculationArgs:
     """Speculation"""
 
-    num_speculative_tokens: PositiveInt | None = None
+    num_speculative_tokens: bounds.PositiveInt | None = None
     """Tokens drafted per step. Unset: as many as the heads were trained for (their depth, or --mtp_unroll)."""
 
 
@@ -284,9 +273,9 @@ class SglangArgs:
     one."""
     sglang_speculative_algorithm: Literal["NEXTN", "EAGLE"] | None = None
     """Algorithm that drafts with MTP heads; both are the same to SGLang. Unset: NEXTN."""
-    sglang_speculative_num_steps: PositiveInt | None = None
+    sglang_speculative_num_steps: bounds.PositiveInt | None = None
     """Tokens that the heads draft one after the other. The three numbers go together; unset: from the checkpoint."""
-    sglang_speculative_eagle_topk: PositiveInt | None = None
+    sglang_speculative_eagle_topk: bounds.PositiveInt | None = None
     """Branches at each drafted token. Unset: 1, a chain."""
     sglang_speculative_num_draft_tokens: Annotated[int, Interval(ge=2)] | None = None
     """Tokens verified at once, the newest one included; of a chain, one more than its steps."""
@@ -302,9 +291,9 @@ class ServerArgs:
     """mtp: the checkpoint's own heads draft tokens, the trunk verifies them. Unset: mtp when there are heads."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every address of this machine."""
-    port: Port = 8000
+    port: bounds.Port = 8000
     """Port to listen on."""
-    max_model_len: Length | None = None
+    max_model_len: bounds.Length | None = None
     """Longest prompt plus answer. Unset: the model's own limit."""
     dry_run: bool = False
     """Print the command that would be started, ready to paste, and start nothing."""
@@ -322,13 +311,13 @@ class EvaluationArgs:
     """Directory for evaluation.json and evaluation.svg; it may exist."""
     infer_backend: str = "none"
     """An engine that generates answers to the prompts, whose own counters are read; none: teacher-forced alone."""
-    max_prompts: PositiveInt = 64
+    max_prompts: bounds.PositiveInt = 64
     """Prompts of each channel that the engine gets."""
-    max_new_tokens: PositiveInt = 64
+    max_new_tokens: bounds.PositiveInt = 64
     """Longest answer in tokens."""
-    max_length: Length = 2048
+    max_length: bounds.Length = 2048
     """Longest row in tokens; longer ones are cut right."""
-    max_bad_rows: NonNegativeInt = 0
+    max_bad_rows: bounds.NonNegativeInt = 0
     """Rows that may be malformed before the command stops; each is named by file:line."""
     system: str | None = None
     """System prompt for rows that bring none."""
@@ -348,13 +337,13 @@ class BenchmarkArgs:
     """Tokens to draft per step, a server for each; 0 drafts nothing and must be among them."""
     concurrency: list[int] = field(default_factory=lambda: [1, 8, 32])
     """Requests that are under way at once."""
-    rounds: PositiveInt = 5
+    rounds: bounds.PositiveInt = 5
     """Times that every prompt is sent at each concurrency; more tell a small gain from noise."""
-    max_prompts: PositiveInt = 64
+    max_prompts: bounds.PositiveInt = 64
     """Prompts of the files that are sent, the first ones."""
-    max_new_tokens: PositiveInt = 128
+    max_new_tokens: bounds.PositiveInt = 128
     """Longest answer in tokens."""
-    max_model_len: Length | None = None
+    max_model_len: bounds.Length | None = None
     """Longest prompt plus answer. Unset: the model's own limit."""
     system: str | None = None
     """System prompt for rows that bring none."""
@@ -371,19 +360,19 @@ class GenerationArgs:
     """Files with prompts (rows as for sft; the last assistant turn is left out). Unset: chat on stdin."""
     result_path: str | None = None
     """JSON-lines file for the answers. Unset: stdout."""
-    max_new_tokens: PositiveInt = 256
+    max_new_tokens: bounds.PositiveInt = 256
     """Longest answer in tokens."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: bounds.NonNegativeFloat = 0.0
     """0 is greedy."""
-    top_p: PositiveFraction = 1.0
+    top_p: bounds.PositiveFraction = 1.0
     """Nucleus sampling: smallest set of tokens whose probability reaches this."""
-    max_batch_size: PositiveInt = 32
+    max_batch_size: bounds.PositiveInt = 32
     """Prompts that vLLM or SGLang serves at once."""
-    max_model_len: Length | None = None
+    max_model_len: bounds.Length | None = None
     """Longest prompt plus answer. Unset: what the prompts need, within the model's limit."""
     system: str | None = None
     """System prompt for rows and chats that bring none."""
-    seed: Seed = 42
+    seed: bounds.Seed = 42
     """Seed for sampling."""
     compare: bool = False
     """Run the same prompts without speculation too; print the speed-up and whether the answers are equal."""

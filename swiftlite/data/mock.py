@@ -49,20 +49,6 @@ class MockSamples(Sequence[Sample]):
         return make_sample(ids, np.ones(length), source=f"mock:{index}")
 
 
-def mock_samples(
-    config: dict[str, Any], vocab_size: int, *, seed: int = 42, num_samples: int = NUM_SAMPLES
-) -> MockSamples:
-    """The samples that a value of the option describes.
-
-    Args:
-        num_samples: how many a distribution gives.
-
-    Raises:
-        UserError: see `mock_lengths`.
-    """
-    return MockSamples(mock_lengths(config, seed=seed, num_samples=num_samples), vocab_size, seed)
-
-
 def mock_lengths(config: dict[str, Any], *, seed: int = 42, num_samples: int = NUM_SAMPLES) -> np.ndarray:
     """Lengths that a value of the option describes, int64.
 

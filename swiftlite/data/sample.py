@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -56,8 +56,7 @@ def truncate(sample: Sample, max_length: int, strategy: Literal["left", "right"]
     if len(sample) <= max_length:
         return sample
     kept = slice(len(sample) - max_length, None) if strategy == "left" else slice(max_length)
-    cut = make_sample(sample.input_ids[kept], sample.loss_scale[kept])
-    return replace(cut, source=sample.source, channel=sample.channel)
+    return make_sample(sample.input_ids[kept], sample.loss_scale[kept], sample.source, sample.channel)
 
 
 def digest(samples: Iterable[Sample]) -> str:

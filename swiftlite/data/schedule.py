@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftlite.data.packing import check_lengths, pack
+from swiftlite.data.packing import Rows, check_lengths, pack
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,11 @@ class Schedule:
     """The sequences of one step, by index: micro-batches of at most `packing_length` tokens, as many on every rank.
 
     Attributes:
-        order: int64 `[num_sequences]`; the sequences of micro-batch 0 on rank 0, on rank 1, ..., then of micro-batch 1.
-        offsets: int64 `[num_micro_batches * data_parallel_size + 1]`; where each rank's micro-batch begins in `order`.
+        rows: the sequences of micro-batch 0 on rank 0, on rank 1, ..., then of micro-batch 1.
         work: float64 `[num_micro_batches, data_parallel_size]`, in units of the coefficients; 0 if empty.
     """
 
-    order: np.ndarray
-    offsets: np.ndarray
+    rows: Rows
     work: np.ndarray
 
     @property
@@ -46,8 +44,7 @@ class Schedule:
 
         It is empty only where there are fewer sequences than micro-batches of all ranks.
         """
-        place = index * self.data_parallel_size + rank
-        return self.order[self.offsets[place] : self.offsets[place + 1]]
+        return self.rows[index * self.data_parallel_size + rank]
 
     def rank(self, rank: int) -> list[np.ndarray]:
         """The sequences of each micro-batch of a rank."""
@@ -203,4 +200,4 @@ def _as_schedule(ranks: Sequence[Sequence[_Group]], work: np.ndarray) -> Schedul
     offsets = np.array([0, *itertools.accumulate(map(len, indices))])
     work_before = np.concatenate([[0.0], np.cumsum(work[order])])
     work_of_groups = np.diff(work_before[offsets])
-    return Schedule(order, offsets, work_of_groups.reshape(-1, len(ranks)))
+    return Schedule(Rows(order, offsets), work_of_groups.reshape(-1, len(ranks)))

@@ -5,7 +5,6 @@ allowed is decided in `dataset.py`. What a row may hold is in `conversation.py`.
 """
 
 import csv
-import difflib
 import io
 import json
 import sys
@@ -40,27 +39,19 @@ class FileRows:
 
 
 def find_file(spec: str) -> DataFile:
-    """Take `FILE` or `FILE#N` apart and make sure the file can be read.
+    """Take `FILE` or `FILE#N` apart. Whether one can write it so, rules have looked at, on the first rank.
 
     Raises:
-        UserError: no such file (near names are suggested), a directory, an unknown suffix, a bad count.
+        UserError: no such file.
     """
     path = Path(spec)
     sample = None
-    if "#" in spec and not path.exists():
-        name, _, count = spec.rpartition("#")
-        if not count.isdecimal() or int(count) == 0:
-            raise UserError(f"{spec}: #{count} is not a number of rows", f"write {name}#500 for 500 random rows")
+    name, _, count = spec.rpartition("#")
+    if count.isdecimal() and not path.exists():
         path = Path(name)
         sample = int(count)
-    if path.is_dir():
-        files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in READERS)
-        held = f"it holds {', '.join(files[:8])}" if files else "it holds no data file"
-        raise UserError(f"{path} is a directory; --dataset takes files", held)
-    if not path.exists():
-        raise UserError(f"{path} does not exist", _near_names(path))
-    if path.suffix.lower() not in READERS:
-        raise UserError(f"{path} has a suffix that is not known", f"known: {', '.join(READERS)}")
+    if not path.is_file():
+        raise UserError(f"{path} does not exist", "every node reads the files of its own disk")
     return DataFile(path, sample)
 
 
@@ -166,28 +157,23 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     # By the standard library and not pyarrow.csv, which does not know the line of a row behind one that spans lines.
-    text = _decode(path)
+    reader = csv.reader(io.StringIO(_decode(path), newline=""), strict=True)
     limit = csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than many a document
-    try:
-        rows = list(_parse_csv(text, path))
-    finally:
-        csv.field_size_limit(limit)  # the module has one limit for the whole process
-    yield from rows
-
-
-def _parse_csv(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: list[tuple[int, Any]] = []
     try:
         header = next(reader, [])
         start = reader.line_num + 1
         for values in reader:
             if values and len(values) != len(header):
-                yield start, RowError("row", f"has {len(values)} columns, the header has {len(header)}")
+                rows.append((start, RowError("row", f"has {len(values)} columns, the header has {len(header)}")))
             elif values:
-                yield start, dict(zip(header, values, strict=True))
+                rows.append((start, dict(zip(header, values, strict=True))))
             start = reader.line_num + 1  # a quoted value may span lines
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not CSV: {error}") from None
+    finally:
+        csv.field_size_limit(limit)  # the module has one limit for the whole process
+    return iter(rows)
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -212,10 +198,6 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".parquet": _read_parquet,
     ".csv": _read_csv,
 }
-
-
-STREAMED = (".jsonl", ".parquet")
-"""Suffixes whose readers need not read the whole file first."""
 
 
 def _padding_error(row: dict[str, Any]) -> RowError | None:
@@ -276,15 +258,3 @@ def _not_json(path: Path, text: str, position: int, problem: str) -> UserError:
     line = text.count("\n", 0, position) + 1
     column = position - (text.rfind("\n", 0, position) + 1) + 1
     return UserError(f"{path}:{line}: column {column}: not JSON: {problem}")
-
-
-def _near_names(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f"there is no directory {folder}"
-    names = sorted(p.name for p in folder.iterdir() if p.is_file())
-    near = difflib.get_close_matches(path.name, names, n=3)
-    if near:
-        return f"did you mean {' or '.join(str(folder / name) for name in near)}?"
-    files = [name for name in names if Path(name).suffix.lower() in READERS]
-    return f"{folder} holds {', '.join(files[:8])}" if files else f"{folder} holds no data file"

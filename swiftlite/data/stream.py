@@ -7,14 +7,13 @@ waits is tokenized again.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from swiftlite.data.conversation import BadRow
 from swiftlite.data.dataset import Encoder
 from swiftlite.data.packing import Numbered, RowStream
 from swiftlite.data.sample import Sample
-from swiftlite.data.sources import READERS, STREAMED, check_row, find_file
+from swiftlite.data.sources import READERS, check_row, find_file
 from swiftlite.errors import UserError
 
 
@@ -22,7 +21,7 @@ class Stream(Iterator[list[Sample]]):
     """Packed rows without end.
 
     Args:
-        files: as `--dataset` names them.
+        files: of formats that are read row by row, each as a whole.
         encoder: its `max_length` is at most `packing_length`, padded.
         packing_length, buffer_size, multiple: see `packing.RowStream`.
         max_bad_rows: that an epoch may leave out.
@@ -30,7 +29,7 @@ class Stream(Iterator[list[Sample]]):
         state: of a stream with the same arguments, to be continued bit for bit.
 
     Raises:
-        UserError: a file that cannot be read, or not row by row; while iterating: more bad rows than allowed, a row
+        UserError: no such file; while iterating: more bad rows than allowed, a row
             that is too long where that is an error, an epoch that keeps no row; files that have changed.
     """
 
@@ -46,7 +45,7 @@ class Stream(Iterator[list[Sample]]):
         system: str | None = None,
         state: dict[str, Any] | None = None,
     ):
-        self._paths = [_streamed(spec) for spec in files]
+        self._paths = [find_file(name).path for name in files]
         self._encoder = encoder
         self._max_bad_rows = max_bad_rows
         self._system = system
@@ -82,11 +81,6 @@ class Stream(Iterator[list[Sample]]):
             "waiting": _numbers(self._rows.waiting),
             "ready": [_numbers(row) for row in self._rows.ready],
         }
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the files, as far as they are read; 0 as long as their size is not known."""
-        return self.num_read / self.rows_per_epoch if self.rows_per_epoch else 0.0
 
     def _one_pass(self) -> Iterator[tuple[object, str]]:
         """Rows of all files, and where they stand."""
@@ -173,22 +167,6 @@ class Stream(Iterator[list[Sample]]):
 
 def _numbers(samples: Iterable[Numbered]) -> list[int]:
     return [number for number, _ in samples]
-
-
-def _streamed(spec: str) -> Path:
-    """The file of a name of `--dataset`, if it can be read row by row."""
-    file = find_file(spec)
-    if file.sample is not None:
-        raise UserError(
-            f"{spec} with --streaming: a sample needs the whole file",
-            f"leave --streaming out, or shorten the file: head -n {file.sample} {file.path}",
-        )
-    if file.path.suffix.lower() not in STREAMED:
-        raise UserError(
-            f"{file.path} with --streaming: only {' and '.join(STREAMED)} are read row by row",
-            "convert it, or leave --streaming out",
-        )
-    return file.path
 
 
 def _changed(what: str) -> UserError:

@@ -1,19 +1,11 @@
 """Rules of `bench`: its own, and those of `deploy` for every server that it would start."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from swiftlite.args.commands import BenchArgs, deploy_args
 from swiftlite.engines.index import ENGINES
-from swiftlite.heads import DEPTH_KEY
 from swiftlite.plan.facts import Facts, Problem
-from swiftlite.rules import deploy
-from swiftlite.rules.common import (
-    hf_model_is_a_directory,
-    numbers_are_in_range,
-    output_dir_is_given,
-    val_dataset_files_exist,
-)
+from swiftlite.rules import common, deploy, engine
 
 
 def there_are_prompts(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
@@ -51,10 +43,7 @@ def concurrency_can_be(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
 
 def bench_has_heads(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
     if facts.hf_config and not facts.heads.layers:
-        yield (
-            f"{Path(args.model) / 'config.json'} promises no MTP layer ({DEPTH_KEY}): there is nothing to compare",
-            "train heads first: swiftlite megatron sft --mtp_num_layers 1",
-        )
+        yield f"{common.no_heads(args.model)}: there is nothing to compare", common.TRAIN_HEADS
 
 
 def speculative_config_leaves_the_number(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
@@ -72,16 +61,16 @@ def deploy_would_start_them(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
         options = deploy_args(args, drafting)
         for problem, hint in deploy.engine_is_installed(options, facts):
             yield problem, hint.removesuffix(deploy.OR_PRINT_IT)
-        yield from deploy.options_have_their_engine(options, facts)
-        yield from deploy.engine_kwargs_leave_what_has_an_option(options, facts)
+        yield from engine.options_have_their_engine(options, facts)
+        yield from engine.engine_kwargs_leave_what_has_an_option(options, facts)
 
 
 RULES = (
-    hf_model_is_a_directory,
+    common.hf_model_is_a_directory,
     there_are_prompts,
-    val_dataset_files_exist,
-    output_dir_is_given,
-    numbers_are_in_range,
+    common.val_dataset_files_exist,
+    common.output_dir_is_given,
+    common.numbers_are_in_range,
     numbers_of_tokens_can_be_compared,
     concurrency_can_be,
     bench_has_heads,

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.bounds import in_words, out_of_bounds
-from swiftlite.args.commands import BenchArgs, DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.docs import options
-from swiftlite.heads import Heads
+from swiftlite.heads import DEPTH_KEY, Heads
 from swiftlite.plan.facts import Facts, Problem, is_run, near_path, read_hf_config, run_checkpoints
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.run import heads_of
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+TRAIN_HEADS = "train heads first: swiftlite megatron sft --mtp_num_layers 1"
 
 
 def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
@@ -55,22 +56,22 @@ def _absent_model(model: str) -> Problem:
     return f"--model {model} does not exist", near_path(Path(model))
 
 
-def file_problems(flag: str, name: str, suffixes: tuple[str, ...]) -> Iterator[Problem]:
+def file_problems(flag: str, name: str) -> Iterator[Problem]:
     """What keeps one data file, FILE or FILE#N, from being read."""
     file, _, sample = name.partition("#")
     path = Path(file)
     if "#" in name and not (sample.isdigit() and int(sample) > 0):
         yield f"{flag} {name}: after # comes the number of rows to take", f"for example {file}#500"
     if path.is_dir():
-        inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in suffixes)
+        inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in DATA_SUFFIXES)
         hint = f"name the files: {' '.join(str(path / entry) for entry in inside[:3])}" if inside else ""
-        yield f"{flag} {file} is a directory", hint or f"name files that end in {', '.join(suffixes)}"
+        yield f"{flag} {file} is a directory", hint or f"name files that end in {', '.join(DATA_SUFFIXES)}"
     elif not path.exists():
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", file) and not path.suffix and not path.parent.exists()
         hint = f"download it first: hf download --repo-type dataset {file} --local-dir DIR" if hub else near_path(path)
         yield f"{flag} {file} does not exist", hint
-    elif path.suffix not in suffixes:
-        yield f"{flag} {file} ends in none of {', '.join(suffixes)}", "rename it, or convert it to JSON lines"
+    elif path.suffix not in DATA_SUFFIXES:
+        yield f"{flag} {file} ends in none of {', '.join(DATA_SUFFIXES)}", "rename it, or convert it to JSON lines"
     elif path.stat().st_size == 0:
         yield f"{flag} {file} is empty", "write one JSON object per line"
 
@@ -87,6 +88,16 @@ def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
     if not place.is_dir() or not os.access(place, os.W_OK):
         why = "may not be written" if place.is_dir() else "is a file"
         yield f"--output_dir {args.output_dir} cannot be made: {place} {why}", "name a place you may write"
+
+
+def no_heads(model: str) -> str:
+    """What the config.json of this model lacks, in words."""
+    return f"{Path(model) / 'config.json'} promises no MTP layer ({DEPTH_KEY})"
+
+
+def baseline_is_a_model(args: EvaluateArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.baseline is not None and not (Path(args.baseline) / "config.json").is_file():
+        yield f"--baseline {args.baseline} has no config.json", "give the directory of a Hugging Face model"
 
 
 def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -120,7 +131,7 @@ def layout_fits(args: Any, facts: Facts) -> Iterator[Problem]:
 
 def val_dataset_files_exist(args: SftArgs | InferArgs | ExportArgs | BenchArgs, facts: Facts) -> Iterator[Problem]:
     for name in args.val_dataset:
-        yield from file_problems("--val_dataset", name, DATA_SUFFIXES)
+        yield from file_problems("--val_dataset", name)
 
 
 def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:

@@ -10,8 +10,7 @@ from swiftlite.engines.info import EngineInfo
 from swiftlite.plan.facts import Facts, Problem, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.memory import planned_setup
-from swiftlite.rules.common import as_typed, numbers_are_in_range, recompute_options_fit
-from swiftlite.rules.engine import missing_engine, options_of_engines_agree
+from swiftlite.rules import common, engine
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -39,7 +38,7 @@ def plan_options_have_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     others = {"model", "plan", "engine", *OF_ENGINES, *owners()}
     for name, option in options(DoctorArgs).items():
         if name not in others and getattr(args, name) != option.default:
-            yield f"--{name} {as_typed(getattr(args, name))} without a plan", "add --plan"
+            yield f"--{name} {common.as_typed(getattr(args, name))} without a plan", "add --plan"
 
 
 def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -48,17 +47,19 @@ def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Probl
     if args.engine and args.model is None:
         yield f"--engine {args.engine} needs a model", "add --model DIRECTORY, a Hugging Face model's"
     if args.engine and not ENGINES[args.engine].known_report:
-        yield from missing_engine(ENGINES[args.engine], "engine")
+        yield from engine.missing_engine(ENGINES[args.engine], "engine")
     own = owners()
     for name in (*OF_ENGINES, *own):
         value = getattr(args, name)
         if value == options(DoctorArgs)[name].default or (name == "torch_dtype" and args.plan):
             continue
-        owner = own[name].name if name in own else args.engine
+        owner = args.engine or names_with("dry_load")[0]
+        if name in own:
+            owner = own[name].name
         if args.engine is None:
-            yield f"--{name} {as_typed(value)} without an engine", f"add --engine {owner or names_with('dry_load')[0]}"
+            yield f"--{name} {common.as_typed(value)} without an engine", f"add --engine {owner}"
         elif args.engine != owner:
-            yield f"--{name} {as_typed(value)} with --engine {args.engine}", f"it is for --engine {owner}"
+            yield f"--{name} {common.as_typed(value)} with --engine {args.engine}", f"it is for --engine {owner}"
 
 
 def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -68,7 +69,7 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         yield "--plan needs a model", "add --model DIRECTORY, a Hugging Face model's; its config.json is enough"
     elif Path(args.model).is_dir() and not facts.hf_config:
         yield f"--model {args.model} has no config.json that holds a JSON object", "give a Hugging Face model's"
-    if any(True for _ in numbers_are_in_range(args, facts)) or not facts.hf_config:
+    if any(True for _ in common.numbers_are_in_range(args, facts)) or not facts.hf_config:
         return  # the plan has nothing to stand on; this or another rule says so
     layout = layout_of(args)
     setup = planned_setup(args, facts.hf_config)
@@ -79,10 +80,10 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
 
 RULES = (
     model_to_audit_is_a_directory,
-    numbers_are_in_range,
+    common.numbers_are_in_range,
     plan_options_have_plan,
     engine_options_have_engine,
-    options_of_engines_agree,
+    engine.options_of_engines_agree,
     plan_fits_the_model,
-    recompute_options_fit,
+    common.recompute_options_fit,
 )

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 
-from swiftlite.args.commands import DeployArgs, InferArgs
+from swiftlite.args.commands import DeployArgs, EvaluateArgs, InferArgs
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.plan.facts import Facts, Problem
@@ -29,6 +29,11 @@ def missing_engine(info: EngineInfo, option: str = "infer_backend") -> Iterator[
     """A problem, if this engine is not installed."""
     if not info.is_installed:
         yield f"--{option} {info.name}, but it is not installed", info.install
+
+
+def engine_is_installed(args: InferArgs | EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.infer_backend in ENGINES:  # evaluate needs none
+        yield from missing_engine(ENGINES[args.infer_backend])
 
 
 def options_have_their_engine(args: EngineCommand, facts: Facts) -> Iterator[Problem]:

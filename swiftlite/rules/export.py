@@ -5,26 +5,18 @@ from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.plan.facts import Facts, Problem, is_run, model_of_run, near_path, run_checkpoints
-from swiftlite.rules.common import (
-    graft_has_heads,
-    hf_model_is_a_directory,
-    layout_fits,
-    numbers_are_in_range,
-    output_dir_is_given,
-    val_dataset_files_exist,
-    without_effect,
-)
+from swiftlite.rules import common
 
 
 def export_has_one_direction(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.to_hf == args.to_mcore:
         given = "both --to_hf and --to_mcore" if args.to_hf else "neither --to_hf nor --to_mcore"
-        yield f"{given}", "give one: --to_hf for a Hugging Face model, --to_mcore for a megatron-core checkpoint"
+        yield given, "give one: --to_hf for a Hugging Face model, --to_mcore for a megatron-core checkpoint"
 
 
 def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.to_mcore and not args.to_hf:
-        yield from hf_model_is_a_directory(args, facts)
+        yield from common.hf_model_is_a_directory(args, facts)
         return
     if not args.model:
         yield "--model is required", "give a run's output_dir, or one of its checkpoint-N"
@@ -58,12 +50,11 @@ def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Probl
         yield f"{flags}: there are no heads to export" if args.to_hf else f"{flags} without --to_hf", "leave it out"
     if not args.val_dataset:
         yield f"{flags} needs rows to measure on", "add --val_dataset FILE"
-    yield from val_dataset_files_exist(args, facts)
+    yield from common.val_dataset_files_exist(args, facts)
     if facts.world_size > 1:
         yield f"{flags} with {facts.world_size} processes: one measures", "export with one process"
-    if args.baseline is not None and not (Path(args.baseline) / "config.json").is_file():
-        yield f"--baseline {args.baseline} has no config.json", "give the directory of a Hugging Face model"
-    elif args.max_regression is not None and not args.baseline and not model_of_run(Path(args.model)):
+    yield from common.baseline_is_a_model(args, facts)
+    if args.max_regression is not None and not args.baseline and not model_of_run(Path(args.model)):
         yield (
             "--max_regression compares with the model that the run began with, and that is not there any more",
             "add --baseline DIR",
@@ -72,8 +63,9 @@ def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Probl
 
 def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[str]:
     unmeasured = (args.min_acceptance is None and args.max_regression is None, "no acceptance is asked for")
-    idle = {"val_dataset": unmeasured, "force": unmeasured}
-    yield from without_effect(args, idle | {"baseline": (args.max_regression is None, "--max_regression is not given")})
+    not_compared = (args.max_regression is None, "--max_regression is not given")
+    idle = {"val_dataset": unmeasured, "force": unmeasured, "baseline": not_compared}
+    yield from common.without_effect(args, idle)
 
 
 def graft_is_not_stripped(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -84,12 +76,12 @@ def graft_is_not_stripped(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
 RULES = (
     export_has_one_direction,
     export_source_fits,
-    output_dir_is_given,
+    common.output_dir_is_given,
     export_output_is_empty,
-    numbers_are_in_range,
-    layout_fits,
+    common.numbers_are_in_range,
+    common.layout_fits,
     acceptance_can_be_measured,
-    graft_has_heads,
+    common.graft_has_heads,
     graft_is_not_stripped,
 )
 NOTES = (export_settings_without_effect,)

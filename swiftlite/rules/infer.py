@@ -5,46 +5,25 @@ from pathlib import Path
 
 from swiftlite.args.commands import InferArgs
 from swiftlite.engines.index import ENGINES
-from swiftlite.heads import DEPTH_KEY
 from swiftlite.plan.facts import Facts, Problem
-from swiftlite.rules.common import (
-    as_typed,
-    hf_model_is_a_directory,
-    numbers_are_in_range,
-    val_dataset_files_exist,
-    without_effect,
-)
-from swiftlite.rules.engine import (
-    engine_kwargs_leave_what_has_an_option,
-    given_of_speculation,
-    missing_engine,
-    options_have_their_engine,
-    options_of_engines_agree,
-)
+from swiftlite.rules import common, engine
 
 
 def speculation_has_heads(args: InferArgs, facts: Facts) -> Iterator[Problem]:
     config = Path(args.model) / "config.json"
     if args.speculative == "mtp" and config.is_file() and facts.hf_config and not facts.heads.layers:
-        yield (
-            f"--speculative mtp, but {config} promises no MTP layer ({DEPTH_KEY})",
-            "leave it out, or train heads first: swiftlite megatron sft --mtp_num_layers 1",
-        )
+        yield f"--speculative mtp, but {common.no_heads(args.model)}", f"leave it out, or {common.TRAIN_HEADS}"
 
 
 def speculative_options_have_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:
     if args.speculative == "mtp":
         return
-    for name, value in given_of_speculation(args).items():
-        yield f"--{name} {as_typed(value)} without speculation", "add --speculative mtp"
+    for name, value in engine.given_of_speculation(args).items():
+        yield f"--{name} {common.as_typed(value)} without speculation", "add --speculative mtp"
     if args.compare:
         yield "--compare has nothing to compare without speculation", "add --speculative mtp"
     if args.acceptance_json is not None:
         yield "--acceptance_json has no acceptance to add without speculation", "add --speculative mtp"
-
-
-def engine_is_installed(args: InferArgs, facts: Facts) -> Iterator[Problem]:
-    yield from missing_engine(ENGINES[args.infer_backend])
 
 
 def acceptance_json_fits(args: InferArgs, facts: Facts) -> Iterator[Problem]:
@@ -67,19 +46,19 @@ def infer_settings_without_effect(args: InferArgs, facts: Facts) -> Iterator[str
         "max_batch_size": (not info.is_batched, f"{info.label} answers one prompt at a time"),
         "top_p": (args.temperature == 0, "--temperature 0 is greedy"),
     }
-    yield from without_effect(args, idle)
+    yield from common.without_effect(args, idle)
 
 
 RULES = (
-    hf_model_is_a_directory,
-    val_dataset_files_exist,
-    numbers_are_in_range,
+    common.hf_model_is_a_directory,
+    common.val_dataset_files_exist,
+    common.numbers_are_in_range,
     speculation_has_heads,
     speculative_options_have_speculation,
-    options_of_engines_agree,
-    engine_is_installed,
-    options_have_their_engine,
-    engine_kwargs_leave_what_has_an_option,
+    engine.options_of_engines_agree,
+    engine.engine_is_installed,
+    engine.options_have_their_engine,
+    engine.engine_kwargs_leave_what_has_an_option,
     acceptance_json_fits,
     comparison_has_prompts,
 )

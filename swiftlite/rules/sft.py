@@ -19,39 +19,7 @@ from swiftlite.plan.layout import (
     process_problems,
 )
 from swiftlite.plan.run import heads_of, holds_out, packing_of
-from swiftlite.rules.common import (
-    graft_has_heads,
-    hf_model_is_a_directory,
-    layout_fits,
-    numbers_are_in_range,
-    output_dir_is_given,
-    recompute_options_fit,
-    val_dataset_files_exist,
-    without_effect,
-)
-from swiftlite.rules.sft_data import (
-    dataset_files_exist,
-    held_out_rows_are_trained_on,
-    mock_dataset_is_described,
-    packing_has_room,
-    packing_options_go_together,
-    streamed_files_have_rows,
-    streams_hold_nothing_out,
-)
-from swiftlite.rules.sft_heads import (
-    graft_is_asked_for_once,
-    mtp_options_have_heads,
-    mtp_weights_have_a_source,
-    one_layer_is_unrolled,
-)
-from swiftlite.rules.sft_resume import (
-    output_dir_fits_resume,
-    resume_has_steps_left,
-    resume_keeps_the_options,
-    resume_knows_the_options,
-    resume_packs_the_same_rows,
-    steps_change_the_learning_rate,
-)
+from swiftlite.rules import common, sft_data, sft_heads, sft_resume
 
 
 def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -95,11 +63,8 @@ def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[P
 
 
 def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    needs = {
-        "use_distributed_optimizer": args.use_distributed_optimizer,
-        "overlap_grad_reduce": args.overlap_grad_reduce,
-    }
-    missing = [f"--{name} true" for name, is_given in needs.items() if not is_given]
+    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+    missing = [f"--{name} true" for name in needed if not vars(args)[name]]
     if args.overlap_param_gather and missing:
         yield f"--overlap_param_gather needs {' and '.join(missing)}", f"add {' '.join(missing)}"
 
@@ -150,39 +115,39 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "moe_router_bias_update_rate": no_experts,
         "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
     }
-    yield from without_effect(args, idle)
+    yield from common.without_effect(args, idle)
 
 
 RULES = (
-    hf_model_is_a_directory,
-    dataset_files_exist,
-    val_dataset_files_exist,
-    output_dir_is_given,
-    output_dir_fits_resume,
-    resume_knows_the_options,
-    resume_has_steps_left,
-    resume_keeps_the_options,
-    numbers_are_in_range,
-    mock_dataset_is_described,
-    streamed_files_have_rows,
-    packing_options_go_together,
-    packing_has_room,
-    resume_packs_the_same_rows,
+    common.hf_model_is_a_directory,
+    sft_data.dataset_files_exist,
+    common.val_dataset_files_exist,
+    common.output_dir_is_given,
+    sft_resume.output_dir_fits_resume,
+    sft_resume.resume_knows_the_options,
+    sft_resume.resume_has_steps_left,
+    sft_resume.resume_keeps_the_options,
+    common.numbers_are_in_range,
+    sft_data.mock_dataset_is_described,
+    sft_data.streamed_files_have_rows,
+    sft_data.packing_options_go_together,
+    sft_data.packing_has_room,
+    sft_resume.resume_packs_the_same_rows,
     min_lr_is_below_lr,
-    layout_fits,
+    common.layout_fits,
     global_batch_divides,
     virtual_stages_have_micro_batches,
     overlap_has_its_optimizer,
-    recompute_options_fit,
-    mtp_weights_have_a_source,
-    mtp_options_have_heads,
-    one_layer_is_unrolled,
-    graft_has_heads,
-    graft_is_asked_for_once,
+    common.recompute_options_fit,
+    sft_heads.mtp_weights_have_a_source,
+    sft_heads.mtp_options_have_heads,
+    sft_heads.one_layer_is_unrolled,
+    common.graft_has_heads,
+    sft_heads.graft_is_asked_for_once,
 )
 NOTES = (
     sft_settings_without_effect,
-    steps_change_the_learning_rate,
-    held_out_rows_are_trained_on,
-    streams_hold_nothing_out,
+    sft_resume.steps_change_the_learning_rate,
+    sft_data.held_out_rows_are_trained_on,
+    sft_data.streams_hold_nothing_out,
 )

@@ -10,7 +10,7 @@ from swiftlite.args.mock_config import FLAG, check_mock_config
 from swiftlite.errors import UserError
 from swiftlite.plan.facts import Facts, Problem
 from swiftlite.plan.layout import layout_of, sequence_multiple
-from swiftlite.rules.common import DATA_SUFFIXES, file_problems
+from swiftlite.rules import common
 
 
 def dataset_files_exist(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -21,7 +21,7 @@ def dataset_files_exist(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.dataset:
         yield "--dataset is required", "give one or more files: --dataset train.jsonl"
     for name in args.dataset:
-        yield from file_problems("--dataset", name, DATA_SUFFIXES)
+        yield from common.file_problems("--dataset", name)
 
 
 def streamed_files_have_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from typing import Any
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
 from swiftlite.plan.facts import Facts, Problem, run_checkpoints
-from swiftlite.rules.common import as_typed
+from swiftlite.rules import common
 
 # What a run may change when it goes on: how often it reports and saves, and how its work is cut up.
 _FREE = {
@@ -73,7 +73,7 @@ def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     for name, before, now in _changed_options(args, facts):
         if name not in _FREE:
             yield (
-                f"--resume with --{name} {as_typed(now)}, but this run began with {as_typed(before)}",
+                f"--resume with --{name} {common.as_typed(now)}, but this run began with {common.as_typed(before)}",
                 f"leave it as it was (all of it: {Path(args.output_dir) / 'args.json'}), or start another --output_dir",
             )
 

@@ -1,6 +1,6 @@
 """The only reader of megatron-core's version: what moved between releases, answered once.
 
-Which releases were run, and with what, is in `swiftlite/cli/tested.py`. Where code is right on all of them (keyword
+Which releases were run, and with what, is in `swiftlite/cli/doctor.py`. Where code is right on all of them (keyword
 arguments handed on, methods that one release calls and another does not) nothing stands here.
 """
 

@@ -109,11 +109,6 @@ class Mesh:
         """Ranks that share the experts of a layer."""
         return self.groups.ep
 
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the end of the model."""
-        return self.pp.rank() == self.pp.size() - 1
-
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside, what megatron-core itself still reads from globals (`parallel_state`) is this mesh's.

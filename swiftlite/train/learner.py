@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -19,7 +18,6 @@ from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.plan.trainable import Trainable
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.checkpoint import load_checkpoint
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.report import hash_tensors
 
@@ -36,7 +34,6 @@ class Learner:
         hashes: each parameter before training, see `report.hash_tensors`.
     """
 
-    mesh: Mesh
     chunks: Sequence[GPTModel]
     wrapped: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -44,15 +41,6 @@ class Learner:
     loaded: LoadReport
     trainable: Trainable
     hashes: Mapping[str, str]
-
-    def restore(self, checkpoint: Path, step: int) -> None:
-        """Be as the run was that wrote a checkpoint after this step.
-
-        Raises:
-            UserError: the checkpoint is damaged or belongs to another model.
-        """
-        load_checkpoint(checkpoint, self.mesh, self.chunks, self.optimizer)
-        self.scheduler.step(increment=step)
 
 
 def make_learner(
@@ -85,7 +73,7 @@ def make_learner(
     hashes = hash_tensors(chunks)
     wrapped = wrap_model(chunks, mesh, dtype, args)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
-    return Learner(mesh, chunks, wrapped, optimizer, scheduler, loaded, trainable, hashes)
+    return Learner(chunks, wrapped, optimizer, scheduler, loaded, trainable, hashes)
 
 
 def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, loaded: LoadReport) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -13,21 +13,20 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.config import to_config, write_config
+from swiftlite.args.config import write_config
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.dataset import Data
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.model.open import HfModel
-from swiftlite.plan.flops import Flops
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import Batches, SampleRows
-from swiftlite.train.checkpoint import read_state
+from swiftlite.train.checkpoint import load_checkpoint, read_state
 from swiftlite.train.learner import Learner
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.report import check_frozen, compare_tensors, write_report
@@ -45,7 +44,6 @@ class Run:
     Attributes:
         hf_model: --model.
         rows: what batch sizes count; none where training rows are read while training goes on.
-        flops: operations of a step.
         checkpoint: the one to continue from; None for a new run.
     """
 
@@ -58,7 +56,6 @@ class Run:
     data: Data
     batches: Batches
     rows: SampleRows
-    flops: Flops
     checkpoint: Path | None
     learner: Learner
 
@@ -104,7 +101,7 @@ def check_ranks_agree(args: SftArgs, data: Data, checkpoint: Path | None) -> Non
         UserError: on every rank, with what differs.
     """
     where = ("model", "mtp_graft_from", "output_dir", "dataset", "val_dataset")  # may differ from node to node
-    options = {f"--{name}": str(value) for name, value in to_config(args).items() if name not in where}
+    options = {f"--{name}": str(value) for name, value in asdict(args).items() if name not in where}
     versions = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
     check_agreement(
         {
@@ -137,7 +134,8 @@ def restore(run: Run) -> dict[str, Any]:
             f"{run.checkpoint} is past the {run.schedule.steps} steps that were asked for",
             "give more with --train_iters or --num_train_epochs",
         )
-    run.learner.restore(run.checkpoint, state["step"])
+    load_checkpoint(run.checkpoint, run.mesh, run.learner.chunks, run.learner.optimizer)
+    run.learner.scheduler.step(increment=state["step"])
     logger.info("going on from %s", run.checkpoint)
     return state
 

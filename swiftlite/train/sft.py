@@ -13,7 +13,7 @@ from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, Encoder, load_train_val
-from swiftlite.data.mock import mock_samples
+from swiftlite.data.mock import MockSamples, mock_lengths
 from swiftlite.data.sampler import Sampler
 from swiftlite.data.stream import Stream
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
@@ -27,43 +27,34 @@ from swiftlite.plan.run import Plan, make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.runtime.agreement import digest
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train import phases
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, resolve_checkpoint
 from swiftlite.train.learner import make_learner
 from swiftlite.train.objective import NextTokenObjective
-from swiftlite.train.phases import (
-    AfterStep,
-    Run,
-    check_ranks_agree,
-    fit,
-    hand_out_weights,
-    open_session,
-    report,
-    restore,
-)
 from swiftlite.train.sinks import open_sinks
 from swiftlite.train.streaming import StreamedBatches
 from swiftlite.train.trainer import GetBatches, Trainer
 
 
-def run(args: SftArgs, after_step: AfterStep | None = None) -> int:
+def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     """Fine-tune; returns 0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
 
     Args:
         after_step: called on every rank after each step with its number and the weights as they are then.
     """
-    with open_session(args) as mesh:
+    with phases.open_session(args) as mesh:
         run = prepare(args, mesh)
-        state = restore(run)
+        state = phases.restore(run)
         trainer = make_trainer(run, state, after_step)
-        outcome = fit(run, trainer, state["step"], make_held_out(run))
+        outcome = phases.fit(run, trainer, state["step"], make_held_out(run))
         if outcome.stopped_by:
             return 128 + outcome.stopped_by
-        report(run, outcome)
+        phases.report(run, outcome)
         return 0
 
 
-def prepare(args: SftArgs, mesh: Mesh) -> Run:
+def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     """Read data and model, and make what trains it; nothing is written.
 
     Raises:
@@ -82,11 +73,11 @@ def prepare(args: SftArgs, mesh: Mesh) -> Run:
     schedule = make_schedule(args, len(rows))
 
     checkpoint = resolve_checkpoint(Path(args.output_dir)) if args.resume else None
-    check_ranks_agree(args, data, checkpoint)
+    phases.check_ranks_agree(args, data, checkpoint)
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable)
     if checkpoint is None:  # it replaces what was loaded or initialised
         logger.info("%s", learner.loaded)
-    return Run(
+    return phases.Run(
         args=args,
         mesh=mesh,
         hf_model=hf_model,
@@ -96,13 +87,12 @@ def prepare(args: SftArgs, mesh: Mesh) -> Run:
         data=data,
         batches=batches,
         rows=rows,
-        flops=flops,
         checkpoint=checkpoint,
         learner=learner,
     )
 
 
-def make_trainer(run: Run, state: Mapping[str, Any], after_step: AfterStep | None = None) -> Trainer:
+def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.AfterStep | None = None) -> Trainer:
     """The trainer of a run that has been restored.
 
     Args:
@@ -132,16 +122,16 @@ def make_trainer(run: Run, state: Mapping[str, Any], after_step: AfterStep | Non
         schedule=run.schedule,
         train_batches=train_batches,
         eval_batches=run.batches.evaluation(run.data.val, args.eval_iters),
-        count_flops=run.flops.step,
+        count_flops=run.batches.flops.step,
         sinks=sinks,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
         data_state=data_state,
-        after_step=hand_out_weights(run, after_step) if after_step else None,
+        after_step=phases.hand_out_weights(run, after_step) if after_step else None,
     )
 
 
-def open_train_batches(run: Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:
+def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:
     """The micro-batches of each step, and what a checkpoint keeps of the data."""
     args = run.args
     if args.streaming:
@@ -152,7 +142,7 @@ def open_train_batches(run: Run, state: Mapping[str, Any]) -> tuple[GetBatches, 
     return partial(run.batches.train, run.rows, sampler), dict
 
 
-def make_held_out(run: Run) -> HeldOut:
+def make_held_out(run: phases.Run) -> HeldOut:
     """The first held-out prompts of the run, for acceptance.json."""
     args = run.args
     template = ChatTemplate(run.tokenizer)
@@ -178,13 +168,10 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
     mock = args.sft_mock_dataset_config_json
     is_read_here = not args.streaming and mock is None
     data = load_train_val(
-        tokenizer,
+        make_encoder(args, tokenizer),
         args.dataset if is_read_here else (),
         args.val_dataset,
         split_dataset_ratio=args.split_dataset_ratio if is_read_here else 0,
-        max_length=args.max_length,
-        truncation_strategy=args.truncation_strategy,
-        loss_scale=args.loss_scale,
         max_bad_rows=args.max_bad_rows,
         system=args.system,
         num_proc=args.dataset_num_proc,
@@ -192,7 +179,7 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
     )
     if mock is None:
         return data
-    samples = mock_samples(mock, hf_model.config["vocab_size"], seed=args.seed)
+    samples = MockSamples(mock_lengths(mock, seed=args.seed), hf_model.config["vocab_size"], args.seed)
     longest = int(samples.lengths.max())
     if longest > args.max_length:
         raise UserError(
@@ -203,12 +190,16 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
     return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))
 
 
+def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """What makes a sample of a row."""
+    return Encoder(ChatTemplate(tokenizer, args.loss_scale), args.max_length, args.truncation_strategy)
+
+
 def open_stream(args: SftArgs, plan: Plan, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]) -> Stream:
     """The packed rows of --streaming, from where a checkpoint's state says."""
-    encoder = Encoder(ChatTemplate(tokenizer, args.loss_scale), args.max_length, args.truncation_strategy)
     return Stream(
         args.dataset,
-        encoder,
+        make_encoder(args, tokenizer),
         plan.packing_length,
         buffer_size=args.streaming_buffer_size,
         multiple=sequence_multiple(plan.layout),

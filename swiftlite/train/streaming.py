@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,25 +16,25 @@ from swiftlite.train.batches import Batches
 from swiftlite.train.exchange import broadcast, broadcast_counts, exchange, stage_fields
 
 
+@dataclass(frozen=True)
 class StreamedBatches:
     """`--streaming`: the first rank of all reads, data-parallel ranks and the ranks of their replicas are sent theirs.
 
-    Args:
+    Attributes:
         stream: of packed rows, on the first rank; None elsewhere.
     """
 
-    def __init__(self, batches: Batches, stream: Stream | None, mesh: Mesh):
-        self.batches = batches
-        self.stream = stream
-        self.mesh = mesh
-        self._fields = stage_fields(batches.plan.layout, batches.plan.heads.layers)
+    batches: Batches
+    stream: Stream | None
+    mesh: Mesh
 
     def train(self, step: int) -> list[Batch]:
         """The micro-batches of the next step, whatever its number."""
+        plan = self.batches.plan
         is_first_of_replica = self.mesh.pp.rank() == 0 and self.mesh.tp_cp.rank() == 0
         received = broadcast(
             self._receive() if is_first_of_replica else None,
-            self._fields,
+            stage_fields(plan.layout, plan.heads.layers),
             pipeline_group=self.mesh.pp,
             stage_group=self.mesh.tp_cp,
             device=self.mesh.device.torch_device,

@@ -28,7 +28,6 @@ from swiftlite.train.objective import Objective, add_up
 from swiftlite.train.sinks import Sink
 
 GetBatches = Callable[[int], Sequence[Batch]]
-CountFlops = Callable[[int, int, Sequence[int]], float]
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Trainer:
     schedule: Schedule
     train_batches: GetBatches
     eval_batches: Sequence[Batch]
-    count_flops: CountFlops
+    count_flops: Callable[[int, int, Sequence[int]], float]
     sinks: Sequence[Sink]
     logging_steps: int
     checkpointer: Checkpointer | None

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
-from swiftlite.cli.tested import TESTED
+from swiftlite.cli.doctor import TESTED
 from tests.tiny import make_tiny_hf
 
 

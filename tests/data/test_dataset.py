@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from swiftlite.data.conversation import parse_row
-from swiftlite.data.dataset import load_prompts, load_train_val, split
+from swiftlite.data.dataset import Encoder, load_prompts, load_train_val, split
 from swiftlite.data.sample import digest
+from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from tests.data.templates import CHATML, MISTRAL
 
@@ -15,7 +16,13 @@ def row(i: int, words: int = 1) -> dict:
 
 
 def load(make_tokenizer, files, val_files=(), **options):
-    return load_train_val(make_tokenizer(CHATML), files, val_files, **options)
+    return load_train_val(make_encoder(make_tokenizer(CHATML), options), files, val_files, **options)
+
+
+def make_encoder(tokenizer, options):
+    """The encoder that some of the options describe, which are taken out."""
+    template = ChatTemplate(tokenizer, options.pop("loss_scale", "default"))
+    return Encoder(template, options.pop("max_length", 2048), options.pop("truncation_strategy", "delete"))
 
 
 def same(first, second) -> bool:
@@ -205,11 +212,6 @@ BAD = {"query": "q", "response": ""}
             {"max_length": 40, "truncation_strategy": "error"},
             "FILE:2 has SHORTEST tokens, over --max_length 40; rows over it: 2\n    --max_length SHORTEST takes",
         ),
-        (
-            [row(1), row(2)],
-            {"split_dataset_ratio": 1.5},
-            "--split_dataset_ratio 1.5 is not from 0 to 1\n    0.05 holds",
-        ),
         (["", " "], {}, "FILE holds no rows"),
     ],
 )
@@ -243,7 +245,8 @@ def test_a_misspelt_file_shows_before_any_is_read(make_tokenizer, write_jsonl, t
 
 def test_rows_that_the_template_refuses_are_bad_rows(make_tokenizer, write_jsonl):
     path = write_jsonl([row(1), dict(row(2), system="s")])
+    encoder = Encoder(ChatTemplate(make_tokenizer(MISTRAL)), 2048, "delete")
     with pytest.raises(UserError, match=r"train.jsonl:2: messages: the chat template refuses them: Only user"):
-        load_train_val(make_tokenizer(MISTRAL), [path])
-    data = load_train_val(make_tokenizer(MISTRAL), [path], max_bad_rows=1)
+        load_train_val(encoder, [path])
+    data = load_train_val(encoder, [path], max_bad_rows=1)
     assert data.report.total.dropped_bad == 1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from swiftlite.data.mock import mock_lengths, mock_samples
+from swiftlite.data.mock import MockSamples, mock_lengths
 from swiftlite.data.sample import digest
 from swiftlite.errors import UserError
 
@@ -33,12 +33,12 @@ def test_lognormal_lengths_have_their_mean_before_they_are_cut():
 
 def test_samples_depend_on_seed_and_index_alone():
     config = LOGNORMAL | {"max_seq_len": 4096, "mean_seq_len": 1500}
-    samples = mock_samples(config, vocab_size=100, seed=1, num_samples=50)
+    samples = MockSamples(mock_lengths(config, seed=1, num_samples=50), vocab_size=100, seed=1)
     assert len(samples) == 50
     backwards = [samples[i] for i in reversed(range(50))]
     assert digest(samples) == digest(reversed(backwards))
     assert [len(sample) for sample in samples] == samples.lengths.tolist()
-    assert digest(samples) != digest(mock_samples(config, vocab_size=100, seed=2, num_samples=50))
+    assert digest(samples) != digest(MockSamples(samples.lengths, vocab_size=100, seed=2))
     tokens = np.concatenate([sample.input_ids for sample in samples])
     assert (tokens.min(), tokens.max()) == (0, 99)
     assert samples[3].num_trained_tokens == len(samples[3]) - 1
@@ -52,8 +52,9 @@ def test_lengths_from_a_file(tmp_path, text):
     path = tmp_path / "lengths.csv"
     path.write_text(text, encoding="utf-8", newline="")
     config = {"mode": "file", "path": str(path)}
-    assert mock_lengths(config).tolist() == [12, 7, 4096]
-    assert [len(sample) for sample in mock_samples(config, vocab_size=10)] == [12, 7, 4096]
+    lengths = mock_lengths(config)
+    assert lengths.tolist() == [12, 7, 4096]
+    assert [len(sample) for sample in MockSamples(lengths, vocab_size=10, seed=42)] == [12, 7, 4096]
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_what_holds_for_any_lengths(lengths, packing_length, ranks, square, mult
         assert [mine.tolist() for mine in plan.rank(rank)] == [slot.tolist() for slot in slots[rank::ranks]]
 
     again = schedule(np.array(lengths), packing_length, ranks, **options)
-    assert (again.order == plan.order).all()
-    assert (again.offsets == plan.offsets).all()
+    assert (again.rows.order == plan.rows.order).all()
+    assert (again.rows.offsets == plan.rows.offsets).all()
 
 
 def test_a_schedule_by_hand():

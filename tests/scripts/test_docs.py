@@ -9,8 +9,8 @@ import yaml
 
 from swiftlite.args.docs import options
 from swiftlite.bridge.join import SwapHalves
+from swiftlite.cli.doctor import TESTED
 from swiftlite.cli.table import find
-from swiftlite.cli.tested import TESTED
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES, Family
 

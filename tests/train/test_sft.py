@@ -8,18 +8,18 @@ import pytest
 from safetensors.torch import load_file
 
 from swiftlite.errors import UserError
-from swiftlite.train import sft
+from swiftlite.train import phases, sft
 from tests.tiny import make_tiny_hf
 
 
 def train(args, mesh) -> Path:
     """All phases in order; returns the run's directory."""
     run = sft.prepare(args, mesh)
-    state = sft.restore(run)
+    state = phases.restore(run)
     trainer = sft.make_trainer(run, state)
-    outcome = sft.fit(run, trainer, state["step"], sft.make_held_out(run))
+    outcome = phases.fit(run, trainer, state["step"], sft.make_held_out(run))
     assert outcome.stopped_by == 0
-    sft.report(run, outcome)
+    phases.report(run, outcome)
     return run.output_dir
 
 
@@ -37,19 +37,19 @@ def test_each_phase_writes_its_own_files(options, mesh, tmp_path):
     assert not run.output_dir.exists()
     assert (len(run.data.train), len(run.data.val), run.schedule.steps) == (16, 4, 4)
 
-    state = sft.restore(run)
+    state = phases.restore(run)
     assert state == {"step": 0}
     assert names(run.output_dir) == {"source", "args.json"}
 
     trainer = sft.make_trainer(run, state)
-    outcome = sft.fit(run, trainer, 0, sft.make_held_out(run))
+    outcome = phases.fit(run, trainer, 0, sft.make_held_out(run))
     checkpoints = {"checkpoint-2", "checkpoint-4"}
     assert names(run.output_dir) == {"source", "args.json", "metrics.jsonl", "acceptance.json", *checkpoints}
     lines = metrics(run.output_dir)
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]  # an evaluation after steps 2 and 4
     assert lines[-1] == {"step": 4, **outcome.evaluation}
 
-    sft.report(run, outcome)
+    phases.report(run, outcome)
     report = json.loads((run.output_dir / "run_report.json").read_text())
     assert report["steps"] == 4
     assert report["evaluation"] == outcome.evaluation
@@ -75,7 +75,7 @@ def test_a_checkpoint_past_the_last_step_is_named(options, mesh):
     train(options(), mesh)
     run = sft.prepare(options(train_iters=3, resume=True), mesh)
     with pytest.raises(UserError, match="checkpoint-4 is past the 3 steps that were asked for"):
-        sft.restore(run)
+        phases.restore(run)
 
 
 def test_heads_alone_learn_and_the_report_proves_it(options, mesh):

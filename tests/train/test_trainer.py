@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftlite.errors import UserError
-from swiftlite.train import sft
+from swiftlite.train import phases, sft
 from swiftlite.train.trainer import Trainer
 
 
@@ -31,7 +31,7 @@ def make_trainer(options, mesh):
 
     def make(after_step=None, **changed) -> Trainer:
         run = sft.prepare(options(**changed), mesh)
-        trainer = sft.make_trainer(run, sft.restore(run))
+        trainer = sft.make_trainer(run, phases.restore(run))
         return replace(trainer, sinks=[Listed()], after_step=after_step)
 
     return make
