@@ -187,9 +187,8 @@ def _host(calls: Connection, modules: Sequence[str], environment: Mapping[str, s
         process = fork.Process(target=_answer, args=(theirs, function, args))
         process.start()
         theirs.close()
-        wait(
-            [answer, process.sentinel]
-        )  # not for the end of what it sends: something it started may hold the pipe open
+        # The end of the pipe would not do: something that the process started may hold it open.
+        wait([answer, process.sentinel])
         if answer.poll():
             calls.send_bytes(answer.recv_bytes())
         else:
