@@ -37,9 +37,8 @@ def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     stages = result["stages"]
-    assert stages["before"]["acceptance"] < 0.2
-    assert stages["target alone"]["acceptance"] < 0.5  # the heads of the step before training
-    assert stages["both"]["acceptance"] >= 0.9
+    for stage in ("before", "target alone"):  # whose heads are those of before training
+        assert stages["both"]["acceptance"] > stages[stage]["acceptance"] + 0.3
 
     # What an engine started anew would answer and count (test_engines.py holds it to the same reference).
     commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
@@ -84,5 +83,4 @@ def test_the_example_over_two_stages(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     shares = [float(share) for share in re.findall(r"step +\d+: +([\d.]+) % of drafts accepted", done.stdout)]
     assert len(shares) == 3, done.stdout
-    assert shares[0] < 20
-    assert shares[2] >= 90
+    assert shares[2] > shares[0] + 30
