@@ -1,52 +1,86 @@
 """Whole commands in processes of their own, on a tiny model and a few rows."""
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import vllm_here
+from tests.forked import Host, Running, run_swiftlite, start_swiftlite
+from tests.parallel.launch import open_store, rank_environments
 from tests.tiny import make_tiny_hf
 
 
 class Commands:
-    """Runs `swiftlite ...` as a user would; every call is a process."""
+    """Runs `swiftlite ...` in a directory as a user would; every call is a process, or several.
 
-    def __init__(self, directory: Path):
+    Args:
+        host: where these processes come from; unset: they are forked from what all share.
+    """
+
+    def __init__(self, directory: Path, host: Host | None = None):
         self.directory = directory
+        self._host = host
+        self._stores = []  # where ranks meet, as long as this lives
+        self._numbers = itertools.count()
 
-    def start(self, *argv: object, processes: int = 1, **environment: str) -> subprocess.Popen:
-        launch = {"NPROC_PER_NODE": str(processes)} if processes > 1 else {}
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "swiftlite", *map(str, argv)],
-            cwd=self.directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **launch, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that `kill` reaches the processes that a checkpoint is written with
-        )
+    def start(self, *argv: object, processes: int = 1) -> Running:
+        """One process; or that many ranks, with the environment that torchrun would give them."""
+        environments = [self._environment()]
+        if processes > 1:
+            self._stores.append(open_store())
+            ranks = rank_environments(processes, self._stores[-1].port)
+            environments = [self._environment() | rank for rank in ranks]
+        return start_swiftlite(list(map(str, argv)), self.directory, environments, *self._outputs())
 
     @staticmethod
-    def kill(process: subprocess.Popen) -> None:
+    def kill(process: Running) -> None:
         """kill -9, as the kernel's out-of-memory killer or a batch system does."""
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait(60)
 
-    def run(self, *argv: object, **options) -> subprocess.CompletedProcess:
-        process = self.start(*argv, **options)
+    def run(self, *argv: object, processes: int = 1) -> subprocess.CompletedProcess:
+        words = list(map(str, argv))
+        if self._host:
+            out, err = self._outputs()
+            code = self._host.call(run_swiftlite, words, self.directory, out, err)
+            return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+        process = self.start(*words, processes=processes)
         out, err = process.communicate(timeout=600)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return subprocess.CompletedProcess(words, process.wait(0), out, err)
 
     def ok(self, *argv: object, **options) -> subprocess.CompletedProcess:
         result = self.run(*argv, **options)
         assert result.returncode == 0, result.stderr
         return result
+
+    def run_for_real(self, *argv: object, **environment: str) -> subprocess.CompletedProcess:
+        """`python -m swiftlite ...`, by which torchrun is started too if `environment` says so."""
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "swiftlite", *map(str, argv)],
+            cwd=self.directory,
+            env=self._environment() | environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def _outputs(self) -> tuple[Path, Path]:
+        """Files for stdout and stderr, beside the directory and not in it: tests look at what is there."""
+        number = next(self._numbers)
+        logs = self.directory.with_name(f"{self.directory.name}.logs")
+        logs.mkdir(exist_ok=True)
+        return logs / f"{number}.out", logs / f"{number}.err"
 
 
 @pytest.fixture
@@ -55,10 +89,17 @@ def commands(tmp_path) -> Commands:
 
 
 @pytest.fixture(scope="session")
-def vllm() -> Iterator[Callable[..., vllm_here.Served]]:
-    """`vllm_here.serve`, in its own process."""
-    with vllm_here.start_process() as process:
-        yield lambda *args, **options: process.submit(vllm_here.serve, *args, **options).result(timeout=300)
+def vllm_host() -> Iterator[Host]:
+    """What needs vLLM in one process is forked from here."""
+    host = vllm_here.start_host()
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def vllm(vllm_host):
+    """`vllm_here.serve`, in a process of its own."""
+    return lambda *args, **options: vllm_host.call(partial(vllm_here.serve, *args, **options))
 
 
 @pytest.fixture

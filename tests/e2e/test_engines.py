@@ -6,6 +6,7 @@ Tokens alone prove nothing about a head: they are right whatever it drafts.
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +25,15 @@ from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from swiftlite.families.drafting import Drafting
-from tests.engines.reference import Reference, convention, follow, write_trained
-from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
+from tests.engines.reference import Reference, convention, follow
+from tests.tiny import make_tiny_hf, mtp_names
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 NEW_TOKENS = 16
 LOGIT_TOLERANCE = 2e-4
 """Sums in another order: 4e-5 was the most, of logits that differ by some units."""
@@ -48,18 +49,13 @@ def others(drafting: Drafting) -> dict[str, Drafting]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_counts_and_draft_logits_are_those_of_the_table(family, vllm, tmp_path):
+def test_counts_and_draft_logits_are_those_of_the_table(family, vllm, trained):
     """And of no other: with any word of its line changed, the reference says and counts something else."""
     line = convention("vllm", family)
-    sizes: dict[str, Any] = VLLM_LATENT_SIZES | {"lr": 2e-3} if family == "deepseek_v3" else {}
-
-    def as_served(reference: Reference) -> Reference:
-        return follow(reference, line.drafting)
-
-    prompts = write_trained(tmp_path, family, depth=1, tied=family == "llama", unroll=3, draft_as=as_served, **sizes)
-    reference = as_served(Reference.load(tmp_path, family, depth=1))
+    directory, prompts = trained(family, 1, "vllm")
+    reference = follow(Reference.load(directory, family, depth=1), line.drafting)
     for num_tokens in (1, 3):
-        served = vllm(tmp_path, prompts, NEW_TOKENS, num_tokens, num_alone=2)
+        served = vllm(directory, prompts, NEW_TOKENS, num_tokens, num_alone=2)
         assert served.draft == line.draft
         expected, counts = reference.simulate(prompts, NEW_TOKENS, num_tokens)
         assert served.token_ids == expected
@@ -78,40 +74,41 @@ def test_counts_and_draft_logits_are_those_of_the_table(family, vllm, tmp_path):
 
     for field, wrong in others(line.drafting).items():
         assert is_another(follow(reference, wrong)), field
-    as_served(reference).takes_hidden_first = not reference.takes_hidden_first
+    follow(reference, line.drafting).takes_hidden_first = not reference.takes_hidden_first
     assert is_another(reference)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if convention("vllm", name).heads == "first"])
-def test_of_several_heads_the_first_drafts(family, vllm, tmp_path):
-    sizes: dict[str, Any] = VLLM_LATENT_SIZES | {"lr": 2e-3} if family == "deepseek_v3" else {}
-    prompts = write_trained(tmp_path, family, depth=2, **sizes)
-    reference = follow(Reference.load(tmp_path, family, depth=2), convention("vllm", family).drafting)
+def test_of_several_heads_the_first_drafts(family, vllm, trained):
+    directory, prompts = trained(family, 2, "vllm")
+    reference = follow(Reference.load(directory, family, depth=2), convention("vllm", family).drafting)
     expected, counts = reference.simulate(prompts, NEW_TOKENS, 1)
-    served = vllm(tmp_path, prompts, NEW_TOKENS, 1)
+    served = vllm(directory, prompts, NEW_TOKENS, 1)
     assert (served.token_ids, expected_counts(served.counts)) == (expected, expected_counts(counts))
     reference.heads = reference.heads[1:]
     assert reference.simulate(prompts, NEW_TOKENS, 1)[1] != counts
 
 
-def test_swapped_halves_change_no_token_and_nearly_every_draft(vllm, tmp_path):
-    prompts = write_trained(tmp_path, "qwen3", depth=1)
-    expected, counts = Reference.load(tmp_path, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
-    tensors = load_file(tmp_path / "model.safetensors")
+def test_swapped_halves_change_no_token_and_nearly_every_draft(vllm, trained, tmp_path):
+    directory, prompts = trained("qwen3", 1, "vllm")
+    expected, counts = Reference.load(directory, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
+    tensors = load_file(directory / "model.safetensors")
     name = mtp_names("qwen3", 0)[0]["projection"]
     tensors[name] = tensors[name].roll(tensors[name].size(1) // 2, dims=1)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    served = vllm(tmp_path, prompts, NEW_TOKENS, 1)
+    swapped = shutil.copytree(directory, tmp_path / "swapped")
+    save_file(tensors, swapped / "model.safetensors", metadata={"format": "pt"})
+    served = vllm(swapped, prompts, NEW_TOKENS, 1)
     assert served.token_ids == expected
     assert served.counts.accepted < sum(counts.accepted_per_position) / 4
 
 
-def test_an_answer_ends_where_it_should(tmp_path):
+def test_an_answer_ends_where_it_should(trained):
     """With vLLM's processes as users have them."""
+    directory, prompts = trained("qwen3", 1, "vllm")
     # One token that joins others on their way is padded to a draft (v1/core/sched/scheduler.py), which is counted.
-    prompts = [prompt for prompt in write_trained(tmp_path, "qwen3", depth=1) if len(prompt) > 1]
-    expected, counts = Reference.load(tmp_path, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
-    engine = start_engine("vllm", EngineConfig(tmp_path, "float32", num_speculative_tokens=1, max_model_len=256))
+    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    expected, counts = Reference.load(directory, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
+    engine = start_engine("vllm", EngineConfig(directory, "float32", num_speculative_tokens=1, max_model_len=256))
     try:
         completions = engine.generate(prompts, Sampling(NEW_TOKENS))
         assert [completion.token_ids for completion in completions] == expected
@@ -147,18 +144,21 @@ def compare_draft_logits(reference: Reference, prompt: list[int], row: list[int]
     assert len(found) - steps in (0, 1)  # vLLM may draft behind the last token too
 
 
-def test_every_head_drafts_its_own_step(tmp_path):
+def test_every_head_drafts_its_own_step(trained, tmp_path):
     """Under the model runner that GPUs have, here with interpreted kernels."""
-    prompts = write_trained(tmp_path, "qwen2", depth=2)
+    directory, prompts = trained("qwen2", 2, "vllm")
     prompts = prompts[2:4] + prompts[8:12]
-    expected, counts = Reference.load(tmp_path, "qwen2", depth=2).simulate(prompts, 12, 2)
-    assert 0 < counts.accepted_per_position[1] < counts.accepted_per_position[0] < counts.drafts
+    reference = Reference.load(directory, "qwen2", depth=2)
+    expected, counts = reference.simulate(prompts, 12, 2)
+    assert 0 < counts.accepted_per_position[1] < counts.drafts
+    reference.depth = 1  # the first head, going on alone
+    assert reference.simulate(prompts, 12, 2)[1].accepted_per_position[1] < counts.accepted_per_position[1]
     code = f"""
 from pathlib import Path
 from swiftlite.engines.engine import *
 if __name__ == "__main__":
     engine = start_engine("vllm", EngineConfig(
-        Path({str(tmp_path)!r}), "float32", num_speculative_tokens=None, max_model_len=64, max_batch_size=2,
+        Path({str(directory)!r}), "float32", num_speculative_tokens=None, max_model_len=64, max_batch_size=2,
         engine_kwargs={{"max_num_batched_tokens": 64}},
     ))
     completions = engine.generate({prompts!r}, Sampling(12))
@@ -168,7 +168,7 @@ if __name__ == "__main__":
 """
     script = tmp_path / "serve.py"  # vLLM starts its processes by running the main file again
     script.write_text(code)
-    done = run_python(script, PYTHONPATH=str(HERE / "triton_interpreter"))
+    done = run_python(script, PYTHONPATH=os.pathsep.join((str(HERE / "triton_interpreter"), str(ROOT))))
     assert done.stdout.splitlines()[-2:] == [str(expected), str(expected_counts(counts))], done.stderr[-2000:]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e import vllm_here
+from tests.e2e.conftest import Commands
 
 pytestmark = pytest.mark.gloo
 
@@ -53,7 +53,7 @@ def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_pat
 
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_one_pass_over_its_own_answers_says_what_vllm_counts(commands, sft, tmp_path):
+def test_one_pass_over_its_own_answers_says_what_vllm_counts(commands, vllm_host, sft, tmp_path):
     """Held-out prompts. The answers are the model's own: those are what an engine drafts."""
     learned = [*sft, "--train_iters", 60, "--save_steps", 60, "--lr", 3e-3, "--mtp_loss_scaling_factor", 1]
     commands.ok(*learned, "--acceptance_samples", 0, "--output_dir", "run")
@@ -61,11 +61,9 @@ def test_one_pass_over_its_own_answers_says_what_vllm_counts(commands, sft, tmp_
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"query": f"What is {i} plus {i}?"}) + "\n" for i in range(40, 100)))
     common = ["--model", "hf", "--torch_dtype", "float32", "--infer_backend", "vllm", "--max_new_tokens", 48]
-    commands.ok(*("infer", *common, "--val_dataset", prompts, "--result_path", "own.jsonl"), **vllm_here.ENVIRONMENT)
-    commands.ok(
-        *("evaluate", *common, "--dataset", "own.jsonl", "--max_prompts", 60, "--output_dir", "out"),
-        **vllm_here.ENVIRONMENT,
-    )
+    with_vllm = Commands(tmp_path, vllm_host)
+    with_vllm.ok("infer", *common, "--val_dataset", prompts, "--result_path", "own.jsonl")
+    with_vllm.ok("evaluate", *common, "--dataset", "own.jsonl", "--max_prompts", 60, "--output_dir", "out")
     measured = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]
     replayed, counted = (measured[how]["all"] for how in ("replayed", "vllm"))
     assert counted["drafts"] > 200

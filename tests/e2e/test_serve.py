@@ -1,6 +1,7 @@
 """The whole way for a native and for a fresh head: sft, export, and the engine's own counts in real vLLM."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ ROWS = [
     ("Where is the garden?", "Behind the old house, down eleven steps of stone, left of the well and the apple tree."),
     ("Who wrote the letter?", "Nobody knows; it came with the evening post, unsigned, in green ink on thin paper."),
 ]
+ANSWERS = [response for _, response in ROWS]
 # The trunk's tensors that a head of GLM-4.5 or DeepSeek-V3 repeats.
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 @pytest.fixture(scope="module", params=["mimo", "qwen3", "glm4_moe", "deepseek_v3"])
-def served(request, tmp_path_factory) -> tuple[Commands, str, Path]:
+def served(request, vllm_host, tmp_path_factory) -> tuple[Commands, str, Path]:
     """A model that knows four answers by heart, exported; qwen3 gets its head from nothing, the others have one."""
-    family, directory = request.param, tmp_path_factory.mktemp(request.param)
-    commands = Commands(directory)
+    family = request.param
+    directory = tmp_path_factory.mktemp(family)
+    commands = Commands(directory, vllm_host)
     sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
     make_tiny_hf(directory / "model", family, depth=0 if family == "qwen3" else 1, with_tokenizer=True, **sizes)
     rows = [json.dumps({"query": query, "response": response}) for query, response in ROWS]
@@ -36,12 +39,26 @@ def served(request, tmp_path_factory) -> tuple[Commands, str, Path]:
     fresh = ["--mtp_num_layers", 1, "--mtp_init", "copy_last_layer"] if family == "qwen3" else []
     options = (
         "--dataset rows.jsonl --val_dataset rows.jsonl --output_dir run --torch_dtype float32 --micro_batch_size 4 "
-        "--global_batch_size 4 --train_iters 250 --lr 3e-3 --mtp_loss_scaling_factor 1.0 --save_steps 1000 "
+        "--global_batch_size 4 --lr 3e-3 --mtp_loss_scaling_factor 1.0 --save_steps 2000 "
         "--acceptance_max_new_tokens 96"
     ).split()
-    commands.ok("megatron", "sft", "--model", "model", *options, *fresh)
-    commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
+    learn(commands, ["megatron", "sft", "--model", "model", *options, *fresh])
     return commands, family, directory
+
+
+def learn(commands: Commands, sft: list) -> None:
+    """Train and export until transformers says the answers, and the head too, however many steps that takes here."""
+    for steps in (150, 350, 700, 1400):
+        for name in ("run", "hf"):
+            shutil.rmtree(commands.directory / name, ignore_errors=True)
+        commands.ok(*sft, "--train_iters", steps)
+        commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
+        answers, _ = infer(commands, "transformers", "hf", "run/acceptance.json")
+        acceptance = json.loads((commands.directory / "run" / "acceptance.json").read_text())
+        share = acceptance["engines"]["transformers"]["acceptance_per_position"][0]
+        if answers == ANSWERS and share >= 0.95:
+            return
+    raise AssertionError(f"not learned in {steps} steps: {answers}, acceptance {share}")
 
 
 def head_prefix(family: str) -> str:
@@ -50,21 +67,22 @@ def head_prefix(family: str) -> str:
     return "mtp." if block.startswith("mtp.") else block
 
 
-def infer(commands: Commands, model: str, acceptance: str, *options: str) -> str:
-    """Let vLLM answer the rows with the head drafting; returns what it logged. The answers must be those learned."""
-    fixed = "--infer_backend vllm --val_dataset rows.jsonl --torch_dtype float32 --max_new_tokens 96".split()
+def infer(commands: Commands, engine: str, model: str, acceptance: str, *options: str) -> tuple[list[str], str]:
+    """Let an engine answer the rows with the head drafting; returns the answers and what it logged."""
+    fixed = "--val_dataset rows.jsonl --torch_dtype float32 --max_new_tokens 96 --speculative mtp".split()
     to = ["--result_path", "answers.jsonl", "--acceptance_json", acceptance]
-    log = commands.ok("infer", "--model", model, "--speculative", "mtp", *fixed, *to, *options).stderr
-    answers = [json.loads(line) for line in (commands.directory / "answers.jsonl").read_text().splitlines()]
-    assert [answer["response"] for answer in answers] == [response for _, response in ROWS]
-    return log
+    log = commands.ok("infer", "--infer_backend", engine, "--model", model, *fixed, *to, *options).stderr
+    lines = (commands.directory / "answers.jsonl").read_text().splitlines()
+    return [json.loads(line)["response"] for line in lines], log
 
 
 def test_vllm_accepts_what_the_run_said_it_would(served):
     commands, family, directory = served
-    # Each start takes half a minute; `infer` compares the answers with those learned in any case.
+    # A start takes a while, and the answers are compared with those learned in any case.
     compares = family in ("mimo", "qwen3")
-    log = infer(commands, "hf", "run/acceptance.json", *(["--compare"] if compares else []))
+    options = ["--compare"] if compares else []
+    answers, log = infer(commands, "vllm", "hf", "run/acceptance.json", *options)
+    assert answers == ANSWERS
     assert ("answers equal: 4 of 4" in log) is compares
     acceptance = json.loads((directory / "run" / "acceptance.json").read_text())
     ours, engine = acceptance["after"]["generated"], acceptance["engines"]["vllm"]
@@ -92,7 +110,8 @@ def test_random_heads_are_not_accepted(served):
     assert mtp_names(family, 0)[0]["projection"] in noise
     save_file({**tensors, **noise}, directory / "random" / "model.safetensors", metadata={"format": "pt"})
     (directory / "acceptance.json").write_bytes((directory / "run" / "acceptance.json").read_bytes())
-    infer(commands, "random", "acceptance.json")
+    answers, _ = infer(commands, "vllm", "random", "acceptance.json")
+    assert answers == ANSWERS
     engine = json.loads((directory / "acceptance.json").read_text())["engines"]["vllm"]
     assert engine["drafted"] > 0
     assert engine["acceptance_per_position"][0] < 0.2

@@ -80,7 +80,7 @@ def served(tmp_path_factory) -> dict[Any, Any]:
     folder = tmp_path_factory.mktemp("models")
     models: dict[str, tuple[Path, list[list[int]]]] = {}
     for family in dict.fromkeys(family for family, _ in CASES):
-        sizes: dict[str, Any] = VLLM_LATENT_SIZES | {"lr": 2e-3} if family == "deepseek_v3" else {}
+        sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
         models[family] = folder / family, write_trained(folder / family, family, depth=1, **sizes)
     damaged = make_tiny_hf(folder / "damaged", "mimo", depth=1)
     tensors = load_file(damaged / "model.safetensors")

@@ -1,13 +1,9 @@
 """Real vLLM in one process: a start takes 3 s there and not 30, and its draft model can be asked for its logits.
 
 Scheduler, model runner, kernels and classes are those that it otherwise starts processes for. That process is not
-pytest's own: vLLM replaces `torch.set_num_threads` and binds the memory of the process it computes in.
+pytest's own, and another one each time: vLLM changes much of the process it computes in.
 """
 
-import gc
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from safetensors.torch import load_file
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import read_model
+from tests.forked import Host
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -44,14 +41,20 @@ class Served:
     logits: list[torch.Tensor]
 
 
-def start_process() -> ProcessPoolExecutor:
-    """One process for all calls of `serve`: its imports take longer than a start."""
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, spawn, initializer=_set_environment)
+# What of vLLM an engine in one process imports; it starts no thread.
+MODULES = [
+    "vllm",
+    "vllm.engine.arg_utils",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "swiftlite.engines.vllm.engine",
+]
 
 
-def _set_environment() -> None:
-    os.environ.update(ENVIRONMENT)
+def start_host() -> Host:
+    """Imports vLLM once for all that is called in it: that takes longer than a start of the engine."""
+    return Host(MODULES, ENVIRONMENT)
 
 
 def serve(
@@ -68,8 +71,6 @@ def serve(
         weights_of: a checkpoint of the same shapes, whose weights the engine is given before it generates.
         num_alone: of the prompts, the first ones whose drafts' logits are asked for.
     """
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     config = EngineConfig(directory, "float32", num_speculative_tokens=num_speculative_tokens, max_model_len=256)
     engine: Any = start_engine("vllm", config)
     try:
@@ -87,9 +88,6 @@ def serve(
             _kept.clear()
     finally:
         engine.close()
-        del engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
     return Served([completion.token_ids for completion in completions], counts, draft, logits)
 
 

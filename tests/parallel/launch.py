@@ -1,7 +1,6 @@
 """Runs a function in several gloo processes on this machine, as torchrun would, and brings back what each returned."""
 
 import gc
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -13,13 +12,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.spawn import start_processes
 
-# Processes are forked from a server that has imported these once, with no thread of its own: each would take 8 s.
-PRELOADED = [
-    "transformers.modeling_utils",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.dist_checkpointing",
-]
+from tests.forked import forkserver
 
 
 def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -38,8 +31,8 @@ def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list
     """
     store = open_store()
     with tempfile.TemporaryDirectory() as directory:
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        arguments = (num_processes, store.port, directory, function, args)
+        forkserver()  # which start_processes takes by its name
+        arguments = (rank_environments(num_processes, store.port), directory, function, args)
         start_processes(_run, arguments, nprocs=num_processes, start_method="forkserver")
         return [pickle.loads((Path(directory) / str(rank)).read_bytes()) for rank in range(num_processes)]
 
@@ -58,16 +51,26 @@ def prepare_session(port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
 
 
-def _run(rank: int, num_processes: int, port: int, directory: str, function: Callable[..., Any], args: tuple) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+def rank_environments(num_processes: int, port: int) -> list[dict[str, str]]:
+    """What torchrun sets for each of the processes that meet at a port of `open_store`."""
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_processes),
+            "LOCAL_WORLD_SIZE": str(num_processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        for rank in range(num_processes)
+    ]
+
+
+def _run(
+    rank: int, environments: list[dict[str, str]], directory: str, function: Callable[..., Any], args: tuple
+) -> None:
+    os.environ |= environments[rank]
     torch.set_num_threads(1)  # the processes share this machine's cores
     result = function(*args)
     (Path(directory) / str(rank)).write_bytes(pickle.dumps(result))
