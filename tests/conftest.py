@@ -6,8 +6,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 from filelock import FileLock
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy machine is not a failure
+hypothesis.settings.load_profile("any machine")
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 Trained = Callable[..., tuple[Path, list[list[int]]]]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftlite.data.packing import Rows, RowStream, pack, padded
@@ -30,7 +30,6 @@ def one_by_one(lengths: list[int], packing_length: int) -> list[int]:
     return sorted(rooms)
 
 
-@settings(deadline=None)  # a busy machine is not a failure
 @given(st.lists(st.integers(1, 40), max_size=120), st.integers(40, 60), st.sampled_from([1, 2, 4, 8]))
 def test_rows_hold_every_sequence_once_and_are_those_of_the_textbook(lengths, packing_length, multiple):
     rows = pack(lengths, packing_length, multiple=multiple)
@@ -97,7 +96,6 @@ def drain(stream: RowStream) -> list[list[int]]:
     return [[int(sample.input_ids[0]) for sample in row] for row in stream]
 
 
-@settings(deadline=None)  # a busy machine is not a failure
 @given(
     st.lists(st.integers(1, 30), max_size=80),
     st.integers(1, 20),
