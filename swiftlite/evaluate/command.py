@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.bridge.tensors import write_durably
-from swiftlite.data.dataset import Data, load_train_val
-from swiftlite.data.template import load_tokenizer
+from swiftlite.data.dataset import Data, Encoder, load_train_val
+from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import ServedModel, read_model
@@ -34,15 +34,8 @@ def run(args: EvaluateArgs) -> None:
     with session() as mesh:
         for name, model in models.items():
             tokenizers[name] = load_tokenizer(model.directory, args.trust_remote_code)
-            data[name] = load_train_val(
-                tokenizers[name],
-                (),
-                args.dataset,
-                max_length=args.max_length,
-                truncation_strategy="right",
-                max_bad_rows=args.max_bad_rows,
-                system=args.system,
-            )
+            encoder = Encoder(ChatTemplate(tokenizers[name]), args.max_length, "right")
+            data[name] = load_train_val(encoder, (), args.dataset, max_bad_rows=args.max_bad_rows, system=args.system)
             forced = teacher_forced(model.directory, data[name].val, torch_dtype=args.torch_dtype, mesh=mesh)
             replayed = {
                 channel: {"samples": figures["samples"], **figures.pop("replayed")}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.args.commands import ExportArgs
-from swiftlite.data.dataset import load_train_val
-from swiftlite.data.template import load_tokenizer
+from swiftlite.data.dataset import Encoder, load_train_val
+from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.plan.facts import model_of_run
@@ -48,6 +48,7 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
 
 def _mean(hf_dir: Path, dataset: Sequence[str], torch_dtype: str, mesh: Mesh) -> float:
     """The mean over depths of the share of predictions that are the trunk's own; 0 for a model without heads."""
-    data = load_train_val(load_tokenizer(hf_dir), (), dataset, truncation_strategy="right")
+    encoder = Encoder(ChatTemplate(load_tokenizer(hf_dir)), 2048, "right")
+    data = load_train_val(encoder, (), dataset)
     heads = teacher_forced(hf_dir, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL]["heads"]
     return sum(head["acceptance"] for head in heads) / max(len(heads), 1)

@@ -11,6 +11,7 @@ import swiftlite
 from swiftlite.args import fields
 from swiftlite.args.docs import options
 from swiftlite.cli.table import COMMANDS
+from swiftlite.engines.index import ENGINES
 
 PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
@@ -56,4 +57,6 @@ def groups_of_args(path: Path) -> set[str]:
 def test_every_option_has_a_reader(command):
     readers = [PACKAGE / reader for reader in READERS[command.words]]
     read = set().union(*map(attributes_of_args, readers), *map(groups_of_args, readers))
+    if PACKAGE / "engines" in readers:
+        read |= {info.kwargs_option for info in ENGINES.values()}  # by `EngineInfo.engine_kwargs`
     assert sorted(set(options(command.args_class)) - read - COMPLEMENTS) == []

@@ -13,8 +13,9 @@ from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
-from swiftlite.data.dataset import Data, load_prompts, load_train_val
+from swiftlite.data.dataset import Data, Encoder, load_prompts, load_train_val
 from swiftlite.data.sample import IGNORED
+from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.errors import UserError
 from swiftlite.evaluate.acceptance_chart import draw
@@ -39,7 +40,8 @@ def rows(tmp_path) -> str:
 
 
 def load(hf_dir: Path, rows: str) -> Data:
-    return load_train_val(AutoTokenizer.from_pretrained(hf_dir), (), [rows])
+    encoder = Encoder(ChatTemplate(AutoTokenizer.from_pretrained(hf_dir)), 2048, "delete")
+    return load_train_val(encoder, (), [rows])
 
 
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])

@@ -12,8 +12,13 @@ NUMBERS = ("sglang_speculative_num_steps", "sglang_speculative_eagle_topk", "sgl
 
 def drafting_options(args: SglangArgs) -> dict[str, Any] | None:
     """SGLang's options of drafting that were given, by SGLang's names; None when none were."""
-    names = ("sglang_speculative_algorithm", *NUMBERS)
-    return {name.removeprefix("sglang_"): vars(args)[name] for name in names if vars(args)[name] is not None} or None
+    given = {
+        "speculative_algorithm": args.sglang_speculative_algorithm,
+        "speculative_num_steps": args.sglang_speculative_num_steps,
+        "speculative_eagle_topk": args.sglang_speculative_eagle_topk,
+        "speculative_num_draft_tokens": args.sglang_speculative_num_draft_tokens,
+    }
+    return {name: value for name, value in given.items() if value is not None} or None
 
 
 def numbers_go_together(args: Any) -> Iterator[Problem]:
