@@ -82,11 +82,13 @@ class Trainer:
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
                     self._save(step)
                 if stopping:
+                    self._finish_checkpoint()
                     return stopping
                 if step % self.plan.eval_steps == 0 and step < self.schedule.steps:
                     self.log(step, self.evaluate())
                 if self.checkpointer:
                     self.checkpointer.poll()
+            self._finish_checkpoint()
         return 0
 
     def _save(self, step: int) -> None:
@@ -94,10 +96,13 @@ class Trainer:
             with whole_parameters(self.model):
                 self.checkpointer.save(step, self.data_state())
 
-    def close(self) -> None:
-        """Wait for the last checkpoint and close all sinks."""
+    def _finish_checkpoint(self) -> None:
+        """Wait for the last checkpoint, as long as a signal to stop is only remembered."""
         if self.checkpointer:
             self.checkpointer.finish()
+
+    def close(self) -> None:
+        """Close all sinks."""
         for sink in self.sinks:
             sink.close()
 
@@ -213,14 +218,16 @@ def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]
 
 
 class _StopSignals:
-    """Remembers SIGTERM and Ctrl-C until the step is over; a second one ends the process at once."""
+    """Remembers SIGTERM, SIGHUP and Ctrl-C until the step is over; a second one ends the process at once."""
 
     def __init__(self):
         self.received = 0
         self._previous = {}
 
     def __enter__(self) -> "_StopSignals":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the run goes on without its terminal
             self._previous[number] = signal.signal(number, self._remember)
         return self
 
