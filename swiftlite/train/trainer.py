@@ -94,7 +94,22 @@ class Trainer:
     def _save(self, step: int) -> None:
         if self.checkpointer:
             with whole_parameters(self.model):
+                self._refuse_broken_weights(step)
                 self.checkpointer.save(step, self.data_state())
+
+    def _refuse_broken_weights(self, step: int) -> None:
+        """A checkpoint of weights that no forward pass survives would only replace a better one.
+
+        Raises:
+            UserError: on every rank, one of them has a weight whose norm float32 cannot hold.
+        """
+        parameters = [parameter.detach() for chunk in self.model for parameter in chunk.parameters()]
+        norms = torch.stack([torch.linalg.vector_norm(parameter, dtype=torch.float32) for parameter in parameters])
+        if largest(int(not norms.isfinite().all()), self.mesh):
+            raise UserError(
+                f"step {step}: the update left weights that are not finite, or nearly; this step was not saved",
+                f"{self.objective.remedy}; --resume goes on from the checkpoint before it",
+            )
 
     def _finish_checkpoint(self) -> None:
         """Wait for the last checkpoint, as long as a signal to stop is only remembered."""
