@@ -80,6 +80,8 @@ def test_what_a_full_disk_or_a_killed_process_left_is_left_out(tmp_path, caplog)
 def test_a_full_disk_is_named(tmp_path):
     sink = MetricsFile(tmp_path / "metrics.jsonl", 0)
     sink.close()
-    with contextlib.suppress(OSError), Path("/dev/full").open("a", buffering=1) as sink.file:
-        with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: the disk is full"):
-            sink.log(1, {"loss": 1.0})
+    sink.file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: the disk is full"):
+        sink.log(1, {"loss": 1.0})
+    with contextlib.suppress(OSError):
+        sink.close()
