@@ -219,7 +219,7 @@ def test_nothing_lives_on_after_a_kill_in_an_asynchronous_save(commands, sft, tm
         assert time.monotonic() < end, "no writer was seen"
         if process.poll() is None:
             started = children_of(process.pid)
-    process.kill()
+    os.kill(process.pid, signal.SIGKILL)  # not its group: what it has started must end by itself
     process.communicate()
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=10)
     assert alive == []
