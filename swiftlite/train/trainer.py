@@ -112,12 +112,13 @@ class Trainer:
             )
 
     def _finish_checkpoint(self) -> None:
-        """Wait for the last checkpoint, as long as a signal to stop is only remembered."""
+        """Wait for the last checkpoint; `fit` does so while a signal to stop is only remembered."""
         if self.checkpointer:
             self.checkpointer.finish()
 
     def close(self) -> None:
-        """Close all sinks."""
+        """Wait for the last checkpoint and close all sinks."""
+        self._finish_checkpoint()
         for sink in self.sinks:
             sink.close()
 
