@@ -103,8 +103,8 @@ def write_buckets(trainer: int, transforms: list[Any], rank: int, buckets: Seque
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> tuple[Any, str]:
     """Write one file; its results or the exception, and its digest."""
-    outcomes: queue.Queue = queue.Queue()
-    pending: queue.Queue = queue.Queue()
+    outcomes: Any = queue.Queue()  # what megatron-core has between processes
+    pending: Any = queue.Queue()
     pending.put(number)
     FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, outcomes, pending, True)
     _, result = outcomes.get()
