@@ -1,5 +1,8 @@
 """Errors that a user can mend. They print without a traceback; every other exception keeps its own."""
 
+import errno
+import os
+
 
 class UserError(Exception):
     """Something the user gave cannot be: says what, why, and what to type next.
@@ -35,3 +38,11 @@ class OptionError(UserError):
                 lines.append(f"      {hint}")
         super().__init__("\n".join(lines), exit_code=2)
         self.problems = problems
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a file could not be written or read, in a few words: a full disk by that name."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    if any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT)):
+        return f"the disk is full ({text[:200]})"
+    return text[:200]

@@ -233,4 +233,6 @@ def from_config(args_class: type[Args], path: str | Path) -> Args:
 
 def write_config(args: Any, path: str | Path) -> None:
     """Write the arguments as a JSON file that runs again: `swiftlite COMMAND FILE`."""
-    Path(path).write_text(json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    incomplete = Path(f"{path}.incomplete")
+    incomplete.write_text(json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    incomplete.replace(path)

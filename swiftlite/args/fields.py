@@ -212,7 +212,7 @@ class RunArgs:
     output_dir: str = ""
     """Where checkpoints, metrics and reports go."""
     resume: bool = False
-    """Go on from the newest complete checkpoint in --output_dir; at the same layout bit for bit."""
+    """Go on from the newest complete checkpoint in --output_dir, at the same layout bit for bit; without one, start."""
     save_steps: bounds.PositiveInt = 500
     """Steps between checkpoints; one more is written at the end."""
     async_save: bool = False

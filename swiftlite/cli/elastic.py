@@ -20,7 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
@@ -45,6 +46,9 @@ REASON_SECONDS = 5
 
 def main(argv: list[str]) -> int:
     """Run torchrun with `argv`; returns the exit code of the rank that failed first, 128 + N for signal N, or 0."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _stop)  # until torchrun has its own
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -56,17 +60,26 @@ def main(argv: list[str]) -> int:
     _adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="swiftlite_") as folder:
         os.environ[failure.FOLDER] = folder
+        os.environ[failure.LAUNCHER] = str(os.getpid())
         options = run.parse_args(["--log-dir", folder, *argv])
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+            options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
         nodes = None if options.standalone or options.nnodes in ("1", "1:1") else _Nodes(options)
         try:
             run.run(options)
             return 0
         except ChildFailedError as error:
             return _report(error, nodes)
-        except SignalException as error:
-            return 128 + error.sigval  # the agent has forwarded it and waited for the ranks
+        except SignalException as error:  # the agent has forwarded it and waited for the ranks
+            _stop(error.sigval)
         finally:
             _end_children()
+
+
+def _stop(number: int, frame: FrameType | None = None) -> NoReturn:
+    """Say which signal ended the job, and end."""
+    print(f"swiftlite: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    sys.exit(128 + number)
 
 
 def _report(error: "ChildFailedError", nodes: "_Nodes | None") -> int:

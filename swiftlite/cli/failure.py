@@ -15,6 +15,8 @@ from pathlib import Path
 
 # The launcher's folder for what its ranks leave there; unset without a launcher of ours.
 FOLDER = "SWIFTLITE_TOLD_DIR"
+# The launcher's process id.
+LAUNCHER = "SWIFTLITE_LAUNCHER_PID"
 # What torch, gloo and NCCL say when the other side is gone or silent; torch has no class for gloo's.
 _LOST_CONNECTION = (
     "gloo/transport",

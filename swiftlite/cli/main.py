@@ -3,11 +3,14 @@
 A UserError is printed and ends with its code; any other exception keeps its traceback.
 """
 
+import errno
 import hashlib
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 
 import swiftlite
 from swiftlite import log, rules
@@ -16,14 +19,16 @@ from swiftlite.cli import failure, launch
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import COMMANDS, Command, find
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, reason_of
 from swiftlite.heads import Heads
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.run import make_plan, make_schedule, render
+from swiftlite.runtime.parent import end_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
+    _hear_signals()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
@@ -33,10 +38,47 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say_once("swiftlite: interrupted")
         return 130
+    except _Stopped as stopped:
+        _say_once(f"swiftlite: stopped by {stopped}")
+        return stopped.code
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            failure.report(error, 1)
+            _say_once(f"swiftlite: {reason_of(error)}")
+            return 1
         if failure.report(error, 1):
             return 1
         raise
+
+
+class _Stopped(SystemExit):
+    """SIGTERM or SIGHUP, where nobody in between has a better answer; also in forked children, which end by it."""
+
+    code: int
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return signal.Signals(self.number).name
+
+
+def _hear_signals() -> None:
+    """End with the launcher if this is one of its ranks; else with a word, and its resources given back, when stopped.
+
+    A rank may wait in a collective, where Python's handlers do not run; there a signal ends it at once.
+    """
+    if launcher := os.environ.get(failure.LAUNCHER):
+        end_with_parent(int(launcher))
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, stop)
 
 
 def _run(argv: list[str]) -> int:

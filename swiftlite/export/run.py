@@ -24,7 +24,7 @@ from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
-from swiftlite.train.source import TENSORS_FILE, describe_heads, dtypes_of, source_dtypes, write_source
+from swiftlite.train.source import TENSORS_FILE, check_source, describe_heads, dtypes_of, source_dtypes, write_source
 
 
 def run(args: ExportArgs) -> None:
@@ -44,6 +44,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
             what was asked for (nothing is left behind).
     """
     checkpoint = resolve_checkpoint(Path(args.model))
+    check_source(checkpoint.parent)
     hf_model = read_hf_model(checkpoint.parent / "source")
     state = read_state(checkpoint)
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))

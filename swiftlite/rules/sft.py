@@ -123,6 +123,7 @@ RULES = (
     sft_data.dataset_files_exist,
     common.val_dataset_files_exist,
     common.output_dir_is_given,
+    sft_resume.output_dir_is_not_the_model,
     sft_resume.output_dir_fits_resume,
     sft_resume.resume_knows_the_options,
     sft_resume.resume_has_steps_left,

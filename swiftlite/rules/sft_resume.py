@@ -10,6 +10,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
 from swiftlite.plan.facts import Facts, Problem, run_checkpoints
 from swiftlite.rules import common
+from swiftlite.runtime.lock import holder_of, in_use
 
 # What a run may change when it goes on: how often it reports and saves, and how its work is cut up.
 _FREE = {
@@ -29,13 +30,11 @@ def output_dir_fits_resume(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
         return
     directory = Path(args.output_dir)
+    if holder := holder_of(directory):
+        yield in_use(directory, holder)
+        return
     checkpoints = run_checkpoints(directory)
     has_begun = (directory / "args.json").exists()
-    if args.resume and not checkpoints:
-        hint = "leave --resume out to start a new run"
-        if has_begun:
-            hint = "that run ended before its first checkpoint: delete it, and start again without --resume"
-        yield f"--resume, but --output_dir {directory} holds no checkpoint-N", hint
     if not args.resume and checkpoints:
         yield (
             f"--output_dir {directory} already holds a run (newest: {checkpoints[-1].name}); two would mix",
@@ -44,7 +43,21 @@ def output_dir_fits_resume(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     elif not args.resume and has_begun:
         yield (
             f"--output_dir {directory} already holds a run that wrote no checkpoint; two would mix",
-            "delete it, or name another directory",
+            "add --resume to start it again, delete it, or name another directory",
+        )
+
+
+def output_dir_is_not_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.output_dir or not args.model:
+        return
+    directory, model = Path(args.output_dir).resolve(), Path(args.model).resolve()
+    goes_on = args.resume and bool(run_checkpoints(directory)) and directory != model
+    is_model = (model / "config.json").is_file()
+    if is_model and directory.is_relative_to(model) and not goes_on:
+        yield (
+            f"--output_dir {args.output_dir} is {'' if directory == model else 'inside '}--model {args.model}, which "
+            "has to stay as it is",
+            "name another directory",
         )
 
 
@@ -113,7 +126,7 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
 
 def _saved_options(args: SftArgs) -> dict[str, Any] | None:
     """The content of args.json of the run that is resumed; None where there is none that can be read."""
-    if not args.resume:
+    if not args.resume or not run_checkpoints(Path(args.output_dir or ".")):
         return None
     try:
         saved = json.loads((Path(args.output_dir or ".") / "args.json").read_text(encoding="utf-8"))

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer import multi_latent_attention, transformer_block
 from megatron.core.transformer.moe import moe_utils
 
@@ -44,8 +45,16 @@ def _checkpointed_forward(block: torch.nn.Module, **inputs: Any) -> Any:
     return own(**inputs)
 
 
+def start_no_results_server() -> None:
+    """dist_checkpointing/strategies/filesystem_async.py:49 starts a server process before the first save, to which
+    writers report; a signal to the process group ends it, and the save with it. train/checkpoint_files.py has the
+    writers report to a file, but is asked only after the server was started, unless something is here already."""
+    filesystem_async._results_queue = filesystem_async._results_queue or object()
+
+
 def install() -> None:
     """Mend what is broken in this installation; a second call changes nothing."""
     define_te_general_gemm()
     disbelieve_mocked_te()
     let_blocks_recompute()
+    start_no_results_server()

@@ -7,32 +7,65 @@ function of the step, and nothing draws random numbers while training.
 
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
+from pydantic import BaseModel, Field, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from swiftlite.errors import UserError
+from swiftlite.bridge.tensors import some
+from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.checkpoint_files import MANIFEST_FILE, SaveStrategy, changed_files, read_manifest, write_manifest
+from swiftlite.train.checkpoint_metadata import check_metadata
 from swiftlite.train.optimizer_state import set_state, slots_of, state_to_load, state_to_save
 
 STATE_FILE = "trainer_state.json"
 
-
 # What reading a checkpoint raises when bytes of it are missing, or when it has not the tensors that are asked for.
-_DAMAGES = (OSError, EOFError, ValueError, dist_checkpointing.core.CheckpointingException, CheckpointException)
+_DAMAGES = (
+    OSError,
+    EOFError,
+    ValueError,
+    pickle.UnpicklingError,
+    dist_checkpointing.core.CheckpointingException,
+    CheckpointException,
+)
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _StreamState(BaseModel, strict=True):
+    """Where --streaming stood in its files, as `Stream.state` gives it."""
+
+    num_read: _Count
+    rows_per_epoch: _Count | None
+    num_bad: _Count
+    waiting: list[_Count]
+    ready: list[list[_Count]]
+
+
+class _State(BaseModel, strict=True):
+    """What trainer_state.json must hold."""
+
+    step: _Count
+    mtp_num_layers: _Count
+    torch_dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    stream: _StreamState | None = None
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -54,10 +87,23 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         UserError: it is not there, or damaged.
     """
+    path = checkpoint / STATE_FILE
     try:
-        return json.loads((checkpoint / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{checkpoint / STATE_FILE} is damaged: {error}", "use the checkpoint before it") from None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        state = _State.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole file"
+        raise UserError(f"{path} is damaged: {where}: {first['msg']}", _USE_ANOTHER) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error}", _USE_ANOTHER) from None
+    number = checkpoint.name.removeprefix("checkpoint-")
+    if number.isdigit() and number != checkpoint.name and int(number) != state.step:
+        raise UserError(f"{path} is damaged: it is of step {state.step}, its directory of {number}", _USE_ANOTHER)
+    return content
+
+
+_USE_ANOTHER = "use the checkpoint before it"
 
 
 @dataclass
@@ -82,39 +128,86 @@ class Checkpointer:
     keep: int | None = None
     is_async: bool = False
     _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue, repr=False)
+    _strategy: SaveStrategy = field(default_factory=SaveStrategy, repr=False)
 
     def save(self, step: int, data_state: Mapping[str, Any] | None = None) -> None:
         """Write `checkpoint-STEP`, then delete the oldest; returns early with `is_async`.
 
         Args:
             data_state: written beside `state`, by the first rank.
+
+        Raises:
+            UserError: it cannot be written, or with `is_async` the one before it; nothing of that one is left.
         """
         self.finish()
         temporary = self._temporary(step)
-        if dist.get_rank() == 0:
-            for stale in self.output_dir.glob(".checkpoint-*.writing"):
-                shutil.rmtree(stale)
-            temporary.mkdir(parents=True)
-        dist.barrier()
-        request = dist_checkpointing.save(
-            self._tensors(), str(temporary), async_sharded_save=self.is_async, **ASYNC_WRITER
-        )
-        state = {"step": step, **self.state, **(data_state or {})}
-        if request is None:
-            self._publish(state)
-        else:
-            request.add_finalize_fn(partial(self._publish, state))
-            self._queue.schedule_async_request(request)
+        with self._whole_or_absent():
+            if dist.get_rank() == 0:
+                self._delete_unfinished()
+                temporary.mkdir(parents=True)
+            dist.barrier()
+            request = dist_checkpointing.save(
+                self._tensors(),
+                str(temporary),
+                self._strategy,  # pyright: ignore[reportArgumentType]
+                async_sharded_save=self.is_async,
+                **ASYNC_WRITER,
+            )
+            state = {"step": step, **self.state, **(data_state or {})}
+            if request is None:
+                self._publish(state)
+            else:
+                request.add_finalize_fn(partial(self._publish, state))
+                self._queue.schedule_async_request(request)
 
     def poll(self) -> None:
-        """Give its name to a checkpoint that has been written meanwhile; all ranks must call this together."""
+        """Give its name to a checkpoint that has been written meanwhile; all ranks must call this together.
+
+        Raises:
+            UserError: it cannot be written; nothing of it is left.
+        """
         if self.is_async:
-            self._queue.maybe_finalize_async_calls(blocking=False)
+            with self._whole_or_absent():
+                self._queue.maybe_finalize_async_calls(blocking=False)
 
     def finish(self) -> None:
-        """Wait for what is still being written."""
+        """Wait for what is still being written.
+
+        Raises:
+            UserError: it cannot be written; nothing of it is left.
+        """
         if self.is_async:
-            self._queue.maybe_finalize_async_calls(blocking=True)
+            with self._whole_or_absent():
+                self._queue.maybe_finalize_async_calls(blocking=True)
+
+    @contextmanager
+    def _whole_or_absent(self) -> Iterator[None]:
+        """What fails inside leaves nothing behind, or a full disk would stay full."""
+        try:
+            yield
+        except CheckpointException as error:  # on all ranks; only the first one knows why
+            reason = [reason_of(next(iter(error.failures.values()))[0])] if error.failures else [""]
+            dist.broadcast_object_list(reason)
+            self._delete_unfinished()
+            raise self._not_written(reason[0]) from None
+        except OSError as error:
+            self._delete_unfinished()
+            raise self._not_written(reason_of(error)) from None
+        except Exception:
+            self._delete_unfinished()
+            raise
+
+    def _not_written(self, reason: str) -> UserError:
+        return UserError(
+            f"a checkpoint cannot be written in {self.output_dir}: {reason}",
+            "make room or mend it; the same command with --resume goes on from the checkpoint before",
+        )
+
+    def _delete_unfinished(self) -> None:
+        """Delete what a save has left that was interrupted; the first rank does it."""
+        if dist.get_rank() == 0:
+            for unfinished in self.output_dir.glob(".checkpoint-*.writing"):
+                shutil.rmtree(unfinished, ignore_errors=True)
 
     def _temporary(self, step: int) -> Path:
         return self.output_dir / f".checkpoint-{step}.writing"
@@ -130,13 +223,15 @@ class Checkpointer:
 
     def _publish(self, state: Mapping[str, Any]) -> None:
         """Complete what all ranks have written, and give it its name."""
-        dist.barrier()
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(written, self._strategy.written.digests)
         if dist.get_rank() == 0:
             step = state["step"]
             temporary = self._temporary(step)
             final = self.output_dir / f"checkpoint-{step}"
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
             write_common(temporary)
+            write_manifest(temporary, {name: digest for rank in written for name, digest in rank.items()})
             flush_to_disk(temporary)
             if final.exists():
                 shutil.rmtree(final)
@@ -169,6 +264,7 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
     """
+    verify_files(checkpoint)
     tensors = sharded_model(chunks, mesh)
     if not with_heads:
         tensors = {name: _without_heads(state) for name, state in tensors.items()}
@@ -176,7 +272,9 @@ def load_checkpoint(
     if slots:
         tensors["optimizer"] = state_to_load(slots, dict(tensors))
     try:
-        loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
+        check_metadata(checkpoint)
+        with _weights_only():
+            loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
     except _DAMAGES as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
@@ -187,6 +285,45 @@ def load_checkpoint(
         chunk.load_state_dict(loaded[name], strict=with_heads)
     if slots:
         set_state(slots, loaded["optimizer"], read_state(checkpoint)["step"])
+
+
+def verify_files(checkpoint: Path) -> None:
+    """Compare every file with its digest of when it was written; collective, each rank reads some of them.
+
+    Raises:
+        UserError: on every rank, with those that differ.
+    """
+    try:
+        digests = read_manifest(checkpoint)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{checkpoint} is damaged: {error}", _USE_ANOTHER) from None
+    if digests is None:
+        logger.info("%s was written without digests of its files; they are read unverified", checkpoint)
+        return
+    mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
+    changed: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(changed, changed_files(checkpoint, digests, mine))
+    names = [name for of_rank in changed for name in of_rank]
+    if names:
+        raise UserError(
+            f"{checkpoint} is damaged: not as it was written (sha256): {', '.join(some(sorted(names), 5))}",
+            f"{_USE_ANOTHER}; if the change was meant, delete {checkpoint / MANIFEST_FILE}",
+        )
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Inside, torch.load makes tensors and runs no code, also where torch itself asks for more: what is no tensor in a
+    distributed checkpoint (torch/distributed/checkpoint/default_planner.py, load_bytes)."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import HeldOut
+from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import write_config
 from swiftlite.bridge.hf_config import read_config
@@ -20,17 +21,19 @@ from swiftlite.data.dataset import Data
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.model.open import HfModel
+from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import Batches, SampleRows
 from swiftlite.train.checkpoint import load_checkpoint, read_state
 from swiftlite.train.learner import Learner
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.report import check_frozen, compare_tensors, write_report
-from swiftlite.train.source import describe_tensors, dtypes_of, write_source
+from swiftlite.train.source import describe_tensors, dtypes_of, source_dtypes, write_source
 from swiftlite.train.trainer import Trainer, whole_parameters
 
 AfterStep = Callable[[int, LiveWeights], None]
@@ -94,6 +97,26 @@ def open_session(args: SftArgs) -> AbstractContextManager[Mesh]:
     )
 
 
+def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
+    """On the first rank, keep other runs out of --output_dir.
+
+    Raises:
+        UserError: another run is in it.
+    """
+    return only_run_in(Path(args.output_dir)) if dist.get_rank() == 0 else nullcontext()
+
+
+def checkpoint_to_resume(args: SftArgs) -> Path | None:
+    """The newest checkpoint with --resume; None where the run starts, for want of one too, as a restart loop wants."""
+    if not args.resume:
+        return None
+    checkpoints = run_checkpoints(Path(args.output_dir))
+    if checkpoints:
+        return checkpoints[-1]
+    logger.info("--resume: %s holds no checkpoint yet, so the run starts from its first step", args.output_dir)
+    return None
+
+
 def check_ranks_agree(args: SftArgs, data: Data, checkpoint: Path | None) -> None:
     """Every rank must be about to do the same; nodes have files of their own.
 
@@ -134,10 +157,35 @@ def restore(run: Run) -> dict[str, Any]:
             f"{run.checkpoint} is past the {run.schedule.steps} steps that were asked for",
             "give more with --train_iters or --num_train_epochs",
         )
+    if run.is_first_rank:
+        check_run_files(run)
     load_checkpoint(run.checkpoint, run.mesh, run.learner.chunks, run.learner.optimizer)
     run.learner.scheduler.step(increment=state["step"])
     logger.info("going on from %s", run.checkpoint)
     return state
+
+
+def check_run_files(run: Run) -> None:
+    """Before a run goes on: what its end and its export will need is there, or is written again.
+
+    Raises:
+        UserError: acceptance.json, to which the end adds, is damaged.
+    """
+    source = run.output_dir / "source"
+    try:
+        source_dtypes(source)
+        read_config(source)
+    except UserError as error:
+        logger.warning("%s; written again from --model", error.problem)
+        write_source(run.hf_model, run.output_dir, run.plan.heads, run.args.mtp_graft_from)
+    acceptance = run.output_dir / ACCEPTANCE_FILE
+    if acceptance.exists():
+        try:
+            read_acceptance(acceptance)
+        except UserError as error:
+            raise UserError(
+                error.problem.removeprefix("--acceptance_json "), "delete it; the run then reports acceptance after it"
+            ) from None
 
 
 def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:

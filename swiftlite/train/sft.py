@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from swiftlite.runtime.agreement import digest
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train.batches import Batches
-from swiftlite.train.checkpoint import Checkpointer, resolve_checkpoint
+from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.learner import make_learner
 from swiftlite.train.objective import NextTokenObjective
 from swiftlite.train.sinks import open_sinks
@@ -43,7 +42,7 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     Args:
         after_step: called on every rank after each step with its number and the weights as they are then.
     """
-    with phases.open_session(args) as mesh:
+    with phases.open_session(args) as mesh, phases.claim_output_dir(args):
         run = prepare(args, mesh)
         state = phases.restore(run)
         trainer = make_trainer(run, state, after_step)
@@ -72,7 +71,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
 
-    checkpoint = resolve_checkpoint(Path(args.output_dir)) if args.resume else None
+    checkpoint = phases.checkpoint_to_resume(args)
     phases.check_ranks_agree(args, data, checkpoint)
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable)
     if checkpoint is None:  # it replaces what was loaded or initialised

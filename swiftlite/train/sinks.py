@@ -8,6 +8,8 @@ from typing import ClassVar, Protocol
 
 from tqdm import tqdm
 
+from swiftlite.bridge.tensors import write_durably
+from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 
 
@@ -56,17 +58,36 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, first: int):
-        kept = []
-        if path.exists() and first:
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= first]
-        self.file = path.open("w", buffering=1)
-        self.file.writelines(line + "\n" for line in kept)
+        lines = path.read_bytes().splitlines() if path.exists() and first else []
+        steps = [_step_of(line) for line in lines]
+        if damaged := steps.count(None):
+            logger.warning("%s: %d lines were damaged, as by a full disk, and are left out", path, damaged)
+        kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= first]
+        write_durably(path, b"".join(line + b"\n" for line in kept))
+        self.path = path
+        self.file = path.open("a", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        try:
+            self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written: {reason_of(error)}",
+                "make room or mend it; the same command with --resume goes on from the newest checkpoint",
+            ) from None
 
     def close(self) -> None:
         self.file.close()
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of metrics; None for what a killed process or a full disk leaves: half a line, zeros."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = content.get("step") if isinstance(content, dict) else None
+    return step if isinstance(step, int) else None
 
 
 class TensorBoard:

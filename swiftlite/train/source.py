@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import TypeAdapter, ValidationError
+
 from swiftlite.bridge.hf_config import quantization_change, write_patched
 from swiftlite.bridge.tensors import describe, write_durably
 from swiftlite.errors import UserError
@@ -70,5 +73,42 @@ def dtypes_of(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def source_dtypes(source: Path) -> dict[str, str]:
-    """Precision of each tensor of the model that the run started from, by HF name."""
-    return dtypes_of(json.loads((source / TENSORS_FILE).read_text()))
+    """Precision of each tensor of the model that the run started from, by HF name.
+
+    Raises:
+        UserError: the file is not there, or damaged.
+    """
+    path = source / TENSORS_FILE
+    try:
+        tensors = TypeAdapter(dict[str, dict[str, Any]]).validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", _RESTORE) from None
+    except ValidationError as error:
+        raise UserError(f"{path} is damaged: {error.errors()[0]['msg']}", _RESTORE) from None
+    for key, tensor in tensors.items():
+        dtype = tensor.get("dtype")
+        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise UserError(f"{path} is damaged: {key} has no dtype", _RESTORE)
+    return dtypes_of(tensors)
+
+
+_RESTORE = "put it back; megatron sft --resume writes it again from --model"
+
+
+def check_source(run_dir: Path) -> None:
+    """Every file in source/ is the run's own: no link leads out of the run, to what an export would copy.
+
+    Raises:
+        UserError: one does, or is no file.
+    """
+    source = run_dir / "source"
+    try:
+        entries = sorted(source.iterdir())
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror}", _RESTORE) from None
+    for path in (source, *entries):
+        if not path.resolve().is_relative_to(run_dir.resolve()):
+            raise UserError(f"{path} is a link out of the run, to {path.resolve()}", "put the file itself in its place")
+    for path in entries:
+        if not path.is_file():
+            raise UserError(f"{path} is no file, and no run has put it there", "delete it")

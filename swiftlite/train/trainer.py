@@ -82,22 +82,43 @@ class Trainer:
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
                     self._save(step)
                 if stopping:
+                    self._finish_checkpoint()
                     return stopping
                 if step % self.plan.eval_steps == 0 and step < self.schedule.steps:
                     self.log(step, self.evaluate())
                 if self.checkpointer:
                     self.checkpointer.poll()
+            self._finish_checkpoint()
         return 0
 
     def _save(self, step: int) -> None:
         if self.checkpointer:
             with whole_parameters(self.model):
+                self._refuse_broken_weights(step)
                 self.checkpointer.save(step, self.data_state())
+
+    def _refuse_broken_weights(self, step: int) -> None:
+        """A checkpoint of weights that no forward pass survives would only replace a better one.
+
+        Raises:
+            UserError: on every rank, one of them has a weight whose norm float32 cannot hold.
+        """
+        parameters = [parameter.detach() for chunk in self.model for parameter in chunk.parameters()]
+        norms = torch.stack([torch.linalg.vector_norm(parameter, dtype=torch.float32) for parameter in parameters])
+        if largest(int(not norms.isfinite().all()), self.mesh):
+            raise UserError(
+                f"step {step}: the update left weights that are not finite, or nearly; this step was not saved",
+                f"{self.objective.remedy}; --resume goes on from the checkpoint before it",
+            )
+
+    def _finish_checkpoint(self) -> None:
+        """Wait for the last checkpoint; `fit` does so while a signal to stop is only remembered."""
+        if self.checkpointer:
+            self.checkpointer.finish()
 
     def close(self) -> None:
         """Wait for the last checkpoint and close all sinks."""
-        if self.checkpointer:
-            self.checkpointer.finish()
+        self._finish_checkpoint()
         for sink in self.sinks:
             sink.close()
 
@@ -213,14 +234,16 @@ def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]
 
 
 class _StopSignals:
-    """Remembers SIGTERM and Ctrl-C until the step is over; a second one ends the process at once."""
+    """Remembers SIGTERM, SIGHUP and Ctrl-C until the step is over; a second one ends the process at once."""
 
     def __init__(self):
         self.received = 0
         self._previous = {}
 
     def __enter__(self) -> "_StopSignals":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the run goes on without its terminal
             self._previous[number] = signal.signal(number, self._remember)
         return self
 

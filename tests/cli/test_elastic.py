@@ -80,7 +80,7 @@ def test_a_rank_that_is_killed(tmp_path):
     assert stderr == "swiftlite: rank 0 ended first, with signal SIGKILL; the others were stopped\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_every_rank_and_is_waited_for(tmp_path, number):
     body = f"""
 def save(*_):
@@ -99,7 +99,46 @@ time.sleep(60)
     assert process.returncode == 128 + number
     assert (tmp_path / "saved-0").exists()
     assert (tmp_path / "saved-1").exists()
-    assert stderr == ""
+    assert stderr == f"swiftlite: stopped by {number.name}\n"
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    """As the kernel's out-of-memory killer or a batch system ends it; a restart would have a rival."""
+    body = """
+from swiftlite.cli import main as cli
+def run(argv):
+    Path(f"ready-{rank}").write_text(str(os.getpid()))
+    time.sleep(600)
+cli._run = run
+cli.main([])
+"""
+    process = start(tmp_path, body)
+    ready = [tmp_path / "ready-0", tmp_path / "ready-1"]
+    wait_for(*ready)
+    time.sleep(0.2)  # between touching a file and writing into it
+    ranks = [Path(f"/proc/{file.read_text()}") for file in ready]
+    assert all(rank.exists() for rank in ranks)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(rank.exists() and "Z" not in (rank / "stat").read_text().split()[2] for rank in ranks):
+        assert time.monotonic() < deadline, "a rank lives on"
+        time.sleep(0.05)
+
+
+def test_nohup_keeps_a_job_without_its_terminal(tmp_path):
+    body = "Path(f'ready-{rank}').touch()\nwhile not Path('go').exists():\n    time.sleep(0.05)\n"
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup's part, inherited
+    try:
+        process = start(tmp_path, body)
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    (tmp_path / "go").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 def test_a_second_signal_reaches_the_ranks_too(tmp_path):

@@ -1,12 +1,15 @@
 """`megatron sft` as a process: resuming, being stopped, being killed, heads_only, several processes."""
 
 import json
+import os
 import random
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -55,7 +58,7 @@ def test_killed_while_saving_leaves_the_checkpoint_before(commands, sft, tmp_pat
     assert {path.name for path in run.glob("*checkpoint-*")} == {"checkpoint-4", "checkpoint-8", "checkpoint-12"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_signal_saves_and_ends_cleanly(commands, sft, tmp_path, number):
     run = tmp_path / "run"
     process = commands.start(*sft, "--save_steps", "1000", "--train_iters", "500", "--output_dir", run)
@@ -143,6 +146,7 @@ def test_strip_leaves_no_head_and_no_promise(commands, model, tmp_path):
 
 def test_a_checkpoint_that_does_not_fit_is_named(commands, sft, model, tmp_path):
     commands.ok(*sft, "--train_iters", "4", "--acceptance_samples", "0", "--output_dir", tmp_path / "run")
+    (tmp_path / "run" / "checkpoint-4" / "SHA256SUMS").unlink()
     state = tmp_path / "run" / "checkpoint-4" / "trainer_state.json"
     state.write_text(state.read_text().replace('"mtp_num_layers": 1', '"mtp_num_layers": 2'))
     result = commands.run("export", "--to_hf", "--model", tmp_path / "run", "--output_dir", tmp_path / "hf")
@@ -173,3 +177,77 @@ def test_heads_that_the_config_does_not_promise_are_not_dropped_in_silence(comma
     assert result.returncode == 1
     assert "has MTP tensors, but its config.json promises no MTP layer" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def children_of(pid: int) -> set[int]:
+    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+
+
+def wait_for_a_save(process, run: Path) -> None:
+    """Returns within a save, unless that took less than a millisecond."""
+    end = time.monotonic() + 120
+    while not list(run.glob(".checkpoint-*.writing")):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("is_async", ["false", "true"])
+def test_a_signal_to_the_whole_group_does_not_end_a_save(commands, sft, tmp_path, processes, is_async):
+    """As torchrun, a terminal and batch systems send it."""
+    run = tmp_path / "run"
+    frequent = ("--save_steps", "1", "--train_iters", "500", "--async_save", is_async, "--acceptance_samples", "0")
+    process = commands.start(*sft, *frequent, "--output_dir", run, processes=processes)
+    wait_for_a_save(process, run)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "--resume goes on" in errors
+    assert "Traceback" not in errors
+    steps = [int(path.name.removeprefix("checkpoint-")) for path in run.glob("checkpoint-*")]
+    assert max(steps) == read_metrics(run)[-1]["step"]
+    assert not list(run.glob(".checkpoint-*"))
+
+
+def test_nothing_lives_on_after_a_kill_in_an_asynchronous_save(commands, sft, tmp_path):
+    run = tmp_path / "run"
+    frequent = ("--save_steps", "1", "--train_iters", "500", "--async_save", "true", "--acceptance_samples", "0")
+    process = commands.start(*sft, *frequent, "--output_dir", run)
+    started: set[int] = set()
+    end = time.monotonic() + 120
+    while not started:
+        assert time.monotonic() < end, "no writer was seen"
+        if process.poll() is None:
+            started = children_of(process.pid)
+    os.kill(process.pid, signal.SIGKILL)  # not its group: what it has started must end by itself
+    process.communicate()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=10)
+    assert alive == []
+
+
+def test_resume_of_nothing_starts_and_says_so(commands, sft, tmp_path):
+    run = tmp_path / "run"
+    short = ("--train_iters", "2", "--acceptance_samples", "0", "--output_dir", run, "--resume")
+    result = commands.ok(*sft, *short)
+    assert "holds no checkpoint yet, so the run starts from its first step" in result.stderr
+    assert (run / "checkpoint-2").exists()
+
+
+def test_a_run_that_has_lost_its_source_gets_it_back(commands, sft, tmp_path):
+    run = tmp_path / "run"
+    commands.ok(*sft, "--train_iters", "4", "--acceptance_samples", "0", "--output_dir", run)
+    before = {path.name: path.read_bytes() for path in (run / "source").iterdir()}
+    shutil.rmtree(run / "source")
+    result = commands.ok(*sft, "--train_iters", "8", "--acceptance_samples", "0", "--output_dir", run, "--resume")
+    assert "written again from --model" in result.stderr
+    assert {path.name: path.read_bytes() for path in (run / "source").iterdir()} == before
+
+
+def test_weights_that_no_step_survives_are_not_saved(commands, sft, tmp_path):
+    run = tmp_path / "run"
+    result = commands.run(*sft, "--lr", "1e30", "--save_steps", "1", "--acceptance_samples", "0", "--output_dir", run)
+    assert result.returncode == 1
+    assert "the update left weights that are not finite, or nearly; this step was not saved" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(run.glob("*checkpoint-*"))

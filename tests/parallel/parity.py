@@ -232,7 +232,14 @@ def compute(job: Job) -> list[dict[str, float]]:
         flops = training_flops(hf_config, plan.heads)
         batches = Batches(plan, mesh.dp.rank(), 0, flops)
         rows = batches.rows(samples)
-        checkpointer = Checkpointer(job.out_dir, mesh, model, optimizer, {}, is_async=args.async_save)
+        checkpointer = Checkpointer(
+            job.out_dir,
+            mesh,
+            model,
+            optimizer,
+            {"mtp_num_layers": plan.heads.layers, "torch_dtype": args.torch_dtype},
+            is_async=args.async_save,
+        )
         trainer = Trainer(
             mesh=mesh,
             model=wrapped,

@@ -61,3 +61,11 @@ def test_a_place_that_cannot_be_made(here):
     assert problem.startswith("--output_dir train.jsonl/run cannot be made: ")
     assert problem.endswith("train.jsonl is a file")
     assert hint == "name a place you may write"
+
+
+@pytest.mark.parametrize("name", ["model", "output_dir", "mtp_graft_from"])
+@pytest.mark.parametrize(("text", "why"), [("a\0b", "has a NUL"), ("x" * 300, "too long"), ("x/" * 3000, "too long")])
+def test_a_path_that_cannot_be(here, name, text, why):
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, **{name: text}))
+    assert problem.startswith(f"--{name} ")
+    assert why in problem

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from swiftlite import rules
+from swiftlite.runtime.lock import only_run_in
 from tests.rules.good import SFT, problems_of
 
 
@@ -14,7 +16,6 @@ from tests.rules.good import SFT, problems_of
     ("change", "problem", "hint"),
     [
         ({"output_dir": "run"}, "--output_dir run already holds a run (newest: checkpoint-20)", "add --resume"),
-        ({"resume": True}, "--resume, but --output_dir out holds no checkpoint-N", "leave --resume out"),
     ],
 )
 def test_a_run_that_is_there_or_not(here, change, problem, hint):
@@ -24,15 +25,35 @@ def test_a_run_that_is_there_or_not(here, change, problem, hint):
     assert hint in problems[0][1]
 
 
-def test_a_run_without_a_checkpoint_can_neither_resume_nor_mix(here):
+def test_a_run_without_a_checkpoint_starts_again_but_does_not_mix(here):
     Path("out").mkdir()
     Path("out/args.json").write_text("{}")
     ((problem, hint),) = problems_of(SFT)
     assert problem == "--output_dir out already holds a run that wrote no checkpoint; two would mix"
-    assert "delete it" in hint
-    ((problem, hint),) = problems_of(dataclasses.replace(SFT, resume=True))
-    assert "holds no checkpoint-N" in problem
-    assert "ended before its first checkpoint" in hint
+    assert hint == "add --resume to start it again, delete it, or name another directory"
+    assert rules.check(dataclasses.replace(SFT, resume=True)) == []
+
+
+def test_resume_with_nothing_to_resume_starts(here):
+    """A restart loop always gives it."""
+    assert rules.check(dataclasses.replace(SFT, resume=True)) == []
+
+
+def test_a_directory_in_use_is_named_with_its_process(here):
+    with only_run_in(Path("run")):
+        for resume in (False, True):
+            ((problem, hint),) = problems_of(dataclasses.replace(SFT, output_dir="run", resume=resume))
+            assert problem.startswith(f"--output_dir run is in use by another run: process {os.getpid()} on ")
+            assert "stop it" in hint
+
+
+@pytest.mark.parametrize("inside", [".", "run", "a/b"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_does_not_write_into_its_model(here, inside, resume):
+    directory = str(Path(SFT.model, inside))
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, output_dir=directory, resume=resume))
+    assert problem.startswith(f"--output_dir {directory} is ")
+    assert problem.endswith(f"--model {SFT.model}, which has to stay as it is")
 
 
 def test_resume_keeps_what_makes_the_run(here):

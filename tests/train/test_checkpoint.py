@@ -1,6 +1,10 @@
 """Checkpoints: a name means that all is there; what is damaged is named."""
 
+import dataclasses
 import json
+import pickle
+import resource
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,10 +12,14 @@ import torch
 
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
+from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from tests.tiny import make_tiny_hf
+
+STATE = {"mtp_num_layers": 1, "torch_dtype": "float32"}
+STREAM = {"num_read": 5, "rows_per_epoch": None, "num_bad": 0, "waiting": [3], "ready": [[1, 2]]}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +39,13 @@ def open_chunks(hf_model, mesh):
     return open_chunks
 
 
+@pytest.fixture
+def saved(open_chunks, mesh, tmp_path) -> Path:
+    """A whole checkpoint of step 1."""
+    Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(1)
+    return tmp_path / "checkpoint-1"
+
+
 def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
@@ -39,9 +54,9 @@ def test_weights_and_state_come_back(open_chunks, mesh, tmp_path):
     (chunk,) = chunks = open_chunks()
     expected = {name: torch.randn_like(parameter) for name, parameter in chunk.named_parameters()}
     chunk.load_state_dict(expected, strict=False)
-    Checkpointer(tmp_path, mesh, chunks, None, {"torch_dtype": "float32"}).save(3, {"stream": [1, 2]})
+    Checkpointer(tmp_path, mesh, chunks, None, STATE).save(3, {"stream": STREAM})
     assert names(tmp_path) == {"checkpoint-3"}
-    assert read_state(tmp_path / "checkpoint-3") == {"step": 3, "torch_dtype": "float32", "stream": [1, 2]}
+    assert read_state(tmp_path / "checkpoint-3") == {"step": 3, **STATE, "stream": STREAM}
 
     (other,) = fresh = open_chunks()
     load_checkpoint(tmp_path / "checkpoint-3", mesh, fresh)
@@ -52,7 +67,7 @@ def test_heads_may_stay_as_they_are(open_chunks, mesh, tmp_path):
     (chunk,) = chunks = open_chunks()
     for parameter in chunk.parameters():
         torch.nn.init.zeros_(parameter)
-    Checkpointer(tmp_path, mesh, chunks, None, {}).save(1)
+    Checkpointer(tmp_path, mesh, chunks, None, STATE).save(1)
     (other,) = fresh = open_chunks()
     load_checkpoint(tmp_path / "checkpoint-1", mesh, fresh, with_heads=False)
     for name, parameter in other.named_parameters():
@@ -62,7 +77,7 @@ def test_heads_may_stay_as_they_are(open_chunks, mesh, tmp_path):
 @pytest.mark.parametrize(("keep", "left"), [(None, {1, 2, 10}), (2, {2, 10}), (1, {10})])
 def test_the_newest_are_kept(open_chunks, mesh, tmp_path, keep, left):
     (tmp_path / "checkpoint-best").mkdir()  # somebody else's
-    checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, {}, keep=keep)
+    checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, keep=keep)
     for step in (1, 2, 10):
         checkpointer.save(step)
     assert names(tmp_path) == {"checkpoint-best"} | {f"checkpoint-{step}" for step in left}
@@ -74,16 +89,17 @@ def test_a_checkpoint_without_all_tensors_gets_no_name(open_chunks, mesh, tmp_pa
     checkpointer = Checkpointer(tmp_path, mesh, chunks, None, {"of no JSON": object()})
     with pytest.raises(TypeError):
         checkpointer.save(1)
-    assert names(tmp_path) == {".checkpoint-1.writing"}
-    Checkpointer(tmp_path, mesh, chunks, None, {}).save(2)
+    assert names(tmp_path) == set()
+    (tmp_path / ".checkpoint-1.writing").mkdir()  # as a killed process leaves it
+    Checkpointer(tmp_path, mesh, chunks, None, STATE).save(2)
     assert names(tmp_path) == {"checkpoint-2"}  # what was left of the other is gone
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_path):
     chunks = open_chunks()
-    Checkpointer(tmp_path, mesh, chunks, None, {"run": 1}).save(1)
+    Checkpointer(tmp_path, mesh, chunks, None, {**STATE, "run": 1}).save(1)
     (tmp_path / "checkpoint-1" / "note.txt").write_text("of the first")
-    Checkpointer(tmp_path, mesh, chunks, None, {"run": 2}).save(1)
+    Checkpointer(tmp_path, mesh, chunks, None, {**STATE, "run": 2}).save(1)
     assert read_state(tmp_path / "checkpoint-1")["run"] == 2
     assert not (tmp_path / "checkpoint-1" / "note.txt").exists()
 
@@ -91,7 +107,7 @@ def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_pa
 def test_a_checkpoint_is_found_by_itself_and_in_its_run(open_chunks, mesh, tmp_path):
     with pytest.raises(UserError, match="holds no checkpoint"):
         resolve_checkpoint(tmp_path)
-    Checkpointer(tmp_path, mesh, open_chunks(), None, {}).save(4)
+    Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(4)
     assert resolve_checkpoint(tmp_path) == resolve_checkpoint(tmp_path / "checkpoint-4") == tmp_path / "checkpoint-4"
 
 
@@ -103,22 +119,169 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path, content):
         read_state(tmp_path)
 
 
-def test_a_damaged_file_is_named(open_chunks, mesh, tmp_path):
-    chunks = open_chunks()
-    Checkpointer(tmp_path, mesh, chunks, None, {}).save(1)
-    file = next((tmp_path / "checkpoint-1").glob("*.distcp"))
+def test_a_damaged_file_is_named(open_chunks, mesh, saved):
+    (saved / "SHA256SUMS").unlink()
+    file = next(saved.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(UserError, match="checkpoint-1 is damaged, or belongs to another model"):
-        load_checkpoint(tmp_path / "checkpoint-1", mesh, chunks)
+        load_checkpoint(saved, mesh, open_chunks())
 
 
 def test_another_model_is_named(open_chunks, mesh, tmp_path):
-    Checkpointer(tmp_path, mesh, open_chunks(), None, {}).save(1)
+    Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(1)
     with pytest.raises(UserError, match=r"checkpoint-1 is damaged, or belongs to another model: .*mtp"):
         load_checkpoint(tmp_path / "checkpoint-1", mesh, open_chunks(Heads(2)))
 
 
 def test_the_state_is_json_that_a_person_can_read(open_chunks, mesh, tmp_path):
-    Checkpointer(tmp_path, mesh, open_chunks(), None, {"mtp_num_layers": 1}).save(7)
+    Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(7)
     text = (tmp_path / "checkpoint-7" / "trainer_state.json").read_text()
-    assert text == json.dumps({"step": 7, "mtp_num_layers": 1}, indent=2)
+    assert text == json.dumps({"step": 7, **STATE}, indent=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{}", "step: Field required"),
+        ("[]", "the whole file: Input should be"),
+        ({"step": None}, "step: Input should be a valid integer"),
+        ({"step": "1"}, "step: Input should be a valid integer"),
+        ({"step": 1.5}, "step: Input should be a valid integer"),
+        ({"step": -1}, "step: Input should be greater than or equal to 0"),
+        ({"step": 2}, "it is of step 2, its directory of 1"),
+        ({"mtp_num_layers": "1"}, "mtp_num_layers: Input should be a valid integer"),
+        ({"mtp_num_layers": -1}, "mtp_num_layers: Input should be greater than or equal to 0"),
+        ({"torch_dtype": "load"}, "torch_dtype: Input should be 'bfloat16'"),
+        ({"stream": {"num_read": 1}}, "stream.rows_per_epoch: Field required"),
+        ({"stream": {**STREAM, "waiting": [-1]}}, "stream.waiting.0: Input should be greater"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_a_state_that_cannot_be_is_named(tmp_path, content, problem):
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    text = content if isinstance(content, str) else json.dumps({"step": 1, **STATE} | content)
+    (checkpoint / "trainer_state.json").write_text(text)
+    with pytest.raises(UserError, match=r"checkpoint-1/trainer_state\.json is damaged: ") as error:
+        read_state(checkpoint)
+    assert problem in error.value.problem
+    assert "\n" not in error.value.problem
+
+
+def test_every_file_has_its_digest_and_sha256sum_knows_them(saved):
+    listed = {line.split("  ")[1] for line in (saved / "SHA256SUMS").read_text().splitlines()}
+    assert listed == names(saved) - {"SHA256SUMS"}
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=saved, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "__0_1.distcp", "common.pt", "trainer_state.json"])
+def test_one_other_bit_is_noticed(open_chunks, mesh, saved, file):
+    content = bytearray((saved / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (saved / file).write_bytes(content)
+    with pytest.raises(UserError, match=rf"checkpoint-1 is damaged: not as it was written \(sha256\): {file}"):
+        load_checkpoint(saved, mesh, open_chunks())
+
+
+def test_a_manifest_that_is_damaged_or_names_what_is_gone(open_chunks, mesh, saved):
+    (saved / "common.pt").unlink()
+    with pytest.raises(UserError, match=r"sha256\): common\.pt"):
+        load_checkpoint(saved, mesh, open_chunks())
+    (saved / "SHA256SUMS").write_text("0  ../../etc/passwd\n")
+    with pytest.raises(UserError, match=r"SHA256SUMS: .*passwd' is no digest and file name"):
+        load_checkpoint(saved, mesh, open_chunks())
+
+
+def test_a_checkpoint_from_before_there_were_digests(open_chunks, mesh, saved, caplog):
+    (saved / "SHA256SUMS").unlink()
+    caplog.set_level("INFO", logger=logger.name)
+    logger.propagate = True
+    load_checkpoint(saved, mesh, open_chunks())
+    assert "checkpoint-1 was written without digests of its files" in caplog.text
+
+
+class _Evil:
+    """A pickle of this makes a directory where it is read."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.mkdir, (self.marker,)
+
+
+def test_code_in_the_metadata_does_not_run(open_chunks, mesh, saved, tmp_path):
+    (saved / "SHA256SUMS").unlink()
+    (saved / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "ran")))
+    with pytest.raises(UserError, match=r"checkpoint-1 is damaged.*\.metadata names .*, which no checkpoint needs"):
+        load_checkpoint(saved, mesh, open_chunks())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_path):
+    """torch reads those with weights_only=False."""
+    (saved / "SHA256SUMS").unlink()
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    index = next(index for index in metadata.storage_data if "_extra_state" in index.fqn)
+    torch.save(_Evil(tmp_path / "ran"), saved / "evil")
+    size = (saved / "evil").stat().st_size
+    metadata.storage_data[index] = dataclasses.replace(
+        metadata.storage_data[index], relative_path="evil", offset=0, length=size
+    )
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="checkpoint-1 is damaged"):
+        load_checkpoint(saved, mesh, open_chunks())
+    assert not (tmp_path / "ran").exists()
+    metadata.storage_data[index] = dataclasses.replace(metadata.storage_data[index], relative_path="../evil")
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=r"points out of the checkpoint: '\.\./evil'"):
+        load_checkpoint(saved, mesh, open_chunks())
+
+
+def test_code_in_the_common_file_does_not_run(open_chunks, mesh, saved, tmp_path):
+    (saved / "SHA256SUMS").unlink()
+    torch.save(_Evil(tmp_path / "ran"), saved / "common.pt")
+    with pytest.raises(UserError, match="checkpoint-1 is damaged") as error:
+        load_checkpoint(saved, mesh, open_chunks())
+    assert "\n" not in error.value.problem
+    assert not (tmp_path / "ran").exists()
+    (saved / "common.pt").unlink()
+    with pytest.raises(UserError, match="checkpoint-1 is damaged"):
+        load_checkpoint(saved, mesh, open_chunks())
+
+
+def save_and_wait(checkpointer: Checkpointer, step: int) -> None:
+    checkpointer.save(step)
+    checkpointer.finish()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_cannot_be_written_is_not_left(open_chunks, mesh, tmp_path, is_async):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, is_async=is_async)
+    checkpointer.save(1)
+    checkpointer.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(UserError, match=r"a checkpoint cannot be written in .*: .*File too large"):
+            save_and_wait(checkpointer, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == {"checkpoint-1"}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_full_disk_is_called_so_and_has_room_again(open_chunks, mesh, tmp_path, is_async):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", small], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount")
+    try:
+        checkpointer = Checkpointer(small, mesh, open_chunks(), None, STATE, is_async=is_async)
+        with pytest.raises(UserError, match=r"a checkpoint cannot be written in .*: the disk is full") as error:
+            save_and_wait(checkpointer, 1)
+        assert "\n" not in error.value.problem
+        assert names(small) == set()
+    finally:
+        subprocess.run(["umount", small], check=True)

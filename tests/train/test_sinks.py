@@ -1,10 +1,13 @@
 """Where metrics go: what is in the file after a resume, what the bar shows."""
 
+import contextlib
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
+from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.train.sinks import MetricsFile, ProgressBar, open_sinks
 
@@ -59,4 +62,26 @@ def test_tensorboard_is_left_out_where_it_is_not_installed(tmp_path, caplog, mon
     assert [type(sink).__name__ for sink in sinks] == ["ProgressBar", "MetricsFile"]
     assert "pip install tensorboard" in caplog.text
     for sink in sinks:
+        sink.close()
+
+
+def test_what_a_full_disk_or_a_killed_process_left_is_left_out(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    whole = b'{"step": 1, "loss": 2.5}\n'
+    path.write_bytes(whole + b"\n" + b"\0\0\0\n" + b"[1]\n" + b'{"loss": 1}\n' + b"\xff\n" + b'{"step": 2, "lo')
+    logger.propagate = True
+    sink = MetricsFile(path, 5)
+    sink.log(6, {"loss": 1.0})
+    sink.close()
+    assert lines(path) == [{"step": 1, "loss": 2.5}, {"step": 6, "loss": 1.0}]
+    assert "metrics.jsonl: 6 lines were damaged" in caplog.text
+
+
+def test_a_full_disk_is_named(tmp_path):
+    sink = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    sink.close()
+    sink.file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: the disk is full"):
+        sink.log(1, {"loss": 1.0})
+    with contextlib.suppress(OSError):
         sink.close()

@@ -1,6 +1,7 @@
 """`source/` of a run: the small files as they were, a config that tells of the run's heads, names of all tensors."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors import safe_open
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.open import read_hf_model
-from swiftlite.train.source import source_dtypes, write_source
+from swiftlite.train.source import check_source, source_dtypes, write_source
 from tests.tiny import make_tiny_hf
 
 
@@ -66,3 +67,33 @@ def test_a_place_that_cannot_be_made_is_named(hf_dir, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"--output_dir .*file/run cannot be made: Not a directory"):
         write_source(read_hf_model(hf_dir), tmp_path / "file" / "run", Heads(1))
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", '{"a": 1}', '{"a": {}}', '{"a": {"dtype": "load"}}', "[" * 100_000]
+)
+def test_a_list_of_tensors_that_cannot_be_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tensors.json").write_text(content)
+    with pytest.raises(UserError, match=r"tensors\.json (is damaged|cannot be read)") as error:
+        source_dtypes(tmp_path)
+    assert "\n" not in error.value.problem
+
+
+def test_links_out_of_a_run_are_not_followed(hf_dir, tmp_path):
+    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1))
+    (source / "inside.json").symlink_to("config.json")
+    check_source(tmp_path / "run")
+    (tmp_path / "secret").write_text("not the run's")
+    (source / "leak.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"leak\.txt is a link out of the run, to .*/secret"):
+        check_source(tmp_path / "run")
+    (source / "leak.txt").unlink()
+    os.mkfifo(source / "pipe")
+    with pytest.raises(UserError, match="pipe is no file"):
+        check_source(tmp_path / "run")
+    (source / "pipe").unlink()
+    source.rename(tmp_path / "elsewhere")
+    source.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="source is a link out of the run"):
+        check_source(tmp_path / "run")

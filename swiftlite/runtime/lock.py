@@ -1,0 +1,95 @@
+"""One run in a directory at a time. No torch."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def only_run_in(output_dir: Path) -> Iterator[None]:
+    """Inside, no other process may run in this directory; the kernel ends that with the process, however it ends.
+
+    The directory is made if need be, and is gone again if nothing was written into it.
+
+    Raises:
+        UserError: another run is in it, or the directory cannot be made.
+    """
+    path = output_dir / LOCK_FILE
+    try:
+        file = _open_locked(path)
+    except BlockingIOError:
+        raise UserError(*in_use(output_dir, _read_holder(path))) from None
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {output_dir} cannot be made: {error.strerror}", "name a place you may write"
+        ) from None
+    with file:
+        with suppress(OSError):  # a full disk: the lock holds without its words
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {os.uname().nodename}")
+            file.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
+                output_dir.rmdir()  # refused unless it is empty
+
+
+def holder_of(output_dir: Path) -> str:
+    """Which process runs in this directory now, as "PID on HOST"; empty if none does."""
+    path = output_dir / LOCK_FILE
+    try:
+        with path.open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(path)
+    except OSError:
+        return ""
+    return ""
+
+
+def in_use(output_dir: Path, holder: str) -> tuple[str, str]:
+    """The problem that another run is in the directory, and what to do."""
+    return (
+        f"--output_dir {output_dir} is in use by another run: process {holder}",
+        "wait for it, stop it, or name another directory",
+    )
+
+
+def _open_locked(path: Path) -> IO[str]:
+    """The lock file, locked where the file system can.
+
+    Raises:
+        BlockingIOError: another process has it.
+        OSError: it cannot be made.
+    """
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise
+        except OSError as error:
+            logger.warning("%s: no lock (%s); start no second run in this directory", path, error.strerror)
+            return file
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            return file
+        file.close()  # the one who had it has deleted it meanwhile
+
+
+def _read_holder(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[:200] or "unknown"
+    except OSError:
+        return "unknown"

@@ -1,0 +1,58 @@
+"""`.metadata` of a checkpoint is a pickle, and a pickle may run code: it is read here first, and may only name the
+classes that torch's distributed checkpoints are made of."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+METADATA_FILE = ".metadata"
+_DCP = "torch.distributed.checkpoint"
+_ALLOWED = {
+    f"{_DCP}.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{_DCP}.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{METADATA_FILE} names {module}.{name}, which no checkpoint needs")
+
+
+def check_metadata(checkpoint: Path) -> None:
+    """Read what torch will read after this, and run none of it.
+
+    Raises:
+        OSError: it is not there, or common.pt is not, whose absence megatron-core cannot report (an AttributeError).
+        pickle.UnpicklingError: it is damaged, or names anything but the classes of a checkpoint, or a file elsewhere.
+    """
+    (checkpoint / COMMON_STATE_FNAME).stat()
+    with (checkpoint / METADATA_FILE).open("rb") as file:
+        try:
+            metadata = _Unpickler(file).load()
+            names = {info.relative_path for info in metadata.storage_data.values()}
+        except (OSError, pickle.UnpicklingError):
+            raise
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise pickle.UnpicklingError(f"{METADATA_FILE}: {error}") from None
+    for name in names:
+        if Path(name).name != name:
+            raise pickle.UnpicklingError(f"{METADATA_FILE} points out of the checkpoint: {name!r}")
