@@ -63,13 +63,20 @@ class Commands:
 
     def run_for_real(self, *argv: object, **environment: str) -> subprocess.CompletedProcess:
         """`python -m swiftlite ...`, by which torchrun is started too if `environment` says so."""
-        return subprocess.run(
+        process = self.start_for_real(*argv, **environment)
+        out, err = process.communicate(timeout=600)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start_for_real(self, *argv: object, **environment: str) -> subprocess.Popen:
+        """The same, with a process group of its own, while it runs."""
+        return subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "swiftlite", *map(str, argv)],
             cwd=self.directory,
             env=self._environment() | environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=600,
+            start_new_session=True,
         )
 
     def _environment(self) -> dict[str, str]:

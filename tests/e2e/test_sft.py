@@ -198,7 +198,7 @@ def test_a_signal_to_the_whole_group_does_not_end_a_save(commands, sft, tmp_path
     """As torchrun, a terminal and batch systems send it."""
     run = tmp_path / "run"
     frequent = ("--save_steps", "1", "--train_iters", "500", "--async_save", is_async, "--acceptance_samples", "0")
-    process = commands.start(*sft, *frequent, "--output_dir", run, processes=processes)
+    process = commands.start_for_real(*sft, *frequent, "--output_dir", run, NPROC_PER_NODE=str(processes))
     wait_for_a_save(process, run)
     os.killpg(process.pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
