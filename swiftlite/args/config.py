@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from swiftlite.args.docs import Choices, Option, options
 from swiftlite.errors import OptionError, UserError
+from swiftlite.json_file import parse_json
 
 Args = TypeVar("Args")
 Problem = tuple[str, str]
@@ -129,7 +130,7 @@ def _from_json(value: Any, example: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
     except json.JSONDecodeError as error:
         raise UserError(f"takes JSON; at character {error.pos + 1} of {value!r}: {error.msg}", example) from None
 
@@ -157,7 +158,7 @@ def read_file(path: str) -> dict[str, tuple[Any, str]]:
 
 def _read_json(path: str, text: str) -> dict[str, tuple[Any, str]]:
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}", exit_code=2) from None
     if not isinstance(content, dict):

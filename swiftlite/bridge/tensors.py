@@ -24,6 +24,7 @@ from swiftlite.bridge import fp8
 from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.expert_stack import unfold
 from swiftlite.errors import UserError
+from swiftlite.json_file import parse_json, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -332,7 +333,7 @@ def some(lines: Iterable[str], limit: int = 20) -> list[str]:
 def _read_index(path: Path) -> dict[str, set[str] | None]:
     """File name -> keys that the index places in it."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         files: dict[str, set[str] | None] = {}
         for key, file in weight_map.items():
             if not file or Path(file).name != file:  # an index from elsewhere must not point out of its directory
@@ -354,7 +355,7 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
             header_size = int.from_bytes(opened.read(8), "little")
             if not 2 <= header_size <= min(size - 8, _MAX_HEADER_BYTES):
                 raise UserError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
-            header = json.loads(opened.read(header_size))
+            header = parse_json(opened.read(header_size).decode("utf-8"))
         entries = {}
         for key, fields in header.items():
             if key == "__metadata__":

@@ -7,28 +7,28 @@ once, and tokens inside a trained turn become labels. What cannot be located exa
 
 import bisect
 import itertools
-import json
 import re
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from swiftlite.data.conversation import Conversation, Message, RowError
+from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError, clip
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.errors import UserError
+from swiftlite.json_file import read_json
 
 LossScale = Literal["default", "last_round", "all"]
 Tools = list[Any]  # JSON schemas; Any because transformers declares an invariant list of dicts or functions
 Span = tuple[int, int]
 
 MARK = "@@swiftlite marks this turn@@"
-SURROGATE = re.compile("[\ud800-\udfff]")
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_WAYS = '--loss_scale last_round trains the last answer alone; or give that turn "loss": false'
 
@@ -128,15 +128,13 @@ class ChatTemplate:
     # Rendering
 
     def _render(self, messages: list[Message], tools: Tools | None, add_generation_prompt: bool = False) -> str:
-        try:
+        with _running_the_template():
             text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: an expression of the template met an odd value
-            raise RowError("messages", f"the chat template refuses them: {error}") from None
         assert isinstance(text, str)
         if not text.isascii() and SURROGATE.search(text):
-            raise RowError("messages", "half of a surrogate pair, as \\ud83d alone, is no character")
+            raise RowError("messages", HALF_A_PAIR)
         return text
 
     def _find_turn_end(self) -> str:
@@ -198,9 +196,10 @@ class ChatTemplate:
         if not GENERATION_BLOCK.search(template):
             return []
         special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
-        _, blocks = render_jinja_template(
-            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **special_tokens
-        )
+        with _running_the_template():
+            _, blocks = render_jinja_template(
+                [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **special_tokens
+            )
         return [(int(start), int(end)) for start, end in blocks[0]]
 
     def _turn_span(self, messages: list[Message], tools: Tools | None, turn: int, text: str) -> Span:
@@ -267,7 +266,7 @@ class ChatTemplate:
             found = self._token_range(tokens, text, span)
             if not found:
                 given = text[slice(*span)]
-                problem = f"the tokenizer turns {_clip(given)!r} into {_clip(self._decode(self._ids(given)))!r}"
+                problem = f"the tokenizer turns {clip(given, 40)!r} into {clip(self._decode(self._ids(given)), 40)!r}"
                 raise RowError(name, problem, "it does not know these characters")
             ranges.append(found)
         return tokens.ids, ranges
@@ -349,13 +348,19 @@ class _Tokens:
         return bisect.bisect_left(self.starts, position)
 
 
+@contextmanager
+def _running_the_template() -> Iterator[None]:
+    """A chat template is a program, if one in a sandbox: it may divide by zero, call itself for ever, or anything."""
+    try:
+        yield
+    except Exception as error:
+        problem = str(error) or type(error).__name__
+        raise RowError("messages", f"the chat template refuses them: {problem}") from None
+
+
 def _bare(text: str) -> str:
     """Text without what tokenizers change: white space, and the ways to write a character."""
     return "".join(unicodedata.normalize("NFKC", text).split())
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _check_turn(message: Message, path: str, text: str) -> None:
@@ -381,6 +386,10 @@ def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...
         path = Path(hf_dir) / name
         if not path.exists():
             continue
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        ids |= set(named) if isinstance(named, list) else {named}
+        try:
+            named = read_json(path).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{path} cannot be read: {error}", "copy it from the model's source again") from None
+        given = named if isinstance(named, list) else [named]
+        ids |= {token for token in given if isinstance(token, int)}
     return tuple(sorted(ids - {None}))

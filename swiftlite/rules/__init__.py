@@ -12,7 +12,7 @@ from typing import Any
 from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.errors import OptionError
 from swiftlite.plan.facts import Facts, Problem, config_directory, read_hf_config
-from swiftlite.rules import bench, deploy, doctor, evaluate, export, infer, sft
+from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, sft
 
 
 def check(args: Any, world_size: int = 1) -> list[str]:
@@ -28,8 +28,9 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     Raises:
         OptionError: every problem found.
     """
+    if problems := list(common.texts_can_be(args)):  # else no rule can look at a file
+        raise OptionError(problems)
     facts = Facts(world_size, read_hf_config(config_directory(Path(args.model))) if args.model else {})
-    problems: list[Problem] = []
     for rule in _RULES[type(args)]:
         problems += rule(args, facts)
     if problems:

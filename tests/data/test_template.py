@@ -365,3 +365,25 @@ def test_a_directory_without_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("1 // 0", "division"),
+        ("range(10**9) | list", "Range too big"),
+        ("m.content.index('@')", "substring not found"),
+        ("'%q' % {}", "unsupported format character"),
+        ("'{:d}'.format(m.content)", "format code"),
+        ("forever(1)", "recursion"),
+    ],
+)
+def test_a_template_may_raise_anything(make_tokenizer, expression, problem):
+    """A plain exchange passes, so that it is one row that meets the fault."""
+    fault = "{% macro forever(n) %}{{ forever(n) }}{% endmacro %}{% if m.content == 'q' %}{{ " + expression + " }}"
+    template = ChatTemplate(
+        make_tokenizer("{% for m in messages %}" + fault + "{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}")
+    )
+    row = {"query": "q", "response": "a"}
+    with pytest.raises(RowError, match="messages: the chat template refuses them: .*" + problem):
+        template.encode(parse_row(row))
