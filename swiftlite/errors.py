@@ -20,6 +20,11 @@ class UserError(Exception):
         return f"{self.problem}\n    {self.hint}" if self.hint else self.problem
 
 
+def clip(text: str, length: int) -> str:
+    """A text for a message, cut if it is longer: it may be a whole document."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def _printable(text: str) -> str:
     """Half a surrogate pair, which files may hold, as `\\ud83d`: no terminal, file or socket takes it as it is."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, clip
 from swiftlite.json_file import MAX_DEPTH, is_deeper, parse_json
 
 Kind = TypeVar("Kind")
@@ -361,11 +361,6 @@ def _part_text(part: dict[str, Any], path: str) -> str:
 def shown(value: object) -> str:
     """A value for a message, which may be a whole document."""
     return clip(repr(value), 80)
-
-
-def clip(text: str, length: int) -> str:
-    """The beginning of a text, if it is longer."""
-    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _expect(kind: type[Kind], value: Any, path: str, words: str) -> Kind:

@@ -19,9 +19,9 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError, clip
+from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, clip
 from swiftlite.json_file import read_json
 
 LossScale = Literal["default", "last_round", "all"]
