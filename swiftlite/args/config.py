@@ -110,7 +110,7 @@ def _validated(kind: Any, value: Any, hint: str = "") -> Any:
         valid = TypeAdapter(kind).validate_python(value, strict=not is_number_as_text)
     except ValidationError:
         raise UserError(f"takes {_TAKES[kind]}, not {_show(value)}", hint) from None
-    if kind is int and valid.bit_length() > 63:  # no arithmetic with floats would take it
+    if kind is int and abs(valid) >= 2**63:  # no arithmetic with floats would take it
         raise UserError(f"takes {_TAKES[kind]} below 2^63, not {_show(value)}")
     return valid
 

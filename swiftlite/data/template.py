@@ -59,13 +59,19 @@ class ChatTemplate:
         tokenizer: any transformers tokenizer; one without offsets (not "fast") is tokenized piece by piece.
         loss_scale: `default` trains every assistant turn, `last_round` those after the last user turn, `all` every
             token.
+        vocab_size: tokens that the model has an embedding of; unset: not looked at.
     Raises:
         UserError: the tokenizer has no chat template, or one that does not render a plain exchange.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_scale: LossScale = "default"):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, loss_scale: LossScale = "default", vocab_size: int | None = None
+    ):
         self.tokenizer = tokenizer
         self.loss_scale = loss_scale
+        self._vocab_size = vocab_size
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special_tokens = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._added_tokens = set(tokenizer.added_tokens_decoder)
         self._known_tails: dict[str, list[int]] = {}
         if not tokenizer.chat_template:
@@ -83,9 +89,22 @@ class ChatTemplate:
         (Unless an earlier answer shares a token with the text around it; that needs a template without special tokens.)
 
         Raises:
-            RowError: the template refuses these turns.
+            RowError: the template refuses these turns; a token that the model does not have.
         """
-        return self._ids(self._render(messages, tools, add_generation_prompt=True))
+        ids = self._ids(self._render(messages, tools, add_generation_prompt=True))
+        self._check_ids(ids)
+        return ids
+
+    def special_token_in(self, conversation: Conversation) -> str:
+        """A special token that stands in what somebody says, such as `<|im_end|>` in a text about templates; or "".
+
+        It is encoded as the special token, as transformers does: what follows may pass for another turn.
+        """
+        for message in conversation.messages:
+            for text in (message["content"], message.get("reasoning_content", "")):
+                if found := self._special_tokens.search(text):
+                    return found[0]
+        return ""
 
     @property
     def end_token_id(self) -> int | None:
@@ -100,7 +119,8 @@ class ChatTemplate:
         is put after the last one, or the model would never learn to stop.
 
         Raises:
-            RowError: the template refuses or changes these turns, or a trained turn cannot be located exactly.
+            RowError: the template refuses or changes these turns, or a trained turn cannot be located exactly; a token
+                that the model does not have.
         """
         messages = conversation.messages
         text = self._render(messages, conversation.tools)
@@ -120,6 +140,7 @@ class ChatTemplate:
                 _check_turn(messages[turn], f"messages[{turn}]", text[start:end])
 
         ids, ranges = self._tokenize(text, spans, [f"messages[{turn}]" for turn in turns])
+        self._check_ids(ids)
         token_weights = np.full(len(ids), usual_weight, np.float32)
         for turn, (first, last) in zip(turns, ranges, strict=True):
             token_weights[first:last] = weights[turn]
@@ -323,6 +344,17 @@ class ChatTemplate:
         # Some tokenizers change text for good, such as Qwen2's, which composes accents: then the turn must be what the
         # tokenizer makes of this text alone, and white space and composition all that has changed.
         return decoded == self._decode(self._ids(text)) and _bare(decoded) == _bare(text)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        largest = max(ids, default=0)
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise RowError(
+                "messages",
+                f"token {largest} ({token!r}) is beyond vocab_size {self._vocab_size} of config.json; the tokenizer has "
+                f"{len(self.tokenizer)} tokens",
+                "copy the tokenizer's files of this very model",
+            )
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

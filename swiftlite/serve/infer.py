@@ -62,7 +62,8 @@ def run(args: InferArgs) -> None:
         UserError: before any engine starts, where that is possible.
     """
     model = read_model(args.model)
-    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
+    template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
     stops = stop_token_ids(template, model.directory)
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
     _check_result_path(args)
