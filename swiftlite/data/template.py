@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
@@ -42,6 +42,11 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
     try:
         tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a dozen kinds, among them bare Exception from the library in Rust
+        if str(error) == _config_problem(hf_dir, trust_remote_code):
+            path = Path(hf_dir) / "config.json"
+            raise UserError(
+                f"{path}: transformers refuses it: {' '.join(str(error).split())}", "copy it from the model's source"
+            ) from error
         raise UserError(f"the tokenizer in {hf_dir} cannot be read: {error}", "copy its files again") from error
     names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     if not any((Path(hf_dir) / name).is_file() for name in names):
@@ -50,6 +55,15 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
             "copy the tokenizer's files from the model that this one was made from",
         )
     return tokenizer
+
+
+def _config_problem(hf_dir: str | Path, trust_remote_code: bool) -> str:
+    """What transformers says of config.json, which it reads before a tokenizer; "" where nothing."""
+    try:
+        AutoConfig.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as many kinds
+        return str(error)
+    return ""
 
 
 class ChatTemplate:
@@ -351,8 +365,8 @@ class ChatTemplate:
             token = self.tokenizer.convert_ids_to_tokens(largest)
             raise RowError(
                 "messages",
-                f"token {largest} ({token!r}) is beyond vocab_size {self._vocab_size} of config.json; the tokenizer has "
-                f"{len(self.tokenizer)} tokens",
+                f"token {largest} ({token!r}) is beyond vocab_size {self._vocab_size} of config.json; "
+                f"the tokenizer has {len(self.tokenizer)} tokens",
                 "copy the tokenizer's files of this very model",
             )
 

@@ -62,7 +62,8 @@ def mixture(hf_config: HfConfig) -> Mixture:
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:
     """Settings of the mixture that megatron-core does not compute, one line each."""
-    problems = dense.missing_numbers(hf_config, _REQUIRED)
+    stated = [key for key in ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor") if key in hf_config]
+    problems = dense.missing_numbers(hf_config, (*_REQUIRED, *stated))
     if problems:
         return problems
     experts, topk = num_routed(hf_config), hf_config["num_experts_per_tok"]

@@ -11,6 +11,7 @@ from typing import Any
 
 from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.errors import OptionError
+from swiftlite.families.index import impossible_values
 from swiftlite.plan.facts import Facts, Problem, config_directory, read_hf_config
 from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, sft
 
@@ -31,6 +32,9 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     if problems := list(common.texts_can_be(args)):  # else no rule can look at a file
         raise OptionError(problems)
     facts = Facts(world_size, read_hf_config(config_directory(Path(args.model))) if args.model else {})
+    if found := impossible_values(facts.hf_config):  # nor can a rule count with these
+        where = config_directory(Path(args.model)) / "config.json"
+        raise OptionError([(f"{where}: {problem}", "copy it from the model's source again") for problem in found])
     for rule in _RULES[type(args)]:
         problems += rule(args, facts)
     if problems:

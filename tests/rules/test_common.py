@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rules.good import SFT, problems_of
+from swiftlite.args.commands import DoctorArgs
+from tests.rules.good import SFT, change_config, problems_of
 
 
 @pytest.mark.parametrize(
@@ -65,3 +66,11 @@ def test_a_place_that_cannot_be_made(here):
     assert problem.startswith("--output_dir train.jsonl/run cannot be made: ")
     assert problem.endswith("train.jsonl is a file")
     assert hint == "name a place you may write"
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "vocab_size", "num_nextn_predict_layers"])
+@pytest.mark.parametrize("args", [SFT, DoctorArgs(model="plain"), DoctorArgs(model="plain", plan=True)])
+def test_sizes_that_no_model_has_are_refused_before_anybody_counts_with_them(here, key, args):
+    change_config(**{key: 10**9})
+    ((problem, _),) = problems_of(args)
+    assert problem.startswith(f"plain/config.json: {key} 1000000000 is not a whole number")
