@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swiftlite.bridge.binding import compare_shapes
+from swiftlite.bridge.binding import compare_shapes, whole_numbers
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Row, RowTable, Shape
@@ -86,6 +86,7 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
         expected |= {key: shape for key, shape in row.hf_shapes().items() if key in entries}
     derived = [key for key in entries if family.is_derived(key)]
     problems += compare_shapes(expected, {key: entry.shape for key, entry in entries.items()}, derived)
+    problems += whole_numbers(rows, entries)
     if not problems:
         with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
             problems += _copies_that_differ(checkpoint, rows)

@@ -350,6 +350,8 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
     """The tensors of one file; every number is checked against the file's size before it is believed."""
     path = hf_dir / file
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for who writes it
+            raise UserError(f"{path}: not a regular file")
         with path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             header_size = int.from_bytes(opened.read(8), "little")
@@ -370,11 +372,27 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
             if 8 + header_size + end > size:
                 raise UserError(f"{path}: cut short: {key} ends at byte {8 + header_size + end}, the file at {size}")
             entries[key] = entry
-        return dict(sorted(entries.items(), key=lambda item: item[1].offset))
+        entries = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
+        _check_contiguous(path, entries, 8 + header_size, size)
+        return entries
     except FileNotFoundError:
         raise UserError(f"{path}: missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not a safetensors file ({error})") from error
+
+
+def _check_contiguous(path: Path, entries: Mapping[str, Entry], start: int, size: int) -> None:
+    """Tensors follow each other without gap or overlap up to the end of the file, as the safetensors package wants."""
+    place = start
+    for key, entry in entries.items():
+        if entry.offset != place:
+            what = "overlaps the tensor before it"
+            if entry.offset > place:
+                what = "leaves bytes before it that are no tensor"
+            raise UserError(f"{path}: not a safetensors file ({key} {what})")
+        place += entry.nbytes
+    if place != size:
+        raise UserError(f"{path}: not a safetensors file ({size - place} bytes follow the last tensor)")
 
 
 def _make_header(

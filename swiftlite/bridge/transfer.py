@@ -7,7 +7,7 @@ parameters (`binding.py`); nothing is touched unless both sides match completely
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import nn
 from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
-from swiftlite.bridge.binding import Binding, bind, report_missing
+from swiftlite.bridge.binding import Binding, bind, report_missing, whole_numbers
 from swiftlite.bridge.expert_stack import fold, stack_name
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.quantization import block_size
@@ -129,6 +129,7 @@ def graft_heads(
         _check_mtp_depth(depth, base, family, base_config)
         rows = _head_rows(family, base_config, depth)
         _check_same_shapes(rows, _head_rows(family, hf_config, depth), base)
+        _check_numbers(rows, base)
         names = {row.mcore for row in rows}
         shards = [shard for shard in placement.shards_of(model_chunks) if shard.name in names]
         _read(bind(shards, rows, others_hold=lambda name: True), base, family, base_config)
@@ -212,6 +213,7 @@ def _load(
 ) -> LoadReport:
     sources = _sources(checkpoint, family, hf_config, placement.mtp_num_layers(model_chunks), mtp_init)
     shards = placement.shards_of(model_chunks)
+    _check_numbers(sources.read, checkpoint)
     bindings = bind(
         shards,
         sources.read,
@@ -240,6 +242,12 @@ def _load(
     initialised |= {shard.name: mtp_init for shard in shards if shard.name in sources.made}
     assert len(loaded) + len(initialised) == len(shards)
     return LoadReport(loaded, initialised, tuple(sources.dropped))
+
+
+def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
+    if problems := whole_numbers(rows, checkpoint.entries):
+        lines = "\n  ".join(some(problems))
+        raise UserError(f"{checkpoint.hf_dir} cannot be read:\n  {lines}", "give the model before its quantisation")
 
 
 def _draw(bindings: Sequence[Binding], std: float, seed: int) -> None:

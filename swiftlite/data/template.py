@@ -43,10 +43,9 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
         tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a dozen kinds, among them bare Exception from the library in Rust
         if str(error) == _config_problem(hf_dir, trust_remote_code):
+            problem = " ".join(str(error).split())
             path = Path(hf_dir) / "config.json"
-            raise UserError(
-                f"{path}: transformers refuses it: {' '.join(str(error).split())}", "copy it from the model's source"
-            ) from error
+            raise UserError(f"{path}: transformers refuses it: {problem}", "copy it from the model's source") from error
         raise UserError(f"the tokenizer in {hf_dir} cannot be read: {error}", "copy its files again") from error
     names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     if not any((Path(hf_dir) / name).is_file() for name in names):
