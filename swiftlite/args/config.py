@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from swiftlite.args.docs import Choices, Option, options
 from swiftlite.errors import OptionError, UserError, clip
-from swiftlite.json_file import parse_json
+from swiftlite.json_file import MAX_DEPTH, parse_json
 
 Args = TypeVar("Args")
 Problem = tuple[str, str]
@@ -185,6 +185,11 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
 
     class Loader(yaml.SafeLoader):
         """PyYAML follows YAML 1.1, where 1e-5 is a string; in a training configuration it is a learning rate."""
+
+        def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+            if self.flow_level >= MAX_DEPTH:  # its time goes with the square of the depth
+                raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self.get_mark())
+            super().fetch_flow_collection_start(TokenClass)
 
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")

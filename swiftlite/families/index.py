@@ -52,13 +52,17 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
     """The architecture of a config.json, to count with and not to build: the family has not checked it.
 
     Raises:
-        UserError: the model_type is unknown.
+        UserError: the model_type is unknown, or a size is missing.
     """
     family = _find(hf_config)
     if family is None:
         problem = f"model_type {hf_config.get('model_type')!r}: its memory is not known"
         raise UserError(problem, f"known: {', '.join(FAMILIES)}")
-    return family.architecture(hf_config)
+    architecture = _countable(family, hf_config)
+    if architecture is None:
+        problem = f"config.json (model_type {family.name!r}) lacks a size, so its memory is not known"
+        raise UserError(problem, "copy it from the model's source again")
+    return architecture
 
 
 def known_architecture(hf_config: HfConfig) -> Architecture | None:
@@ -70,9 +74,16 @@ def known_architecture(hf_config: HfConfig) -> Architecture | None:
     family = _find(hf_config)
     if family is None or value_problems(hf_config):
         return None
+    return _countable(family, hf_config)
+
+
+def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
+    """The architecture, if it has every size that its parameters are counted by."""
     try:
         architecture = family.architecture(hf_config)
         architecture.outside.local_vocab(Rank())
+        for layer in architecture.layers[:1]:
+            layer.parameters(Rank())
         for part in architecture.sublayers:
             part.parameters(Rank())
     except (KeyError, TypeError, ZeroDivisionError):  # a size is missing, or no number to count with

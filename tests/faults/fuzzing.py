@@ -24,7 +24,7 @@ fuzz = settings(
     max_examples=EXAMPLES,
     deadline=DEADLINE,
     derandomize="SWIFTLITE_FUZZ_EXAMPLES" not in os.environ,  # CI is not where chance should speak
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     print_blob=True,
 )
 
