@@ -78,7 +78,7 @@ def known_architecture(hf_config: HfConfig) -> Architecture | None:
 
 
 def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
-    """The architecture, if it has every size that its parameters are counted by."""
+    """The architecture, if it has every size that its memory is counted by."""
     try:
         architecture = family.architecture(hf_config)
         architecture.outside.local_vocab(Rank())
@@ -86,6 +86,7 @@ def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
             layer.parameters(Rank())
         for part in architecture.sublayers:
             part.parameters(Rank())
+            part.kept(Rank())
     except (KeyError, TypeError, ZeroDivisionError):  # a size is missing, or no number to count with
         return None
     return architecture

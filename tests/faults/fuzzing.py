@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 
 from swiftlite.errors import UserError
 
-EXAMPLES = int(os.environ.get("SWIFTLITE_FUZZ_EXAMPLES", "40"))
-"""Of each test: enough for a second or two. Thousands hunt; see docs/en/contributing.md."""
+EXAMPLES = int(os.environ.get("SWIFTLITE_FUZZ_EXAMPLES", "15"))
+"""Of each test: enough for a second. Thousands hunt; see docs/en/contributing.md."""
 DEADLINE = timedelta(seconds=20)
 """Of one example, on a machine that others use too."""
 
