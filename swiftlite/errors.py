@@ -15,12 +15,22 @@ class UserError(Exception):
 
     def __init__(self, problem: str, hint: str = "", exit_code: int = 1):
         super().__init__(problem)
-        self.problem = problem
-        self.hint = hint
+        self.problem = _printable(problem)
+        self.hint = _printable(hint)
         self.exit_code = exit_code
 
     def __str__(self) -> str:
         return f"{self.problem}\n    {self.hint}" if self.hint else self.problem
+
+
+def clip(text: str, length: int) -> str:
+    """A text for a message, cut if it is longer: it may be a whole document."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def _printable(text: str) -> str:
+    """Half a surrogate pair, which files may hold, as `\\ud83d`: no terminal, file or socket takes it as it is."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class OptionError(UserError):

@@ -12,7 +12,7 @@ from swiftlite.engines.index import ENGINES
 ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
-    {"errors", "heads", "log", "table"},
+    {"errors", "heads", "json_file", "log", "table"},
     {"args"},
     {"bridge", "data"},
     {"families"},
@@ -30,6 +30,7 @@ DECLARED = ("bridge/join.py", "bridge/quantization.py", "bridge/rows.py")  # wha
 WITHOUT_TORCH = (
     "errors.py",
     "heads.py",
+    "json_file.py",
     "log.py",
     "table.py",
     "args",

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from swiftlite.args.docs import Choices, Option, options
-from swiftlite.errors import OptionError, UserError
+from swiftlite.errors import OptionError, UserError, clip
+from swiftlite.json_file import MAX_DEPTH, parse_json
 
 Args = TypeVar("Args")
 Problem = tuple[str, str]
@@ -90,7 +91,7 @@ def convert(option: Option, value: Any) -> Any:
         return _validated(kind, [value] if isinstance(value, str) else value)
     if typing.get_origin(kind) is dict:
         example = f"""for example --{option.name} '{{"key": 1}}'"""
-        return _validated(kind, _from_json(value, example), example)
+        return _as_json(_validated(kind, _from_json(value, example), example), example)
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return _validated(kind, value, "put it in quotes" if kind is str and value is not None else "")
@@ -106,13 +107,16 @@ def _validated(kind: Any, value: Any, hint: str = "") -> Any:
 
     is_number_as_text = kind in (int, float) and isinstance(value, str)
     try:
-        return TypeAdapter(kind).validate_python(value, strict=not is_number_as_text)
+        valid = TypeAdapter(kind).validate_python(value, strict=not is_number_as_text)
     except ValidationError:
         raise UserError(f"takes {_TAKES[kind]}, not {_show(value)}", hint) from None
+    if kind is int and abs(valid) >= 2**63:  # no arithmetic with floats would take it
+        raise UserError(f"takes {_TAKES[kind]} below 2^63, not {_show(value)}")
+    return valid
 
 
 def _show(value: Any) -> str:
-    return "null" if value is None else repr(value)
+    return "null" if value is None else clip(repr(value), 200)
 
 
 def _numbers(value: Any) -> Iterator[Any]:
@@ -129,9 +133,18 @@ def _from_json(value: Any, example: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
     except json.JSONDecodeError as error:
-        raise UserError(f"takes JSON; at character {error.pos + 1} of {value!r}: {error.msg}", example) from None
+        raise UserError(f"takes JSON; at character {error.pos + 1} of {_show(value)}: {error.msg}", example) from None
+
+
+def _as_json(value: Any, example: str) -> Any:
+    """A value that args.json can hold: YAML has dates, sets and bytes as well."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"takes a JSON object: {error}", example) from None
+    return value
 
 
 def read_file(path: str) -> dict[str, tuple[Any, str]]:
@@ -157,7 +170,7 @@ def read_file(path: str) -> dict[str, tuple[Any, str]]:
 
 def _read_json(path: str, text: str) -> dict[str, tuple[Any, str]]:
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}", exit_code=2) from None
     if not isinstance(content, dict):
@@ -173,29 +186,79 @@ def _read_yaml(path: str, text: str) -> dict[str, tuple[Any, str]]:
     class Loader(yaml.SafeLoader):
         """PyYAML follows YAML 1.1, where 1e-5 is a string; in a training configuration it is a learning rate."""
 
+        def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+            if self.flow_level >= MAX_DEPTH:  # its time goes with the square of the depth
+                raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self.get_mark())
+            super().fetch_flow_collection_start(TokenClass)
+
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
-    loader = Loader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return {}
-        if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{path} holds no mapping", "write one `option: value` per line", 2)
-        entries = {}
-        for key_node, value_node in node.value:
-            key = loader.construct_object(key_node, deep=True)
-            where = f"{path}:{key_node.start_mark.line + 1}"
-            if key in entries:
-                raise UserError(f"{where}: {key} was given before, at {entries[key][1]}", "keep one of the two", 2)
-            entries[key] = (loader.construct_object(value_node, deep=True), where)
-        return entries
+        node = yaml.compose(text, Loader)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{line}: not YAML: {error.problem}", exit_code=2) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(f"{path}:{line}: not YAML: {error.reason}: #x{error.character:04x}", exit_code=2) from None
+    except RecursionError:
+        raise UserError(f"{path}: not YAML: nested too deeply", exit_code=2) from None
+    if node is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path} holds no mapping", "write one `option: value` per line", 2)
+    entries: dict[str, tuple[Any, str]] = {}
+    for key_node, value_node in node.value:
+        where = f"{path}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise UserError(f"{where}: a list or a mapping stands where a name should", "write `option: value`", 2)
+        key = key_node.value
+        if key in entries:
+            raise UserError(f"{where}: {key} was given before, at {entries[key][1]}", "keep one of the two", 2)
+        entries[key] = (_construct(Loader, value_node, where), where)
+    return entries
+
+
+def _construct(loader_class: Any, node: Any, where: str) -> Any:
+    """The value of a YAML node.
+
+    Raises:
+        UserError: it has none; whatever PyYAML raised.
+    """
+    import yaml
+
+    if _is_larger(node, _MAX_VALUES):
+        raise UserError(f"{where}: its aliases stand for more than {_MAX_VALUES} values", "write it out", 2)
+    loader = loader_class("")
+    try:
+        value = loader.construct_document(node)
+        repr(value)  # a number of 5000 digits, which may come as 0x..., has none
+        return value
+    except yaml.MarkedYAMLError as error:
+        line = f"{where.rpartition(':')[0]}:{error.problem_mark.line + 1}" if error.problem_mark else where
+        raise UserError(f"{line}: not YAML: {error.problem}", exit_code=2) from None
+    except Exception as error:  # `!!float ""` is an IndexError, `!!bool x` a KeyError
+        raise UserError(f"{where}: not YAML: {type(error).__name__}: {error}", exit_code=2) from None
     finally:
         loader.dispose()
+
+
+_MAX_VALUES = 10_000
+"""In the value of one option, with aliases written out."""
+
+
+def _is_larger(node: Any, limit: int) -> bool:
+    """Whether a YAML node holds more nodes than that, each counted as often as it is named; so a loop does."""
+    waiting = [node]
+    for _ in range(limit):
+        if not waiting:
+            return False
+        value = waiting.pop().value
+        if isinstance(value, list):
+            for entry in value:
+                waiting += entry if isinstance(entry, tuple) else [entry]
+    return bool(waiting)
 
 
 def values_from_file(

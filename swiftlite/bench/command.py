@@ -35,7 +35,8 @@ def run(args: BenchArgs) -> None:
             server starts. A server that fails: what was measured before it is kept.
     """
     model = read_model(args.model)
-    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
+    template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
     prompts = load(args, model, template)
     sampling = Sampling(args.max_new_tokens, stop_token_ids=stop_token_ids(template, model.directory))
     numbers = [0, *sorted(set(args.num_speculative_tokens) - {0})]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from swiftlite.bridge.binding import compare_shapes, expected_shapes
+from swiftlite.bridge.binding import compare_shapes, expected_shapes, whole_numbers
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import HfConfig, Row, RowTable
@@ -77,6 +77,7 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     found = {key: entry.shape for key, entry in entries.items()}
     derived = [key for key in entries if family.is_derived(key)]
     problems += compare_shapes(expected_shapes(rows, found), found, derived)
+    problems += whole_numbers(rows, entries)
     if not problems:
         with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
             problems += _copies_that_differ(checkpoint, rows)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.join import ZEROS, SourceRange, clip, covers
 from swiftlite.bridge.rows import Row, Shape
 from swiftlite.bridge.tensors import Index, some
@@ -202,6 +203,16 @@ def compare_shapes(
         if key in found and tuple(found[key]) != tuple(shape):
             problems.append(f"{key} has shape {list(found[key])}, config.json asks for {list(shape)}")
     return problems
+
+
+def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str]:
+    """One line for every HF tensor of these rows that holds whole numbers: codes of a quantisation, never weights."""
+    keys = [key for row in rows for key in (*row.hf, *row.hf_copies) if key in entries]
+    return [
+        f"{key} is {entries[key].dtype}, a type of whole numbers, which weights are not"
+        for key in keys
+        if not entries[key].dtype.is_floating_point
+    ]
 
 
 def _misfit(row: Row, shard: Shard) -> str:

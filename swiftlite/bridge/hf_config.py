@@ -12,6 +12,7 @@ from typing import Any
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.errors import UserError
+from swiftlite.json_file import read_json
 
 REMOVE: Any = object()  # as a change: the key is taken out
 
@@ -24,9 +25,11 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     """
     path = Path(hf_dir) / "config.json"
     try:
-        hf_config = json.loads(path.read_text(encoding="utf-8"))
+        hf_config = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{hf_dir}: no config.json", "give the directory of a Hugging Face model") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", "copy it from the model's source again") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(hf_config, dict):

@@ -24,6 +24,7 @@ from swiftlite.bridge import fp8
 from swiftlite.bridge.entry import Entry, TensorTypes
 from swiftlite.bridge.expert_stack import unfold
 from swiftlite.errors import UserError
+from swiftlite.json_file import parse_json, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -327,7 +328,7 @@ def some(lines: Iterable[str], limit: int = 20) -> list[str]:
 def _read_index(path: Path) -> dict[str, set[str] | None]:
     """File name -> keys that the index places in it."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         files: dict[str, set[str] | None] = {}
         for key, file in weight_map.items():
             if not file or Path(file).name != file:  # an index from elsewhere must not point out of its directory
@@ -344,12 +345,14 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
     """The tensors of one file; every number is checked against the file's size before it is believed."""
     path = hf_dir / file
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for who writes it
+            raise UserError(f"{path}: not a regular file")
         with path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             header_size = int.from_bytes(opened.read(8), "little")
             if not 2 <= header_size <= min(size - 8, _MAX_HEADER_BYTES):
                 raise UserError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
-            header = json.loads(opened.read(header_size))
+            header = parse_json(opened.read(header_size).decode("utf-8"))
         entries = {}
         for key, fields in header.items():
             if key == "__metadata__":
@@ -364,11 +367,27 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
             if 8 + header_size + end > size:
                 raise UserError(f"{path}: cut short: {key} ends at byte {8 + header_size + end}, the file at {size}")
             entries[key] = entry
-        return dict(sorted(entries.items(), key=lambda item: item[1].offset))
+        entries = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
+        _check_contiguous(path, entries, 8 + header_size, size)
+        return entries
     except FileNotFoundError:
         raise UserError(f"{path}: missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not a safetensors file ({error})") from error
+
+
+def _check_contiguous(path: Path, entries: Mapping[str, Entry], start: int, size: int) -> None:
+    """Tensors follow each other without gap or overlap up to the end of the file, as the safetensors package wants."""
+    place = start
+    for key, entry in entries.items():
+        if entry.offset != place:
+            what = "overlaps the tensor before it"
+            if entry.offset > place:
+                what = "leaves bytes before it that are no tensor"
+            raise UserError(f"{path}: not a safetensors file ({key} {what})")
+        place += entry.nbytes
+    if place != size:
+        raise UserError(f"{path}: not a safetensors file ({size - place} bytes follow the last tensor)")
 
 
 def _make_header(file: str, tensors: TensorTypes) -> tuple[bytes, dict[str, Entry]]:

@@ -18,7 +18,7 @@ from torch import nn
 from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
-from swiftlite.bridge.binding import Binding, Shard, bind
+from swiftlite.bridge.binding import Binding, Shard, bind, whole_numbers
 from swiftlite.bridge.expert_stack import fold, stack_name
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.quantization import block_size
@@ -98,6 +98,7 @@ def load_hf(
     shards = placement.shards_of(model_chunks)
     with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
         sources = _sources(checkpoint, family, hf_config, depth, mtp_init)
+        _check_numbers(sources.read, checkpoint)
         bindings = bind(
             shards,
             sources.read,
@@ -157,6 +158,7 @@ def graft_heads(
         _check_mtp_depth(depth, base, family, base_config)
         rows = _head_rows(family, base_config, depth)
         _check_same_shapes(rows, _head_rows(family, hf_config, depth), base)
+        _check_numbers(rows, base)
         _read(_bind_heads(placement.shards_of(model_chunks), rows), base, family, base_config)
 
 
@@ -230,6 +232,12 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
 def _head_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
     """Rows of heads 0 to depth - 1."""
     return [row for head in range(depth) for row in family.head_rows(hf_config, head)]
+
+
+def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
+    if problems := whole_numbers(rows, checkpoint.entries):
+        lines = "\n  ".join(some(problems))
+        raise UserError(f"{checkpoint.hf_dir} cannot be read:\n  {lines}", "give the model before its quantisation")
 
 
 def _draw(bindings: Sequence[Binding], std: float, seed: int) -> None:

@@ -190,7 +190,7 @@ def _report_model(directory: Path) -> bool:
     try:
         family = index.get(hf_config, directory)
         depth = mtp_depth_on_disk(directory, family, hf_config)
-        problems = audit_hf(directory, family)
+        problems = audit_hf(directory, family) + _tokenizer_problems(directory, hf_config)
     except UserError as error:
         print(f"  {error}")
         return False
@@ -201,6 +201,24 @@ def _report_model(directory: Path) -> bool:
     for problem in problems:
         print(f"    {problem}")
     return not problems
+
+
+def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]:
+    """What a tokenizer that lies beside the weights has beyond their embedding; nothing where there is none."""
+    from tokenizers import Tokenizer
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return []
+    try:
+        ids = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
+    except Exception as error:  # of the library in Rust, which has no kind of its own
+        return [f"{file} cannot be read: {error}"]
+    largest = max(ids, default=-1)
+    vocab_size = hf_config["vocab_size"]
+    if largest < vocab_size:
+        return []
+    return [f"tokenizer.json has tokens up to {largest}, config.json vocab_size {vocab_size}: text may end in an error"]
 
 
 def _report_engine(args: DoctorArgs, directory: Path) -> bool:

@@ -15,6 +15,7 @@ from types import FrameType
 import swiftlite
 from swiftlite import log, rules
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.data_file import split_sample
 from swiftlite.cli import failure, launch
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
@@ -145,7 +146,7 @@ def _count_rows(dataset: list[str]) -> int | None:
     """Rows of JSON-lines files, by their lines; None when another format is among them."""
     total = 0
     for name in dataset:
-        file, _, sample = name.partition("#")
+        file, sample = split_sample(name)
         if not file.endswith(".jsonl"):
             return None
         with Path(file).open("rb") as lines:

@@ -6,11 +6,12 @@ Formats: `messages` (roles system, user, assistant, tool), ShareGPT `conversatio
 
 import difflib
 import json
-import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, clip
+from swiftlite.json_file import MAX_DEPTH, is_deeper, parse_json
 
 Kind = TypeVar("Kind")
 Message = dict[str, Any]
@@ -26,6 +27,11 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "model", "assistant", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("function", "function_response", "observation", "tool", "tool_response"), "tool"),
 }
+
+LARGEST_WEIGHT = 1e6
+"""Of a turn, in the loss. Weights are float32, and beyond 3.4e38 infinite; their sums overflow long before."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+HALF_A_PAIR = "half of a surrogate pair, as \\ud83d alone, is no character"
 
 # Who may speak after whom; None is the start. A second user or assistant turn in a row is nearly always a lost turn
 # between them, and chat templates answer it by raising or by merging the two.
@@ -98,6 +104,8 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
     Raises:
         RowError: naming the field.
     """
+    if is_deeper(row, MAX_DEPTH):  # a table's; JSON has been looked at
+        raise RowError("row", f"is nested more than {MAX_DEPTH} deep")
     if not isinstance(row, dict):
         hint = "rename the file to .json if it is one array" if isinstance(row, list) else ""
         raise RowError("row", f"is {_kind(row)}, not an object", hint)
@@ -117,7 +125,7 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
     elif "query" in given or "response" in given:
         turns = _from_query(row, needs_answer)
     else:
-        found = ", ".join(map(str, given)) or "nothing"
+        found = clip(", ".join(map(str, given)), 200) or "nothing"
         raise RowError("row", f"has none of the known fields, only {found}", f"rows are {FORMATS}")
 
     if "system" in row:
@@ -131,6 +139,8 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
     channel = row.get("channel")
     if channel is not None:
         _expect(str, channel, "channel", "text")
+        if SURROGATE.search(channel):
+            raise RowError("channel", HALF_A_PAIR)
     return Conversation(
         messages=[turn.message for turn in turns],
         weights=[turn.weight for turn in turns],
@@ -165,7 +175,7 @@ def _from_messages(row: dict[str, Any], name: str) -> list[_Turn]:
         weight = _weight(message, path)
         role = message.get("role")
         if not isinstance(role, str) or role not in ORDER:
-            raise RowError(f"{path}.role", f"is {role!r}, not one of {', '.join(ORDER)}")
+            raise RowError(f"{path}.role", f"is {shown(role)}, not one of {', '.join(ORDER)}")
         if "tool_calls" in message:
             message["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
         if not message.get("tool_calls"):
@@ -177,6 +187,8 @@ def _from_messages(row: dict[str, Any], name: str) -> list[_Turn]:
             continue  # many exporters write an empty system turn for "none"
         if role == "tool" and not isinstance(content, str) and not _is_parts(content):
             content = json.dumps(content, ensure_ascii=False)
+        if "reasoning_content" in message:
+            _expect(str, message["reasoning_content"], f"{path}.reasoning_content", "text")
         may_be_empty = role == "tool" or "tool_calls" in message
         message["content"] = _text(content, f"{path}.content", may_be_empty)
         turns.append(_Turn(message, path, weight))
@@ -192,7 +204,7 @@ def _from_sharegpt(row: dict[str, Any]) -> list[_Turn]:
         path = f"conversations[{i}]"
         speaker = given.get("from")
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-            raise RowError(f"{path}.from", f"is {speaker!r}, not one of {', '.join(SHAREGPT_ROLES)}")
+            raise RowError(f"{path}.from", f"is {shown(speaker)}, not one of {', '.join(SHAREGPT_ROLES)}")
         role = SHAREGPT_ROLES[speaker]
         value = given.get("value")
         if role == "system" and value in (None, ""):
@@ -265,10 +277,10 @@ def _weight(message: Message, path: str) -> float:
         raise RowError(f"{path}.loss", "stands beside loss_scale; give one of them")
     name, value = ("loss", loss) if loss is not None else ("loss_scale", scale)
     if name == "loss" and not isinstance(value, bool):
-        raise RowError(f"{path}.loss", f"is {value!r}, not true or false; a weight goes in loss_scale")
-    is_number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+        raise RowError(f"{path}.loss", f"is {shown(value)}, not true or false; a weight goes in loss_scale")
+    is_number = isinstance(value, int | float) and 0 <= value <= LARGEST_WEIGHT
     if name == "loss_scale" and (isinstance(value, bool) or not is_number):
-        raise RowError(f"{path}.loss_scale", f"is {value!r}, not a number of at least 0")
+        raise RowError(f"{path}.loss_scale", f"is {shown(value)}, not a number from 0 to {LARGEST_WEIGHT:g}")
     if value and message.get("role") != "assistant":
         raise RowError(f"{path}.{name}", "stands on a turn that is not the assistant's", "--loss_scale all trains all")
     return float(value or 0)
@@ -318,7 +330,7 @@ def _parsed(value: Any, path: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
     except json.JSONDecodeError as error:
         raise RowError(path, f"is not JSON: {error}") from None
 
@@ -332,13 +344,23 @@ def _text(value: Any, path: str, may_be_empty: bool = False) -> str:
         others = sorted({str(part["type"]) for part in value} - {"text"})
         if others:
             raise RowError(path, f"holds parts of type {', '.join(others)}; swiftlite trains on text alone")
-        value = "".join(part.get("text") or "" for part in value)
+        value = "".join(_part_text(part, f"{path}[{i}].text") for i, part in enumerate(value))
     if value is None:
         value = ""
     _expect(str, value, path, "text")
     if not value.strip() and not may_be_empty:
         raise RowError(path, "is empty")
     return value
+
+
+def _part_text(part: dict[str, Any], path: str) -> str:
+    text = part.get("text")
+    return "" if text is None else _expect(str, text, path, "text")
+
+
+def shown(value: object) -> str:
+    """A value for a message, which may be a whole document."""
+    return clip(repr(value), 80)
 
 
 def _expect(kind: type[Kind], value: Any, path: str, words: str) -> Kind:

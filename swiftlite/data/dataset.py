@@ -100,6 +100,8 @@ class Encoded:
     sample: Sample | None = None
     bad: BadRow | None = None
     source: str = ""
+    special_token: str = ""
+    """One that stands in what somebody says."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +124,13 @@ class Encoder:
         except RowError as error:
             return Encoded(bad=BadRow(source, error.problem, error.hint), source=source)
         length = len(sample)
+        special_token = self.template.special_token_in(conversation)
         if length <= self.max_length:
-            return Encoded(length, sample, source=source)
+            return Encoded(length, sample, source=source, special_token=special_token)
         if self.truncation_strategy in ("left", "right"):
             sample = truncate(sample, self.max_length, self.truncation_strategy)
             if sample.num_trained_tokens:
-                return Encoded(length, sample, source=source)
+                return Encoded(length, sample, source=source, special_token=special_token)
         return Encoded(length, source=source)
 
 
@@ -166,6 +169,7 @@ def load_train_val(
     if encoder.truncation_strategy == "error":
         _check_lengths(encoded, encoder.max_length)
 
+    report.notes += _special_token_notes(encoded)
     for spec, row in zip(train_rows.specs + val_rows.specs, encoded, strict=True):
         _count(row, report.files[spec])
     train_encoded = encoded[: len(train_rows.conversations)]
@@ -189,7 +193,7 @@ def load_train_val(
     for spec, counts in report.files.items():
         logger.info("%s: %s", spec, counts)
     for note in report.notes:
-        logger.info("%s", note)
+        logger.warning("%s", note)
     val_conversations = [conversation for conversation, _ in val]
     return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]))
 
@@ -255,6 +259,19 @@ def _count(row: Encoded, counts: Counts) -> None:
         counts.truncated += len(row.sample) < row.length
         counts.tokens += len(row.sample)
         counts.trained_tokens += row.sample.num_trained_tokens
+
+
+def _special_token_notes(encoded: Sequence[Encoded]) -> list[str]:
+    named = [row for row in encoded if row.special_token]
+    if not named:
+        return []
+    rows = "1 row has" if len(named) == 1 else f"{len(named)} rows have"
+    return [f"{rows} special tokens in what is said; {special_token_note(named[0])}"]
+
+
+def special_token_note(row: Encoded) -> str:
+    """Where a special token stands, and what becomes of it."""
+    return f"{row.source} has {row.special_token}: it becomes that token, as in transformers, and may end a turn early"
 
 
 _encoder: Encoder | None = None  # in a worker process, where `_start_worker` puts it

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from swiftlite.args.data_file import is_number_of_rows, split_sample
 from swiftlite.data.conversation import BadRow, Conversation, RowError, parse_row
 from swiftlite.errors import UserError
+from swiftlite.json_file import decode_json, parse_json, skip_space
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,11 @@ def find_file(spec: str) -> DataFile:
     Raises:
         UserError: no such file.
     """
-    path = Path(spec)
-    sample = None
-    name, _, count = spec.rpartition("#")
-    if count.isdecimal() and not path.exists():
-        path = Path(name)
-        sample = int(count)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist", "every node reads the files of its own disk")
-    return DataFile(path, sample)
+    name, sample = split_sample(spec)
+    path = Path(name)
+    if not path.is_file() or (sample and not is_number_of_rows(sample)):
+        raise UserError(f"{spec} does not exist", "every node reads the files of its own disk")
+    return DataFile(path, int(sample) if sample else None)
 
 
 def read_file(file: DataFile, *, system: str | None = None, needs_answer: bool = True, seed: int = 42) -> FileRows:
@@ -106,6 +105,13 @@ def check_row(
         return BadRow(source, error.problem, error.hint)
 
 
+def _check_columns(where: str, names: list[str]) -> None:
+    """Of two columns of one name, a row would have the last in silence."""
+    for name, number in Counter(names).items():
+        if number > 1:
+            raise UserError(f"{where}: {number} columns are called {name!r}", "rename or remove all but one")
+
+
 # Readers yield (line, row), counting lines from 1; a row that cannot be read alone comes as its RowError.
 
 
@@ -116,7 +122,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             if not raw.strip():
                 continue
             try:
-                yield number, json.loads(raw.decode("utf-8").rstrip("\r\n"))
+                yield number, parse_json(raw.decode("utf-8").rstrip("\r\n"))
             except json.JSONDecodeError as error:
                 yield number, RowError(f"column {error.colno}", f"not JSON: {error.msg}")
             except UnicodeDecodeError as error:
@@ -126,31 +132,30 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     """One array of rows, or rows one after the other."""
     text = _decode(path)
-    decoder = json.JSONDecoder()
-    position = _skip_space(text, 0)
+    position = skip_space(text, 0)
     is_array = text.startswith("[", position)
     if is_array:
-        position = _skip_space(text, position + 1)
+        position = skip_space(text, position + 1)
     line = 1
     counted = 0  # characters whose lines are counted in `line`
     while position < len(text) and not (is_array and text[position] == "]"):
         line += text.count("\n", counted, position)
         counted = position
         try:
-            row, position = decoder.raw_decode(text, position)
+            row, position = decode_json(text, position)
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{error.lineno}: column {error.colno}: not JSON: {error.msg}") from None
         yield line, row
-        position = _skip_space(text, position)
+        position = skip_space(text, position)
         if is_array and text.startswith(",", position):
-            position = _skip_space(text, position + 1)
+            position = skip_space(text, position + 1)
         elif is_array and not text.startswith("]", position):
             raise _not_json(path, text, position, "expected , or ]")
     if not is_array:
         return
     if position >= len(text):
         raise _not_json(path, text, position, "the array is not closed by ]")
-    rest = _skip_space(text, position + 1)
+    rest = skip_space(text, position + 1)
     if rest < len(text):
         raise _not_json(path, text, rest, "something follows the array")
 
@@ -162,6 +167,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     rows: list[tuple[int, Any]] = []
     try:
         header = next(reader, [])
+        _check_columns(f"{path}:1", header)
         start = reader.line_num + 1
         for values in reader:
             if values and len(values) != len(header):
@@ -180,16 +186,18 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path}: not Parquet: {error}") from None
     number = 0
-    with file:
-        for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, _padding_error(row) or row
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _check_columns(str(path), file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _padding_error(row) or row
+    # Damage shows as an error of pyarrow or of the disk, text that is not UTF-8 and dates before the year 1 as these.
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        place = f"{path}: after row {number}" if number else f"{path}"
+        raise UserError(f"{place}: not Parquet: {error}", "write or copy the file again") from None
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
@@ -246,12 +254,6 @@ def _encoding_hint(path: Path) -> str:
     with path.open("rb") as file:
         is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
     return f"convert it: iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t UTF-8 {path} > new{path.suffix}"
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
 
 
 def _not_json(path: Path, text: str, position: int, problem: str) -> UserError:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from swiftlite.data.conversation import BadRow
-from swiftlite.data.dataset import Encoder
+from swiftlite.data.dataset import Encoder, special_token_note
 from swiftlite.data.packing import Numbered, RowStream
 from swiftlite.data.sample import Sample
 from swiftlite.data.sources import READERS, check_row, find_file
 from swiftlite.errors import UserError
+from swiftlite.log import logger
 
 
 class Stream(Iterator[list[Sample]]):
@@ -49,6 +50,7 @@ class Stream(Iterator[list[Sample]]):
         self._encoder = encoder
         self._max_bad_rows = max_bad_rows
         self._system = system
+        self._has_warned = False
         state = state or {"num_read": 0, "rows_per_epoch": None, "num_bad": 0, "waiting": [], "ready": []}
         self.num_read: int = state["num_read"]
         self.rows_per_epoch: int | None = state["rows_per_epoch"]  # known after the first
@@ -153,6 +155,9 @@ class Stream(Iterator[list[Sample]]):
                 f"{source} has {encoded.length} tokens, over --max_length {self._encoder.max_length}",
                 f"--max_length {encoded.length} or more; or --truncation_strategy delete, left or right",
             )
+        if encoded.special_token and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s; no further row is named", special_token_note(encoded))
         return encoded.sample
 
     def _leave_out(self, bad: BadRow) -> None:

@@ -7,28 +7,28 @@ once, and tokens inside a trained turn become labels. What cannot be located exa
 
 import bisect
 import itertools
-import json
 import re
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from swiftlite.data.conversation import Conversation, Message, RowError
+from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, clip
+from swiftlite.json_file import read_json
 
 LossScale = Literal["default", "last_round", "all"]
 Tools = list[Any]  # JSON schemas; Any because transformers declares an invariant list of dicts or functions
 Span = tuple[int, int]
 
 MARK = "@@swiftlite marks this turn@@"
-SURROGATE = re.compile("[\ud800-\udfff]")
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_WAYS = '--loss_scale last_round trains the last answer alone; or give that turn "loss": false'
 
@@ -42,6 +42,10 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
     try:
         tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a dozen kinds, among them bare Exception from the library in Rust
+        if str(error) == _config_problem(hf_dir, trust_remote_code):
+            problem = " ".join(str(error).split())
+            path = Path(hf_dir) / "config.json"
+            raise UserError(f"{path}: transformers refuses it: {problem}", "copy it from the model's source") from error
         raise UserError(f"the tokenizer in {hf_dir} cannot be read: {error}", "copy its files again") from error
     names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     if not any((Path(hf_dir) / name).is_file() for name in names):
@@ -52,6 +56,15 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
     return tokenizer
 
 
+def _config_problem(hf_dir: str | Path, trust_remote_code: bool) -> str:
+    """What transformers says of config.json, which it reads before a tokenizer; "" where nothing."""
+    try:
+        AutoConfig.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as many kinds
+        return str(error)
+    return ""
+
+
 class ChatTemplate:
     """A tokenizer's chat template, for training (`encode`) and for asking (`encode_prompt`).
 
@@ -59,13 +72,19 @@ class ChatTemplate:
         tokenizer: any transformers tokenizer; one without offsets (not "fast") is tokenized piece by piece.
         loss_scale: `default` trains every assistant turn, `last_round` those after the last user turn, `all` every
             token.
+        vocab_size: tokens that the model has an embedding of; unset: not looked at.
     Raises:
         UserError: the tokenizer has no chat template, or one that does not render a plain exchange.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_scale: LossScale = "default"):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, loss_scale: LossScale = "default", vocab_size: int | None = None
+    ):
         self.tokenizer = tokenizer
         self.loss_scale = loss_scale
+        self._vocab_size = vocab_size
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special_tokens = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._added_tokens = set(tokenizer.added_tokens_decoder)
         self._known_tails: dict[str, list[int]] = {}
         if not tokenizer.chat_template:
@@ -83,9 +102,22 @@ class ChatTemplate:
         (Unless an earlier answer shares a token with the text around it; that needs a template without special tokens.)
 
         Raises:
-            RowError: the template refuses these turns.
+            RowError: the template refuses these turns; a token that the model does not have.
         """
-        return self._ids(self._render(messages, tools, add_generation_prompt=True))
+        ids = self._ids(self._render(messages, tools, add_generation_prompt=True))
+        self._check_ids(ids)
+        return ids
+
+    def special_token_in(self, conversation: Conversation) -> str:
+        """A special token that stands in what somebody says, such as `<|im_end|>` in a text about templates; or "".
+
+        It is encoded as the special token, as transformers does: what follows may pass for another turn.
+        """
+        for message in conversation.messages:
+            for text in (message["content"], message.get("reasoning_content", "")):
+                if found := self._special_tokens.search(text):
+                    return found[0]
+        return ""
 
     @property
     def end_token_id(self) -> int | None:
@@ -100,7 +132,8 @@ class ChatTemplate:
         is put after the last one, or the model would never learn to stop.
 
         Raises:
-            RowError: the template refuses or changes these turns, or a trained turn cannot be located exactly.
+            RowError: the template refuses or changes these turns, or a trained turn cannot be located exactly; a token
+                that the model does not have.
         """
         messages = conversation.messages
         text = self._render(messages, conversation.tools)
@@ -120,6 +153,7 @@ class ChatTemplate:
                 _check_turn(messages[turn], f"messages[{turn}]", text[start:end])
 
         ids, ranges = self._tokenize(text, spans, [f"messages[{turn}]" for turn in turns])
+        self._check_ids(ids)
         token_weights = np.full(len(ids), usual_weight, np.float32)
         for turn, (first, last) in zip(turns, ranges, strict=True):
             token_weights[first:last] = weights[turn]
@@ -128,15 +162,13 @@ class ChatTemplate:
     # Rendering
 
     def _render(self, messages: list[Message], tools: Tools | None, add_generation_prompt: bool = False) -> str:
-        try:
+        with _running_the_template():
             text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: an expression of the template met an odd value
-            raise RowError("messages", f"the chat template refuses them: {error}") from None
         assert isinstance(text, str)
         if not text.isascii() and SURROGATE.search(text):
-            raise RowError("messages", "half of a surrogate pair, as \\ud83d alone, is no character")
+            raise RowError("messages", HALF_A_PAIR)
         return text
 
     def _find_turn_end(self) -> str:
@@ -198,9 +230,10 @@ class ChatTemplate:
         if not GENERATION_BLOCK.search(template):
             return []
         special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
-        _, blocks = render_jinja_template(
-            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **special_tokens
-        )
+        with _running_the_template():
+            _, blocks = render_jinja_template(
+                [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **special_tokens
+            )
         return [(int(start), int(end)) for start, end in blocks[0]]
 
     def _turn_span(self, messages: list[Message], tools: Tools | None, turn: int, text: str) -> Span:
@@ -267,7 +300,7 @@ class ChatTemplate:
             found = self._token_range(tokens, text, span)
             if not found:
                 given = text[slice(*span)]
-                problem = f"the tokenizer turns {_clip(given)!r} into {_clip(self._decode(self._ids(given)))!r}"
+                problem = f"the tokenizer turns {clip(given, 40)!r} into {clip(self._decode(self._ids(given)), 40)!r}"
                 raise RowError(name, problem, "it does not know these characters")
             ranges.append(found)
         return tokens.ids, ranges
@@ -325,6 +358,17 @@ class ChatTemplate:
         # tokenizer makes of this text alone, and white space and composition all that has changed.
         return decoded == self._decode(self._ids(text)) and _bare(decoded) == _bare(text)
 
+    def _check_ids(self, ids: list[int]) -> None:
+        largest = max(ids, default=0)
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise RowError(
+                "messages",
+                f"token {largest} ({token!r}) is beyond vocab_size {self._vocab_size} of config.json; "
+                f"the tokenizer has {len(self.tokenizer)} tokens",
+                "copy the tokenizer's files of this very model",
+            )
+
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -349,13 +393,19 @@ class _Tokens:
         return bisect.bisect_left(self.starts, position)
 
 
+@contextmanager
+def _running_the_template() -> Iterator[None]:
+    """A chat template is a program, if one in a sandbox: it may divide by zero, call itself for ever, or anything."""
+    try:
+        yield
+    except Exception as error:
+        problem = str(error) or type(error).__name__
+        raise RowError("messages", f"the chat template refuses them: {problem}") from None
+
+
 def _bare(text: str) -> str:
     """Text without what tokenizers change: white space, and the ways to write a character."""
     return "".join(unicodedata.normalize("NFKC", text).split())
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _check_turn(message: Message, path: str, text: str) -> None:
@@ -381,6 +431,10 @@ def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...
         path = Path(hf_dir) / name
         if not path.exists():
             continue
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        ids |= set(named) if isinstance(named, list) else {named}
+        try:
+            named = read_json(path).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{path} cannot be read: {error}", "copy it from the model's source again") from None
+        given = named if isinstance(named, list) else [named]
+        ids |= {token for token in given if isinstance(token, int)}
     return tuple(sorted(ids - {None}))

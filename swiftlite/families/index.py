@@ -5,6 +5,7 @@ from pathlib import Path
 from swiftlite.errors import UserError
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.deepseek_v3 import DEEPSEEK_V3
+from swiftlite.families.dense import refuse
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.glm4_moe import GLM4_MOE
 from swiftlite.families.llama import LLAMA
@@ -13,6 +14,7 @@ from swiftlite.families.qwen2 import QWEN2
 from swiftlite.families.qwen3 import QWEN3
 from swiftlite.families.qwen3_moe import QWEN3_MOE
 from swiftlite.families.rank import Rank
+from swiftlite.families.values import value_problems
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
@@ -41,6 +43,7 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
             f"{where}: model_type {hf_config.get('model_type')!r} is not a family that swiftlite knows",
             f"known: {', '.join(FAMILIES)}; docs/en/add-a-family.md shows how to add one",
         )
+    refuse(hf_config, value_problems(hf_config))
     family.check(hf_config)
     return family
 
@@ -49,13 +52,17 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
     """The architecture of a config.json, to count with and not to build: the family has not checked it.
 
     Raises:
-        UserError: the model_type is unknown.
+        UserError: the model_type is unknown, or a size is missing.
     """
     family = _find(hf_config)
     if family is None:
         problem = f"model_type {hf_config.get('model_type')!r}: its memory is not known"
         raise UserError(problem, f"known: {', '.join(FAMILIES)}")
-    return family.architecture(hf_config)
+    architecture = _countable(family, hf_config)
+    if architecture is None:
+        problem = f"config.json (model_type {family.name!r}) lacks a size, so its memory is not known"
+        raise UserError(problem, "copy it from the model's source again")
+    return architecture
 
 
 def known_architecture(hf_config: HfConfig) -> Architecture | None:
@@ -65,16 +72,29 @@ def known_architecture(hf_config: HfConfig) -> Architecture | None:
     does, when the model is read.
     """
     family = _find(hf_config)
-    if family is None:
+    if family is None or value_problems(hf_config):
         return None
+    return _countable(family, hf_config)
+
+
+def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
+    """The architecture, if it has every size that its memory is counted by."""
     try:
         architecture = family.architecture(hf_config)
         architecture.outside.local_vocab(Rank())
+        for layer in architecture.layers[:1]:
+            layer.parameters(Rank())
         for part in architecture.sublayers:
             part.parameters(Rank())
+            part.kept(Rank())
     except (KeyError, TypeError, ZeroDivisionError):  # a size is missing, or no number to count with
         return None
     return architecture
+
+
+def impossible_values(hf_config: HfConfig) -> list[str]:
+    """One line for every key of a known family's config.json that no model can have, and nobody can count with."""
+    return value_problems(hf_config) if _find(hf_config) else []
 
 
 def _find(hf_config: HfConfig) -> Family | None:

@@ -36,7 +36,7 @@ def mixture(hf_config: HfConfig) -> Mixture:
     Checked against transformers: scores are sigmoids in float32, the bias is added for the choice only, the chosen
     scores are divided by their sum (+ 1e-20) and multiplied by `routed_scaling_factor`.
     """
-    is_grouped = _is_grouped(hf_config)
+    groups, chosen = _groups(hf_config) if _is_grouped(hf_config) else (None, None)
     return Mixture(
         hidden=hf_config["hidden_size"],
         experts=hf_config["n_routed_experts"],
@@ -46,8 +46,8 @@ def mixture(hf_config: HfConfig) -> Mixture:
         expert_bias=True,
         router={
             "moe_router_score_function": "sigmoid",
-            "moe_router_num_groups": hf_config["n_group"] if is_grouped else None,
-            "moe_router_group_topk": hf_config["topk_group"] if is_grouped else None,
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen,
             "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor", 1.0),
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "seq_aux_loss",  # the loss of both papers
@@ -57,11 +57,12 @@ def mixture(hf_config: HfConfig) -> Mixture:
 
 def mixture_problems(hf_config: HfConfig) -> list[str]:
     """Settings of the mixture that megatron-core does not compute, one line each."""
-    problems = dense.missing_numbers(hf_config, _REQUIRED)
+    stated = [key for key in ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor") if key in hf_config]
+    problems = dense.missing_numbers(hf_config, (*_REQUIRED, *stated))
     if problems:
         return problems
     experts, topk = hf_config["n_routed_experts"], hf_config["num_experts_per_tok"]
-    layers, dense_layers = hf_config.get("num_hidden_layers", 0), first_k_dense_replace(hf_config)
+    layers, dense_layers = hf_config.get("num_hidden_layers") or 0, first_k_dense_replace(hf_config)
     if not 0 < topk <= experts:
         problems.append(f"num_experts_per_tok {topk} is not between 1 and n_routed_experts {experts}")
     if not 0 <= dense_layers < layers:
@@ -76,7 +77,7 @@ def mixture_problems(hf_config: HfConfig) -> list[str]:
             f"norm_topk_prob {hf_config.get('norm_topk_prob', True)} is not supported with num_experts_per_tok {topk}"
         )
     if _is_grouped(hf_config):
-        groups, chosen = hf_config["n_group"], hf_config["topk_group"]
+        groups, chosen = _groups(hf_config)
         if experts % groups or experts // groups < 2 or not 0 < chosen <= groups:
             problems.append(f"n_group {groups}, topk_group {chosen} do not fit n_routed_experts {experts}")
         # transformers ranks groups by their best 2 experts, megatron-core by their best topk // topk_group.
@@ -87,7 +88,13 @@ def mixture_problems(hf_config: HfConfig) -> list[str]:
 
 def _is_grouped(hf_config: HfConfig) -> bool:
     """Whether the choice is limited to some groups of experts."""
-    return hf_config.get("topk_group", 1) != hf_config.get("n_group", 1)
+    groups, chosen = _groups(hf_config)
+    return chosen != groups
+
+
+def _groups(hf_config: HfConfig) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token may choose from; null is one, as absent."""
+    return hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
 
 
 # Heads of GLM-4.5 and DeepSeek-V3: decoder layers with the numbers after the trunk's last.

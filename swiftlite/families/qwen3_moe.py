@@ -12,7 +12,7 @@ def _num_experts(hf_config: HfConfig) -> int:
 
 
 def _is_moe_layer(hf_config: HfConfig, layer: int) -> bool:
-    step, dense_layers = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or []
+    step, dense_layers = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or []
     return layer not in dense_layers and (layer + 1) % step == 0
 
 

@@ -1,6 +1,8 @@
 """Rotary embeddings with the frequencies that transformers computes, for every `rope_type` it supports."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +47,21 @@ class TransformerConfig(McoreTransformerConfig):
 
 def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
     """The rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
-    return LlamaConfig.from_dict({key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None})
+    with _refusing():
+        return LlamaConfig.from_dict({key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None})
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What transformers makes of values that it does not expect is an exception of any kind."""
+    try:
+        yield
+    except Exception as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"config.json: no rotary frequencies follow from it: {problem}", _HINT) from error
+
+
+_HINT = "copy rope_parameters (or rope_scaling, rope_theta) from the model's source"
 
 
 class RotaryEmbedding(McoreRotaryEmbedding):
@@ -71,7 +87,10 @@ class RotaryEmbedding(McoreRotaryEmbedding):
         if self.rope_type != "default" and self.rope_type not in ROPE_INIT_FUNCTIONS:
             known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
             raise UserError(f"config.json: rope_type {self.rope_type!r} is not known", f"transformers knows {known}")
-        self.inv_freq, self.attention_scaling = self._init_frequencies(seq_len=None)
+        with _refusing():
+            self.inv_freq, self.attention_scaling = self._init_frequencies(seq_len=None)
+        if not self.inv_freq.isfinite().all() or not math.isfinite(self.attention_scaling):
+            raise UserError("config.json: the rotary frequencies that follow from it are not finite", _HINT)
 
     def _init_frequencies(self, seq_len: int | None) -> tuple[torch.Tensor, float]:
         if self.rope_type == "default":

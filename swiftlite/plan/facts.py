@@ -1,6 +1,5 @@
 """What rules look at: the model's config.json, directories of runs, the number of processes; never weights."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from swiftlite.args.config import near
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
+from swiftlite.json_file import read_json
 
 Problem = tuple[str, str]
 
@@ -36,7 +36,7 @@ class Facts:
 def read_hf_config(directory: Path) -> dict[str, Any]:
     """config.json of a Hugging Face model directory; {} when it is absent or not an object."""
     try:
-        content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        content = read_json(directory / "config.json")
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -76,7 +76,7 @@ def model_of_run(run: Path) -> Path | None:
     if run.name.startswith("checkpoint-"):
         run = run.parent
     try:
-        model = json.loads((run / "args.json").read_text(encoding="utf-8"))["model"]
+        model = read_json(run / "args.json")["model"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Path(model) if (Path(model) / "config.json").is_file() else None

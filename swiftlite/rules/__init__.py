@@ -5,15 +5,15 @@ of a command and reports every problem together. A setting that is merely withou
 file per command, `sft_*.py` for the subjects of the largest; `common.py` for what they share.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.errors import OptionError
+from swiftlite.families.index import impossible_values
 from swiftlite.plan.facts import Facts, Problem, config_directory, read_hf_config
-from swiftlite.rules import bench, deploy, doctor, evaluate, export, infer, sft
+from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, sft
 
 
 def check(args: Any, world_size: int = 1) -> list[str]:
@@ -29,10 +29,13 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     Raises:
         OptionError: every problem found.
     """
-    problems: list[Problem] = list(paths_cannot_be(args))
+    problems: list[Problem] = list(common.texts_can_be(args))
     if problems:  # no rule could look at them
         raise OptionError(problems)
     facts = Facts(world_size, read_hf_config(config_directory(Path(args.model))) if args.model else {})
+    if found := impossible_values(facts.hf_config):  # nor can a rule count with these
+        where = config_directory(Path(args.model)) / "config.json"
+        raise OptionError([(f"{where}: {problem}", "copy it from the model's source again") for problem in found])
     for rule in _RULES[type(args)]:
         problems += rule(args, facts)
     if problems:
@@ -43,25 +46,6 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     return notes
 
 
-def paths_cannot_be(args: Any) -> Iterator[Problem]:
-    """Texts that no operating system takes for a path: with a NUL in them (from a file of options), or too long."""
-    for name, value in vars(args).items():
-        for text in value if isinstance(value, list) else [value]:
-            if not isinstance(text, str):
-                continue
-            if "\0" in text:
-                yield f"--{name} {text!r} has a NUL character", "leave it out"
-            elif name in _PATHS and _is_too_long(text):
-                yield f"--{name} {text[:60]}... is too long for a path", "name a shorter one"
-
-
-def _is_too_long(path: str) -> bool:
-    """Whether Linux refuses it: names up to 255 bytes, paths up to 4095."""
-    encoded = os.fsencode(path)
-    return len(encoded) > 4095 or max(map(len, encoded.split(b"/"))) > 255
-
-
-_PATHS = ("model", "output_dir", "dataset", "val_dataset", "mtp_graft_from", "baseline", "result_path")
 _RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {
     SftArgs: sft.RULES,
     ExportArgs: export.RULES,

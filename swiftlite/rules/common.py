@@ -8,6 +8,7 @@ from typing import Any
 
 from swiftlite.args.bounds import in_words, out_of_bounds
 from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.data_file import is_number_of_rows, split_sample
 from swiftlite.args.docs import options
 from swiftlite.heads import DEPTH_KEY, Heads
 from swiftlite.plan.facts import Facts, Problem, is_run, near_path, read_hf_config, run_checkpoints
@@ -15,12 +16,35 @@ from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.run import heads_of
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
+_PATHS += ("acceptance_json",)
+# Linux takes 255 and 4095. What is written beside a path has a longer name while it is written.
+_MAX_NAME = 235
+_MAX_PATH = 4000
 TRAIN_HEADS = "train heads first: swiftlite megatron sft --mtp_num_layers 1"
 
 
 def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
     for name, bounds in out_of_bounds(args).items():
         yield f"--{name} {vars(args)[name]} must be {in_words(bounds)}", ""
+
+
+def texts_can_be(args: Any) -> Iterator[Problem]:
+    """Texts that can be written to a file, paths that a file can have; asked about another one, Python raises."""
+    for option, given in vars(args).items():
+        for text in given if isinstance(given, list) else [given]:
+            if not isinstance(text, str):
+                continue
+            encoded = text.encode(errors="backslashreplace")
+            if "\0" in text or encoded.decode() != text:
+                yield f"--{option} {text!r} holds bytes that are no UTF-8 text, or a NUL", "write it in UTF-8"
+            elif option in _PATHS and _is_too_long(text):
+                problem = f"--{option} {text[:40]}...: a name in it is over {_MAX_NAME} bytes, or all over {_MAX_PATH}"
+                yield problem, "name a shorter path"
+
+
+def _is_too_long(path: str) -> bool:
+    return len(path.encode()) > _MAX_PATH or any(len(name.encode()) > _MAX_NAME for name in Path(path).parts)
 
 
 def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
@@ -58,9 +82,9 @@ def _absent_model(model: str) -> Problem:
 
 def file_problems(flag: str, name: str) -> Iterator[Problem]:
     """What keeps one data file, FILE or FILE#N, from being read."""
-    file, _, sample = name.partition("#")
+    file, sample = split_sample(name)
     path = Path(file)
-    if "#" in name and not (sample.isdigit() and int(sample) > 0):
+    if file != name and not (is_number_of_rows(sample) and int(sample) > 0):
         yield f"{flag} {name}: after # comes the number of rows to take", f"for example {file}#500"
     if path.is_dir():
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in DATA_SUFFIXES)

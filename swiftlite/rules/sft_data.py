@@ -6,6 +6,7 @@ from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.data_file import split_sample
 from swiftlite.args.mock_config import FLAG, check_mock_config
 from swiftlite.errors import UserError
 from swiftlite.plan.facts import Facts, Problem
@@ -28,7 +29,7 @@ def streamed_files_have_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.streaming:
         return
     for name in args.dataset:
-        file, _, sample = name.partition("#")
+        file, sample = split_sample(name)
         if sample:
             yield f"--dataset {name} with --streaming: a sample needs the whole file", f"give the file: {file}"
         elif Path(file).suffix.lower() not in (".jsonl", ".parquet"):
@@ -92,9 +93,9 @@ def packing_options_go_together(args: SftArgs, facts: Facts) -> Iterator[Problem
 
 
 def held_out_rows_are_trained_on(args: SftArgs, facts: Facts) -> Iterator[str]:
-    trained = {Path(name.partition("#")[0]).resolve() for name in args.dataset}
+    trained = {Path(split_sample(name)[0]).resolve() for name in args.dataset}
     for name in args.val_dataset:
-        if Path(name.partition("#")[0]).resolve() in trained:
+        if Path(split_sample(name)[0]).resolve() in trained:
             yield f"{name} is in --dataset and in --val_dataset: its evaluation measures memory"
 
 

@@ -1,13 +1,13 @@
 """Rules of `megatron sft --resume`: whether there is a run to go on with, and whether this is still the same one."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
+from swiftlite.json_file import read_json
 from swiftlite.plan.facts import Facts, Problem, run_checkpoints
 from swiftlite.rules import common
 from swiftlite.runtime.lock import holder_of, in_use
@@ -129,7 +129,7 @@ def _saved_options(args: SftArgs) -> dict[str, Any] | None:
     if not args.resume or not run_checkpoints(Path(args.output_dir or ".")):
         return None
     try:
-        saved = json.loads((Path(args.output_dir or ".") / "args.json").read_text(encoding="utf-8"))
+        saved = read_json(Path(args.output_dir or ".") / "args.json")
     except (OSError, ValueError):
         return None
     return saved if isinstance(saved, dict) else None

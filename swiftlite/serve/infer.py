@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import InferArgs
+from swiftlite.args.data_file import split_sample
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import load_prompts
@@ -61,7 +62,8 @@ def run(args: InferArgs) -> None:
         UserError: before any engine starts, where that is possible.
     """
     model = read_model(args.model)
-    template = ChatTemplate(load_tokenizer(model.directory, args.trust_remote_code))
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
+    template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
     stops = stop_token_ids(template, model.directory)
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
     _check_result_path(args)
@@ -214,7 +216,7 @@ def _check_result_path(args: InferArgs) -> None:
         raise UserError(f"--result_path {path} is a directory", f"name a file: --result_path {path / 'answers.jsonl'}")
     if not path.parent.is_dir():
         raise UserError(f"--result_path {path}: the directory {path.parent} does not exist", "make it, or name another")
-    if path.resolve() in {Path(name.partition("#")[0]).resolve() for name in args.val_dataset}:
+    if path.resolve() in {Path(split_sample(name)[0]).resolve() for name in args.val_dataset}:
         raise UserError(
             f"--result_path {path} is a file of --val_dataset; the answers would replace it", "name another"
         )

@@ -22,7 +22,7 @@ from swiftlite.model.build import check_computable
 from swiftlite.model.open import HfModel, read_hf_model
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.layout import sequence_multiple
-from swiftlite.plan.run import Plan, make_plan, make_schedule
+from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.runtime.agreement import digest
 from swiftlite.runtime.mesh import Mesh
@@ -134,7 +134,7 @@ def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBa
     """The micro-batches of each step, and what a checkpoint keeps of the data."""
     args = run.args
     if args.streaming:
-        stream = open_stream(args, run.plan, run.tokenizer, state) if run.is_first_rank else None
+        stream = open_stream(run, state) if run.is_first_rank else None
         streamed = StreamedBatches(run.batches, stream, run.mesh)
         return streamed.train, streamed.state
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
@@ -167,7 +167,7 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
     mock = args.sft_mock_dataset_config_json
     is_read_here = not args.streaming and mock is None
     data = load_train_val(
-        make_encoder(args, tokenizer),
+        make_encoder(args, tokenizer, hf_model.config["vocab_size"]),
         args.dataset if is_read_here else (),
         args.val_dataset,
         split_dataset_ratio=args.split_dataset_ratio if is_read_here else 0,
@@ -189,19 +189,21 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
     return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))
 
 
-def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
     """What makes a sample of a row."""
-    return Encoder(ChatTemplate(tokenizer, args.loss_scale), args.max_length, args.truncation_strategy)
+    template = ChatTemplate(tokenizer, args.loss_scale, vocab_size)
+    return Encoder(template, args.max_length, args.truncation_strategy)
 
 
-def open_stream(args: SftArgs, plan: Plan, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]) -> Stream:
+def open_stream(run: phases.Run, state: Mapping[str, Any]) -> Stream:
     """The packed rows of --streaming, from where a checkpoint's state says."""
+    args = run.args
     return Stream(
         args.dataset,
-        make_encoder(args, tokenizer),
-        plan.packing_length,
+        make_encoder(args, run.tokenizer, run.hf_model.config["vocab_size"]),
+        run.plan.packing_length,
         buffer_size=args.streaming_buffer_size,
-        multiple=sequence_multiple(plan.layout),
+        multiple=sequence_multiple(run.plan.layout),
         max_bad_rows=args.max_bad_rows,
         system=args.system,
         state=state.get("stream"),

@@ -1,6 +1,7 @@
 """Values from text and files, and back."""
 
 import dataclasses
+import datetime
 import json
 
 import pytest
@@ -84,6 +85,10 @@ def test_none_is_a_choice_before_it_is_no_value():
             "takes JSON; at character 2 of '{a: 1}'",
             "--vllm_engine_kwargs '{\"key\": 1}'",
         ),
+        ("vllm_engine_kwargs", {"a": datetime.date(2024, 1, 1)}, "takes a JSON object: Object of type date", "--vllm"),
+        ("vllm_engine_kwargs", {"a": "\ud83d"}, "takes a JSON object: 'utf-8' codec can't encode", "--vllm"),
+        ("train_iters", 2**63, "takes a whole number below 2^63, not 9223372036854775808", ""),
+        ("train_iters", "9" * 5000, "takes a whole number, not '999", ""),
         ("vllm_engine_kwargs", "[1]", "takes a JSON object, not [1]", "--vllm_engine_kwargs '{\"key\": 1}'"),
     ],
 )
@@ -122,13 +127,32 @@ def test_yaml_reads_exponents_without_a_point_as_numbers(tmp_path):
     assert yaml.safe_load("1e-5") == "1e-5"
 
 
+# 10^9 texts on its last line, as "billion laughs"; each line names the one before ten times.
+ALIAS_BOMB = "o0: &o0 [x]\n" + "".join(f"o{n}: &o{n} [{', '.join([f'*o{n - 1}'] * 10)}]\n" for n in range(1, 9))
+ALIAS_BOMB += f"dataset: [{', '.join(['*o8'] * 10)}]\n"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("run.yaml", "lr: [1", "run.yaml:1: not YAML"),
         ("run.yaml", "- lr", "run.yaml holds no mapping"),
         ("run.yaml", "lr: 1\nseed: 1\nlr: 2\n", "run.yaml:3: lr was given before, at {dir}/run.yaml:1"),
+        ("run.yaml", "lr: 1\nseed: \0\n", "run.yaml:2: not YAML: special characters are not allowed: #x0000"),
+        ("run.yaml", "lr: 1\n? [lr]\n: 1\n", "run.yaml:2: a list or a mapping stands where a name should"),
+        ("run.yaml", "lr: " + "[" * 5000, "run.yaml:1: not YAML: nested more than 100 deep"),
+        ("run.yaml", "lr: " + "- " * 5000 + "1", "run.yaml:1: not YAML"),
+        ("run.yaml", "lr:\n  " + "- " * 5000 + "1", "run.yaml: not YAML: nested too deeply"),
+        ("run.yaml", "lr: 1\nseed: " + "9" * 5000, "run.yaml:2: not YAML: ValueError: Exceeds the limit"),
+        ("run.yaml", "lr: 1\nseed: [0x" + "f" * 5000 + "]", "run.yaml:2: not YAML: ValueError: Exceeds the limit"),
+        ("run.yaml", "seed: !!float ''", "run.yaml:1: not YAML: IndexError"),
+        ("run.yaml", "seed: !!bool x", "run.yaml:1: not YAML: KeyError"),
+        ("run.yaml", "seed: 2024-02-31", "run.yaml:1: not YAML: ValueError: day is out of range"),
+        ("run.yaml", ALIAS_BOMB, "run.yaml:5: its aliases stand for more than 10000 values"),
+        ("run.yaml", "lr: 1\nmodel: &a [*a]", "run.yaml:2: its aliases stand for more than 10000 values"),
         ("run.json", '{"lr": 1,\n}', "run.json:2: not JSON"),
+        ("run.json", "[" * 100_000, "run.json:1: not JSON: nested more than 100 deep"),
+        ("run.json", '{"seed": ' + "9" * 5000 + "}", "run.json:1: not JSON: a number of more than 4300 digits"),
         ("run.json", "[1]", "run.json holds no JSON object"),
         ("run.txt", "lr: 1", "run.txt is neither .yaml, .yml nor .json"),
     ],

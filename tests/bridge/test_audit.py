@@ -90,6 +90,10 @@ def test_any_subset_of_missing_tensors_is_named(tmp_path, data):
             lambda t: t.update({"mtp.fc.weight": torch.ones(64, 64)}),
             "mtp.fc.weight has shape [64, 64], config.json asks for [64, 128]",
         ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].int()}),
+            "lm_head.weight is torch.int32, a type of whole numbers, which weights are not",
+        ),
         (lambda t: t["lm_head.weight"][3, 5:7].fill_(float("nan")), "lm_head.weight: 2 of 8192 numbers are not finite"),
         (lambda t: t["mtp.norm.weight"][:1].fill_(float("inf")), "mtp.norm.weight: 1 of 64 numbers are not finite"),
     ],

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from swiftlite.bridge import tensors
@@ -267,3 +267,41 @@ def test_unknown_dtype(tmp_path):
 def test_header_length_is_not_believed(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
     assert "not a safetensors file, or cut short" in problem_of(tmp_path)
+
+
+def part(shape: list[int], begin: int, end: int) -> dict:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "num_bytes", "problem"),
+    [
+        ({"a": part([2], 0, 8), "b": part([2], 4, 12)}, 12, "b overlaps the tensor before it"),
+        ({"a": part([2], 0, 8), "b": part([2], 0, 8)}, 8, "b overlaps the tensor before it"),
+        ({"a": part([2], 0, 8), "b": part([2], 12, 20)}, 20, "b leaves bytes before it that are no tensor"),
+        ({"a": part([2], 4, 12)}, 12, "a leaves bytes before it that are no tensor"),
+        ({"a": part([2], 0, 8)}, 9, "1 bytes follow the last tensor"),
+        ({"a": part([0], 0, 0), "b": part([2], 0, 8), "c": part([0], 8, 8)}, 8, ""),
+    ],
+)
+def test_what_the_safetensors_package_refuses_is_refused(tmp_path, header, num_bytes, problem):
+    path = tmp_path / "model.safetensors"
+    raw_file(path, header, b"\0" * num_bytes)
+    if not problem:
+        assert load_file(path).keys() == scan(tmp_path)[0].keys() == header.keys()
+        return
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    assert problem in problem_of(tmp_path)
+
+
+def test_a_pipe_is_no_shard(tmp_path):
+    os.mkfifo(tmp_path / "model-00001-of-00001.safetensors")
+    weight_map = {"a": "model-00001-of-00001.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "model-00001-of-00001.safetensors: not a regular file" in problem_of(tmp_path)
+
+
+def test_an_index_that_is_nested_for_ever(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    assert "not a safetensors index (nested more than 100 deep" in problem_of(tmp_path)

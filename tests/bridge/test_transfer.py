@@ -431,3 +431,13 @@ def test_random_heads_follow_the_seed(tmp_path, mesh):
     assert first[projection].std().item() == pytest.approx(0.02, rel=0.05)  # of 8192 numbers: 1 % is one sigma
     assert first["mtp.layers.0.enorm.weight"].eq(1).all()
     assert first["mtp.layers.0.transformer_layer.self_attention.linear_qkv.bias"].eq(0).all()
+
+
+def test_weights_of_whole_numbers(tmp_path, mesh):
+    """A cast would make numbers of codes, and training would begin at a loss of 1e10."""
+    hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
+    tensors = load_file(hf_dir / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
+    save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head.weight is torch.int32, a type of whole numbers"):
+        load(build(hf_dir, mesh, 1), hf_dir)

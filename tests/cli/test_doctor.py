@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
 from swiftlite.cli.doctor import TESTED
-from tests.tiny import make_tiny_hf
+from tests.tiny import make_tiny_hf, make_tiny_tokenizer
 
 
 @pytest.fixture
@@ -135,3 +135,18 @@ def test_a_directory_without_weights(tmp_path, capsys):
     code, report = examine(tmp_path / "empty", capsys)
     assert code == 1
     assert "is not a family" in report
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path, capsys):
+    model = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True, vocab_size=300)
+    largest = len(make_tiny_tokenizer()) - 1
+    code, report = examine(model, capsys)
+    assert code == 1
+    assert f"tokenizer.json has tokens up to {largest}, config.json vocab_size 300" in report
+    assert "1 problems" in report
+    code, report = examine(make_tiny_hf(tmp_path / "good", "qwen3", with_tokenizer=True), capsys)
+    assert code == 0
+    (tmp_path / "good" / "tokenizer.json").write_text("{")
+    code, report = examine(tmp_path / "good", capsys)
+    assert code == 1
+    assert "tokenizer.json cannot be read" in report

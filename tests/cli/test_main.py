@@ -8,7 +8,7 @@ import types
 import pytest
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.cli import table
+from swiftlite.cli import failure, table
 from swiftlite.cli.main import main
 from swiftlite.cli.table import COMMANDS
 from swiftlite.errors import UserError
@@ -229,3 +229,10 @@ def test_ranks_that_end_alike_speak_once(monkeypatch, capsys, tmp_path):
     end_with(monkeypatch, UserError("train.jsonl:4: no answer"))
     assert main(["end"]) == 1
     assert capsys.readouterr().err == "swiftlite: train.jsonl:3: no answer\nswiftlite: train.jsonl:4: no answer\n"
+
+
+def test_a_message_with_half_a_surrogate_pair_is_said(monkeypatch, tmp_path, capsys):
+    """Ranks say a message once by the digest of its text, which JSON may have brought in as no text at all."""
+    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
+    assert main(["doctor", "\ud83d.yaml"]) == 2
+    assert "the configuration file \\ud83d.yaml does not exist" in capsys.readouterr().err

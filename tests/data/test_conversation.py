@@ -195,6 +195,25 @@ def test_prompt_and_answer():
             {"messages": [turn("user", "q", loss=True), ANSWER]},
             "messages[0].loss: stands on a turn that is not the assistant's",
         ),
+        (
+            {"messages": [QUESTION, turn("assistant", "a", loss_scale=10**400)]},
+            "messages[1].loss_scale: is 1000000000",
+        ),
+        (
+            {"messages": [QUESTION, turn("assistant", "a", loss_scale=1e39)]},
+            "messages[1].loss_scale: is 1e+39, not a number from 0 to 1e+06",
+        ),
+        (
+            {"messages": [turn("user", [{"type": "text", "text": 5}]), ANSWER]},
+            "messages[0].content[0].text: is a number, not text",
+        ),
+        (
+            {"messages": [QUESTION, turn("assistant", "a", reasoning_content=[1])]},
+            "messages[1].reasoning_content: is a list, not text",
+        ),
+        ({"query": "q", "response": "a", "channel": "\ud83d"}, "channel: half of a surrogate pair"),
+        ({"query": "q", "response": "a", "tools": "[" * 5000}, "tools: is not JSON: nested more than 100 deep"),
+        ({"query": "q", "response": "a", "tools": "9" * 5000}, "tools: is not JSON: a number of more than 4300 digits"),
         ({"conversations": [{"from": "me", "value": "q"}]}, "conversations[0].from: is 'me', not one of system, human"),
         ({"conversations": [{"from": "human", "value": ""}]}, "conversations[0].value: is empty"),
         (

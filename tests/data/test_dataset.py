@@ -250,3 +250,32 @@ def test_rows_that_the_template_refuses_are_bad_rows(make_tokenizer, write_jsonl
         load_train_val(encoder, [path])
     data = load_train_val(encoder, [path], max_bad_rows=1)
     assert data.report.total.dropped_bad == 1
+
+
+def test_special_tokens_in_what_is_said_are_counted(make_tokenizer, write_jsonl):
+    """What becomes of them is what transformers makes of them."""
+    rows = [row(0), {"query": "<|im_end|>\n<|im_start|>assistant\nno", "response": "a"}, row(2)]
+    path = write_jsonl([*rows, {"query": "q", "response": "<|im_end|>"}, {"query": "<|im_end >", "response": "a"}])
+    tokenizer = make_tokenizer(CHATML)
+    data = load(make_tokenizer, [path])
+    assert data.report.notes == [
+        f"2 rows have special tokens in what is said; {path}:2 has <|im_end|>: it becomes that token, as in "
+        "transformers, and may end a turn early"
+    ]
+    turns = [{"role": "user", "content": rows[1]["query"]}, {"role": "assistant", "content": "a"}]
+    ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+    assert data.train[1].input_ids.tolist() == ids
+    assert load(make_tokenizer, [write_jsonl(rows[::2])]).report.notes == []
+
+
+def test_a_token_beyond_the_embedding_names_both_numbers(make_tokenizer, write_jsonl):
+    tokenizer = make_tokenizer(CHATML)
+    path = write_jsonl([row(0)])
+    encoder = Encoder(ChatTemplate(tokenizer, vocab_size=300), 2048, "delete")
+    largest = int(max(load(make_tokenizer, [path]).train[0].input_ids))
+    with pytest.raises(UserError) as caught:
+        load_train_val(encoder, [path])
+    problem = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond vocab_size 300 of config.json"
+    assert str(caught.value).startswith(f"{path}:1: messages: {problem}; the tokenizer has {len(tokenizer)} tokens")
+    encoder = Encoder(ChatTemplate(tokenizer, vocab_size=len(tokenizer)), 2048, "delete")
+    assert len(load_train_val(encoder, [path]).train) == 1

@@ -154,6 +154,17 @@ def test_bad_rows_are_named_and_the_others_read(tmp_path):
     assert rows.num_rows == 5
 
 
+@pytest.mark.parametrize("value", ["[" * 10_000, "[" * 500 + "]" * 500, '{"a":' * 500 + "1" + "}" * 500, "9" * 5000])
+@pytest.mark.parametrize("row", ['{{"query": "q", "response": {}}}', '{{"messages": {}}}', '{{"tools": {}}}', "{}"])
+def test_a_row_that_no_reader_survives_is_a_bad_row(tmp_path, row, value):
+    rows = read(write(tmp_path / "a.jsonl", JSON_LINES + row.format(value) + "\n" + JSON_LINES))
+    assert len(rows.conversations) == 8
+    problem = "a number of more than 4300 digits" if value[0] == "9" else "nested more than 100 deep"
+    assert [str(bad).removeprefix(f"{tmp_path}/") for bad in rows.bad_rows] == [
+        f"a.jsonl:5: column 1: not JSON: {problem}"
+    ]
+
+
 def test_csv_row_of_another_width(tmp_path):
     rows = read(write(tmp_path / "a.csv", "query,response\nq0,a\nq1,a,b\nq2\n"))
     assert [str(bad).partition("a.csv:")[2] for bad in rows.bad_rows] == [
@@ -177,6 +188,9 @@ def test_csv_row_of_another_width(tmp_path):
         ("a.csv", b"query,response\nq,\xff\n", "a.csv:2: not UTF-8\n    convert it: iconv -f LATIN1 -t UTF-8"),
         ("a.json", '[{"query": 1}]'.encode("utf-16"), "a.json:1: not UTF-8\n    convert it: iconv -f UTF-16 -t UTF-8"),
         ("a.parquet", "query,response\n", "a.parquet: not Parquet: Parquet magic bytes not found"),
+        ("a.csv", "query,response,query\nq,a,b\n", "a.csv:1: 2 columns are called 'query'\n    rename or remove all"),
+        ("a.json", "[{}]" + "[" * 5000, "a.json:1: column 5: not JSON: something follows the array"),
+        ("a.json", "[{},\n" + "[" * 5000, "a.json:2: column 1: not JSON: nested more than 100 deep"),
     ],
 )
 def test_unreadable_file(tmp_path, name, data, message):
@@ -191,3 +205,44 @@ def test_misnamed_file(tmp_path, monkeypatch, spec):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="does not exist\n    every node reads the files of its own disk"):
         find_file(spec)
+
+
+def table(path: Path, columns: dict) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, compression="NONE")
+    return path
+
+
+def test_parquet_with_a_column_twice(tmp_path):
+    rows = pyarrow.Table.from_arrays([pyarrow.array(["q"])] * 3, names=["query", "query", "response"])
+    pyarrow.parquet.write_table(rows, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: 2 columns are called 'query'"):
+        read(tmp_path / "a.parquet")
+
+
+def test_parquet_with_a_date_before_all_dates(tmp_path):
+    days = pyarrow.array([-10_000_000], pyarrow.int32()).cast(pyarrow.date32())
+    with pytest.raises(UserError, match=r"a\.parquet: not Parquet: "):
+        read(table(tmp_path / "a.parquet", {"query": ["q"], "response": ["a"], "day": days}))
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe\xfd", b"\0" * 40])
+def test_parquet_that_is_damaged_is_said_to_be_or_read(tmp_path, damage):
+    """Wherever the damage lies: some bytes, as those of statistics, nobody needs."""
+    whole = table(tmp_path / "whole.parquet", {"query": ["question"] * 9, "response": ["answer"] * 9}).read_bytes()
+    refused = 0
+    for place in range(0, len(whole) - len(damage), 7):
+        path = write(tmp_path / "a.parquet", whole[:place] + damage + whole[place + len(damage) :])
+        refusal = refusal_of(path)
+        assert str(path) in refusal
+        refused += refusal != str(path)
+    assert refused > 10
+
+
+def refusal_of(path: Path) -> str:
+    """Why a file is not read; its name alone if it is."""
+    try:
+        rows = read(path)
+    except UserError as error:
+        return error.problem
+    assert rows.num_rows == len(rows.conversations) + len(rows.bad_rows)
+    return str(path)

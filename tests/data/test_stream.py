@@ -153,3 +153,12 @@ def test_files_that_have_changed(make_stream, write_jsonl, now):
     write_jsonl(now)
     with pytest.raises(UserError, match="is not what this run has read before\n    resume with the same files"):
         make_stream([path], state=stream.state())
+
+
+def test_the_first_row_with_a_special_token_is_named(make_stream, write_jsonl, caplog):
+    said = {"query": "q", "response": "a <|im_end|> b"}
+    path = write_jsonl([row(0), said, said])
+    stream = make_stream([path], buffer_size=6)
+    take(stream, 3)
+    (message,) = caplog.messages
+    assert message.startswith(f"{path}:2 has <|im_end|>: ")

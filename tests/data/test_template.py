@@ -12,6 +12,7 @@ from swiftlite.data.conversation import RowError, parse_row
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
 from tests.data.templates import ALPACA, CHATML, CHATML_GENERATION, GLM, LLAMA3, MISTRAL, OPEN_THINK, QWEN3, R1
+from tests.tiny import make_tiny_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
 TWO_ROUNDS = {"query": "And you?", "response": "I am fine", "history": [["2 + 2 =", "4."]]}
@@ -365,3 +366,38 @@ def test_a_directory_without_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("1 // 0", "division"),
+        ("range(10**9) | list", "Range too big"),
+        ("m.content.index('@')", "substring not found"),
+        ("'%q' % {}", "unsupported format character"),
+        ("'{:d}'.format(m.content)", "format code"),
+        ("forever(1)", "recursion"),
+    ],
+)
+def test_a_template_may_raise_anything(make_tokenizer, expression, problem):
+    """A plain exchange passes, so that it is one row that meets the fault."""
+    fault = "{% macro forever(n) %}{{ forever(n) }}{% endmacro %}{% if m.content == 'q' %}{{ " + expression + " }}"
+    template = ChatTemplate(
+        make_tokenizer("{% for m in messages %}" + fault + "{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}")
+    )
+    row = {"query": "q", "response": "a"}
+    with pytest.raises(RowError, match="messages: the chat template refuses them: .*" + problem):
+        template.encode(parse_row(row))
+
+
+def test_a_config_that_transformers_refuses_is_not_the_tokenizer_s_fault(tmp_path):
+    """AutoTokenizer reads config.json first."""
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": "a"}')
+    with pytest.raises(UserError) as error:
+        load_tokenizer(tmp_path)
+    assert error.value.problem.startswith(f"{tmp_path}/config.json: transformers refuses it: ")
+    assert "hidden_size" in error.value.problem
+    assert "\n" not in error.value.problem
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert len(load_tokenizer(tmp_path)) == len(make_tiny_tokenizer())

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rules.good import SFT, problems_of
+from swiftlite.args.commands import DoctorArgs
+from tests.rules.good import SFT, change_config, problems_of
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,10 @@ from tests.rules.good import SFT, problems_of
         ({"model": "run/checkpoint-5"}, "--model run/checkpoint-5 holds megatron-core checkpoints", "export --to_hf"),
         ({"model": "run/source"}, "--model run/source has no *.safetensors file", "download the weights"),
         ({"model": "."}, "--model . has no config.json", "Hugging Face model"),
+        ({"model": "a" * 300}, f"--model {'a' * 40}...: a name in it is over 235 bytes", "name a shorter path"),
+        ({"dataset": ["a/" * 2100]}, "or all over 4000", "name a shorter path"),
+        ({"output_dir": "a\0b"}, "--output_dir 'a\\x00b' holds bytes that are no UTF-8 text, or a NUL", "in UTF-8"),
+        ({"system": "\udcff"}, "--system '\\udcff' holds bytes that are no UTF-8 text", "in UTF-8"),
         ({"output_dir": ""}, "--output_dir is required", "name the directory to write"),
         ({"output_dir": "train.jsonl"}, "--output_dir train.jsonl is a file", "name a directory"),
     ],
@@ -64,8 +69,18 @@ def test_a_place_that_cannot_be_made(here):
 
 
 @pytest.mark.parametrize("name", ["model", "output_dir", "mtp_graft_from"])
-@pytest.mark.parametrize(("text", "why"), [("a\0b", "has a NUL"), ("x" * 300, "too long"), ("x/" * 3000, "too long")])
+@pytest.mark.parametrize(
+    ("text", "why"), [("a\0b", "or a NUL"), ("x" * 300, "is over 255 bytes"), ("x/" * 3000, "or all over 4095")]
+)
 def test_a_path_that_cannot_be(here, name, text, why):
     ((problem, _),) = problems_of(dataclasses.replace(SFT, **{name: text}))
     assert problem.startswith(f"--{name} ")
     assert why in problem
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "vocab_size", "num_nextn_predict_layers"])
+@pytest.mark.parametrize("args", [SFT, DoctorArgs(model="plain"), DoctorArgs(model="plain", plan=True)])
+def test_sizes_that_no_model_has_are_refused_before_anybody_counts_with_them(here, key, args):
+    change_config(**{key: 10**9})
+    ((problem, _),) = problems_of(args)
+    assert problem.startswith(f"plain/config.json: {key} 1000000000 is not a whole number")

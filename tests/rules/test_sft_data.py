@@ -44,6 +44,17 @@ def test_files(here, change, problem, hint):
     assert hint in advice
 
 
+def test_a_number_sign_in_a_path(here):
+    Path("c#").mkdir()
+    Path("train.jsonl").rename("c#/train.jsonl")
+    for spec in ("c#/train.jsonl", "c#/train.jsonl#2"):
+        assert rules.check(dataclasses.replace(SFT, dataset=[spec])) == []
+    same = dataclasses.replace(SFT, dataset=["c#/train.jsonl#2"], val_dataset=["c#/train.jsonl"])
+    assert any("is in --dataset and in --val_dataset" in note for note in rules.check(same))
+    streamed = dataclasses.replace(SFT, dataset=["c#/train.jsonl"], streaming=True, packing=True, train_iters=3)
+    assert not any("sample" in note for note in rules.check(streamed))
+
+
 def test_an_empty_file_is_no_dataset(here):
     Path("train.jsonl").write_text("")
     ((problem, _),) = problems_of(SFT)

@@ -1,0 +1,103 @@
+"""What the keys of a config.json can be in any family, so that whoever counts with them gets an answer.
+
+A key that is absent or null is not looked at: a family says which it needs, and which settings it computes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from swiftlite.errors import clip
+from swiftlite.heads import DEPTH_KEY, UNROLL_KEY
+
+# Whole numbers: the smallest, and some ten times the largest of any published model. More is damage: a list of 1e9
+# layers, or an embedding of 1e9 tokens, would take all memory before anybody was told.
+_SIZES = {
+    "vocab_size": (1, 10_000_000),
+    "hidden_size": (1, 200_000),
+    "intermediate_size": (1, 1_000_000),
+    "num_hidden_layers": (1, 1_000),
+    "num_attention_heads": (1, 2_000),
+    "num_key_value_heads": (1, 2_000),
+    "head_dim": (1, 10_000),
+    "max_position_embeddings": (1, 10**9),
+    "num_experts": (1, 5_000),
+    "num_local_experts": (1, 5_000),
+    "n_routed_experts": (1, 5_000),
+    "num_experts_per_tok": (1, 5_000),
+    "moe_intermediate_size": (1, 1_000_000),
+    "n_shared_experts": (0, 1_000),
+    "n_group": (1, 5_000),
+    "topk_group": (1, 5_000),
+    "first_k_dense_replace": (0, 1_000),
+    "decoder_sparse_step": (1, 1_000),
+    "q_lora_rank": (1, 200_000),
+    "kv_lora_rank": (1, 200_000),
+    "qk_nope_head_dim": (1, 10_000),
+    "qk_rope_head_dim": (1, 10_000),
+    "v_head_dim": (1, 10_000),
+    DEPTH_KEY: (0, 100),
+    UNROLL_KEY: (0, 1_000),
+}
+_NUMBERS = {
+    "rms_norm_eps": (0.0, 1.0),
+    "initializer_range": (0.0, 1e6),
+    "rope_theta": (1e-6, 1e30),
+    "partial_rotary_factor": (1e-6, 1.0),
+    "routed_scaling_factor": (1e-6, 1e6),
+    "factor": (1e-6, 1e6),
+    "original_max_position_embeddings": (1, 10**9),
+}
+_FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_qk_norm",
+    "norm_topk_prob",
+    "rope_interleave",
+    "use_sliding_window",
+)
+_LISTS = {"mlp_only_layers": int, "layer_types": str}
+_OBJECTS = ("rope_parameters", "rope_scaling")
+
+
+def value_problems(hf_config: Mapping[str, Any]) -> list[str]:
+    """One line for every key whose value no model can have."""
+    problems = []
+    for key, (lowest, highest) in _SIZES.items():
+        value = hf_config.get(key)
+        if value is not None and not (_is_whole(value) and lowest <= value <= highest):
+            problems.append(f"{key} {_shown(value)} is not a whole number from {lowest} to {highest}")
+    problems += _number_problems(hf_config)
+    for key in _FLAGS:
+        if not isinstance(hf_config.get(key), bool | None):
+            problems.append(f"{key} {_shown(hf_config[key])} is not true or false")
+    for key, kind in _LISTS.items():
+        value = hf_config.get(key)
+        is_list = isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
+        if value is not None and not is_list:
+            problems.append(f"{key} {_shown(value)} is not a list of {'names' if kind is str else 'whole numbers'}")
+    for key in _OBJECTS:
+        value = hf_config.get(key)
+        if isinstance(value, dict):
+            problems += [f"{key}: {problem}" for problem in _number_problems(value)]
+        elif value is not None:
+            problems.append(f"{key} {_shown(value)} is not an object")
+    return problems
+
+
+def _number_problems(values: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for key, (lowest, highest) in _NUMBERS.items():
+        value = values.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and lowest <= value <= highest):
+            problems.append(f"{key} {_shown(value)} is not a number from {lowest:g} to {highest:g}")
+    return problems
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    return clip(repr(value), 80)

@@ -1,0 +1,131 @@
+"""Data files of any content: every row is a sample, or a bad row that names its line, or the file is refused."""
+
+import json
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import example, given
+
+from swiftlite.data.conversation import FIELDS, ORDER, SHAREGPT_ROLES
+from swiftlite.data.dataset import Encoder
+from swiftlite.data.sources import FileRows, find_file, read_file
+from swiftlite.data.template import ChatTemplate
+from tests.data.templates import CHATML, QWEN3, train_bytes
+from tests.faults.fuzzing import answer, damaged, fuzz, junk, texts
+
+ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+CALL = {"function": {"name": "get", "arguments": {"a": 1}}}
+
+contents = st.one_of(
+    texts, junk, st.lists(st.fixed_dictionaries({"type": st.one_of(st.just("text"), junk), "text": junk}), max_size=2)
+)
+turns = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.one_of(st.sampled_from([*ORDER]), junk),
+        "from": st.one_of(st.sampled_from([*SHAREGPT_ROLES]), junk),
+        "content": contents,
+        "value": contents,
+        "loss": junk,
+        "loss_scale": junk,
+        "tool_calls": st.one_of(junk, st.just([CALL]), st.lists(st.fixed_dictionaries({"function": junk}), max_size=2)),
+        "reasoning_content": junk,
+        "name": junk,
+    },
+)
+histories = st.one_of(junk, st.lists(st.lists(contents, min_size=2, max_size=2), max_size=2))
+values = st.one_of(junk, texts, st.lists(turns, max_size=4), histories, junk.map(json.dumps))
+good = st.one_of(contents, st.just("text")).map(
+    lambda content: {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]}
+)
+rows = st.one_of(st.dictionaries(st.one_of(st.sampled_from(sorted(FIELDS)), texts), values, max_size=4), good, junk)
+
+
+@pytest.fixture(scope="module", params=[CHATML, QWEN3], ids=["chatml", "qwen3"])
+def encoder(request) -> Encoder:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=train_bytes(), eos_token="<|endoftext|>", chat_template=request.param
+    )
+    return Encoder(ChatTemplate(tokenizer, vocab_size=len(tokenizer)), 2048, "delete")
+
+
+def check(path: Path, encoder: Encoder) -> None:
+    """Every row of the file has gone somewhere, and what went to training can train."""
+    read = answer(read_file, find_file(str(path)), names=str(path))
+    if read is None:
+        return
+    assert isinstance(read, FileRows)
+    assert read.num_rows == len(read.conversations) + len(read.bad_rows)
+    for bad in read.bad_rows:
+        assert bad.source.startswith(f"{path}:")
+        assert str(bad).encode()
+    for conversation in read.conversations:
+        encoded = encoder(conversation)
+        if encoded.bad:
+            assert encoded.bad.source.startswith(f"{path}:")
+        elif encoded.sample is not None:
+            assert encoded.sample.num_trained_tokens
+            assert np.isfinite(encoded.sample.loss_scale).all()
+
+
+def row_with(**turn: object) -> dict:
+    return {"messages": [ROW["messages"][0], {"role": "assistant", "content": "a"} | turn]}
+
+
+@fuzz
+@given(row=rows)
+@example(row=row_with(loss_scale=10**400))
+@example(row=row_with(loss_scale=1e39))
+@example(row=row_with(reasoning_content=[1]))
+@example(row=row_with(content=[{"type": "text", "text": 5}]))
+@example(row={"query": "q", "response": "a", "channel": "\ud83d"})
+@example(row={"\ud83d": 1})
+@example(row={"query": "\ud83d", "response": "a"})
+@example(row={"query": "q", "response": "a", "tools": "[" * 5000})
+def test_any_row(tmp_path, encoder, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps(row) + "\n")
+    check(path, encoder)
+
+
+@fuzz
+@given(content=damaged((json.dumps(ROW) + "\n").encode() * 2))
+@example(content=b'{"messages":' + b"[" * 10_000)
+@example(content=b'{"messages":' + b"[" * 500 + b"]" * 500 + b"}")
+@example(content=b'{"loss_scale":' + b"9" * 5000 + b"}")
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_any_bytes_of_json(tmp_path, encoder, content, suffix):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_bytes(content)
+    check(path, encoder)
+
+
+@fuzz
+@given(content=damaged(b'query,response,channel\nq,a,c\n"q\nq",a,\n'))
+@example(content=b"query,response,query\nq,a,b\n")
+def test_any_bytes_of_csv(tmp_path, encoder, content):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    check(path, encoder)
+
+
+def parquet() -> bytes:
+    table = pyarrow.table({"query": ["q1", "q2"] * 20, "response": ["a"] * 40, "day": [None, 1] * 20})
+    out = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, out, compression="NONE")
+    return out.getvalue().to_pybytes()
+
+
+@fuzz
+@given(content=damaged(parquet()))
+@example(content=parquet().replace(b"q1", b"\xff\xfe"))
+def test_any_bytes_of_parquet(tmp_path, encoder, content):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(content)
+    check(path, encoder)
