@@ -67,7 +67,8 @@ class TopKRouter(McoreTopKRouter):
         if self.tokens is None or not self.enable_expert_bias or not torch.is_grad_enabled():
             return
         is_real_T1 = self.tokens.sequence_T[:, None] >= 0
-        self.local_tokens_per_expert += self.tokens.load_weight * (routing_map & is_real_T1).sum(dim=0)
+        counts_E = self.get_buffer("local_tokens_per_expert")
+        counts_E += self.tokens.load_weight * (routing_map & is_real_T1).sum(dim=0)
 
     def _with_loss(
         self,

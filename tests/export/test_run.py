@@ -98,11 +98,13 @@ def test_grafted_heads_have_the_copies_of_where_they_come_from(has_copies, where
     other = make_tiny_hf(tmp_path / "other", "glm4_moe", depth=1, with_tokenizer=True)
     without_copies(own if has_copies else other)
     run, out = tmp_path / "run", tmp_path / "out"
-    graft = {name: {"mtp_graft_from": str(other)} if name == where else {} for name in ("to_mcore", "to_hf")}
-    to_mcore(
-        ExportArgs(model=str(own), output_dir=str(run), to_mcore=True, torch_dtype="float32", **graft["to_mcore"]), mesh
+    graft_early = str(other) if where == "to_mcore" else None
+    graft_late = str(other) if where == "to_hf" else None
+    of_run = ExportArgs(
+        model=str(own), output_dir=str(run), to_mcore=True, torch_dtype="float32", mtp_graft_from=graft_early
     )
-    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True, **graft["to_hf"]), mesh)
+    to_mcore(of_run, mesh)
+    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True, mtp_graft_from=graft_late), mesh)
     assert_same(tensors(out), tensors(other))
 
 

@@ -58,7 +58,7 @@ def padded(samples: Sequence[Sample], num_drafts: int) -> Batch:
     return collate(samples, 3, num_drafts=num_drafts, pad_to_multiple_of=8)
 
 
-def router_scores(directory: Path, samples: Sequence[Sample]) -> tuple[torch.nn.Module, list[list[torch.Tensor]]]:
+def router_scores(directory: Path, samples: Sequence[Sample]) -> tuple[Any, list[list[torch.Tensor]]]:
     """transformers' model, and the scores of its routers: [T, E] of each sample, for each layer."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     scores: list[list[torch.Tensor]] = []
@@ -147,12 +147,16 @@ def step(directory: Path, mesh: Mesh, batches: Sequence[Batch], heads: Heads = H
     return model, family, hf_config, take_load_balancing_loss(wrapped, mesh)
 
 
+def summed_gradient(parameter: Any) -> torch.Tensor:
+    return parameter.main_grad.clone()
+
+
 def gradients_of(directory: Path, out_dir: Path, mesh: Mesh, batches: Sequence[Batch], **options: Any):
     """HF name -> gradient of a step, and the logged loss."""
     model, family, hf_config, logged = step(directory, mesh, batches, **options)
     for chunk in model:
         for parameter in chunk.parameters():
-            parameter.data = parameter.main_grad.clone()
+            parameter.data = summed_gradient(parameter)
     save_hf(model, out_dir, family, hf_config, dtypes="float32")
     return load_file(out_dir / "model.safetensors"), logged
 
@@ -276,7 +280,8 @@ def test_steps_of_an_unrolled_head_weigh_as_their_losses(family, beta, tmp_path,
 
 
 def biases(model: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    return [m.expert_bias for chunk in model for m in chunk.modules() if isinstance(m, TopKRouter)]
+    routers = [module for chunk in model for module in chunk.modules() if isinstance(module, TopKRouter)]
+    return [router.get_buffer("expert_bias").clone() for router in routers]
 
 
 @pytest.mark.parametrize("lay_out", [padded, packed])
@@ -342,7 +347,7 @@ def compute(jobs: Sequence[tuple[str, str, bool]], root: Path, ports: Sequence[i
             save_hf(model, out_dir / "moved", hf_family, hf_config, dtypes="float32")
             for chunk in model:
                 for parameter in chunk.parameters():
-                    parameter.data = parameter.main_grad.clone()
+                    parameter.data = summed_gradient(parameter)
             save_hf(model, out_dir / "gradients", hf_family, hf_config, dtypes="float32")
 
 
