@@ -110,7 +110,7 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
             schedule=schedule,
             train_batches=batches,
             eval_batches=[],
-            count_flops=training_flops(hf_config).step,
+            count_flops=lambda tokens, squares, counts: training_flops(hf_config).step(tokens, squares, counts[0]),
             sinks=[],
             logging_steps=1,
             checkpointer=None,

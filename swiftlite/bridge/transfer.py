@@ -270,8 +270,8 @@ def save_hf(
         out_dir: made if missing, must not hold safetensors; best on a file system that all ranks share.
         dtypes: dtype by HF key, as the source had it ("bfloat16" or torch.bfloat16); a key that the source lacked
             gets the source's most frequent dtype. One dtype: for all tensors. None: the dtype of the parameters. A copy
-            such as the `lm_head.weight` of a tied model is written if it is a key of this mapping; those of MTP heads
-            always are. Experts are stacked in one tensor where the source had them so.
+            such as the `lm_head.weight` of a tied model is written if it is a key of this mapping; so are those of MTP
+            heads, or if the source had no such head. Experts are stacked in one tensor where the source had them so.
         max_shard_bytes: size limit of one file.
 
     Returns:
@@ -282,11 +282,14 @@ def save_hf(
     """
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     source_dtypes = dtypes if isinstance(dtypes, Mapping) else {}
+    heads_of_source = {family.head_of(hf_config, key) for key in source_dtypes}
     dtype_of = _dtype_of(dtypes, bindings)
     tensors = {}
     for row in rows:
         for key, shape in row.hf_shapes().items():
-            if key in row.hf or key in source_dtypes or family.is_mtp(hf_config, key):
+            head = family.head_of(hf_config, key)
+            is_of_new_head = head is not None and head not in heads_of_source
+            if key in row.hf or key in source_dtypes or is_of_new_head:
                 tensors[key] = (dtype_of(key), shape)
 
     out_dir = Path(out_dir)

@@ -51,6 +51,8 @@ class Batch:
             train or there is none.
         loss_scale_KBS: float32; weight of `labels[k, b, s]`, 0 where that is -100.
         position_ids_BS: int64; 0, 1, 2, ... in every sequence.
+        sequence_KBS: int64; the number of the sequence that `tokens[k, b, s]` belongs to, counted through the
+            micro-batch; -1 where there is no token, in padding and at the last k positions of each sequence.
         num_tokens: tokens without padding.
         squares: sum of the squared lengths of the samples; with `num_tokens`, what a step costs.
         cu_seqlens: int32 [num_sequences + 1], where each sequence of a packed row starts, its padding counted, and
@@ -62,6 +64,7 @@ class Batch:
     labels_KBS: torch.Tensor
     loss_scale_KBS: torch.Tensor
     position_ids_BS: torch.Tensor
+    sequence_KBS: torch.Tensor
     num_tokens: int
     squares: int
     cu_seqlens: torch.Tensor | None = None
@@ -74,6 +77,7 @@ class Batch:
             labels_KBS=function(self.labels_KBS),
             loss_scale_KBS=function(self.loss_scale_KBS),
             position_ids_BS=function(self.position_ids_BS),
+            sequence_KBS=function(self.sequence_KBS),
         )
 
 
@@ -142,11 +146,14 @@ def _lay_out(
     tokens = np.full(num_tokens, pad_token_id, np.int64)
     labels = np.full(num_tokens, IGNORED, np.int64)
     loss_scale = np.zeros(num_tokens, np.float32)
-    for start, sample in zip(starts, samples, strict=False):  # a packed row may have one more, for its padding
+    sequence = np.full(num_tokens, -1, np.int64)
+    # A packed row may have one more start, for its padding.
+    for number, (start, sample) in enumerate(zip(starts, samples, strict=False)):
         here = slice(start, start + len(sample))
         tokens[here] = sample.input_ids
         labels[here] = sample.labels
         loss_scale[here] = np.where(sample.labels == IGNORED, 0, sample.loss_scale)
+        sequence[here] = number
 
     def rows(array: np.ndarray, num_shifts: int, fill: float) -> torch.Tensor:
         """[1 + num_shifts, B, S]."""
@@ -157,6 +164,7 @@ def _lay_out(
         labels_KBS=rows(labels, num_drafts + 1, fill=IGNORED)[1:],  # the trunk itself predicts one token ahead
         loss_scale_KBS=rows(loss_scale, num_drafts + 1, fill=0)[1:],
         position_ids_BS=position_ids_BS,
+        sequence_KBS=rows(sequence, num_drafts, fill=-1),
         num_tokens=sum(map(len, samples)),
         squares=sum(len(sample) ** 2 for sample in samples),
         cu_seqlens=cu_seqlens,

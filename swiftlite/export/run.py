@@ -24,7 +24,7 @@ from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
-from swiftlite.train.source import TENSORS_FILE, check_source, describe_heads, dtypes_of, source_dtypes, write_source
+from swiftlite.train.source import TENSORS_FILE, check_source, dtypes_of, source_tensors, with_heads_of, write_source
 
 
 def run(args: ExportArgs) -> None:
@@ -49,9 +49,10 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     state = read_state(checkpoint)
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
     chunks = _open_checkpoint(args, mesh, checkpoint, hf_model, heads, getattr(torch, state["torch_dtype"]))
-    dtypes = source_dtypes(hf_model.directory)
+    tensors = source_tensors(hf_model.directory)
     if args.mtp_graft_from:
-        dtypes |= dtypes_of(describe_heads(hf_model, args.mtp_graft_from))
+        tensors = with_heads_of(hf_model, tensors, args.mtp_graft_from)
+    dtypes = dtypes_of(tensors)
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
         if dist.get_rank() == 0:

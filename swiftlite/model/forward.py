@@ -3,11 +3,16 @@
 import torch
 
 from swiftlite.data.batch import Batch
+from swiftlite.model.balance import Balance
 from swiftlite.model.context_parallel import describe_packed
 
 
-def forward(model: torch.nn.Module, batch: Batch):
-    """What the model makes of a micro-batch: Losses on the last pipeline stage."""
+def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None):
+    """What the model makes of a micro-batch: Losses on the last pipeline stage.
+
+    Args:
+        balance: of the global batch; without it routers learn no load-balancing loss.
+    """
     return model(
         batch.tokens_KBS[0],
         batch.position_ids_BS,
@@ -15,4 +20,6 @@ def forward(model: torch.nn.Module, batch: Batch):
         mtp_input_ids=batch.tokens_KBS[1:],
         mtp_labels=batch.labels_KBS[1:],
         packed_seq_params=describe_packed(batch.cu_seqlens),
+        sequences=batch.sequence_KBS,
+        balance=balance,
     )

@@ -18,7 +18,7 @@ tensor-parallel rank, D MTP depth.
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from swiftlite.args.fields import MtpLoss
 from swiftlite.data.batch import ahead
 from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
+from swiftlite.model.balance import Balance, RoutedTokens
 from swiftlite.model.context_parallel import (
     gather_sequence,
     padded_cu_seqlens,
@@ -156,6 +157,8 @@ class GPTModel(McoreGPTModel):
         mtp_input_ids: Sequence[torch.Tensor] | torch.Tensor | None = None,
         mtp_labels: Sequence[torch.Tensor] | torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        sequences: torch.Tensor | None = None,
+        balance: Balance | None = None,
     ) -> Logits | Losses | torch.Tensor:
         """The stages that this rank holds; on a model that is not split, all four.
 
@@ -169,6 +172,8 @@ class GPTModel(McoreGPTModel):
                 which is right unless context-parallel ranks share the row.
             mtp_labels: [B, S] for each depth k, the token at s + k + 1; unset as above.
             packed_seq_params: of a packed row, B = 1: its sequences, none of which sees another.
+            sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it no router counts its load.
+            balance: of the global batch; without it no router has a load-balancing loss.
 
         Returns:
             On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
@@ -184,14 +189,15 @@ class GPTModel(McoreGPTModel):
             received: Any = self.decoder.input_tensor
             states_SBH = list(received.chunk(1 + num_drafts))
         else:
-            trunk_SBH, rotary_pos_emb = self._trunk(input_ids, position_ids, packed_seq_params)
+            trunk_tokens, *mtp_tokens = self._routed_tokens(sequences, balance, cu_seqlens)
+            trunk_SBH, rotary_pos_emb = self._trunk(input_ids, position_ids, packed_seq_params, trunk_tokens)
             states_SBH = [trunk_SBH]
             if self.mtp_process:
                 fed_SBH = trunk_SBH
                 if self.drafting.takes_before_norm:
                     fed_SBH, trunk_SBH = trunk_SBH.chunk(2)  # KeepingRMSNorm's
                 heads_SBH = self.forward_mtp(
-                    fed_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, packed_seq_params
+                    fed_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, packed_seq_params, mtp_tokens
                 )
                 states_SBH = [trunk_SBH, *heads_SBH]
 
@@ -200,13 +206,42 @@ class GPTModel(McoreGPTModel):
         all_labels = None if labels is None or mtp_labels is None else [labels, *mtp_labels]
         return self.forward_postprocess(states_SBH, all_labels, cu_seqlens)
 
+    def _routed_tokens(
+        self, sequences: torch.Tensor | None, balance: Balance | None, cu_seqlens: torch.Tensor | None
+    ) -> list[RoutedTokens | None]:
+        """What routers are told in the trunk and at each MTP depth."""
+        if sequences is None:
+            return [None] * (1 + self.heads.drafts)
+        num_sequences = sequences.size(1) if cu_seqlens is None else len(cu_seqlens) - 1
+        step_weights = self.heads.weights if self.heads.unroll > 1 else (1.0,) * self.heads.layers
+        all_tokens = []
+        for depth, weight in enumerate((1.0, *step_weights)):
+            sequence_SB = self._on_this_sequence_rank(sequences[depth].T)
+            load_weight = weight / step_weights[0] if depth else 1.0
+            tokens = RoutedTokens(sequence_SB, num_sequences, load_weight)
+            if balance is not None and balance.tokens[depth]:
+                tokens = replace(tokens, mean_weight=weight / balance.tokens[depth], divisor=balance.divisor)
+            all_tokens.append(tokens)
+        return all_tokens
+
+    def _on_this_sequence_rank(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor [S, ...] that belongs to this sequence-parallel rank."""
+        if not self.config.sequence_parallel:
+            return tensor
+        tp = self.pg_collection.tp
+        return tensor.chunk(tp.size())[tp.rank()]
+
     def _trunk(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None,
+        tokens: RoutedTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The trunk's states behind this stage's layers, see the top of this file; and rotary angles."""
         with self._frozen():
             hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids, packed_seq_params)
-            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, packed_seq_params)
+            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, packed_seq_params, tokens)
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
         return hidden_SBH, rotary_pos_emb
@@ -227,18 +262,21 @@ class GPTModel(McoreGPTModel):
         hidden_SBH: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
+        tokens: RoutedTokens | None = None,
     ) -> torch.Tensor:
         """The trunk's states [S, B, H] after this stage's layers; after the last layer, also after the final norm, or
         those before and after it [2S, B, H] if MTP layers take the former.
 
         Args:
             hidden_SBH: embeddings; on later pipeline stages None, they take what `set_input_tensor` was given.
+            tokens: what routers are told of them.
         """
         return self.decoder(
             hidden_states=hidden_SBH,
             attention_mask=None,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
+            padding_mask=tokens,
         )
 
     def forward_mtp(
@@ -248,24 +286,26 @@ class GPTModel(McoreGPTModel):
         position_ids: torch.Tensor,
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
+        tokens: Sequence[RoutedTokens | None] | None = None,
     ) -> list[torch.Tensor]:
         """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1.
 
         Args:
             hidden_SBH: the trunk's, as `Drafting` says.
+            tokens: what routers are told at each depth.
         """
+        tokens = tokens or [None] * self.heads.drafts
         if self.heads.unroll > 1:
-            return self._unrolled(hidden_SBH, mtp_input_ids, position_ids, packed_seq_params)
+            return self._unrolled(hidden_SBH, mtp_input_ids, position_ids, packed_seq_params, tokens)
         states_SBH = []
-        for layer, input_ids in zip(self.mtp.layers, mtp_input_ids, strict=True):
-            hidden_SBH, *_ = layer(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                hidden_states=hidden_SBH,
+        for layer, input_ids, tokens_of_depth in zip(self.mtp.layers, mtp_input_ids, tokens, strict=True):
+            hidden_SBH = layer(
+                hidden_SBH,
+                self._embed_for_head(input_ids, position_ids),
                 attention_mask=None,
                 rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=packed_seq_params,
-                embedding=self._embed_for_head,
+                padding_mask=tokens_of_depth,
             )
             states_SBH.append(hidden_SBH)
         return states_SBH
@@ -276,6 +316,7 @@ class GPTModel(McoreGPTModel):
         mtp_input_ids: Sequence[torch.Tensor],
         position_ids: torch.Tensor,
         packed_seq_params: PackedSeqParams | None,
+        tokens: Sequence[RoutedTokens | None],
     ) -> list[torch.Tensor]:
         """`forward_mtp` of one layer over several steps."""
         (layer,) = self.mtp.layers
@@ -289,6 +330,7 @@ class GPTModel(McoreGPTModel):
             embeddings_SBH,
             [self._angles(position_ids, packed_seq_params, offset=step) for step in range(self.heads.unroll)],
             packed_seq_params,
+            tokens,
             recycles_before_norm=self.drafting.recycles_before_norm,
         )
 
@@ -297,10 +339,7 @@ class GPTModel(McoreGPTModel):
         embeddings_SBH = self.embedding(input_ids=input_ids, position_ids=position_ids)
         if not self.drafting.zeroes_first_embedding:
             return embeddings_SBH
-        is_first_SB1 = (position_ids == 0).T[..., None]
-        if self.config.sequence_parallel:
-            tp = self.pg_collection.tp
-            is_first_SB1 = is_first_SB1.chunk(tp.size())[tp.rank()]
+        is_first_SB1 = self._on_this_sequence_rank((position_ids == 0).T[..., None])
         return embeddings_SBH.masked_fill(is_first_SB1, 0)
 
     def _angles(

@@ -24,51 +24,61 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as McoreMultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.model.balance import RoutedTokens
 from swiftlite.model.draft_attention import Draft
 from swiftlite.model.recompute import checkpoint
+from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 
 class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
-    """megatron-core's layer, given the token ids of its own depth.
+    """megatron-core's layer, given the embeddings of its own depth.
 
-    The stock layer shifts the ids itself, through `roll_tensor`, which across context-parallel ranks sends one message
-    per packed sequence; here the whole row is shifted before it is cut (`data/batch.py`).
+    The stock layer shifts the token ids itself, through `roll_tensor`, which across context-parallel ranks sends one
+    message per packed sequence; here the whole row is shifted before it is cut (`data/batch.py`).
     """
 
-    def _get_embeddings(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        embedding,
-        hidden_states: torch.Tensor,
-        packed_seq_params: PackedSeqParams | None = None,
-        **padding_mask: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """The ids [B, S] as they came, and their embeddings [S, B, H].
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: torch.Tensor, decoder_input: torch.Tensor, **closure: Any
+    ) -> torch.Tensor:
+        """The state [S, B, H] of this depth, after the output norm.
 
         Args:
-            padding_mask: handed in, and wanted back in the third place, since megatron-core 0.17.
+            hidden_states: of the depth before.
+            decoder_input: embeddings of the tokens that this depth sees.
+            closure: further arguments of the decoder layer.
         """
-        decoder_input = embedding(input_ids=input_ids, position_ids=position_ids)
-        return input_ids, position_ids, *padding_mask.values(), decoder_input, hidden_states
+        if self.config.recompute_granularity == "full" and self.training:
+            return self._checkpointed_forward(hidden_states, decoder_input, **closure)
+        return self._proj_and_transformer_layer(hidden_states, decoder_input, **closure)
 
-    def _proj_and_transformer_layer(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _proj_and_transformer_layer(
+        self,
+        hidden_states: torch.Tensor,
+        decoder_input: torch.Tensor,
+        padding_mask: RoutedTokens | None = None,
+        **closure: Any,
+    ) -> torch.Tensor:
         """What is computed again: the projection, the decoder layer and the output norm, in their precision.
 
-        The stock method enters the FP8 context itself and leaves out FP4; both are entered anew each time.
+        The stock method enters the FP8 context itself and leaves out FP4; both are entered anew each time. It hands no
+        padding mask on to the decoder layer (up to 0.16).
         """
+
+        def with_padding_mask(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            return args, kwargs | {"padding_mask": padding_mask}
+
         # A node of its own: what this layer sends back is summed before it meets the gradient of the output layer, as
         # when it is recomputed. Otherwise the last bit would tell (a + b) + c from a + (b + c).
         hidden_states = hidden_states.view_as(hidden_states)
-        with get_fp4_context(self.config):
-            return super()._proj_and_transformer_layer(hidden_states, *args, **kwargs)
+        decoder_layer = getattr(self, MTP_INNER_LAYER)
+        with (
+            get_fp4_context(self.config),
+            decoder_layer.register_forward_pre_hook(with_padding_mask, with_kwargs=True),
+        ):
+            return super()._proj_and_transformer_layer(hidden_states, decoder_input, **closure)
 
-    def _checkpointed_forward(
-        self,
-        *_method: Callable[..., torch.Tensor],  # the one below, named by megatron-core up to 0.17
-        hidden_states: torch.Tensor,
-        decoder_input: torch.Tensor,
-        **closure: Any,
+    def _checkpointed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: torch.Tensor, decoder_input: torch.Tensor, **closure: Any
     ) -> torch.Tensor:
         """`_proj_and_transformer_layer` of all the arguments, keeping the two that carry gradients.
 
@@ -79,7 +89,7 @@ class MultiTokenPredictionLayer(McoreMultiTokenPredictionLayer):
         """
 
         def forward(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
-            return self._proj_and_transformer_layer(hidden_states=hidden_states, decoder_input=decoder_input, **closure)
+            return self._proj_and_transformer_layer(hidden_states, decoder_input, **closure)
 
         return self._checkpoint(forward, hidden_states, decoder_input)
 
@@ -118,6 +128,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         decoder_inputs_SBH: Sequence[torch.Tensor],
         rotary_pos_embs: Sequence[torch.Tensor],
         packed_seq_params: PackedSeqParams | None,
+        tokens: Sequence[RoutedTokens | None],
         *,
         recycles_before_norm: bool,
     ) -> list[torch.Tensor]:
@@ -127,12 +138,14 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             hidden_SBH: the trunk's.
             decoder_inputs_SBH: of each step, embeddings of the tokens j places further on.
             rotary_pos_embs: of each step, angles from position j - 1 on.
+            tokens: of each step, what the router is told.
             recycles_before_norm: a step continues from the state before the output norm, not from the one after it.
         """
         steps = partial(
             self._steps,
             rotary_pos_embs=rotary_pos_embs,
             packed_seq_params=packed_seq_params,
+            tokens=tokens,
             recycles_before_norm=recycles_before_norm,
         )
         # All steps share one checkpoint, because they share keys.
@@ -146,18 +159,21 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         *decoder_inputs_SBH: torch.Tensor,
         rotary_pos_embs: Sequence[torch.Tensor],
         packed_seq_params: PackedSeqParams | None,
+        tokens: Sequence[RoutedTokens | None],
         recycles_before_norm: bool,
     ) -> torch.Tensor:
         """The states of `forward_steps`, one after the other: a checkpoint returns one tensor."""
         draft = Draft()
         states_SBH = []
-        for decoder_input_SBH, rotary_pos_emb in zip(decoder_inputs_SBH, rotary_pos_embs, strict=True):
+        steps = zip(decoder_inputs_SBH, rotary_pos_embs, tokens, strict=True)
+        for decoder_input_SBH, rotary_pos_emb, tokens_of_step in steps:
             before_norm_SBH = self._proj_and_transformer_layer(
                 hidden_states=hidden_SBH,
                 decoder_input=decoder_input_SBH,
                 attention_mask=draft,
                 rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=packed_seq_params,
+                padding_mask=tokens_of_step,
             )
             after_norm_SBH = super()._postprocess(before_norm_SBH)
             states_SBH.append(after_norm_SBH)

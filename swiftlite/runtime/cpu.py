@@ -90,8 +90,8 @@ def patch_alltoall_dispatcher() -> None:
 
 
 def run_eagerly() -> None:
-    """jit.py:21 compiles what it can fuse (routers among it), anew for rows of other lengths; on a CPU that takes a C++
-    compiler, and longer than it saves."""
+    """jit.py:21 compiles what it can fuse (counts of the stock router among it), anew for rows of other lengths; on a
+    CPU that takes a C++ compiler, and longer than it saves."""
     torch.compiler.set_stance("force_eager")
 
 

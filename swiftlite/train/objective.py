@@ -13,6 +13,7 @@ import torch.distributed as dist
 from swiftlite.acceptance import statistics
 from swiftlite.data.batch import Batch
 from swiftlite.heads import Heads
+from swiftlite.model.balance import Balance
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss import IGNORE_INDEX
@@ -92,6 +93,8 @@ class NextTokenObjective:
 
         loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * CE_k) / N_k )
 
+    To this routers of a mixture add their load-balancing losses (`model/balance.py`), means over all tokens.
+
     A depth with no target contributes exactly 0. megatron-core divides all gradients by N_0 at the end of the step
     (`calculate_per_token_loss`), so what is summed here is `sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` with
     `c_k = mtp_loss_scaling_factor * a_k * N_0 / N_k`.
@@ -109,15 +112,16 @@ class NextTokenObjective:
         return (1 + self.heads.drafts, 3)  # as `acceptance/statistics.py`
 
     def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Valid targets of the trunk and of each MTP depth in these batches: int64 [K]."""
-        counts = torch.zeros(1 + self.heads.drafts, dtype=torch.int64)
+        """Valid targets of the trunk and of each MTP depth in these batches, and all their tokens: int64 [2, K]."""
+        counts = torch.zeros(2, 1 + self.heads.drafts, dtype=torch.int64)
         for batch in batches:
-            counts += (batch.labels_KBS != IGNORE_INDEX).sum(dim=(1, 2)).cpu()
+            counts[0] += (batch.labels_KBS != IGNORE_INDEX).sum(dim=(1, 2)).cpu()
+            counts[1] += (batch.sequence_KBS >= 0).sum(dim=(1, 2)).cpu()
         return counts
 
     def coefficients(self, counts: torch.Tensor) -> list[float]:
         """c_k of each MTP depth, from the counts of the global batch."""
-        main, *mtp = counts.tolist()
+        main, *mtp = counts[0].tolist()
         return [
             self.mtp_loss_scaling_factor * weight * main / count if count else 0.0
             for weight, count in zip(self.heads.weights, mtp, strict=True)
@@ -126,10 +130,12 @@ class NextTokenObjective:
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Each micro-batch's `total_loss`, the trunk's targets and its statistics."""
         coefficients = self.coefficients(counts)
+        targets, tokens = counts.tolist()
+        balance = Balance(tokens, divisor=targets[0])
 
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
             batch = next(batches)
-            output = forward(model, batch)
+            output = forward(model, batch, balance)
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 num_targets = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()

@@ -121,7 +121,7 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
         schedule=run.schedule,
         train_batches=train_batches,
         eval_batches=run.batches.evaluation(run.data.val, args.eval_iters),
-        count_flops=run.batches.flops.step,
+        count_flops=lambda tokens, squares, counts: run.batches.flops.step(tokens, squares, counts[0]),
         sinks=sinks,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,

@@ -53,12 +53,18 @@ def describe_tensors(hf_model: HfModel, graft_from: str | Path | None = None) ->
     """Dtype and shape of each tensor of a model directory, by HF name.
 
     Args:
-        graft_from: the model whose heads it gets instead; they are added.
+        graft_from: the model whose heads it gets instead of its own.
     """
     tensors = describe(hf_model.directory)
-    if graft_from:
-        tensors |= describe_heads(hf_model, graft_from)
-    return tensors
+    return with_heads_of(hf_model, tensors, graft_from) if graft_from else tensors
+
+
+def with_heads_of(
+    hf_model: HfModel, tensors: Mapping[str, dict[str, Any]], graft_from: str | Path
+) -> dict[str, dict[str, Any]]:
+    """The tensors of this model with those of another directory's MTP heads in the place of its own."""
+    trunk = {key: tensor for key, tensor in tensors.items() if not hf_model.family.is_mtp(hf_model.config, key)}
+    return trunk | describe_heads(hf_model, graft_from)
 
 
 def describe_heads(hf_model: HfModel, hf_dir: str | Path) -> dict[str, dict[str, Any]]:
@@ -72,8 +78,8 @@ def dtypes_of(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return {key: tensor["dtype"] for key, tensor in tensors.items()}
 
 
-def source_dtypes(source: Path) -> dict[str, str]:
-    """Precision of each tensor of the model that the run started from, by HF name.
+def source_tensors(source: Path) -> dict[str, dict[str, Any]]:
+    """Dtype and shape of each tensor of the model that the run started from, by HF name.
 
     Raises:
         UserError: the file is not there, or damaged.
@@ -89,7 +95,7 @@ def source_dtypes(source: Path) -> dict[str, str]:
         dtype = tensor.get("dtype")
         if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise UserError(f"{path} is damaged: {key} has no dtype", _RESTORE)
-    return dtypes_of(tensors)
+    return tensors
 
 
 _RESTORE = "put it back; megatron sft --resume writes it again from --model"

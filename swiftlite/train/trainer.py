@@ -20,6 +20,7 @@ from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, largest
+from swiftlite.model.router import take_load_balancing_loss
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import shard
@@ -58,7 +59,7 @@ class Trainer:
     schedule: Schedule
     train_batches: GetBatches
     eval_batches: Sequence[Batch]
-    count_flops: Callable[[int, int, Sequence[int]], float]
+    count_flops: Callable[[int, int, list], float]
     sinks: Sequence[Sink]
     logging_steps: int
     checkpointer: Checkpointer | None
@@ -141,6 +142,8 @@ class Trainer:
         seconds = time.perf_counter() - start
         flops_per_second = self.count_flops(num_tokens, squares, counts.tolist()) / seconds / self.plan.world_size
         metrics = self.objective.means(sums)
+        if self.model[0].config.moe_aux_loss_coeff:
+            metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
         metrics |= {
             "grad_norm": float(grad_norm or 0.0),
             "learning_rate": self.optimizer.param_groups[0]["lr"],

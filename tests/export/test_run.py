@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.transfer import save_hf
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf, to_mcore
-from tests.tiny import make_tiny_hf
+from swiftlite.heads import Heads
+from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.train.source import describe_tensors, dtypes_of
+from tests.tiny import make_tiny_hf, make_tiny_model, random_mtp_tensors
 
 
 @pytest.fixture
@@ -56,6 +60,61 @@ def test_to_megatron_and_back_changes_no_byte(export, hf_dir):
     for path in hf_dir.iterdir():
         if path.suffix != ".safetensors":
             assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+
+
+def without_copies(hf_dir: Path) -> Path:
+    """The directory, its heads without what they repeat of the trunk."""
+    kept = {
+        key: tensor
+        for key, tensor in load_file(hf_dir / "model.safetensors").items()
+        if key == "model.embed_tokens.weight" or not key.endswith(COPIES)
+    }
+    save_file(kept, hf_dir / "model.safetensors", metadata={"format": "pt"})
+    return hf_dir
+
+
+@pytest.mark.parametrize("has_copies", [True, False], ids=["with copies", "without"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_heads_have_the_copies_that_their_source_had(family, has_copies, tmp_path, mesh):
+    hf_dir = make_tiny_hf(tmp_path / "hf", family, depth=1, with_tokenizer=True)
+    if not has_copies:
+        without_copies(hf_dir)
+    source = hf_dir
+    for trip in ("1", "2"):  # what an export left is a source too
+        run, out = tmp_path / f"run{trip}", tmp_path / f"out{trip}"
+        to_mcore(ExportArgs(model=str(source), output_dir=str(run), to_mcore=True, torch_dtype="float32"), mesh)
+        to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+        assert_same(tensors(out), tensors(hf_dir))
+        source = out
+
+
+@pytest.mark.parametrize("where", ["to_mcore", "to_hf"])
+@pytest.mark.parametrize("has_copies", [True, False], ids=["with copies", "without"])
+def test_grafted_heads_have_the_copies_of_where_they_come_from(has_copies, where, tmp_path, mesh):
+    own = make_tiny_hf(tmp_path / "own", "glm4_moe", depth=1, with_tokenizer=True)
+    other = make_tiny_hf(tmp_path / "other", "glm4_moe", depth=1, with_tokenizer=True)
+    without_copies(own if has_copies else other)
+    run, out = tmp_path / "run", tmp_path / "out"
+    graft_early = str(other) if where == "to_mcore" else None
+    graft_late = str(other) if where == "to_hf" else None
+    of_run = ExportArgs(
+        model=str(own), output_dir=str(run), to_mcore=True, torch_dtype="float32", mtp_graft_from=graft_early
+    )
+    to_mcore(of_run, mesh)
+    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True, mtp_graft_from=graft_late), mesh)
+    assert_same(tensors(out), tensors(other))
+
+
+def test_new_heads_have_copies_as_published_ones_do(tmp_path, mesh):
+    hf_dir = make_tiny_hf(tmp_path / "hf", "glm4_moe")
+    model = read_hf_model(hf_dir)
+    chunks, _ = open_model(model, mesh, dtype=torch.float32, heads=Heads(1), mtp_init="random")
+    save_hf(chunks, tmp_path / "out", model.family, model.config, dtypes=dtypes_of(describe_tensors(model)))
+    heads = {key for key in tensors(tmp_path / "out") if model.family.is_mtp(model.config, key)}
+    assert heads == set(random_mtp_tensors(make_tiny_model("glm4_moe"), "glm4_moe", 1))
 
 
 def test_what_a_conversion_leaves_is_a_run(converted, hf_dir):

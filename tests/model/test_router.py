@@ -1,9 +1,13 @@
 """Experts and router: what differs from megatron-core's own, and why it is needed."""
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter as McoreTopKRouter
 
+from swiftlite.data.batch import collate
+from swiftlite.data.sample import make_sample
+from swiftlite.model.forward import forward
 from swiftlite.model.router import TopKRouter
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
@@ -49,12 +53,11 @@ def test_buffers_follow_to_another_device(router):
 
 def test_a_step_counts_tokens_and_reaches_every_weight(tmp_path, mesh):
     model = load_megatron(make_tiny_hf(tmp_path, "glm4_moe", depth=1), mesh, torch.float32).train()
-    input_ids = torch.randint(0, 128, (2, 16))
-    position_ids = torch.arange(16).expand(2, 16)
-    losses = model(input_ids, position_ids, labels=torch.roll(input_ids, -1, 1))
+    samples = [make_sample(np.random.RandomState(0).randint(0, 128, length), np.ones(length)) for length in (16, 11)]
+    losses = forward(model, collate(samples, pad_token_id=0, num_drafts=1))
     losses.main.loss_BS.sum().backward()
     counts = model.decoder.layers[1].get_submodule("mlp.router").get_buffer("local_tokens_per_expert")
-    assert counts.sum() == 2 * 16 * 2  # tokens x experts per token
+    assert counts.sum() == (16 + 11) * 2  # tokens without padding x experts per token
     for name, parameter in model.decoder.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name

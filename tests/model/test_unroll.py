@@ -112,7 +112,7 @@ def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tup
         labels=batch.labels_KBS[0],
         packed_seq_params=describe_packed(batch.cu_seqlens),
     )
-    loss = total_loss(losses, batch.loss_scale_KBS, objective.coefficients(counts)) / int(counts[0])
+    loss = total_loss(losses, batch.loss_scale_KBS, objective.coefficients(counts)) / int(counts[0, 0])
     loss.backward()
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

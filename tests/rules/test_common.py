@@ -70,7 +70,7 @@ def test_a_place_that_cannot_be_made(here):
 
 @pytest.mark.parametrize("name", ["model", "output_dir", "mtp_graft_from"])
 @pytest.mark.parametrize(
-    ("text", "why"), [("a\0b", "or a NUL"), ("x" * 300, "is over 255 bytes"), ("x/" * 3000, "or all over 4095")]
+    ("text", "why"), [("a\0b", "or a NUL"), ("x" * 300, "is over 235 bytes"), ("x/" * 3000, "or all over 4000")]
 )
 def test_a_path_that_cannot_be(here, name, text, why):
     ((problem, _),) = problems_of(dataclasses.replace(SFT, **{name: text}))

@@ -45,7 +45,7 @@ def batch_loss_and_gradients(model, batches: list[Batch], depth: int, mesh: Mesh
         loss.backward()
         total += float(loss.detach())
         parts.append(sum_up(losses, batch.loss_scale_KBS, mesh))
-    main = max(int(counts[0]), 1)
+    main = max(int(counts[0, 0]), 1)
     return total / main, {name: p.grad / main for name, p in model.named_parameters() if p.grad is not None}, parts
 
 

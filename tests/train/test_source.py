@@ -10,7 +10,7 @@ from safetensors import safe_open
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.open import read_hf_model
-from swiftlite.train.source import check_source, source_dtypes, write_source
+from swiftlite.train.source import check_source, dtypes_of, source_tensors, write_source
 from tests.tiny import make_tiny_hf
 
 
@@ -51,14 +51,14 @@ def test_the_precision_of_every_tensor_is_noted(hf_dir, tmp_path):
     with safe_open(hf_dir / "model.safetensors", "pt") as file:
         dtypes = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
     expected = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
-    assert source_dtypes(source) == expected
+    assert dtypes_of(source_tensors(source)) == expected
     assert set(expected.values()) == {"bfloat16"}
 
 
 def test_grafted_heads_bring_their_own_precision(hf_dir, tmp_path):
     base = make_tiny_hf(tmp_path / "base", "qwen3", depth=1, dtype=torch.float32)
     source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1), base)
-    found = source_dtypes(source)
+    found = dtypes_of(source_tensors(source))
     assert {found[name] for name in found if name.startswith("mtp.")} == {"float32"}
     assert {found[name] for name in found if not name.startswith("mtp.")} == {"bfloat16"}
 
