@@ -24,6 +24,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as McoreMultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.model.cache import Cache
 from swiftlite.model.draft_attention import Draft
 from swiftlite.model.recompute import checkpoint
 
@@ -119,6 +120,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         rotary_pos_embs: Sequence[torch.Tensor],
         packed_seq_params: PackedSeqParams | None,
         *,
+        cache: Cache | None,
         recycles_before_norm: bool,
     ) -> list[torch.Tensor]:
         """States [S, B, H] of each step, after the output norm.
@@ -127,12 +129,14 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             hidden_SBH: the trunk's.
             decoder_inputs_SBH: of each step, embeddings of the tokens j places further on.
             rotary_pos_embs: of each step, angles from position j - 1 on.
+            cache: as `GPTModel.forward` takes it, of whole rows.
             recycles_before_norm: a step continues from the state before the output norm, not from the one after it.
         """
         steps = partial(
             self._steps,
             rotary_pos_embs=rotary_pos_embs,
             packed_seq_params=packed_seq_params,
+            cache=cache,
             recycles_before_norm=recycles_before_norm,
         )
         # All steps share one checkpoint, because they share keys.
@@ -146,10 +150,11 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         *decoder_inputs_SBH: torch.Tensor,
         rotary_pos_embs: Sequence[torch.Tensor],
         packed_seq_params: PackedSeqParams | None,
+        cache: Cache | None,
         recycles_before_norm: bool,
     ) -> torch.Tensor:
         """The states of `forward_steps`, one after the other: a checkpoint returns one tensor."""
-        draft = Draft()
+        draft = Draft(cache)
         states_SBH = []
         for decoder_input_SBH, rotary_pos_emb in zip(decoder_inputs_SBH, rotary_pos_embs, strict=True):
             before_norm_SBH = self._proj_and_transformer_layer(

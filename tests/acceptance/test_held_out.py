@@ -20,7 +20,6 @@ def make_held_out(mesh, path, prompts, **changed) -> HeldOut:
         "eos_token_ids": (),
         "max_new_tokens": NEW_TOKENS,
         "max_length": 64,
-        "batch_size": 2,
     }
     return HeldOut(**usual | changed)
 
