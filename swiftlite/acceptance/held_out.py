@@ -87,6 +87,8 @@ class HeldOut:
                 unfinished, new_tokens = self._sum(batch.num_unfinished, batch.num_new_tokens)
                 progress.show(len(prompts) - unfinished, new_tokens)
             progress.add(len(prompts), new_tokens)
+            if not new_tokens:  # prompts that fill the longest row
+                continue
             for row, drafts_KS in batch.drafts(self.num_drafts):
                 # As if the row began with the last token of the prompt: no draft is made before.
                 counts += walk(drafts_KS, torch.tensor(row.tokens[row.first - 1 :]), 1)

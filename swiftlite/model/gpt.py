@@ -56,7 +56,6 @@ from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
 
-
 FED = "fed"
 """Under which a cache keeps the trunk's states that the heads take."""
 
