@@ -1,13 +1,11 @@
 """Held-out prompts of a run: what would be accepted of the drafts on them, before training and after it.
 
-Measured on greedy continuations by the heads as they are now, and an engine's walk over them. Every rank of a layout
-takes part in every forward pass: experts are shared by data-parallel ranks, so all of them make the same number of
-passes, with a row of nothing when their own prompts are done.
-
-Shapes: K the trunk and each MTP depth, B batch, S sequence.
+Measured on greedy continuations by the heads as they are now, and an engine's walk over them. Experts are shared by
+data-parallel ranks, so all of them make the same number of passes, with nothing when their own prompts are done.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,21 +14,16 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.acceptance.counts import DraftCounts, walk
+from swiftlite.acceptance.greedy import Chunks, GreedyRows, Row
 from swiftlite.acceptance.report import add_run_acceptance
-from swiftlite.data.batch import ahead
 from swiftlite.log import logger
-from swiftlite.model.context_parallel import shard_sequence
-from swiftlite.model.gpt import Logits
-from swiftlite.model.loss import vocab_parallel_argmax
-from swiftlite.model.pipeline import run_pipeline
-from swiftlite.model.ranks import from_last_stage, largest, whole_rows
-from swiftlite.plan.layout import length_multiple
 from swiftlite.runtime.mesh import Mesh
 
-NO_ROW = [0]
-"""What a rank computes when it has nothing of its own left."""
-Chunks = Sequence[torch.nn.Module]
-"""The chunks of a model on this rank, wrapped or bare."""
+MAX_CACHED_TOKENS = 8192
+"""Most tokens whose keys and values a rank keeps at once: rows that are continued together, or one that is longer."""
+PROGRESS_SECONDS = 5
+"""Time between two lines of progress."""
+When = Literal["before", "after"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,6 @@ class HeldOut:
         num_drafts: tokens that an engine would draft in each step; 0 measures nothing.
         prompts: token ids; none measures nothing.
         max_length: longest row, the model's own limit.
-        batch_size: prompts that each data-parallel rank continues at once.
     """
 
     path: Path
@@ -52,9 +44,8 @@ class HeldOut:
     eos_token_ids: Collection[int | None]
     max_new_tokens: int
     max_length: int
-    batch_size: int
 
-    def measure(self, when: Literal["before", "after"], model: Chunks, evaluation: Mapping[str, float]) -> None:
+    def measure(self, when: When, model: Chunks, evaluation: Mapping[str, float]) -> None:
         """Add the figures of `when` to the file; collective.
 
         Args:
@@ -63,7 +54,7 @@ class HeldOut:
         """
         if not (self.num_drafts and self.prompts):
             return
-        counts = self._count(model)
+        counts = self._count(when, model)
         if dist.get_rank():
             return
         per_depth = [evaluation[f"eval_mtp_{depth}_acceptance"] for depth in range(1, self.num_drafts + 1)]
@@ -78,86 +69,72 @@ class HeldOut:
         )
 
     @torch.no_grad()
-    def _count(self, model: Chunks) -> DraftCounts:
+    def _count(self, when: When, model: Chunks) -> DraftCounts:
         """What an engine that drafts `num_drafts` tokens per step would count on the prompts.
 
-        They are spread over data-parallel ranks and the counts summed.
+        They are spread over data- and context-parallel ranks and the counts summed.
         """
-        mesh = self.mesh
+        ranks = self.mesh.dp_cp
         counts = DraftCounts(0, 0, (0,) * self.num_drafts)
-        at_once = self.batch_size * mesh.dp.size()
-        for start in range(0, len(self.prompts), at_once):
-            mine = self.prompts[start : start + at_once][mesh.dp.rank() :: mesh.dp.size()]
-            rows = self._continue(model, mine)
-            drafts = predict(model, [tokens for tokens, _ in rows] or [NO_ROW], mesh, self.num_drafts)[1:]
-            for index, (tokens, first) in enumerate(rows):
-                counts += walk(drafts[:, index, : len(tokens)], torch.tensor(tokens), first)
-        numbers = [counts.drafts, counts.drafted, *counts.accepted_per_position]
-        sums = torch.tensor(numbers, device=mesh.device.torch_device)
-        dist.all_reduce(sums, group=mesh.dp)
-        drafts, drafted, *accepted = sums.tolist()
+        progress = _Progress(when, len(self.prompts))
+        for prompts in self._batches():
+            mine = prompts[ranks.rank() :: ranks.size()]
+            rows = [Row.of(prompt, self.max_new_tokens, self.max_length) for prompt in mine]
+            batch = GreedyRows(model, self.mesh, rows, self.eos_token_ids)
+            unfinished, new_tokens = self._sum(batch.num_unfinished, 0)
+            while unfinished:
+                batch.step()
+                unfinished, new_tokens = self._sum(batch.num_unfinished, batch.num_new_tokens)
+                progress.show(len(prompts) - unfinished, new_tokens)
+            progress.add(len(prompts), new_tokens)
+            if not new_tokens:  # prompts that fill the longest row
+                continue
+            for row, drafts_KS in batch.drafts(self.num_drafts):
+                # As if the row began with the last token of the prompt: no draft is made before.
+                counts += walk(drafts_KS, torch.tensor(row.tokens[row.first - 1 :]), 1)
+        drafts, drafted, *accepted = self._sum(counts.drafts, counts.drafted, *counts.accepted_per_position)
         return DraftCounts(drafts, drafted, tuple(accepted))
 
-    def _continue(self, model: Chunks, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
-        """Each prompt with its greedy continuation, and where that begins.
+    def _batches(self) -> Iterator[Sequence[Sequence[int]]]:
+        """The prompts that all ranks continue together, the longest first."""
+        prompts = sorted(self.prompts, key=len, reverse=True)
+        while prompts:
+            longest = min(len(prompts[0]) + self.max_new_tokens, self.max_length)
+            num_rows = max(MAX_CACHED_TOKENS // longest, 1) * self.mesh.dp_cp.size()
+            yield prompts[:num_rows]
+            prompts = prompts[num_rows:]
 
-        Every new token costs a pass over the whole batch: the trainer has no key-value cache, and needs none for a few
-        dozen tokens of a few prompts.
-        """
-        rows = [(list(prompt), len(prompt)) for prompt in prompts]
-        unfinished = [tokens for tokens, _ in rows if len(tokens) < self.max_length]
-        for _ in range(self.max_new_tokens):
-            if not largest(bool(unfinished), self.mesh, self.mesh.dp):
-                break
-            predictions_KBS = predict(model, unfinished or [NO_ROW], self.mesh, self.num_drafts)
-            for index, tokens in enumerate(unfinished):
-                tokens.append(int(predictions_KBS[0, index, len(tokens) - 1]))
-            goes_on = [row for row in unfinished if row[-1] not in self.eos_token_ids]
-            unfinished = [row for row in goes_on if len(row) < self.max_length]
-        return rows
+    def _sum(self, *numbers: int) -> list[int]:
+        """Over the ranks that have prompts of their own."""
+        sums = torch.tensor(numbers, device=self.mesh.device.torch_device)
+        dist.all_reduce(sums, group=self.mesh.dp_cp)
+        return sums.tolist()
 
 
-def predict(model: Chunks, rows: Sequence[Sequence[int]], mesh: Mesh, num_drafts: int) -> torch.Tensor:
-    """The most likely token of the trunk and of each depth at every position, int64 [K, B, S], on every rank."""
-    tokens_BS, position_ids_BS = pad(rows, length_multiple(mesh.layout))
-    # A head's input at the end of a row, beyond what is known, is never looked at: no rule needed for it there.
-    tokens_KBS = ahead(tokens_BS, num_drafts, fill=0)
+class _Progress:
+    """A line at the beginning, and one whenever some time has passed."""
 
-    def here(tensor: torch.Tensor) -> torch.Tensor:
-        return shard_sequence(tensor, -1, mesh.cp.rank(), mesh.cp.size()).to(mesh.device.torch_device)
+    def __init__(self, when: When, num_prompts: int):
+        self.when = when
+        self.num_prompts = num_prompts
+        self.num_done = 0
+        self.num_tokens = 0
+        self.begun = self.shown = time.perf_counter()
+        self._log(0, 0.0)
 
-    def most_likely(logits_BSV: torch.Tensor) -> torch.Tensor:
-        token_N = vocab_parallel_argmax(logits_BSV.flatten(0, 1), mesh.tp)
-        return whole_rows(token_N.view(logits_BSV.shape[:2]), mesh)
+    def show(self, num_done: int, num_tokens: int) -> None:
+        """Prompts and new tokens of the present batch."""
+        now = time.perf_counter()
+        if now - self.shown >= PROGRESS_SECONDS:
+            self.shown = now
+            self._log(self.num_done + num_done, (self.num_tokens + num_tokens) / (now - self.begun))
 
-    input_ids_BS, *mtp_input_ids = here(tokens_KBS)
-    positions_BS = here(position_ids_BS)
+    def add(self, num_done: int, num_tokens: int) -> None:
+        """Those of a batch that is finished."""
+        self.num_done += num_done
+        self.num_tokens += num_tokens
 
-    def forward_step(_, chunk: torch.nn.Module):
-        output = chunk(input_ids_BS, positions_BS, mtp_input_ids=mtp_input_ids)
-        if isinstance(output, Logits):  # the last stage; others hand on their states
-            output = torch.stack([most_likely(logits_BSV) for logits_BSV in (output.main, *output.mtp)])
-        return output, lambda predictions_KBS, non_loss_data: predictions_KBS
-
-    result = run_pipeline(
-        model,
-        mesh,
-        forward_step,
-        [iter(()) for _ in model],
-        num_micro_batches=1 if len(model) == 1 else mesh.pp.size(),
-        micro_batch_size=len(rows),
-        length=input_ids_BS.size(1),
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
-    predictions_KBS = result[0] if result else torch.empty_like(tokens_KBS, device=mesh.device.torch_device)
-    return from_last_stage(predictions_KBS, mesh).cpu()
-
-
-def pad(rows: Sequence[Sequence[int]], multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and position ids [B, S], rows padded at the end with token 0, S a multiple."""
-    longest = -(-max(len(row) for row in rows) // multiple) * multiple
-    tokens_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
-    for index, row in enumerate(rows):
-        tokens_BS[index, : len(row)] = torch.tensor(row)
-    return tokens_BS, torch.arange(longest).repeat(len(rows), 1)
+    def _log(self, num_done: int, speed: float) -> None:
+        if not dist.get_rank():
+            prompts = f"{num_done} of {self.num_prompts} held-out prompts continued"
+            logger.info("acceptance %s training: %s, %.0f tokens/s", self.when, prompts, speed)

@@ -24,6 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.model.cache import Cache
 from swiftlite.model.context_parallel import (
     Segment,
     causal_segments,
@@ -90,7 +91,7 @@ class CoreAttention(MegatronModule):
         query_SBND: torch.Tensor,
         key_SBGD: torch.Tensor,
         value_SBGD: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | Cache | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
@@ -100,7 +101,7 @@ class CoreAttention(MegatronModule):
         Args:
             query_SBND: or [T, N, D] of a packed row, as megatron-core passes it; keys and values likewise.
             attention_mask: megatron-core's convention, [B or 1, 1, S, S], True where attention is forbidden. Dense
-                rows without context parallelism only.
+                rows without context parallelism only. Or the cache of rows that grow, of which these are new tokens.
             packed_seq_params: of a packed row (`qkv_format` thd): where its padded sequences start, in the whole row;
                 none sees another.
 
@@ -111,6 +112,8 @@ class CoreAttention(MegatronModule):
             ValueError: a mask where there can be none, or sequences that are not the row.
         """
         assert attention_bias is None
+        if isinstance(attention_mask, Cache):
+            return self._attend_cached(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
         if packed_seq_params is not None:
             assert packed_seq_params.qkv_format == "thd"
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
@@ -175,6 +178,42 @@ class CoreAttention(MegatronModule):
             enable_gqa=query.size(1) != key.size(1),
         )
         return out_BNSD.permute(2, 0, 1, 3)
+
+    def _attend_cached(
+        self, query_T1ND: torch.Tensor, key_T1GD: torch.Tensor, value_T1GD: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """[T, 1, N, D] of the tokens of a pass; of padding anything."""
+        key_BCGD = cache.keep((self, "key"), key_T1GD.squeeze(1))
+        value_BCGD = cache.keep((self, "value"), value_T1GD.squeeze(1))
+        if cache.is_step:
+            return self._attend_step(query_T1ND, key_BCGD, value_BCGD, cache)
+        *queries, padding = query_T1ND.split(cache.lengths(len(query_T1ND)))
+        parts = []
+        for span, query in zip(cache.spans, queries, strict=True):
+            key_S1GD = key_BCGD[span.row, : span.end].unsqueeze(1)
+            value_S1GD = value_BCGD[span.row, : span.end].unsqueeze(1)
+            parts.append(self._attend(query, key_S1GD, value_S1GD))
+        parts.append(padding.new_zeros(*padding.shape[:3], value_T1GD.size(-1)))
+        return torch.cat(parts)
+
+    def _attend_step(
+        self, query_T1ND: torch.Tensor, key_BCGD: torch.Tensor, value_BCGD: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """`_attend_cached` of one token of each row, in one call.
+
+        The heads that share a key stand as queries of one head: torch would repeat the keys for them.
+        """
+        visible_BS = cache.visible()
+        key, value = (kept[:, : visible_BS.size(1)].transpose(1, 2) for kept in (key_BCGD, value_BCGD))
+        query_BND = cache.by_row(query_T1ND.squeeze(1))
+        out = F.scaled_dot_product_attention(
+            query_BND.unflatten(1, (key.size(1), -1)),
+            key,
+            value,
+            attn_mask=visible_BS[:, None, None],
+            scale=self.softmax_scale,
+        )
+        return cache.by_token(out.flatten(1, 2), len(query_T1ND)).unsqueeze(1)
 
     def _attend_segments(
         self,

@@ -24,6 +24,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from swiftlite.model.attention import CoreAttention
+from swiftlite.model.cache import Cache
 from swiftlite.model.context_parallel import Segment, causal_segments, gather_sequence
 
 MAX_QUERIES = 1024
@@ -39,8 +40,10 @@ class Draft:
     Attributes:
         keys: of the first step those of the whole row, of later ones this rank's, [S, B, G, D].
         values: likewise.
+        cache: of rows whose tokens these are; none in training.
     """
 
+    cache: Cache | None = None
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
@@ -71,14 +74,20 @@ class DraftAttention(CoreAttention):
         """
         draft = attention_mask
         if not draft.keys:
-            out = super().forward(query_SBND, key_SBGD, value_SBGD, None, packed_seq_params=packed_seq_params)
-            draft.add(self._whole_row(key_SBGD, packed_seq_params), self._whole_row(value_SBGD, packed_seq_params))
+            out = super().forward(query_SBND, key_SBGD, value_SBGD, draft.cache, packed_seq_params=packed_seq_params)
+            if draft.cache is None:
+                key_SBGD = self._whole_row(key_SBGD, packed_seq_params)
+                value_SBGD = self._whole_row(value_SBGD, packed_seq_params)
+            draft.add(key_SBGD, value_SBGD)
             return out
         if packed_seq_params is not None:
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
         draft.add(key_SBGD, value_SBGD)
-        lengths, group = self._row(query_SBND.size(0), packed_seq_params)
-        segments = causal_segments(lengths, group.rank(), group.size())
+        if draft.cache is None:
+            lengths, group = self._row(query_SBND.size(0), packed_seq_params)
+            segments = causal_segments(lengths, group.rank(), group.size())
+        else:
+            segments = causal_segments(draft.cache.lengths(query_SBND.size(0)), rank=0, size=1)
         out = self._attend_steps(query_SBND, draft, segments).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 

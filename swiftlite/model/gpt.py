@@ -19,13 +19,17 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel as McoreGPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,16 +38,27 @@ from swiftlite.data.batch import ahead
 from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.balance import Balance, RoutedTokens
+from swiftlite.model.cache import Cache
 from swiftlite.model.context_parallel import (
     gather_sequence,
     padded_cu_seqlens,
     sequence_lengths,
     zigzag_positions,
 )
-from swiftlite.model.loss import IGNORE_INDEX, TokenLoss, distillation_loss, token_loss
+from swiftlite.model.loss import (
+    IGNORE_INDEX,
+    MAX_POSITIONS,
+    TokenLoss,
+    distillation_loss,
+    token_loss,
+    vocab_parallel_argmax,
+)
 from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
+
+FED = "fed"
+"""Under which a cache keeps the trunk's states that the heads take."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,8 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         sequences: torch.Tensor | None = None,
         balance: Balance | None = None,
+        cache: Cache | None = None,
+        predicted: torch.Tensor | None = None,
     ) -> Logits | Losses | torch.Tensor:
         """The stages that this rank holds; on a model that is not split, all four.
 
@@ -174,10 +191,21 @@ class GPTModel(McoreGPTModel):
             packed_seq_params: of a packed row, B = 1: its sequences, none of which sees another.
             sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it no router counts its load.
             balance: of the global batch; without it no router has a load-balancing loss.
+            cache: of rows that grow: the tokens are those of a pass over them, B = 1. A pass is the trunk's, or with
+                `mtp_input_ids` the heads', over tokens that the trunk has had.
+            predicted: with a cache, the tokens of the pass after which a prediction is wanted.
 
         Returns:
-            On the last pipeline stage Losses with labels, Logits without; elsewhere what the next stage takes.
+            On the last pipeline stage Losses with labels, Logits without; with a cache, instead of these, the most
+            likely token of the trunk or of each depth, int64 [1 or D, N]. Elsewhere what the next stage takes.
         """
+        if cache is not None:
+            assert predicted is not None
+            states_SBH = self._grow(input_ids, position_ids, mtp_input_ids, cache)
+            if not self.post_process:
+                return torch.cat(states_SBH)
+            return torch.stack([self._most_likely(hidden_SBH, predicted) for hidden_SBH in states_SBH])
+
         num_drafts = self.heads.drafts
         cu_seqlens = padded_cu_seqlens(packed_seq_params)
         if mtp_input_ids is None:
@@ -231,23 +259,66 @@ class GPTModel(McoreGPTModel):
         tp = self.pg_collection.tp
         return tensor.chunk(tp.size())[tp.rank()]
 
+    def _grow(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        mtp_input_ids: Sequence[torch.Tensor] | torch.Tensor | None,
+        cache: Cache,
+    ) -> list[torch.Tensor]:
+        """The states that a pass over growing rows sends on: the trunk's, or the heads'."""
+        if mtp_input_ids is None:
+            if self._is_behind_heads:
+                return [cast(torch.Tensor, self.decoder.input_tensor)]
+            trunk_SBH, _ = self._trunk(input_ids, position_ids, None, cache=cache)
+            if self.mtp_process:
+                fed_SBH = trunk_SBH
+                if self.drafting.takes_before_norm:
+                    fed_SBH, trunk_SBH = trunk_SBH.chunk(2)
+                cache.keep(FED, self._whole(fed_SBH))
+            return [trunk_SBH]
+        if self.mtp_process:
+            fed_SBH = cache.kept(FED, input_ids.size(1))
+            if self.config.sequence_parallel:
+                fed_SBH = scatter_to_sequence_parallel_region(fed_SBH, group=self.pg_collection.tp)
+            angles = self._angles(position_ids, None, cache=cache)
+            return self.forward_mtp(fed_SBH, list(mtp_input_ids), position_ids, angles, cache=cache)
+        if self.pre_process:  # nothing to say, and the next stage waits for something
+            return [torch.zeros(1, 1, self.config.hidden_size, dtype=self.config.pipeline_dtype, device=cache.device)]
+        return list(cast(torch.Tensor, self.decoder.input_tensor).chunk(self.heads.drafts if self._is_behind_heads else 1))
+
+    def _most_likely(self, hidden_SBH: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+        """The tokens [N] that the output layer makes of states at some places of a flat row."""
+        hidden_NH = self._whole(hidden_SBH)[predicted, 0]
+        token_N = torch.empty_like(predicted)
+        for start in range(0, len(predicted), MAX_POSITIONS):
+            some = slice(start, start + MAX_POSITIONS)
+            logits_NV = self.logits(hidden_NH[some, None])[:, 0]
+            token_N[some] = vocab_parallel_argmax(logits_NV, self.pg_collection.tp)
+        return token_N
+
     def _trunk(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         packed_seq_params: PackedSeqParams | None,
-        tokens: RoutedTokens | None,
+        tokens: RoutedTokens | None = None,
+        cache: Cache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The trunk's states behind this stage's layers, see the top of this file; and rotary angles."""
         with self._frozen():
-            hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids, packed_seq_params)
-            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, packed_seq_params, tokens)
+            hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids, packed_seq_params, cache)
+            hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, packed_seq_params, tokens, cache)
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
         return hidden_SBH, rotary_pos_emb
 
     def forward_preprocess(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+        cache: Cache | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Embeddings [S, B, H], on the first pipeline stage, and rotary angles: [S, 1, 1, D], or of a packed row
         `RotaryEmbedding.packed`.
@@ -255,7 +326,7 @@ class GPTModel(McoreGPTModel):
         hidden_SBH = None
         if self.pre_process:
             hidden_SBH = self.embedding(input_ids=input_ids, position_ids=position_ids)
-        return hidden_SBH, self._angles(position_ids, packed_seq_params)
+        return hidden_SBH, self._angles(position_ids, packed_seq_params, cache=cache)
 
     def forward_decoder(
         self,
@@ -263,6 +334,7 @@ class GPTModel(McoreGPTModel):
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
         tokens: RoutedTokens | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         """The trunk's states [S, B, H] after this stage's layers; after the last layer, also after the final norm, or
         those before and after it [2S, B, H] if MTP layers take the former.
@@ -273,7 +345,7 @@ class GPTModel(McoreGPTModel):
         """
         return self.decoder(
             hidden_states=hidden_SBH,
-            attention_mask=None,
+            attention_mask=cache,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
             padding_mask=tokens,
@@ -287,6 +359,7 @@ class GPTModel(McoreGPTModel):
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
         tokens: Sequence[RoutedTokens | None] | None = None,
+        cache: Cache | None = None,
     ) -> list[torch.Tensor]:
         """States [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1.
 
@@ -296,13 +369,13 @@ class GPTModel(McoreGPTModel):
         """
         tokens = tokens or [None] * self.heads.drafts
         if self.heads.unroll > 1:
-            return self._unrolled(hidden_SBH, mtp_input_ids, position_ids, packed_seq_params, tokens)
+            return self._unrolled(hidden_SBH, mtp_input_ids, position_ids, packed_seq_params, tokens, cache)
         states_SBH = []
         for layer, input_ids, tokens_of_depth in zip(self.mtp.layers, mtp_input_ids, tokens, strict=True):
             hidden_SBH = layer(
                 hidden_SBH,
                 self._embed_for_head(input_ids, position_ids),
-                attention_mask=None,
+                attention_mask=cache,
                 rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=packed_seq_params,
                 padding_mask=tokens_of_depth,
@@ -317,6 +390,7 @@ class GPTModel(McoreGPTModel):
         position_ids: torch.Tensor,
         packed_seq_params: PackedSeqParams | None,
         tokens: Sequence[RoutedTokens | None],
+        cache: Cache | None,
     ) -> list[torch.Tensor]:
         """`forward_mtp` of one layer over several steps."""
         (layer,) = self.mtp.layers
@@ -328,9 +402,10 @@ class GPTModel(McoreGPTModel):
         return layer.forward_steps(
             hidden_SBH,
             embeddings_SBH,
-            [self._angles(position_ids, packed_seq_params, offset=step) for step in range(self.heads.unroll)],
+            [self._angles(position_ids, packed_seq_params, step, cache) for step in range(self.heads.unroll)],
             packed_seq_params,
             tokens,
+            cache=cache,
             recycles_before_norm=self.drafting.recycles_before_norm,
         )
 
@@ -343,9 +418,15 @@ class GPTModel(McoreGPTModel):
         return embeddings_SBH.masked_fill(is_first_SB1, 0)
 
     def _angles(
-        self, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None, offset: int = 0
+        self,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None,
+        offset: int = 0,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         """Rotary angles of rows that begin at position `offset`, as `forward_preprocess` gives them."""
+        if cache is not None:
+            return self.rotary_pos_emb(cache.capacity, offset=offset, packed_seq=True)[position_ids[0]]
         cu_seqlens = padded_cu_seqlens(packed_seq_params)
         if cu_seqlens is not None:
             return self.rotary_pos_emb.packed(cu_seqlens, offset)

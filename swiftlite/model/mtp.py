@@ -25,6 +25,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.balance import RoutedTokens
+from swiftlite.model.cache import Cache
 from swiftlite.model.draft_attention import Draft
 from swiftlite.model.recompute import checkpoint
 from swiftlite.runtime.compat import MTP_INNER_LAYER
@@ -130,6 +131,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         packed_seq_params: PackedSeqParams | None,
         tokens: Sequence[RoutedTokens | None],
         *,
+        cache: Cache | None,
         recycles_before_norm: bool,
     ) -> list[torch.Tensor]:
         """States [S, B, H] of each step, after the output norm.
@@ -139,6 +141,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             decoder_inputs_SBH: of each step, embeddings of the tokens j places further on.
             rotary_pos_embs: of each step, angles from position j - 1 on.
             tokens: of each step, what the router is told.
+            cache: as `GPTModel.forward` takes it, of whole rows.
             recycles_before_norm: a step continues from the state before the output norm, not from the one after it.
         """
         steps = partial(
@@ -146,6 +149,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
             rotary_pos_embs=rotary_pos_embs,
             packed_seq_params=packed_seq_params,
             tokens=tokens,
+            cache=cache,
             recycles_before_norm=recycles_before_norm,
         )
         # All steps share one checkpoint, because they share keys.
@@ -160,10 +164,11 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         rotary_pos_embs: Sequence[torch.Tensor],
         packed_seq_params: PackedSeqParams | None,
         tokens: Sequence[RoutedTokens | None],
+        cache: Cache | None,
         recycles_before_norm: bool,
     ) -> torch.Tensor:
         """The states of `forward_steps`, one after the other: a checkpoint returns one tensor."""
-        draft = Draft()
+        draft = Draft(cache)
         states_SBH = []
         steps = zip(decoder_inputs_SBH, rotary_pos_embs, tokens, strict=True)
         for decoder_input_SBH, rotary_pos_emb, tokens_of_step in steps:

@@ -33,7 +33,7 @@ from swiftlite.train.checkpoint import load_checkpoint, read_state
 from swiftlite.train.learner import Learner
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.report import check_frozen, compare_tensors, write_report
-from swiftlite.train.source import describe_tensors, dtypes_of, source_dtypes, write_source
+from swiftlite.train.source import describe_tensors, dtypes_of, source_tensors, write_source
 from swiftlite.train.trainer import Trainer, whole_parameters
 
 AfterStep = Callable[[int, LiveWeights], None]
@@ -173,7 +173,7 @@ def check_run_files(run: Run) -> None:
     """
     source = run.output_dir / "source"
     try:
-        source_dtypes(source)
+        source_tensors(source)
         read_config(source)
     except UserError as error:
         logger.warning("%s; written again from --model", error.problem)

@@ -154,7 +154,6 @@ def make_held_out(run: phases.Run) -> HeldOut:
         eos_token_ids=stop_token_ids(template, run.hf_model.directory),
         max_new_tokens=args.acceptance_max_new_tokens,
         max_length=run.hf_model.config["max_position_embeddings"],
-        batch_size=max(args.micro_batch_size, 8),
     )
 
 

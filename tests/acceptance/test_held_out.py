@@ -1,8 +1,11 @@
 """Held-out prompts before and after training, against an engine's walk that shares no code with ours."""
 
+import re
+
 import pytest
 import torch
 
+from swiftlite.acceptance import greedy, held_out
 from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import read_acceptance
 from swiftlite.model.open import open_model, read_hf_model
@@ -20,17 +23,27 @@ def make_held_out(mesh, path, prompts, **changed) -> HeldOut:
         "eos_token_ids": (),
         "max_new_tokens": NEW_TOKENS,
         "max_length": 64,
-        "batch_size": 2,
     }
     return HeldOut(**usual | changed)
 
 
-def test_the_file_has_what_an_engine_would_count(trained, mesh, tmp_path):
-    hf_dir, prompts = trained("qwen3", 2)
-    prompts = [prompts[1], prompts[9], prompts[2]]  # two that it knows by heart, and one that is new to it
+@pytest.fixture
+def model(trained, mesh):
+    hf_dir, _ = trained("qwen3", 2)
     (model,), _ = open_model(read_hf_model(hf_dir), mesh, dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.fixture
+def prompts(trained) -> list[list[int]]:
+    _, prompts = trained("qwen3", 2)
+    return [prompts[1], prompts[9], prompts[2]]  # two that it knows by heart, and one that is new to it
+
+
+def test_the_file_has_what_an_engine_would_count(trained, model, prompts, mesh, tmp_path):
+    hf_dir, _ = trained("qwen3", 2)
     held_out = make_held_out(mesh, tmp_path / "acceptance.json", prompts)
-    held_out.measure("before", [model.eval()], {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25})
+    held_out.measure("before", [model], {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25})
     content = read_acceptance(tmp_path / "acceptance.json")
     assert content["depths"] == 2
     assert content["before"]["teacher_forced"] == {"acceptance_per_depth": [0.5, 0.25]}
@@ -42,6 +55,76 @@ def test_the_file_has_what_an_engine_would_count(trained, mesh, tmp_path):
     assert (generated["drafts"], generated["drafted"]) == (counts.drafts, counts.drafted)
     accepted = [rate * counts.drafts for rate in generated["acceptance_per_position"]]
     assert accepted == pytest.approx(counts.accepted_per_position)
+
+
+def generated(mesh, path, model, prompts, **changed) -> dict:
+    """What the file says of greedy continuations."""
+    held_out = make_held_out(mesh, path, prompts, **changed)
+    held_out.measure("before", [model], {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25})
+    return read_acceptance(path)["before"]["generated"]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{greedy: {"MAX_PASS_TOKENS": 3}}, {held_out: {"MAX_CACHED_TOKENS": 30}}, {held_out: {"MAX_CACHED_TOKENS": 1}}],
+    ids=["prompts in parts", "two rows at once", "one row at once"],
+)
+def test_limits_of_memory_change_no_count(mesh, tmp_path, model, prompts, monkeypatch, limits):
+    expected = generated(mesh, tmp_path / "expected", model, prompts)
+    for module, values in limits.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    assert generated(mesh, tmp_path / "found", model, prompts) == expected
+
+
+def test_a_text_ends_at_its_end_and_at_the_longest_row(trained, mesh, model, prompts):
+    hf_dir, _ = trained("qwen3", 2)
+    reference = Reference.load(hf_dir, "qwen3", depth=2)
+    texts = [reference.greedy(prompt, NEW_TOKENS) for prompt in prompts]
+    end = texts[0][4]
+    rows = [greedy.Row.of(prompt, NEW_TOKENS, len(prompts[0]) + 7) for prompt in prompts]
+    batch = greedy.GreedyRows([model], mesh, rows, (end,))
+    with torch.no_grad():
+        while batch.num_unfinished:
+            batch.step()
+    for row, prompt, text in zip(rows, prompts, texts, strict=True):
+        length = len(prompts[0]) + 7 - len(prompt)
+        cut = text[: text.index(end) + 1] if end in text else text
+        assert row.tokens == prompt + cut[:length]
+
+
+def test_a_prompt_as_long_as_the_longest_row_is_not_continued(mesh, tmp_path, model, prompts):
+    longest = len(prompts[0])
+    alone = generated(mesh, tmp_path / "alone", model, prompts[:1], max_length=longest)
+    assert (alone["prompts"], alone["drafts"]) == (1, 0)
+
+
+def test_nothing_is_computed_twice_and_logits_are_made_where_they_are_read(mesh, tmp_path, model, prompts):
+    """The trunk sees each token once, and the vocabulary only what is a prediction."""
+    tokens, logits = [], []
+    model.decoder.layers[0].register_forward_hook(
+        lambda _, args, kwargs, out: tokens.append(len(out[0])), with_kwargs=True
+    )
+    model.output_layer.register_forward_hook(lambda _, args, out: logits.append(len(out[0])))
+    generated(mesh, tmp_path / "acceptance.json", model, prompts)
+    last = len(prompts)  # the last token of a text is not read
+    assert sum(tokens) == sum(map(len, prompts)) + NEW_TOKENS * len(prompts) - last
+    trunk = NEW_TOKENS * len(prompts)
+    assert sum(logits) == trunk + 2 * NEW_TOKENS * len(prompts)
+    assert len(tokens) == NEW_TOKENS
+
+
+def test_progress_is_told(mesh, tmp_path, model, prompts, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="swiftlite")
+    generated(mesh, tmp_path / "quick", model, prompts)
+    assert "acceptance before training: 0 of 3 held-out prompts continued" in caplog.messages[0]
+    assert len(caplog.messages) == 2  # that, and the result
+    caplog.clear()
+    monkeypatch.setattr(held_out, "PROGRESS_SECONDS", 0)
+    generated(mesh, tmp_path / "slow", model, prompts)
+    assert re.fullmatch(
+        r"acceptance before training: 3 of 3 held-out prompts continued, [1-9]\d* tokens/s", caplog.messages[-2]
+    )
 
 
 @pytest.mark.parametrize(("changed", "prompts"), [({"num_drafts": 0}, [[1]]), ({}, [])], ids=["no heads", "no prompts"])

@@ -67,7 +67,7 @@ class Reference(nn.Module):
         self.trunk: Any
         self.heads = nn.ModuleList()
         for k in range(depth):
-            names, block = mtp_names(family, k)
+            names, block = mtp_names(family, k, config.num_hidden_layers)
             norms = {role: norm_class(config.hidden_size, config.rms_norm_eps) for role in names if "norm" in role}
             head: Any = nn.ModuleDict(norms)
             head["projection"] = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -97,7 +97,7 @@ class Reference(nn.Module):
         tensors = {}
         for k in range(self.depth):
             head: Any = self.heads[k]
-            names, block = mtp_names(self.family, k)
+            names, block = mtp_names(self.family, k, self.trunk.config.num_hidden_layers)
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
             tensors |= {block + suffix: tensor for suffix, tensor in per_expert(head["block"].state_dict()).items()}
             if self.family in NEXT_LAYER_HEADS:

@@ -76,7 +76,7 @@ def test_a_list_of_tensors_that_cannot_be_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "tensors.json").write_text(content)
     with pytest.raises(UserError, match=r"tensors\.json (is damaged|cannot be read)") as error:
-        source_dtypes(tmp_path)
+        source_tensors(tmp_path)
     assert "\n" not in error.value.problem
 
 

@@ -1,0 +1,194 @@
+"""Greedy continuation by the model that is being trained, at any layout: a pass for each new token, through a cache.
+
+Each pass takes of every row the tokens that the model has not seen: the prompt, in parts if it is long, and then one
+token after the other. The heads read the rows once, at the end, from what the cache has kept of the trunk.
+
+On a pipeline the rows of a rank are as many micro-batches as there are stages, so that all of these are at work.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swiftlite.model.cache import Cache, Span
+from swiftlite.model.pipeline import run_pipeline
+from swiftlite.model.ranks import from_last_stage
+from swiftlite.runtime.mesh import Mesh
+
+MAX_PASS_TOKENS = 2048
+"""Most tokens of one pass through the trunk, which bounds the memory of its activations."""
+Chunks = Sequence[torch.nn.Module]
+"""The chunks of a model on this rank, wrapped or bare."""
+
+
+@dataclass
+class Row:
+    """A prompt and its continuation so far.
+
+    Attributes:
+        first: where the continuation begins.
+        max_length: of both together.
+        num_seen: tokens that the trunk has had.
+    """
+
+    tokens: list[int]
+    first: int
+    max_length: int
+    num_seen: int = 0
+    is_finished: bool = False
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> "Row":
+        """A prompt that has no continuation yet; one that fills `max_length` gets none."""
+        max_length = min(len(prompt) + max_new_tokens, max_length)
+        return cls(list(prompt), len(prompt), max_length, is_finished=len(prompt) >= max_length)
+
+    def append(self, token: int, eos_token_ids: Collection[int | None]) -> None:
+        self.tokens.append(token)
+        self.is_finished = token in eos_token_ids or len(self.tokens) == self.max_length
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Some of the rows, and what the model keeps of them on this rank."""
+
+    rows: Sequence[Row]
+    cache: Cache
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What `GPTModel.forward` takes of a micro-batch in one pass."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    mtp_input_ids: list[torch.Tensor] | None
+    cache: Cache
+    predicted: torch.Tensor
+
+
+class GreedyRows:
+    """Rows that the model continues together; every rank of a layout makes the same passes.
+
+    Args:
+        rows: of this data-parallel rank; there may be none, while others have some.
+    """
+
+    def __init__(self, model: Chunks, mesh: Mesh, rows: Sequence[Row], eos_token_ids: Collection[int | None]):
+        self.model = model
+        self.mesh = mesh
+        self.rows = rows
+        self.eos_token_ids = eos_token_ids
+        capacity = max((row.max_length for row in rows), default=1)
+        size = mesh.pp.size()
+        self._micro_batches: list[_MicroBatch] = []
+        for start in range(size):
+            some = rows[start::size]
+            self._micro_batches.append(_MicroBatch(some, Cache(len(some), capacity, mesh.device.torch_device)))
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(not row.is_finished for row in self.rows)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of all continuations so far."""
+        return sum(len(row.tokens) - row.first for row in self.rows)
+
+    def step(self) -> None:
+        """One pass: the next token of each row whose tokens have all been seen then."""
+        passes = []
+        complete: list[list[Row]] = []
+        for batch in self._micro_batches:
+            spans = list(_unseen(batch.rows))
+            ends = [span.end == len(batch.rows[span.row].tokens) for span in spans]
+            last_tokens = torch.tensor([len(span) for span in spans], dtype=torch.int64).cumsum(0) - 1
+            passes.append(self._pass(batch, spans, last_tokens[torch.tensor(ends, dtype=torch.bool)]))
+            complete.append([batch.rows[span.row] for span, is_end in zip(spans, ends, strict=True) if is_end])
+            for span in spans:
+                batch.rows[span.row].num_seen = span.end
+        for rows, (tokens,) in zip(complete, self._run(passes, 1), strict=True):
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                row.append(token, self.eos_token_ids)
+
+    def drafts(self, num_drafts: int) -> Iterator[tuple[Row, torch.Tensor]]:
+        """Each continued row with what its heads say, int64 [K, S]: of depth k at the prompt's last token and each of
+        the continuation but its last, for the token k + 1 further on. One pass, after the last step.
+        """
+        passes = []
+        continued: list[list[Row]] = []
+        for batch in self._micro_batches:
+            spans = [Span(index, 0, row.num_seen) for index, row in enumerate(batch.rows) if row.num_seen]
+            rows = [batch.rows[span.row] for span in spans]
+            predicted = torch.tensor([position >= row.first - 1 for row in rows for position in range(row.num_seen)])
+            passes.append(self._pass(batch, spans, predicted.nonzero()[:, 0], num_drafts))
+            continued.append(rows)
+        for rows, predictions_KN in zip(continued, self._run(passes, num_drafts), strict=True):
+            lengths = [row.num_seen - row.first + 1 for row in rows]
+            yield from zip(rows, predictions_KN.split(lengths, dim=1), strict=True)
+
+    def _pass(
+        self, batch: _MicroBatch, spans: Sequence[Span], predicted: torch.Tensor, num_drafts: int | None = None
+    ) -> _Pass:
+        """A pass over these tokens; with `num_drafts` one of the heads, which also take those further on."""
+        batch.cache.begin(spans)
+        layout = self.mesh.layout
+        multiple = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        num_tokens = max(-(-batch.cache.num_tokens // multiple), 1) * multiple
+        device = self.mesh.device.torch_device
+
+        def flat(values: Sequence[int]) -> torch.Tensor:
+            padding = [0] * (num_tokens - len(values))
+            return torch.tensor([[*values, *padding]], device=device)
+
+        def tokens_ahead(depth: int) -> torch.Tensor:
+            tokens: list[int] = []
+            for row, start, end in spans:
+                # Beyond what is known a head's input is never looked at: no rule needed for it there.
+                known = batch.rows[row].tokens + [0] * depth
+                tokens += known[start + depth : end + depth]
+            return flat(tokens)
+
+        return _Pass(
+            tokens_ahead(0),
+            flat([position for _, start, end in spans for position in range(start, end)]),
+            None if num_drafts is None else [tokens_ahead(depth) for depth in range(1, num_drafts + 1)],
+            batch.cache,
+            predicted.to(device),
+        )
+
+    def _run(self, passes: Sequence[_Pass], num_predictions: int) -> Sequence[torch.Tensor]:
+        """What is predicted in each micro-batch, int64 [num_predictions, N], on every rank of the model."""
+
+        def forward_step(micro_batches: Iterator[_Pass], chunk: torch.nn.Module):
+            return chunk(**vars(next(micro_batches))), lambda predictions, non_loss_data: predictions
+
+        results = run_pipeline(
+            self.model,
+            self.mesh,
+            forward_step,
+            [iter(passes) for _ in self.model],
+            num_micro_batches=len(passes),
+            micro_batch_size=1,
+            length=passes[0].input_ids.size(1),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        counts = [len(micro_batch.predicted) for micro_batch in passes]
+        device = self.mesh.device.torch_device
+        predictions = torch.empty(num_predictions, sum(counts), dtype=torch.int64, device=device)
+        if results:
+            torch.cat(results, dim=1, out=predictions)
+        return from_last_stage(predictions, self.mesh).cpu().split(counts, dim=1)
+
+
+def _unseen(rows: Sequence[Row]) -> Iterator[Span]:
+    """Tokens that the model has not seen of rows that go on, MAX_PASS_TOKENS of them at most."""
+    left = MAX_PASS_TOKENS
+    for index, row in enumerate(rows):
+        if row.is_finished or not left:
+            continue
+        end = min(len(row.tokens), row.num_seen + left)
+        left -= end - row.num_seen
+        yield Span(index, row.num_seen, end)

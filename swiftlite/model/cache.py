@@ -1,0 +1,107 @@
+"""What the model keeps of rows that grow token by token, so that nothing is computed twice.
+
+A pass takes the new tokens of all rows side by side, as one flat row without padding between them. For example, of the
+rows "the cat" and "a dog ran", continued by one token each:
+
+    pass 1    the cat a dog ran    positions 0 1 0 1 2
+    pass 2    sat off              positions 2 3
+
+Here rows are whole on every rank, with context parallelism too: its ranks hold the same weights, and take other rows.
+
+megatron-core's own (inference/contexts of 0.16.1) wants all rows at one position in its static form and CUDA kernels in
+its dynamic one, and neither goes with sequence parallelism or our latent attention.
+
+Shapes: T tokens of a pass, B rows, C capacity.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a row."""
+
+    row: int
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class Cache:
+    """Of one batch of rows, on one rank: keys and values of every layer, and what the heads are fed.
+
+    Args:
+        num_rows: B.
+        capacity: the most tokens that a row may come to.
+
+    Attributes:
+        spans: what the coming pass takes, in this order; tokens behind them are padding.
+    """
+
+    def __init__(self, num_rows: int, capacity: int, device: torch.device):
+        self.num_rows = num_rows
+        self.capacity = capacity
+        self.device = device
+        self._kept: dict[Hashable, torch.Tensor] = {}
+        self.begin(())
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        """Set the spans of the coming pass."""
+        self.spans = tuple(spans)
+        rows = [row for row, start, end in spans for _ in range(start, end)]
+        positions = [position for _, start, end in spans for position in range(start, end)]
+        self._row_T = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        self._position_T = torch.tensor(positions, dtype=torch.int64, device=self.device)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the coming pass, without padding."""
+        return len(self._row_T)
+
+    @property
+    def is_step(self) -> bool:
+        """Whether no row has more than one token in the coming pass."""
+        return self.num_tokens == len(self.spans)
+
+    def lengths(self, num_tokens: int) -> tuple[int, ...]:
+        """Lengths of the spans, and of the padding behind them in a pass of `num_tokens`."""
+        return (*map(len, self.spans), num_tokens - self.num_tokens)
+
+    def keep(self, name: Hashable, new_T: torch.Tensor) -> torch.Tensor:
+        """All that is kept under a name, [B, C, ...], with that of this pass's tokens [T, ...] put in its place."""
+        kept = self._kept.get(name)
+        if kept is None:
+            # Zeros: what is masked in attention is multiplied by 0, which NaN would survive.
+            kept = self._kept[name] = new_T.new_zeros(self.num_rows, self.capacity, *new_T.shape[1:])
+        kept[self._row_T, self._position_T] = new_T[: self.num_tokens]
+        return kept
+
+    def kept(self, name: Hashable, num_tokens: int) -> torch.Tensor:
+        """[T, ...] of this pass's tokens, and zeros for its padding."""
+        kept = self._kept[name]
+        return self._padded(kept[self._row_T, self._position_T], num_tokens)
+
+    def by_row(self, new_T: torch.Tensor) -> torch.Tensor:
+        """[B, ...] of a pass with at most one token of each row; zeros where there is none."""
+        by_row = new_T.new_zeros(self.num_rows, *new_T.shape[1:])
+        by_row[self._row_T] = new_T[: self.num_tokens]
+        return by_row
+
+    def by_token(self, rows_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The inverse of `by_row`: [T, ...]."""
+        return self._padded(rows_B[self._row_T], num_tokens)
+
+    def visible(self) -> torch.Tensor:
+        """Which keys the one token of each row sees, bool [B, longest]: those up to its own."""
+        longest = max((span.end for span in self.spans), default=1)
+        last_B = self._position_T.new_zeros(self.num_rows)
+        last_B[self._row_T] = self._position_T
+        return torch.arange(longest, device=self.device) <= last_B[:, None]
+
+    def _padded(self, new_T: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        padding = new_T.new_zeros(num_tokens - len(new_T), *new_T.shape[1:])
+        return torch.cat([new_T, padding])

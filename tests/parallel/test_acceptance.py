@@ -1,0 +1,128 @@
+"""Draft acceptance that a run measures, at every kind of layout, against a walk that shares no code with it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.acceptance.held_out import HeldOut
+from swiftlite.acceptance.report import read_acceptance
+from swiftlite.args.commands import SftArgs
+from swiftlite.families import FAMILIES
+from swiftlite.heads import Heads
+from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.plan.layout import layout_of
+from swiftlite.runtime.distributed import session
+from tests.engines.reference import Reference, follow, write_trained
+from tests.parallel.launch import launch, open_store, prepare_session
+from tests.parallel.parity import CASES, SIZES, TP2_SP
+
+pytestmark = pytest.mark.gloo
+
+NEW_TOKENS = 11
+# (family, layers of heads, drafts)
+WAYS = {"dense": ("qwen3", 2, 2), "before norm": ("mimo", 2, 2), "latent": ("deepseek_v3", 2, 2)}
+WAYS |= {"unrolled": ("glm4_moe", 1, 3)}
+NAMES = {
+    "dense": ("TP2+SP", "PP2", "PP2xVPP2", "PP2 MTP apart", "CP2", "DP2"),
+    "before norm": ("PP2 MTP apart", "PP2xVPP2"),
+    "latent": ("EP2xTP2", "CP2"),
+    "unrolled": ("TP2+SP", "EP2", "PP2", "PP2 MTP apart", "CP2"),
+}
+LAYOUTS = {name: case.options for name, case in CASES.items()} | {"TP2+SP": TP2_SP}
+
+
+def expected_counts(directory: Path, way: str, prompts: list[list[int]]) -> DraftCounts:
+    """What an engine counts while it writes NEW_TOKENS after each prompt."""
+    family, depth, num_drafts = WAYS[way]
+    reference = follow(Reference.load(directory, family, depth), FAMILIES[family].mtp.drafting)
+    drafts, accepted = 0, [0] * num_drafts
+    for prompt in prompts:
+        row = reference.greedy(prompt, NEW_TOKENS)
+        done = 1
+        while done < NEW_TOKENS:
+            proposal = reference.draft(prompt + row[:done], num_drafts)
+            drafts += 1
+            hits = 0
+            while hits < num_drafts and proposal[hits : hits + 1] == row[done + hits : done + hits + 1]:
+                accepted[hits] += 1
+                hits += 1
+            done += hits + 1
+    return DraftCounts(drafts, drafts * num_drafts, tuple(accepted))
+
+
+@dataclass(frozen=True)
+class Job:
+    """Acceptance of a model at a layout, written to `path`."""
+
+    hf_dir: Path
+    path: Path
+    heads: Heads
+    options: dict[str, Any]
+    prompts: list[list[int]]
+
+
+def measure_all(jobs: Sequence[Job], ports: Sequence[int]) -> None:
+    """What each process does: a session for each job."""
+    for job, port in zip(jobs, ports, strict=True):
+        prepare_session(port)
+        measure(job)
+
+
+def measure(job: Job) -> None:
+    options = dict(job.options)
+    if stages := options.get("pipeline_model_parallel_layout"):
+        options["pipeline_model_parallel_layout"] = stages.replace("MTP", "m" * job.heads.layers)
+    with session(layout_of(SftArgs(model=str(job.hf_dir), **options)), timeout_minutes=2) as mesh:
+        chunks, _ = open_model(read_hf_model(job.hf_dir), mesh, dtype=torch.float32, heads=job.heads)
+        for chunk in chunks:
+            chunk.eval()
+        held_out = HeldOut(
+            path=job.path,
+            mesh=mesh,
+            num_drafts=job.heads.drafts,
+            prompts=job.prompts,
+            eos_token_ids=(),
+            max_new_tokens=NEW_TOKENS,
+            max_length=512,
+        )
+        held_out.measure("before", chunks, {f"eval_mtp_{k + 1}_acceptance": 0.5 for k in range(job.heads.drafts)})
+
+
+@pytest.fixture(scope="module")
+def measured(shared, tmp_path_factory) -> dict[tuple[str, str], tuple[dict[str, Any], DraftCounts]]:
+    """By way and layout what acceptance.json has, and what it should."""
+    root = tmp_path_factory.mktemp("acceptance")
+    jobs: dict[tuple[str, str], Job] = {}
+    expected: dict[str, DraftCounts] = {}
+    for way, (family, depth, num_drafts) in WAYS.items():
+        heads = Heads(depth, num_drafts // depth)
+
+        def make(directory: Path, family: str = family, depth: int = depth, num_drafts: int = num_drafts) -> None:
+            def draft_as(reference: Reference) -> Reference:
+                return follow(reference, FAMILIES[family].mtp.drafting)
+
+            prompts = write_trained(directory, family, depth, False, num_drafts, draft_as, **SIZES)
+            (directory / "prompts.json").write_text(json.dumps(prompts))
+
+        directory = shared(f"acceptance-{family}-{depth}", make)
+        prompts = json.loads((directory / "prompts.json").read_text())
+        chosen = [prompts[index] for index in (1, 11, 3, 9, 10)]  # uneven for two ranks; known by heart and new
+        expected[way] = expected_counts(directory, way, chosen)
+        for name in NAMES[way]:
+            jobs[way, name] = Job(directory, root / f"{way} {name}", heads, LAYOUTS[name], chosen)
+    stores = [open_store() for _ in jobs]
+    launch(2, measure_all, list(jobs.values()), [store.port for store in stores])
+    return {key: (read_acceptance(job.path)["before"]["generated"], expected[key[0]]) for key, job in jobs.items()}
+
+
+@pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in NAMES.items() for name in names])
+def test_counts_are_those_of_an_engine(measured, way, name):
+    found, expected = measured[way, name]
+    assert found == {"prompts": 5, **expected.to_json()}
+    assert 0 < found["acceptance_rate"] < 1
