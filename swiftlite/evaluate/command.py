@@ -8,14 +8,14 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.bridge.tensors import write_durably
-from swiftlite.data.dataset import Data, load_train_val
-from swiftlite.data.template import load_tokenizer
+from swiftlite.data.dataset import Data
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.figures import ModelFigures, table
+from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
 from swiftlite.runtime.distributed import session
 
@@ -33,13 +33,11 @@ def run(args: EvaluateArgs) -> None:
     data: dict[str, Data] = {}
     with session() as mesh:
         for name, model in models.items():
-            tokenizers[name] = load_tokenizer(model.directory, args.trust_remote_code)
-            data[name] = load_train_val(
-                tokenizers[name],
-                (),
+            tokenizers[name], data[name] = load_rows(
+                model.directory,
                 args.dataset,
+                trust_remote_code=args.trust_remote_code,
                 max_length=args.max_length,
-                truncation_strategy="right",
                 max_bad_rows=args.max_bad_rows,
                 system=args.system,
             )
