@@ -12,7 +12,8 @@ from swiftlite.engines.index import ENGINES
 ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
-    {"errors", "heads", "log", "table"},
+    {"errors", "heads", "redact", "table"},
+    {"log"},
     {"args"},
     {"bridge", "data"},
     {"families"},
@@ -31,6 +32,7 @@ WITHOUT_TORCH = (
     "errors.py",
     "heads.py",
     "log.py",
+    "redact.py",
     "table.py",
     "args",
     *DECLARED,

@@ -20,6 +20,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.run import make_plan, make_schedule, render
+from swiftlite.redact import redact_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,4 +132,4 @@ def _say_once(text: str) -> None:
             return
         except FileNotFoundError:
             pass
-    print(text, file=sys.stderr, flush=True)
+    print(redact_text(text), file=sys.stderr, flush=True)
