@@ -1,0 +1,25 @@
+"""Processes that end with the one that started them, however that ends. No torch."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Let Linux send this process a signal when its parent ends, by kill -9 too; elsewhere this does nothing.
+
+    The kernel forgets it in children of this process, and when it changes its user.
+
+    Args:
+        parent: the parent's process id. One that has ended already is noticed.
+        number: SIGKILL, or SIGTERM for a process that has children of its own to end.
+    """
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except AttributeError:  # macOS
+        return
+    prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os.kill(os.getpid(), number)
