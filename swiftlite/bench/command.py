@@ -5,9 +5,6 @@ the machine. bench.json is written after each, so a run that is cut short keeps 
 """
 
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.errors import UserError
@@ -88,17 +86,3 @@ def load(args: BenchArgs, model: ServedModel, template: ChatTemplate) -> list[li
                 "shorten one of them, or leave the row out",
             )
     return prompts
-
-
-@contextmanager
-def ends_at_sigterm() -> Iterator[None]:
-    """SIGTERM, a batch system's, ends this process as Ctrl-C does: after its server."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

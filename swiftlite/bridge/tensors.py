@@ -311,11 +311,15 @@ class ShardedFiles:
 def write_durably(path: Path, content: bytes) -> None:
     """Write a small file so that after a crash it is either absent, old or whole."""
     temporary = path.with_name(f".{path.name}.incomplete")
-    with temporary.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # a full disk needs the space
+        raise
 
 
 def some(lines: Iterable[str], limit: int = 20) -> list[str]:
