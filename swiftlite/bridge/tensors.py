@@ -322,6 +322,23 @@ def write_durably(path: Path, content: bytes) -> None:
         raise
 
 
+def check_writable(flag: str, directory: Path) -> None:
+    """Make a directory and try a small file in it, before an hour of work is to be written there.
+
+    Raises:
+        UserError: it cannot be; names the flag.
+    """
+    trial = directory / ".trial"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_durably(trial, b"\0" * 4096)
+        trial.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{flag} {directory} cannot be written: {error.strerror}", "make room, or name another place"
+        ) from None
+
+
 def some(lines: Iterable[str], limit: int = 20) -> list[str]:
     """The first lines of a list for an error message, and how many more there are."""
     lines = list(lines)
