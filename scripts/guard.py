@@ -549,6 +549,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    if not any(fnmatchcase(name, args.only) for name in CASES):
+        sys.exit(f"--only {args.only!r} matches no case; cases have names such as {next(iter(CASES))!r}")
     if args.command == "record":
         return 0 if record(args.file, args.only, args.keep) else 1
     if args.command == "compare":

@@ -3,7 +3,16 @@
 import logging
 import sys
 
+from swiftlite.redact import redact_text
+
 logger = logging.getLogger("swiftlite")
+
+
+class _Formatter(logging.Formatter):
+    """Lines without keys and tokens, whatever is logged."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_text(super().format(record))
 
 
 def setup(rank: int = 0, level: int = logging.INFO) -> None:
@@ -15,7 +24,7 @@ def setup(rank: int = 0, level: int = logging.INFO) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     prefix = "swiftlite: " if rank == 0 else f"swiftlite[rank {rank}]: "
-    handler.setFormatter(logging.Formatter(prefix + "%(message)s"))
+    handler.setFormatter(_Formatter(prefix + "%(message)s"))
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(level if rank == 0 else logging.WARNING)

@@ -12,7 +12,8 @@ from swiftlite.engines.index import ENGINES
 ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
-    {"errors", "heads", "json_file", "log", "table"},
+    {"errors", "heads", "json_file", "redact", "table"},
+    {"log"},
     {"args"},
     {"bridge", "data"},
     {"families"},
@@ -32,6 +33,7 @@ WITHOUT_TORCH = (
     "heads.py",
     "json_file.py",
     "log.py",
+    "redact.py",
     "table.py",
     "args",
     *DECLARED,

@@ -359,7 +359,7 @@ class GenerationArgs:
     val_dataset: list[str] = field(default_factory=list)
     """Files with prompts (rows as for sft; the last assistant turn is left out). Unset: chat on stdin."""
     result_path: str | None = None
-    """JSON-lines file for the answers. Unset: stdout."""
+    """JSON-lines file for the answers, each as it is finished; the same command goes on. Unset: stdout."""
     max_new_tokens: bounds.PositiveInt = 256
     """Longest answer in tokens."""
     temperature: bounds.NonNegativeFloat = 0.0

@@ -1,13 +1,11 @@
 """`swiftlite bench`: how many tokens to draft, found by measuring the servers that `deploy` would start.
 
 One server after the other, drafting nothing at the beginning and again at the end: what differs between these two is
-the machine. bench.json is written after each, so a run that is cut short keeps what it measured.
+the machine. bench.json is written after each, so a run that is cut short keeps what it measured; what an earlier run
+wrote stays until the first.
 """
 
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +14,11 @@ from swiftlite.bench import report
 from swiftlite.bench.measure import ServerResult, in_words, measure
 from swiftlite.bench.server import free_url
 from swiftlite.bench.speed_chart import draw
-from swiftlite.bridge.tensors import write_durably
+from swiftlite.bridge.tensors import check_writable, write_durably
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.errors import UserError
@@ -43,9 +42,7 @@ def run(args: BenchArgs) -> None:
     url, port = free_url()
     commands = {k: deploy.server_command(replace(deploy_args(args, k), port=port), model) for k in numbers}
     output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for name in ("bench.json", "bench.svg"):  # of an earlier run
-        (output_dir / name).unlink(missing_ok=True)
+    check_writable("--output_dir", output_dir)
     surroundings = report.describe_surroundings(args) | {"prompts": len(prompts)}
     servers: list[ServerResult] = []
     with ends_at_sigterm():
@@ -56,12 +53,13 @@ def run(args: BenchArgs) -> None:
             servers.append(measure(args, k, url, commands[k], prompts, sampling, log))
             content = surroundings | report.to_json(args, servers, is_complete=is_last)
             write_durably(output_dir / "bench.json", json.dumps(content, indent=2).encode() + b"\n")
+            (output_dir / "bench.svg").unlink(missing_ok=True)  # of an earlier run
     choices = report.choose_all(servers)
-    write_durably(output_dir / "bench.svg", draw(servers))
     print(report.table(servers, choices))
     print(report.recommendations(args, choices))
     for warning in report.warnings(choices):
         logger.warning("%s", warning)
+    write_durably(output_dir / "bench.svg", draw(servers))
     logger.info("%s and bench.svg", output_dir / "bench.json")
 
 
@@ -89,17 +87,3 @@ def load(args: BenchArgs, model: ServedModel, template: ChatTemplate) -> list[li
                 "shorten one of them, or leave the row out",
             )
     return prompts
-
-
-@contextmanager
-def ends_at_sigterm() -> Iterator[None]:
-    """SIGTERM, a batch system's, ends this process as Ctrl-C does: after its server."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

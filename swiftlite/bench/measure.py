@@ -21,6 +21,7 @@ from swiftlite.engines.engine import Sampling
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.log import logger
+from swiftlite.redact import redact_text
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ServerResult:
 
     Attributes:
         num_speculative_tokens: drafted per step; 0 is a server without drafts.
-        command: as it would be typed.
+        command: as it would be typed, with *** for a key.
         seconds_to_start: until it was healthy.
         measured: one result for each concurrency.
     """
@@ -65,7 +66,7 @@ def measure(
             measured = asyncio.run(_ask(args, url, num_speculative_tokens, prompts, sampling))
         except aiohttp.ClientError as error:
             raise server.failure(f"the server stopped answering: {error}") from None
-    return ServerResult(num_speculative_tokens, command.as_typed(), seconds_to_start, measured)
+    return ServerResult(num_speculative_tokens, redact_text(command.as_typed()), seconds_to_start, measured)
 
 
 async def _ask(

@@ -18,6 +18,7 @@ from swiftlite.bench.figures import Choice, ConcurrencyResult, choose
 from swiftlite.bench.measure import ServerResult
 from swiftlite.engines.client import Answer
 from swiftlite.engines.index import ENGINES
+from swiftlite.redact import redact, redact_text
 from swiftlite.rules.common import as_typed
 from swiftlite.table import text_table
 
@@ -73,7 +74,7 @@ def describe_surroundings(args: BenchArgs) -> dict[str, Any]:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
     return {
-        "options": asdict(args),
+        "options": redact(asdict(args)),
         "versions": {
             "swiftlite": swiftlite.__version__,
             "python": platform.python_version(),
@@ -145,11 +146,11 @@ def warnings(choices: dict[int, Choice]) -> list[str]:
 
 
 def deploy_line(args: BenchArgs, choice: Choice) -> str:
-    """The command that starts the server of a choice."""
+    """The command that starts the server of a choice, with *** for a key."""
     chosen = deploy_args(args, choice.num_speculative_tokens)
     words = ["swiftlite", "deploy", "--infer_backend", chosen.infer_backend]
     for name, option in options(DeployArgs).items():
         value = vars(chosen)[name]
         if value != option.default and name != "infer_backend":
             words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else as_typed(value)]
-    return shlex.join(words)
+    return redact_text(shlex.join(words))

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ class Server:
 
 @contextlib.contextmanager
 def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
-    """Start a server, wait until it is healthy, and stop it with all its children.
+    """Start a server, wait until it is healthy, and stop it with all its children; they end if this process does.
 
     Args:
         command: makes it listen at `url`.
@@ -52,7 +53,7 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
     with log.open("wb") as stream:
         # A session of its own: Ctrl-C is for us alone, and what its children leave behind can be found.
         process = subprocess.Popen(
-            command.words,
+            [sys.executable, "-m", "swiftlite.bench.warden", str(os.getpid()), *command.words],
             env={**os.environ, **command.variables},
             stdin=subprocess.DEVNULL,
             stdout=stream,

@@ -312,11 +312,32 @@ class ShardedFiles:
 def write_durably(path: Path, content: bytes) -> None:
     """Write a small file so that after a crash it is either absent, old or whole."""
     temporary = path.with_name(f".{path.name}.incomplete")
-    with temporary.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # a full disk needs the space
+        raise
+
+
+def check_writable(flag: str, directory: Path) -> None:
+    """Make a directory and try a small file in it, before an hour of work is to be written there.
+
+    Raises:
+        UserError: it cannot be; names the flag.
+    """
+    trial = directory / ".trial"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_durably(trial, b"\0" * 4096)
+        trial.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{flag} {directory} cannot be written: {error.strerror}", "make room, or name another place"
+        ) from None
 
 
 def some(lines: Iterable[str], limit: int = 20) -> list[str]:

@@ -24,6 +24,7 @@ from swiftlite.errors import UserError, reason_of
 from swiftlite.heads import Heads
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.run import make_plan, make_schedule, render
+from swiftlite.redact import redact_text
 from swiftlite.runtime.parent import end_with_parent
 
 
@@ -174,4 +175,4 @@ def _say_once(text: str) -> None:
             return
         except FileNotFoundError:
             pass
-    print(text, file=sys.stderr, flush=True)
+    print(redact_text(text), file=sys.stderr, flush=True)

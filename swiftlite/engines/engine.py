@@ -25,6 +25,8 @@ class Sampling:
         top_p: smallest set of tokens whose probability reaches this.
         seed: of the random numbers of one `generate` call; not used when greedy.
         stop_token_ids: tokens that end a completion; the one that did stays in it.
+        numbers: one for each prompt of the call, which with `seed` says what is drawn for it; unset: 0, 1, 2 and so on.
+            With its number from a longer list, a prompt is answered as it would be among all of them.
     """
 
     max_new_tokens: int
@@ -32,6 +34,11 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 42
     stop_token_ids: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    def seed_of(self, place: int) -> int:
+        """The seed of the prompt at a place in the call; one for all would answer a repeated prompt alike."""
+        return self.seed + (self.numbers[place] if self.numbers else place)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,10 @@ class EngineConfig:
     speculative_config: dict[str, Any] | None = None
 
 
+OnAnswer = Callable[[int, Completion], None]
+"""Called as soon as an answer is finished, with the place of its prompt; in any order."""
+
+
 class Engine(Protocol):
     """A started engine; `close` gives its memory and processes back."""
 
@@ -84,9 +95,13 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
-        """Complete every prompt, in order.
+        """Complete every prompt; the completions are in order. All prompts are with the engine from the beginning, so
+        it is busy until the last one.
+
+        Args:
+            on_answer: what it raises ends the call, after which the engine can only be closed.
 
         Raises:
             UserError: a prompt that leaves no room for an answer.

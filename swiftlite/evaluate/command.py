@@ -7,15 +7,16 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.commands import EvaluateArgs
-from swiftlite.bridge.tensors import write_durably
-from swiftlite.data.dataset import Data, Encoder, load_train_val
-from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.bridge.tensors import check_writable, write_durably
+from swiftlite.data.dataset import Data
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
+from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.figures import ModelFigures, table
+from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
 from swiftlite.runtime.distributed import session
 
@@ -28,14 +29,21 @@ def run(args: EvaluateArgs) -> None:
     """
     names = {"model": args.model} | ({"baseline": args.baseline} if args.baseline else {})
     models = {name: read_model(directory) for name, directory in names.items()}
+    output_dir = Path(args.output_dir)
+    check_writable("--output_dir", output_dir)
     results: dict[str, ModelFigures] = {}
     tokenizers: dict[str, PreTrainedTokenizerBase] = {}
     data: dict[str, Data] = {}
     with session() as mesh:
         for name, model in models.items():
-            tokenizers[name] = load_tokenizer(model.directory, args.trust_remote_code)
-            encoder = Encoder(ChatTemplate(tokenizers[name]), args.max_length, "right")
-            data[name] = load_train_val(encoder, (), args.dataset, max_bad_rows=args.max_bad_rows, system=args.system)
+            tokenizers[name], data[name] = load_rows(
+                model.directory,
+                args.dataset,
+                trust_remote_code=args.trust_remote_code,
+                max_length=args.max_length,
+                max_bad_rows=args.max_bad_rows,
+                system=args.system,
+            )
             forced = teacher_forced(model.directory, data[name].val, torch_dtype=args.torch_dtype, mesh=mesh)
             replayed = {
                 channel: {"samples": figures["samples"], **figures.pop("replayed")}
@@ -47,20 +55,19 @@ def run(args: EvaluateArgs) -> None:
             if not model.heads.layers:
                 logger.info("%s has no heads: no engine is started for it", model.directory)
                 continue
-            results[name][args.infer_backend] = by_engine(
-                args.infer_backend,
-                _engine_config(args, model),
-                data[name].val_conversations,
-                tokenizers[name],
-                max_new_tokens=args.max_new_tokens,
-                max_prompts=args.max_prompts,
-            )
-    output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+            with ends_at_sigterm():
+                results[name][args.infer_backend] = by_engine(
+                    args.infer_backend,
+                    _engine_config(args, model),
+                    data[name].val_conversations,
+                    tokenizers[name],
+                    max_new_tokens=args.max_new_tokens,
+                    max_prompts=args.max_prompts,
+                )
+    print(table(results))
     report = {name: {"directory": names[name], **measured} for name, measured in results.items()}
     write_durably(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
     write_durably(output_dir / "evaluation.svg", draw(results))
-    print(table(results))
     logger.info("%s and evaluation.svg", output_dir / "evaluation.json")
 
 

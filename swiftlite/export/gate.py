@@ -5,9 +5,9 @@ from pathlib import Path
 
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.args.commands import ExportArgs
-from swiftlite.data.dataset import Encoder, load_train_val
-from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
+from swiftlite.evaluate.figures import rates
+from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
 from swiftlite.plan.facts import model_of_run
 from swiftlite.runtime.mesh import Mesh
@@ -29,7 +29,11 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
         )
     if args.max_regression is not None:
         baseline = Path(args.baseline) if args.baseline else model_of_run(Path(args.model))
-        assert baseline is not None
+        if baseline is None:  # the option check found it; exporting took a while
+            raise UserError(
+                "--max_regression compares with the model that the run began with, and that is not there any more",
+                "nothing was written; add --baseline DIR",
+            )
         before = _mean(baseline, args.val_dataset, torch_dtype, mesh)
         logger.info("acceptance on --val_dataset: %.1f %%, of %s %.1f %%", 100 * found, baseline, 100 * before)
         if before - found > args.max_regression:
@@ -48,7 +52,6 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
 
 def _mean(hf_dir: Path, dataset: Sequence[str], torch_dtype: str, mesh: Mesh) -> float:
     """The mean over depths of the share of predictions that are the trunk's own; 0 for a model without heads."""
-    encoder = Encoder(ChatTemplate(load_tokenizer(hf_dir)), 2048, "right")
-    data = load_train_val(encoder, (), dataset)
-    heads = teacher_forced(hf_dir, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL]["heads"]
-    return sum(head["acceptance"] for head in heads) / max(len(heads), 1)
+    _, data = load_rows(hf_dir, dataset)
+    shares = rates("teacher_forced", teacher_forced(hf_dir, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL])
+    return sum(shares) / max(len(shares), 1)

@@ -285,7 +285,9 @@ class GPTModel(McoreGPTModel):
             return self.forward_mtp(fed_SBH, list(mtp_input_ids), position_ids, angles, cache=cache)
         if self.pre_process:  # nothing to say, and the next stage waits for something
             return [torch.zeros(1, 1, self.config.hidden_size, dtype=self.config.pipeline_dtype, device=cache.device)]
-        return list(cast(torch.Tensor, self.decoder.input_tensor).chunk(self.heads.drafts if self._is_behind_heads else 1))
+        return list(
+            cast(torch.Tensor, self.decoder.input_tensor).chunk(self.heads.drafts if self._is_behind_heads else 1)
+        )
 
     def _most_likely(self, hidden_SBH: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
         """The tokens [N] that the output layer makes of states at some places of a flat row."""

@@ -3,7 +3,9 @@
 This process becomes the server, so signals and the exit code are the server's own.
 """
 
+import errno
 import os
+import socket
 import sys
 from pkgutil import resolve_name
 
@@ -11,6 +13,7 @@ from swiftlite.args.commands import DeployArgs
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import ServedModel, log_untrained_drafts, read_model
 from swiftlite.engines.server_command import ServerCommand
+from swiftlite.errors import UserError
 from swiftlite.log import logger
 
 
@@ -18,7 +21,8 @@ def run(args: DeployArgs) -> None:
     """Become the server, or with --dry_run print its command.
 
     Raises:
-        UserError: the engine would not draft with the checkpoint's heads; nothing has been started.
+        UserError: the engine would not draft with the checkpoint's heads, or the port is taken; nothing has been
+            started.
     """
     model = read_model(args.model)
     command = server_command(args, model)
@@ -27,10 +31,32 @@ def run(args: DeployArgs) -> None:
     if args.dry_run:
         print(command.as_typed())
         return
+    check_address(args.host, args.port)
     logger.info("starting %s", command.as_typed())
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command.words[0], command.words, {**os.environ, **command.variables})
+
+
+def check_address(host: str, port: int) -> None:
+    """Make sure that a server can listen there; an engine finds out only after it has loaded the model.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UserError(f"--host {host} is no address: {error.strerror}", "127.0.0.1 is this machine alone") from None
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            is_host = error.errno == errno.EADDRNOTAVAIL
+            option = f"--host {host}" if is_host else f"--port {port}"
+            hint = "name an address of this machine" if is_host else "add --port with another number"
+            raise UserError(f"{option} cannot be used: {error.strerror}", hint) from None
 
 
 def server_command(args: DeployArgs, model: ServedModel) -> ServerCommand:

@@ -1,32 +1,35 @@
 """`swiftlite infer`: prompts from files, or a chat on stdin; answers out, and what the drafts were worth.
 
-Answers go to --result_path or stdout, everything else to stderr.
+Answers go to --result_path as they are finished (`answers.py`), or to stdout; everything else to stderr.
 """
 
-import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import InferArgs
-from swiftlite.args.data_file import split_sample
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import load_prompts
+from swiftlite.data.sources import find_file
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
-from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
+from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
+from swiftlite.engines.interrupt import Terminated, ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt, needed_length
 from swiftlite.engines.served_model import ServedModel, log_untrained_drafts, read_model
 from swiftlite.errors import UserError
 from swiftlite.log import logger
+from swiftlite.serve.answers import AnswersFile, as_line, describe
 
 # A chat without --max_model_len is held to this; engines reserve memory for the longest sequence.
 CHAT_LENGTH = 8192
@@ -71,10 +74,11 @@ def run(args: InferArgs) -> None:
         read_acceptance(Path(args.acceptance_json))
     if args.speculative == "mtp":
         log_untrained_drafts(model, args.num_speculative_tokens)
-    if args.val_dataset:
-        _answer_files(args, model, template, sampling)
-    else:
-        _chat(args, model, template, sampling)
+    with ends_at_sigterm():
+        if args.val_dataset:
+            _answer_files(args, model, template, sampling)
+        else:
+            _chat(args, model, template, sampling)
 
 
 def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:
@@ -82,23 +86,91 @@ def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, s
     prompts = [encode_prompt(template, chat) for chat in asked]
     length = needed_length(model, asked, prompts, args.max_new_tokens, args.num_speculative_tokens, args.max_model_len)
     config = _engine_config(args, model, length)
+
+    def record(place: int, completion: Completion) -> dict[str, Any]:
+        return _record(asked[place], len(prompts[place]), completion, template.tokenizer)
+
+    if args.result_path is None:
+        result, plain = _answer(args, config, prompts, sampling)
+        for place, completion in enumerate(result.completions):
+            sys.stdout.buffer.write(as_line(record(place, completion)))
+        sys.stdout.buffer.flush()
+        _report(args, result, plain)
+        return
+    made_with = describe(args, model, asked, prompts, sampling)
+    with AnswersFile(Path(args.result_path), [chat.source for chat in asked], made_with) as file:
+        missing = file.missing
+        if len(missing) < len(prompts):
+            logger.info("%s; only the others are generated, measured and compared", file)
+        if missing:
+            with _says_how_to_go_on(file):
+                result, plain = _answer(
+                    args,
+                    config,
+                    [prompts[place] for place in missing],
+                    replace(sampling, numbers=tuple(missing)),
+                    lambda number, completion: file.add(missing[number], record(missing[number], completion)),
+                )
+            _report(args, result, plain)
+        file.finish()
+        logger.info("%s", file)
+
+
+def _answer(
+    args: InferArgs,
+    config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    on_answer: OnAnswer | None = None,
+) -> tuple[Answers, Answers | None]:
+    """The answers, and under --compare those without speculation, which are made first."""
     plain = None
     if args.compare:
         logger.info("without speculation:")
         without_drafts = replace(config, num_speculative_tokens=0, speculative_config=None)
         plain = answer(args.infer_backend, without_drafts, prompts, sampling)
-    result = answer(args.infer_backend, config, prompts, sampling)
-    answered = zip(asked, prompts, result.completions, strict=True)
-    records = [_record(chat, len(prompt), completion, template.tokenizer) for chat, prompt, completion in answered]
-    _write_results(args.result_path, records)
+    return answer(args.infer_backend, config, prompts, sampling, on_answer), plain
+
+
+def _report(args: InferArgs, result: Answers, plain: Answers | None) -> None:
     if args.acceptance_json:
-        add_engine_acceptance(Path(args.acceptance_json), args.infer_backend, len(prompts), result.counts)
+        add_engine_acceptance(Path(args.acceptance_json), args.infer_backend, len(result.completions), result.counts)
     for line in summary(result, plain):
         logger.info("%s", line)
 
 
-def answer(backend: str, config: EngineConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
-    """Start an engine, warm it up, let it complete the prompts, stop it."""
+@contextmanager
+def _says_how_to_go_on(file: AnswersFile) -> Iterator[None]:
+    """Whatever ends the block, what is in the file is said, and how to get the rest.
+
+    Raises:
+        UserError: SIGINT or SIGTERM came; with the exit code of that signal.
+    """
+    hint = "run the same command again: it generates the others alone"
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as end:
+        code = end.code if isinstance(end, Terminated) else 130
+        raise UserError(f"interrupted; {file}", hint, int(code or 1)) from None
+    except UserError:
+        raise
+    except Exception:
+        logger.warning("%s; %s", file, hint)
+        raise
+
+
+def answer(
+    backend: str,
+    config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    on_answer: OnAnswer | None = None,
+) -> Answers:
+    """Start an engine, warm it up, let it complete the prompts, stop it.
+
+    Args:
+        on_answer: called with each answer that is finished.
+    """
     engine = start_engine(backend, config)
     try:
         if engine.num_speculative_tokens:
@@ -107,7 +179,14 @@ def answer(backend: str, config: EngineConfig, prompts: Sequence[Sequence[int]],
         engine.generate(prompts[:1], Sampling(2, stop_token_ids=sampling.stop_token_ids))
         before = engine.draft_counts()
         start = time.perf_counter()
-        completions = engine.generate(prompts, sampling, show_progress=True)
+        with tqdm(total=len(prompts), desc="answers") as bar:
+
+            def count(place: int, completion: Completion) -> None:
+                if on_answer:
+                    on_answer(place, completion)
+                bar.update()
+
+            completions = engine.generate(prompts, sampling, count)
         seconds = time.perf_counter() - start
         return Answers(completions, seconds, engine.draft_counts().since(before))
     finally:
@@ -154,12 +233,12 @@ def _chat(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling:
             (completion,) = engine.generate([prompt], sampling)
             text = _decode(template.tokenizer, completion)
             messages.append({"role": "assistant", "content": text})
+            if args.result_path:
+                write_durably(Path(args.result_path), as_line({"messages": messages}))
             print(text, flush=True)
         counts = engine.draft_counts()
     finally:
         engine.close()
-    if args.result_path and messages:
-        _write_results(args.result_path, [{"messages": messages}])
     if counts.drafts:
         logger.info("drafted %d, accepted %d", counts.drafted, counts.accepted)
 
@@ -216,17 +295,18 @@ def _check_result_path(args: InferArgs) -> None:
         raise UserError(f"--result_path {path} is a directory", f"name a file: --result_path {path / 'answers.jsonl'}")
     if not path.parent.is_dir():
         raise UserError(f"--result_path {path}: the directory {path.parent} does not exist", "make it, or name another")
-    if path.resolve() in {Path(split_sample(name)[0]).resolve() for name in args.val_dataset}:
-        raise UserError(
-            f"--result_path {path} is a file of --val_dataset; the answers would replace it", "name another"
-        )
+    if path.resolve() in {find_file(name).path.resolve() for name in args.val_dataset}:
+        raise UserError(f"--result_path {path} is a file of --val_dataset", "name another for the answers")
+    if not args.val_dataset:
+        _check_chat_path(path)
 
 
-def _write_results(result_path: str | None, records: Sequence[dict[str, Any]]) -> None:
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    if result_path is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    else:
-        write_durably(Path(result_path), text.encode())
-        logger.info("answers in %s", result_path)
+def _check_chat_path(path: Path) -> None:
+    """A chat is written after each of its turns, whole; before the first one its file is tried."""
+    if path.exists() and (not path.is_file() or path.stat().st_size):
+        raise UserError(f"--result_path {path} holds something already", "name another file, or delete it")
+    try:
+        write_durably(path, b"")
+        path.unlink()
+    except OSError as error:
+        raise UserError(f"--result_path {path} cannot be written: {error.strerror}", "name another file") from None

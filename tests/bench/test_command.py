@@ -1,8 +1,6 @@
-"""The command's own parts: its prompts, and its end at SIGTERM."""
+"""The command's own parts: its prompts."""
 
 import json
-import os
-import signal
 
 import pytest
 
@@ -11,7 +9,7 @@ pytest.importorskip("aiohttp")
 from transformers import AutoTokenizer
 
 from swiftlite.args.commands import BenchArgs
-from swiftlite.bench.command import ends_at_sigterm, load
+from swiftlite.bench.command import load
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.served_model import read_model
 from swiftlite.errors import UserError
@@ -33,11 +31,3 @@ def test_prompts_that_cannot_be_sent(tmp_path):
     for options, name in ({"max_model_len": 30}, "--max_model_len 30"), ({"max_new_tokens": 510}, "max_position_emb"):
         with pytest.raises(UserError, match=rf"rows.jsonl:1: the prompt has \d+ tokens; .*{name}"):
             prompts(concurrency=[1], **options)
-
-
-def test_sigterm_ends_what_is_under_way():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught, ends_at_sigterm():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert caught.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,5 +1,8 @@
 """A server's process: waited for, stopped with its children, and quoted when it fails."""
 
+import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -40,8 +43,35 @@ def test_nothing_is_left_of_a_server(tmp_path, monkeypatch):
         child = int(running.log.read_text().splitlines()[0])
         assert psutil.pid_exists(child)
     assert running.process.poll() is not None
+    wait_until_ended(child)
+
+
+@pytest.mark.parametrize("words", [["child"], ["child", "stubborn"]])
+def test_nothing_is_left_of_a_server_when_its_starter_is_killed(tmp_path, words):
+    starter = f"""
+import pathlib, sys, time
+from swiftlite.bench import server
+from swiftlite.engines.server_command import ServerCommand
+url, port = server.free_url()
+command = ServerCommand([sys.executable, "-c", {SCRIPT!r}, str(port), *{words!r}], {{"NAME": "x"}})
+with server.serve(command, url, pathlib.Path({str(tmp_path / "log")!r})) as running:
+    print(running.process.pid, flush=True)
+    time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    warden = psutil.Process(int(process.stdout.readline()))
+    started = [warden, *warden.children(recursive=True)]
+    assert len(started) == 3
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    for each in started:
+        wait_until_ended(each.pid)
+
+
+def wait_until_ended(pid: int) -> None:
     deadline = time.monotonic() + 30  # whoever adopted it has yet to reap it
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

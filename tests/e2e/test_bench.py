@@ -99,6 +99,19 @@ def test_ctrl_c_leaves_what_was_measured_and_no_process(commands: Commands, benc
     assert left_of(commands.directory) == []
 
 
+def test_kill_leaves_no_process(commands: Commands, bench: list[str]):
+    """kill -9 while the server's engine starts, in a process that the server started."""
+    process = commands.start(*bench)
+    while len(left_of(commands.directory)) < 4:  # bench, the warden, the server, its engine
+        assert process.poll() is None
+        time.sleep(0.2)
+    commands.kill(process)
+    deadline = time.monotonic() + 30
+    while left_of(commands.directory):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 def test_a_server_that_cannot_start(commands: Commands, bench: list[str]):
     """vLLM's own words are shown; it refuses the option before it loads anything."""
     done = commands.run(*bench, "--vllm_engine_kwargs", '{"bogus": 1}')

@@ -70,6 +70,8 @@ def head_prefix(family: str) -> str:
 def infer(commands: Commands, engine: str, model: str, acceptance: str, *options: str) -> tuple[list[str], str]:
     """Let an engine answer the rows with the head drafting; returns the answers and what it logged."""
     fixed = "--val_dataset rows.jsonl --torch_dtype float32 --max_new_tokens 96 --speculative mtp".split()
+    for name in ("answers.jsonl", "answers.jsonl.args.json"):  # of another engine
+        (commands.directory / name).unlink(missing_ok=True)
     to = ["--result_path", "answers.jsonl", "--acceptance_json", acceptance]
     log = commands.ok("infer", "--infer_backend", engine, "--model", model, *fixed, *to, *options).stderr
     lines = (commands.directory / "answers.jsonl").read_text().splitlines()

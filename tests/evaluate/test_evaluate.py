@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +12,14 @@ from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
-from swiftlite.data.dataset import Data, Encoder, load_prompts, load_train_val
+from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sample import IGNORED
-from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.errors import UserError
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.figures import table
+from swiftlite.evaluate.rows import load_rows
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from tests.tiny import make_tiny_hf
@@ -39,15 +38,10 @@ def rows(tmp_path) -> str:
     return str(path)
 
 
-def load(hf_dir: Path, rows: str) -> Data:
-    encoder = Encoder(ChatTemplate(AutoTokenizer.from_pretrained(hf_dir)), 2048, "delete")
-    return load_train_val(encoder, (), [rows])
-
-
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
 def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family):
     hf_dir = make_tiny_hf(tmp_path / "model", family, depth=2, with_tokenizer=True)
-    data = load(hf_dir, rows)
+    _, data = load_rows(hf_dir, [rows])
     found = teacher_forced(hf_dir, data.val, torch_dtype="float32", mesh=mesh, row_length=100)
     assert list(found) == ["all", "sum", "tale"]
     assert [channel["samples"] for channel in found.values()] == [12, 6, 3]
@@ -87,8 +81,7 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family)
 
 def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
-    data = load(hf_dir, rows)
+    tokenizer, data = load_rows(hf_dir, [rows])
     config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
     found = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=2)
     assert {channel: each["prompts"] for channel, each in found.items()} == {"all": 6, "sum": 2, "tale": 2}
@@ -137,7 +130,7 @@ def test_table_and_picture():
 
 def test_rows_without_a_channel_are_in_all_alone(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    data = load(hf_dir, rows)
+    _, data = load_rows(hf_dir, [rows])
     plain = [replace(sample, channel=None) for sample in data.val]
     found = teacher_forced(hf_dir, plain, torch_dtype="float32", mesh=mesh)
     named = teacher_forced(hf_dir, data.val, torch_dtype="float32", mesh=mesh)

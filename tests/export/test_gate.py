@@ -4,13 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.commands import ExportArgs
-from swiftlite.data.dataset import Encoder, load_train_val
-from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
+from swiftlite.evaluate.rows import load_rows
 from swiftlite.export.gate import check_acceptance
 from tests.tiny import make_tiny_hf
 
@@ -47,8 +45,14 @@ def test_the_gate(tmp_path, mesh, rows, caplog):
 def test_a_model_without_heads_is_a_baseline_of_nothing(tmp_path, mesh, rows):
     bare = make_tiny_hf(tmp_path / "bare", "qwen3", with_tokenizer=True)
     headed = make_tiny_hf(tmp_path / "headed", "qwen3", depth=1, with_tokenizer=True)
-    encoder = Encoder(ChatTemplate(AutoTokenizer.from_pretrained(bare)), 2048, "delete")
-    data = load_train_val(encoder, (), [rows])
+    _, data = load_rows(bare, [rows])
     assert teacher_forced(bare, data.val, torch_dtype="float32", mesh=mesh)["all"]["heads"] == []
     args = ExportArgs(baseline=str(bare), val_dataset=[rows], max_regression=0.0)
     check_acceptance(args, headed, "float32", mesh)
+
+
+def test_a_baseline_that_went_while_exporting_is_named(tmp_path, mesh, rows):
+    headed = make_tiny_hf(tmp_path / "headed", "qwen3", depth=1, with_tokenizer=True)
+    args = ExportArgs(model=str(tmp_path / "run"), val_dataset=[rows], max_regression=0.0)
+    with pytest.raises(UserError, match="add --baseline DIR"):
+        check_acceptance(args, headed, "float32", mesh)

@@ -29,7 +29,7 @@ from swiftlite.args.commands import DeployArgs
 from swiftlite.cli.main import main
 from swiftlite.engines.client import Answer, stream
 from swiftlite.engines.convention import Convention
-from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts, start_engine
+from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.load_report import LoadReport
@@ -87,11 +87,16 @@ class PlainEngine:
             )
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
         """See `Engine`."""
         check_prompts(prompts, self._max_length)
-        return [self._complete(prompt, sampling) for prompt in prompts]
+        completions = []
+        for place, prompt in enumerate(prompts):
+            completions.append(self._complete(prompt, sampling))
+            if on_answer:
+                on_answer(place, completions[place])
+        return completions
 
     def draft_counts(self) -> DraftCounts:
         """See `Engine`."""

@@ -1,13 +1,17 @@
 """The command that becomes the server; vLLM's is started in tests/e2e/test_engines.py."""
 
 import importlib.util
+import logging
 import shlex
+import socket
 import sys
 from typing import Any
 
 import pytest
 
+from swiftlite import log
 from swiftlite.args.commands import DeployArgs
+from swiftlite.bench.server import free_url
 from swiftlite.engines.served_model import read_model
 from swiftlite.errors import UserError
 from swiftlite.serve import deploy
@@ -118,3 +122,41 @@ def test_vllm_gets_temperature_0_where_it_verifies_nothing_else_right(tmp_path, 
         monkeypatch.setattr("swiftlite.engines.vllm.options.verifies_greedily_only", lambda value=greedily_only: value)
         words = command(model, infer_backend="vllm")
         assert ('{"temperature": 0}' in words) is greedily_only
+
+
+def test_a_taken_port_is_named_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.execve", lambda *words: pytest.fail("started"))
+    model = make_tiny_hf(tmp_path / "model", "mimo", 1)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as vLLM's server has it
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        args = DeployArgs(model=str(model), infer_backend="sglang", port=port)
+        with pytest.raises(UserError, match=f"--port {port} cannot be used: Address already in use"):
+            deploy.run(args)
+    deploy.check_address("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_an_address_of_another_machine_is_named(host):
+    with pytest.raises(UserError, match=f"--host {host} "):
+        deploy.check_address(host, 8000)
+
+
+@needs_vllm
+def test_a_key_is_not_logged(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr("os.execve", lambda program, words, variables: started.extend(words))
+    model = make_tiny_hf(tmp_path / "model", "mimo", 1)
+    kwargs = {"api_key": "SECRET 123", "max_num_seqs": 4}
+    before = logging.getLogger("swiftlite").handlers[:]
+    log.setup()
+    try:
+        deploy.run(DeployArgs(model=str(model), port=free_url()[1], vllm_engine_kwargs=kwargs))
+    finally:
+        logging.getLogger("swiftlite").handlers[:] = before
+    told = capsys.readouterr().err
+    assert "SECRET" not in told
+    assert "--max-num-seqs 4" in told
+    assert started[started.index("--api-key") + 1] == "SECRET 123"

@@ -1,5 +1,6 @@
 """The command as a whole, with transformers as its engine and random heads."""
 
+import dataclasses
 import io
 import json
 import logging
@@ -131,7 +132,47 @@ def test_a_prompt_that_is_too_long_names_its_row(model, tmp_path):
     assert "max_position_embeddings 512" in str(error.value)
 
 
-def test_result_path_is_checked_before_the_engine_starts(model, dataset, tmp_path):
+def test_a_lone_surrogate_loses_no_answer(model, tmp_path, capfdbinary):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"query": "hello", "channel": "a\\ud800b"}\n')
+    run(args(model, val_dataset=[str(path)], result_path=str(tmp_path / "answers.jsonl")))
+    run(args(model, val_dataset=[str(path)]))
+    (line,) = (tmp_path / "answers.jsonl").read_bytes().splitlines()
+    assert json.loads(line)["channel"] == "a\ud800b"
+    assert capfdbinary.readouterr().out == line + b"\n"
+
+
+def test_the_same_command_again_starts_no_engine(model, dataset, tmp_path, said, monkeypatch):
+    given = args(model, val_dataset=[str(dataset)], result_path=str(tmp_path / "answers.jsonl"))
+    run(given)
+    before = (tmp_path / "answers.jsonl").read_bytes()
+    monkeypatch.setattr("swiftlite.serve.infer.start_engine", lambda *_: pytest.fail("an engine was started"))
+    run(given)
+    assert f"3 of 3 answers are in {tmp_path / 'answers.jsonl'}" in said()
+    assert (tmp_path / "answers.jsonl").read_bytes() == before
+    with pytest.raises(UserError, match="--max_new_tokens: 8 then, 9 now"):
+        run(dataclasses.replace(given, max_new_tokens=9))
+
+
+def test_a_chat_is_kept_after_each_turn(model, tmp_path, monkeypatch):
+    """A second turn that cannot be answered, because it is too long, leaves the first."""
+    path = tmp_path / "chat.jsonl"
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n" + "word " * 2000 + "\n"))
+    with pytest.raises(UserError, match="a prompt has"):
+        run(args(model, result_path=str(path)))
+    (record,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
+    with pytest.raises(UserError, match="holds something already"):
+        run(args(model, result_path=str(path)))
+
+
+def test_result_path_is_checked_before_the_engine_starts(model, dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("swiftlite.serve.infer.start_engine", lambda *_: pytest.fail("an engine was started"))
+    for files in ([], [str(dataset)]):
+        with pytest.raises(UserError, match="--result_path /proc/answers"):
+            run(args(model, val_dataset=files, result_path="/proc/answers.jsonl"))
+    with pytest.raises(UserError, match="is a file of --val_dataset"):
+        run(args(model, val_dataset=[f"{dataset}#2"], result_path=str(dataset)))
     with pytest.raises(UserError, match="does not exist"):
         run(args(model, val_dataset=[str(dataset)], result_path=str(tmp_path / "absent" / "answers.jsonl")))
     with pytest.raises(UserError, match="is a directory"):

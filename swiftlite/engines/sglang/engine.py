@@ -4,14 +4,16 @@ SGLang keeps scheduler and workers in processes of its own; this process only se
 are in `options.py`, what it lacks for our checkpoints in `plugin.py`. Measured with SGLang 0.5.23.
 """
 
+import asyncio
 import logging
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts
+from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.sglang.info import SGLANG
@@ -39,12 +41,18 @@ class SglangEngine:
         self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
         manager = self._engine.tokenizer_manager
         self._max_length: int = manager.context_len - manager.num_reserved_tokens  # drafts need places too
+        # With its first request SGLang would take SIGTERM for itself: answer all that waits, and end this process as if
+        # nothing had happened.
+        ends = signal.getsignal(signal.SIGTERM)
+        manager.auto_create_handle_loop()
+        self._engine.loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, ends)
         self._counts = DraftCounts(0, 0, (0,) * self.num_speculative_tokens)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
-        """See `Engine`. SGLang's engine shows no progress.
+        """See `Engine`.
 
         Raises:
             UserError: also for sampling that this SGLang ignores when it verifies drafts.
@@ -55,29 +63,34 @@ class SglangEngine:
                 f"--temperature {sampling.temperature} with speculation: SGLang on a CPU would verify drafts greedily",
                 "add --temperature 0, leave --speculative out, or add --infer_backend transformers",
             )
-        outputs = self._engine.generate(
-            input_ids=[list(prompt) for prompt in prompts],
-            sampling_params=[
-                {
+        return self._engine.loop.run_until_complete(self._generate(prompts, sampling, on_answer))
+
+    async def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None
+    ) -> list[Completion]:
+        """A request for each prompt, all at once: a request for all would end with the last."""
+
+        async def answer(place: int, prompt: Sequence[int]) -> Completion:
+            output: Any = await self._engine.async_generate(
+                input_ids=list(prompt),
+                sampling_params={
                     "temperature": sampling.temperature,
                     "top_p": sampling.top_p,
                     # Refused if prompt and answer might not fit.
                     "max_new_tokens": min(sampling.max_new_tokens, self._max_length - len(prompt)),
                     "stop_token_ids": list(sampling.stop_token_ids),
                     "ignore_eos": not sampling.stop_token_ids,  # of the stop tokens too
-                    "sampling_seed": sampling.seed + index,  # one for all would answer a repeated prompt alike
-                }
-                for index, prompt in enumerate(prompts)
-            ],
-        )
-        for output in outputs:
-            self._counts += draft_counts(output["meta_info"], self.num_speculative_tokens)
-        return [
-            Completion(
-                output["output_ids"], "stop" if output["meta_info"]["finish_reason"]["type"] == "stop" else "length"
+                    "sampling_seed": sampling.seed_of(place),
+                },
             )
-            for output in outputs
-        ]
+            self._counts += draft_counts(output["meta_info"], self.num_speculative_tokens)
+            stopped = output["meta_info"]["finish_reason"]["type"] == "stop"
+            completion = Completion(output["output_ids"], "stop" if stopped else "length")
+            if on_answer:
+                on_answer(place, completion)
+            return completion
+
+        return list(await asyncio.gather(*(answer(place, prompt) for place, prompt in enumerate(prompts))))
 
     def draft_counts(self) -> DraftCounts:
         """See `Engine`."""

@@ -30,7 +30,7 @@ def choose_draft(result: None, model_config: Any) -> None:
 
     SGLang runs it after ModelConfig._config_draft_model (sglang/srt/configs/model_config.py of 0.5.23, called when a
     ModelConfig is made), which has a branch for each architecture with a draft class and none for DRAFTS: without it
-    the target would draft for itself (tests/engines/sglang/test_audit.py).
+    the target would draft for itself (tests/engines/sglang/test_dry_load.py).
     """
     hf_config = model_config.hf_config
     architecture = hf_config.architectures[0]

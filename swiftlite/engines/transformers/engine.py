@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -25,7 +24,7 @@ from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bridge.tensors import some
-from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts
+from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.served_model import ServedModel, read_model, require_heads
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.errors import UserError
@@ -56,13 +55,18 @@ class TransformersEngine:
         self._counts = DraftCounts(0, 0, (0,) * num_tokens)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
         """See `Engine`."""
         check_prompts(prompts, self._max_length)
-        generator = torch.Generator(self._decoder.device).manual_seed(sampling.seed)
-        bar = tqdm(prompts, desc="answers", disable=not show_progress)
-        return [self._complete(prompt, sampling, generator) for prompt in bar]
+        generator = torch.Generator(self._decoder.device)
+        completions = []
+        for place, prompt in enumerate(prompts):
+            generator.manual_seed(sampling.seed_of(place))
+            completions.append(self._complete(prompt, sampling, generator))
+            if on_answer:
+                on_answer(place, completions[place])
+        return completions
 
     def draft_counts(self) -> DraftCounts:
         """See `Engine`. A draft counts as accepted when it matched, also past a stop token or the last token wanted."""

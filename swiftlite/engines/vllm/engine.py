@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.engines.engine import Completion, EngineConfig, Sampling, check_prompts
+from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.vllm.info import VLLM
@@ -54,7 +54,7 @@ class VllmEngine:
         self._weights = WeightUpdate(self._llm, model, drafts=method == "mtp")
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, show_progress: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
         """See `Engine`.
 
@@ -76,20 +76,25 @@ class VllmEngine:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 max_tokens=sampling.max_new_tokens,
-                seed=sampling.seed + index,  # one seed for all would answer a repeated prompt alike
+                seed=sampling.seed_of(place),
                 stop_token_ids=list(sampling.stop_token_ids),
                 detokenize=False,
             )
-            for index in range(len(prompts))
+            for place in range(len(prompts))
         ]
-        outputs = self._llm.generate(
-            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=show_progress
-        )
-        answers = [output.outputs[0] for output in outputs]
-        return [
-            Completion(list(answer.token_ids), "stop" if answer.finish_reason == "stop" else "length")
-            for answer in answers
-        ]
+        # What `LLM.generate` does, but each answer is handed on when it is finished.
+        asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        request_ids = self._llm.enqueue(asked, parameters, use_tqdm=False)
+        completions: dict[int, Completion] = {}
+        while self._llm.llm_engine.has_unfinished_requests():
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    # vLLM counts its requests: "7-f3a92b1c" is the one that it returns as "7".
+                    place = int(output.request_id) - int(request_ids[0].partition("-")[0])
+                    completions[place] = _completion(output)
+                    if on_answer:
+                        on_answer(place, completions[place])
+        return [completions[place] for place in range(len(prompts))]
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
         """Give the running engine new weights, target and draft each in a transfer of its own.
@@ -124,6 +129,12 @@ class VllmEngine:
         """Stop vLLM's processes, if it has any, and wait for them."""
         # Of itself vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills them all.
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
+
+
+def _completion(output: Any) -> Completion:
+    """Of one of vLLM's RequestOutputs."""
+    answer = output.outputs[0]
+    return Completion(list(answer.token_ids), "stop" if answer.finish_reason == "stop" else "length")
 
 
 def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:

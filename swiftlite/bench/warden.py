@@ -1,0 +1,38 @@
+"""The process between `bench` and a server: what it starts ends with `bench`, also when that is killed.
+
+    python -m swiftlite.bench.warden PROCESS_ID_OF_BENCH COMMAND ...
+
+It leads a session, so the server and all that the server starts, engines and workers too, can be killed as one group.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+from swiftlite.runtime.parent import end_with_parent
+
+
+def main(parent: int, words: list[str]) -> int:
+    """Run a command; returns its exit code.
+
+    Args:
+        parent: process id of `bench`, which has started this process in a session of its own.
+    """
+    servers: list[subprocess.Popen] = []
+
+    def stop(number: int, frame: object) -> None:
+        if os.getppid() != parent:  # nobody waits for the server any more
+            os.killpg(0, signal.SIGKILL)
+        for server in servers:
+            server.terminate()
+
+    signal.signal(signal.SIGTERM, stop)
+    end_with_parent(parent, signal.SIGTERM)
+    servers.append(subprocess.Popen(words))
+    code = servers[0].wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,29 @@
+"""Rows with answers, as one model reads them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.data.dataset import Data, Encoder, load_train_val
+from swiftlite.data.template import ChatTemplate, load_tokenizer
+
+
+def load_rows(
+    hf_dir: Path,
+    dataset: Sequence[str],
+    *,
+    trust_remote_code: bool = False,
+    max_length: int = 2048,
+    max_bad_rows: int = 0,
+    system: str | None = None,
+) -> tuple[PreTrainedTokenizerBase, Data]:
+    """The rows as held-out samples of one model: each reads them with its own tokenizer and template.
+
+    Raises:
+        UserError: as `load_train_val`.
+    """
+    tokenizer = load_tokenizer(hf_dir, trust_remote_code)
+    encoder = Encoder(ChatTemplate(tokenizer, vocab_size=read_config(hf_dir)["vocab_size"]), max_length, "right")
+    return tokenizer, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system)

@@ -1,0 +1,46 @@
+"""Keys, tokens and passwords among options: *** in a line that is logged and in a file that describes a run.
+
+Recognised by their names, such as api_key, hf_token or ssl_keyfile_password; max_tokens is none.
+"""
+
+import re
+from typing import Any
+
+HIDDEN = "***"
+_NAME = r"[\w-]*(?:api[_-]?key|token|secret|password|passwd|credentials?)"
+_STRING = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
+# "api_key": VALUE, in JSON or Python.
+_IN_DICT = rf"""["']{_NAME}["']\s*:\s*)({_STRING}|\[[^\]]*\]|[^\s,}}"']+"""
+# --api-key VALUE, --hf_token=VALUE, API_KEY=VALUE; a shell's word may be quoted in parts: 'it'"'"'s'.
+_IN_SHELL = rf"""(?:--{_NAME}(?:=|\s+)|\b{_NAME}=))((?:{_STRING}|[^\s,}}"'])+"""
+_IN_TEXT = tuple(re.compile(f"({pattern})", re.IGNORECASE) for pattern in (_IN_DICT, _IN_SHELL))
+_UNTOLD = ("null", "none", "true", "false")
+
+
+def redact(value: Any) -> Any:
+    """The same options, lists or numbers, without what a name says is secret."""
+    if isinstance(value, dict):
+        return {name: HIDDEN if _is_secret(name, part) else redact(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(part) for part in value]
+    return value
+
+
+def redact_text(text: str) -> str:
+    """A line, also of a command or an error, without values that a name says are secret."""
+    for pattern in _IN_TEXT:
+        text = pattern.sub(_hide, text)
+    return text
+
+
+def _is_secret(name: object, value: Any) -> bool:
+    is_told = value is None or isinstance(value, bool | dict)
+    return not is_told and re.fullmatch(_NAME, str(name), re.IGNORECASE) is not None
+
+
+def _hide(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    if value.lower() in _UNTOLD:
+        return found.group()
+    quote = value[0] if value[0] in "\"'" else ""
+    return f"{name}{quote}{HIDDEN}{quote}"

@@ -1,0 +1,237 @@
+"""The file of `infer --result_path`: an answer is in it once it is finished, and the same command adds the others.
+
+While a run lasts, lines stand in the order in which answers were finished; at its end in the order of the prompts.
+What the answers were made with stands in a second file, NAME.args.json.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from swiftlite.args.commands import InferArgs
+from swiftlite.bridge.tensors import write_durably
+from swiftlite.data.conversation import Conversation
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.served_model import ServedModel
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+from swiftlite.redact import redact
+
+# Options that do not change an answer. Of the model its files count, of --val_dataset its prompts, wherever they are.
+NOT_OF_ANSWERS = {
+    "model",
+    "val_dataset",
+    "result_path",
+    "compare",
+    "acceptance_json",
+    "max_batch_size",
+    "trust_remote_code",
+}
+# Of each weight file so many bytes at so many places are compared: fine-tuning changes nearly all of them, and files of
+# 5 GB are seen in milliseconds.
+BLOCK_BYTES, NUM_BLOCKS = 4096, 256
+
+
+class AnswersFile:
+    """The answers of one run, or of several that had the same prompts and options.
+
+    Args:
+        sources: `file:line` of every prompt, as its answer has it; one may be there twice.
+        made_with: of `describe`.
+
+    Attributes:
+        missing: places of the prompts that had no answer when the file was opened.
+        num_answers: that are in the file now.
+
+    Raises:
+        UserError: the file cannot be written, another process writes it, or it has other answers.
+    """
+
+    def __init__(self, path: Path, sources: Sequence[str], made_with: dict[str, Any]):
+        self.path = path
+        self._sources = list(sources)
+        self._args_path = path.with_name(f"{path.name}.args.json")
+        if path.exists() and not path.is_file():
+            raise UserError(f"--result_path {path} is no regular file", "leave it out to write to stdout")
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        try:
+            self._lock()
+            self._check_made_with(made_with)
+            lines = self._whole_lines()
+            self.missing = sorted(set(range(len(sources))) - set(self._places(lines)))
+        except UserError:
+            self.close()
+            raise
+        self.num_answers = len(lines)
+        self._size = sum(map(len, lines))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes write the file."""
+        os.close(self._file)
+
+    def add(self, place: int, record: dict[str, Any]) -> None:
+        """Append the answer to a prompt, a whole line at once.
+
+        Raises:
+            UserError: it cannot be written; the file is as it was.
+        """
+        line = as_line(record)
+        try:
+            if os.write(self._file, line) < len(line):
+                raise OSError("there is room for a part of a line only")
+        except OSError as error:
+            os.ftruncate(self._file, self._size)
+            raise self._unwritable(error) from None
+        self._size += len(line)
+        self.num_answers += 1
+
+    def finish(self) -> None:
+        """Put the lines into the order of the prompts, if they are in another; the file is whole at any moment."""
+        lines = self._whole_lines()
+        places = self._places(lines)
+        if places == sorted(places):
+            return
+        in_order = [line for _, line in sorted(zip(places, lines, strict=True))]
+        try:
+            write_durably(self.path, b"".join(in_order))
+        except OSError as error:  # all answers are there
+            logger.warning("%s is in the order in which answers were finished: %s", self.path, error.strerror)
+
+    def __str__(self) -> str:
+        return f"{self.num_answers} of {len(self._sources)} answers are in {self.path}"
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "wait for it, or name another file"
+            raise UserError(f"--result_path {self.path}: another process is writing it", hint) from None
+        except OSError:  # a file system without locks
+            pass
+
+    def _check_made_with(self, made_with: dict[str, Any]) -> None:
+        if os.fstat(self._file).st_size == 0:
+            try:
+                write_durably(self._args_path, json.dumps(made_with, indent=2).encode() + b"\n")
+            except OSError as error:
+                self.path.unlink(missing_ok=True)
+                raise self._unwritable(error) from None
+            return
+        hint = "name another file, or delete it to begin anew"
+        try:
+            before = json.loads(self._args_path.read_text(encoding="utf-8"))
+            changed = describe_changes(before, made_with)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            raise UserError(
+                f"--result_path {self.path} holds something, and {self._args_path}, which says what answers were made "
+                "with, cannot be read",
+                hint,
+            ) from None
+        if changed:
+            lines = "\n  ".join(changed)
+            raise UserError(
+                f"--result_path {self.path} has answers that were made otherwise:\n  {lines}",
+                f"give the same options to go on, or {hint}",
+            )
+
+    def _whole_lines(self) -> list[bytes]:
+        """All lines; a half one at the end, of a process that was killed, is cut off."""
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            logger.info("%s ends in half a line, which is cut off", self.path)
+            os.ftruncate(self._file, len(whole))
+        return whole.splitlines(keepends=True)
+
+    def _places(self, lines: Sequence[bytes]) -> list[int]:
+        """The prompt of each line."""
+        waiting: dict[str, list[int]] = {}
+        for place in reversed(range(len(self._sources))):
+            waiting.setdefault(self._sources[place], []).append(place)
+        places = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                places.append(waiting[json.loads(line)["source"]].pop())
+            except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+                raise UserError(
+                    f"{self.path}:{number} is no answer to a prompt of --val_dataset, or a second one",
+                    "delete the line, or name another --result_path",
+                ) from None
+        return places
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(
+            f"--result_path {self.path} cannot be written: {error.strerror or error}",
+            "mend that and run the same command, which goes on behind the answers that are there; or name another file",
+        )
+
+
+def as_line(record: dict[str, Any]) -> bytes:
+    """A record as a line of UTF-8. A lone surrogate, which UTF-8 does not have, makes it ASCII with escapes."""
+    try:
+        return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(record).encode() + b"\n"
+
+
+def describe(
+    args: InferArgs,
+    model: ServedModel,
+    asked: Sequence[Conversation],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+) -> dict[str, Any]:
+    """What answers are made with, as JSON: options, and digests of the prompts and of the model."""
+    options = {name: value for name, value in asdict(args).items() if name not in NOT_OF_ANSWERS}
+    described = [[chat.source, list(prompt)] for chat, prompt in zip(asked, prompts, strict=True)]
+    return {
+        "options": redact(options),
+        "prompts": hashlib.sha256(json.dumps(described).encode()).hexdigest(),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "model": digest_of_model(model.directory),
+    }
+
+
+def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two results of `describe`, in the user's words."""
+    old, new = before["options"], now["options"]
+    changed = []
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            changed.append(f"--{name}: {_shown(old.get(name))} then, {_shown(new.get(name))} now")
+    if before["prompts"] != now["prompts"]:
+        changed.append("--val_dataset: the prompts, their files' names or the chat template are others now")
+    if (before["model"], before["stop_token_ids"]) != (now["model"], now["stop_token_ids"]):
+        changed.append("--model: its files are others now")
+    return changed
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value)
+
+
+def digest_of_model(directory: Path) -> str:
+    """A digest of config.json and of what the weight files hold at many places."""
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in sorted({size * number // NUM_BLOCKS for number in range(NUM_BLOCKS)}):
+                file.seek(place)
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""`swiftlite infer` that is stopped half way: what it leaves, and that the same command makes the rest."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Commands
+from tests.forked import run_swiftlite
+
+NUM_PROMPTS = 24
+STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+@pytest.fixture
+def infer(model, tmp_path) -> list[str]:
+    """Options without --result_path."""
+    rows = [json.dumps({"query": f"What is {n} plus {n}?"}) for n in range(NUM_PROMPTS)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    return f"infer --model {model} --val_dataset prompts.jsonl --torch_dtype float32 --max_new_tokens 48".split()
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_lines(path: Path, number: int, is_alive=lambda: True) -> None:
+    while num_lines(path) < number:
+        assert is_alive()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopped_and_gone_on_with(commands: Commands, infer: list[str], number: int):
+    """With random numbers too: an answer is drawn with the number of its prompt, whatever else is asked."""
+    infer += "--temperature 0.9 --top_p 0.95".split()
+    unbroken, answers = commands.directory / "unbroken.jsonl", commands.directory / "answers.jsonl"
+    commands.ok(*infer, "--result_path", "unbroken.jsonl")
+    process = commands.start(*infer, "--result_path", "answers.jsonl")
+    wait_for_lines(answers, 3, lambda: process.poll() is None)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == STOPPED.get(signal.Signals(number), -number)
+    done = num_lines(answers)
+    assert 3 <= done < NUM_PROMPTS
+    assert all(json.loads(line) for line in answers.read_text().splitlines())
+    if number in STOPPED:
+        last = told.splitlines()[-2:]
+        assert last[0] == f"swiftlite: interrupted; {done} of {NUM_PROMPTS} answers are in answers.jsonl"
+        assert "run the same command again" in last[1]
+
+    again = commands.ok(*infer, "--result_path", "answers.jsonl").stderr
+    assert f"{done} of {NUM_PROMPTS} answers are in answers.jsonl; only the others" in again
+    assert f"swiftlite: {NUM_PROMPTS - done} answers, " in again
+    assert answers.read_bytes() == unbroken.read_bytes()
+
+    refused = commands.run(*infer, "--result_path", "answers.jsonl", "--seed", 7)
+    assert refused.returncode == 1
+    assert "--seed: 42 then, 7 now" in refused.stderr
+    assert answers.read_bytes() == unbroken.read_bytes()
+
+
+def run_until(argv: list[str], directory: Path, out: Path, err: Path, answers: Path, number: int) -> None:
+    """The command, which sends itself SIGTERM when so many answers are there."""
+
+    def stop() -> None:
+        wait_for_lines(answers, number)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    run_swiftlite(argv, directory, out, err)
+
+
+@pytest.mark.engine
+def test_vllm_stopped_and_gone_on_with(vllm_host, infer: list[str], tmp_path):
+    """The heads draft; two prompts are answered at a time, while others wait. The rest is compared, too."""
+    commands = Commands(tmp_path, vllm_host)
+    infer += "--infer_backend vllm --max_batch_size 2 --speculative mtp".split()
+    unbroken, answers = tmp_path / "unbroken.jsonl", tmp_path / "answers.jsonl"
+    commands.ok(*infer, "--result_path", "unbroken.jsonl")
+    argv = [*infer, "--result_path", "answers.jsonl"]
+    out, err = tmp_path / "out", tmp_path / "err"
+    assert vllm_host.call(run_until, argv, tmp_path, out, err, answers, 5) == 143
+    done = num_lines(answers)
+    assert 5 <= done < NUM_PROMPTS
+    last = err.read_text().splitlines()[-2:]
+    assert last[0] == f"swiftlite: interrupted; {done} of {NUM_PROMPTS} answers are in answers.jsonl"
+    again = commands.ok(*argv, "--compare").stderr
+    assert f"answers equal: {NUM_PROMPTS - done} of {NUM_PROMPTS - done}" in again
+    assert answers.read_bytes() == unbroken.read_bytes()

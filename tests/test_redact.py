@@ -1,0 +1,54 @@
+"""What is secret by its name, in options and in lines."""
+
+import json
+import shlex
+
+import pytest
+
+from swiftlite.redact import redact, redact_text
+
+KWARGS = {"api_key": ["SECRET1", "SECRET2"], "hf_token": "SECRET3", "max_tokens": 5, "inner": {"password": "SECRET4"}}
+
+
+def test_options():
+    shown = redact({"vllm_engine_kwargs": KWARGS, "stop_token_ids": [1], "hf_token": True, "api_key": None})
+    assert shown == {
+        "vllm_engine_kwargs": {"api_key": "***", "hf_token": "***", "max_tokens": 5, "inner": {"password": "***"}},
+        "stop_token_ids": [1],
+        "hf_token": True,
+        "api_key": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        shlex.join(["--vllm_engine_kwargs", json.dumps(KWARGS)]),
+        str(KWARGS),
+        json.dumps(KWARGS)[:-1],  # what JSON cannot be read from
+        json.dumps({"api_key": 'SECRET " SECRET'}),
+        "--api-key SECRET --max-tokens 5",
+        "--api-key=SECRET --max-tokens 5",
+        shlex.join(["--api-key", "SECRET SECRET"]),
+        shlex.join(["--api-key", "SECRET'SECRET"]),
+        "HF_TOKEN=SECRET VLLM_API_KEY='SECRET x' python",
+        "Input should be a string [input_value={'hf-token': 'SECRET'}]",
+    ],
+)
+def test_lines(line):
+    assert "SECRET" not in redact_text(line)
+    assert "***" in redact_text(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--num_speculative_tokens 3 --max_new_tokens 5",
+        "the tokenizer has no eos token: 5 rows",
+        '{"stop_token_ids": [1], "max_tokens": 3}',
+        '{"use_auth_token": true, "api_key": null}',
+        "acceptance on --val_dataset: 5.0 %",
+    ],
+)
+def test_lines_without_a_secret_are_left(line):
+    assert redact_text(line) == line
