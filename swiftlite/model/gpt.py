@@ -19,7 +19,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel as McoreGPTModel
@@ -267,9 +267,10 @@ class GPTModel(McoreGPTModel):
         cache: Cache,
     ) -> list[torch.Tensor]:
         """The states that a pass over growing rows sends on: the trunk's, or the heads'."""
+        received: Any = self.decoder.input_tensor
         if mtp_input_ids is None:
             if self._is_behind_heads:
-                return [cast(torch.Tensor, self.decoder.input_tensor)]
+                return [received]
             trunk_SBH, _ = self._trunk(input_ids, position_ids, None, cache=cache)
             if self.mtp_process:
                 fed_SBH = trunk_SBH
@@ -285,9 +286,7 @@ class GPTModel(McoreGPTModel):
             return self.forward_mtp(fed_SBH, list(mtp_input_ids), position_ids, angles, cache=cache)
         if self.pre_process:  # nothing to say, and the next stage waits for something
             return [torch.zeros(1, 1, self.config.hidden_size, dtype=self.config.pipeline_dtype, device=cache.device)]
-        return list(
-            cast(torch.Tensor, self.decoder.input_tensor).chunk(self.heads.drafts if self._is_behind_heads else 1)
-        )
+        return list(received.chunk(self.heads.drafts)) if self._is_behind_heads else [received]
 
     def _most_likely(self, hidden_SBH: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
         """The tokens [N] that the output layer makes of states at some places of a flat row."""
