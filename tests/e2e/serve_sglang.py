@@ -11,8 +11,11 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +72,17 @@ def command(argv: list[str]) -> dict[str, Any]:
         return {"code": code, "stdout": out.read(), "stderr": err.read()}
 
 
+def stop_at(file: str, number: int) -> None:
+    """Send SIGTERM to this process when the file has so many lines."""
+    path = Path(file)
+    while not path.exists() or path.read_bytes().count(b"\n") < number:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def do(job: dict[str, Any]) -> None:
+    if "stop_at" in job:
+        threading.Thread(target=stop_at, args=job["stop_at"], daemon=True).start()
     print(json.dumps(command(job["argv"]) if "argv" in job else serve(job)), flush=True)
     for process in multiprocessing.active_children():  # what a start that failed has left, and would be waited for
         process.kill()

@@ -7,6 +7,7 @@ kernels and torchvision have stand-ins (tests/sglang_stand_ins), as PyPI has the
 import asyncio
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import urllib.request
@@ -154,8 +155,14 @@ def test_infer_and_evaluate(talking, tmp_path):
     files = ["--val_dataset", prompts, "--result_path", own, "--acceptance_json", acceptance]
     infer = ["infer", *both, talking, "--speculative", "mtp", "--compare", *SMALL, *files]
     evaluate = ["evaluate", *both, talking, "--dataset", own, "--output_dir", tmp_path / "out"]
-    done = do_all([{"argv": [str(word) for word in words]} for words in (infer, evaluate)])
-    assert [each["code"] for each in done] == [0, 0], done
+    stopped = tmp_path / "stopped.jsonl"
+    go_on = ["infer", *both, talking, "--speculative", "mtp", *SMALL, *files[:2], "--result_path", stopped]
+    jobs: list[dict[str, Any]] = [{"argv": list(map(str, words))} for words in (infer, evaluate, go_on, go_on)]
+    jobs[2]["stop_at"] = [str(stopped), 1]
+    done = do_all(jobs)
+    assert [each["code"] for each in done] == [0, 0, 143, 0], done
+    assert re.search(r"interrupted; [1-5] of 6 answers are in .*\n.*run the same command again.*\n$", done[2]["stderr"])
+    assert stopped.read_bytes() == own.read_bytes()
     assert "answers equal: 6 of 6" in done[0]["stderr"]
     assert json.loads(acceptance.read_text())["engines"]["sglang"]["drafted"] > 60
     counted = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]["sglang"]["all"]

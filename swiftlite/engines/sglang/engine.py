@@ -41,13 +41,20 @@ class SglangEngine:
         self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
         manager = self._engine.tokenizer_manager
         self._max_length: int = manager.context_len - manager.num_reserved_tokens  # drafts need places too
-        # With its first request SGLang would take SIGTERM for itself: answer all that waits, and end this process as if
-        # nothing had happened.
-        ends = signal.getsignal(signal.SIGTERM)
-        manager.auto_create_handle_loop()
-        self._engine.loop.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, ends)
+        self._keep_sigterm()
         self._counts = DraftCounts(0, 0, (0,) * self.num_speculative_tokens)
+
+    def _keep_sigterm(self) -> None:
+        """Leave SIGTERM to this process. With its first request SGLang would take it for itself: answer all that waits,
+        and end the process as if nothing had happened."""
+        before = signal.getsignal(signal.SIGTERM)
+
+        async def begin() -> None:
+            self._engine.tokenizer_manager.auto_create_handle_loop()  # asks for the loop that runs
+
+        self._engine.loop.run_until_complete(begin())
+        self._engine.loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
