@@ -50,7 +50,8 @@ def generate(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetTex
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, args.torch_dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sdpa").eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sdpa")
+    model = loaded.eval()
     longest = max(map(len, prompts))
     tokens_BS = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask_BS = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
