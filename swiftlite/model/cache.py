@@ -14,10 +14,13 @@ its dynamic one, and neither goes with sequence parallelism or our latent attent
 Shapes: T tokens of a pass, B rows, C capacity.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+Name = str | tuple[torch.nn.Module, str]
+"""What something is kept under: a module's own name for it, or one for the whole model."""
 
 
 class Span(NamedTuple):
@@ -46,7 +49,7 @@ class Cache:
         self.num_rows = num_rows
         self.capacity = capacity
         self.device = device
-        self._kept: dict[Hashable, torch.Tensor] = {}
+        self._kept: dict[Name, torch.Tensor] = {}
         self.begin(())
 
     def begin(self, spans: Sequence[Span]) -> None:
@@ -71,7 +74,7 @@ class Cache:
         """Lengths of the spans, and of the padding behind them in a pass of `num_tokens`."""
         return (*map(len, self.spans), num_tokens - self.num_tokens)
 
-    def keep(self, name: Hashable, new_T: torch.Tensor) -> torch.Tensor:
+    def keep(self, name: Name, new_T: torch.Tensor) -> torch.Tensor:
         """All that is kept under a name, [B, C, ...], with that of this pass's tokens [T, ...] put in its place."""
         kept = self._kept.get(name)
         if kept is None:
@@ -80,10 +83,15 @@ class Cache:
         kept[self._row_T, self._position_T] = new_T[: self.num_tokens]
         return kept
 
-    def kept(self, name: Hashable, num_tokens: int) -> torch.Tensor:
+    def kept(self, name: Name, num_tokens: int) -> torch.Tensor:
         """[T, ...] of this pass's tokens, and zeros for its padding."""
         kept = self._kept[name]
         return self._padded(kept[self._row_T, self._position_T], num_tokens)
+
+    def is_used_by(self, layer: torch.nn.Module) -> bool:
+        """Whether a part of the layer has kept something."""
+        keepers = {name[0] for name in self._kept if isinstance(name, tuple)}
+        return not keepers.isdisjoint(layer.modules())
 
     def by_row(self, new_T: torch.Tensor) -> torch.Tensor:
         """[B, ...] of a pass with at most one token of each row; zeros where there is none."""

@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.data.batch import ahead
+from swiftlite.errors import UserError
 from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.balance import Balance, RoutedTokens
@@ -272,6 +273,8 @@ class GPTModel(McoreGPTModel):
             if self._is_behind_heads:
                 return [received]
             trunk_SBH, _ = self._trunk(input_ids, position_ids, None, cache=cache)
+            if any(span.start == 0 for span in cache.spans):
+                self._check_use(cache)
             if self.mtp_process:
                 fed_SBH = trunk_SBH
                 if self.drafting.takes_before_norm:
@@ -287,6 +290,13 @@ class GPTModel(McoreGPTModel):
         if self.pre_process:  # nothing to say, and the next stage waits for something
             return [torch.zeros(1, 1, self.config.hidden_size, dtype=self.config.pipeline_dtype, device=cache.device)]
         return list(received.chunk(self.heads.drafts)) if self._is_behind_heads else [received]
+
+    def _check_use(self, cache: Cache) -> None:
+        """Every layer of the trunk keeps what later tokens need of earlier ones; otherwise they would not see these."""
+        for layer in self.decoder.layers:
+            if not cache.is_used_by(layer):
+                problem = f"layer {layer.layer_number} keeps nothing of earlier tokens, so it cannot continue prompts"
+                raise UserError(problem, "add --acceptance_samples 0")
 
     def _most_likely(self, hidden_SBH: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
         """The tokens [N] that the output layer makes of states at some places of a flat row."""

@@ -20,9 +20,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from swiftlite import families
+from swiftlite.acceptance import greedy
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.rows import Row
+from swiftlite.errors import UserError
 from swiftlite.families import dense
 from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
@@ -32,8 +34,10 @@ from swiftlite.heads import Heads
 from swiftlite.model import specs
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.linear import ColumnParallelLinear
+from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.memory import Setup, estimate
+from swiftlite.runtime.distributed import session
 from swiftlite.train import sft
 from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back
 from tests.parallel.launch import launch
@@ -202,6 +206,24 @@ def test_it_computes_what_transformers_does(model):
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(TOKENS, use_cache=False).logits
     assert torch.equal(ours, theirs)
+
+
+def continue_a_prompt(model: Path) -> str:
+    """What is said when acceptance is to be measured."""
+    make_known()
+    with session() as mesh, torch.no_grad():
+        (chunk,), _ = open_model(read_hf_model(model), mesh, dtype=torch.float32)
+        row = greedy.Row.of([1, 2, 3], max_new_tokens=4, max_length=16)
+        rows = greedy.GreedyRows([chunk.eval()], mesh, [row], ())
+        with pytest.raises(UserError) as raised:
+            rows.step()
+    return raised.value.problem
+
+
+def test_it_is_not_asked_to_continue_prompts(model):
+    """It keeps nothing in a `Cache`: counts of rows whose beginning it does not see would be wrong in silence."""
+    (problem,) = launch(1, continue_a_prompt, model)
+    assert problem == "layer 1 keeps nothing of earlier tokens, so it cannot continue prompts"
 
 
 def test_it_trains_on_a_pipeline_and_is_exported(model, rows, tmp_path):
