@@ -9,7 +9,7 @@ from typing import Any
 
 from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import Row, lift
-from swiftlite.families.layer import Layer, Sublayer
+from swiftlite.families.layer import Attention, Layer, Sublayer
 from swiftlite.families.rank import Rank
 
 
@@ -75,6 +75,15 @@ class Architecture:
         found: list[Sublayer] = []
         for layer in self.layers:
             found += [part for part in (layer.attention, layer.mlp) if part not in found]
+        return found
+
+    @cached_property
+    def attentions(self) -> list[Attention]:
+        """The kinds of attention among them."""
+        found: list[Attention] = []
+        for layer in self.layers:
+            if layer.attention not in found:
+                found.append(layer.attention)
         return found
 
     @property

@@ -29,6 +29,8 @@ class GroupedQueryAttention:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
     needs_sequence_parallel: ClassVar[str] = ""
+    takes_packed_rows: ClassVar[bool] = True
+    takes_parts_of_rows: ClassVar[bool] = True
 
     hidden: int
     heads: int
@@ -130,6 +132,8 @@ class LatentAttention:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn", "mla_up_proj")
     needs_sequence_parallel: ClassVar[str] = "latent attention"
+    takes_packed_rows: ClassVar[bool] = True
+    takes_parts_of_rows: ClassVar[bool] = True
 
     hidden: int
     heads: int

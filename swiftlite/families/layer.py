@@ -50,6 +50,11 @@ class Sublayer(Protocol):
 class Attention(Sublayer, Protocol):
     """The half of a layer in which tokens see each other."""
 
+    takes_packed_rows: ClassVar[bool]
+    """Whether it keeps the sequences of a packed row apart."""
+    takes_parts_of_rows: ClassVar[bool]
+    """Whether context-parallel ranks may each have a part of a row."""
+
     @property
     def hidden(self) -> int:
         """Size of the model's states."""

@@ -6,7 +6,7 @@ What ranks share of a layer is the layer's own answer (`families/layer.py`).
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from swiftlite.args.config import Problem
@@ -146,7 +146,16 @@ def layout_problems(layout: ParallelLayout, architecture: Architecture | None, m
         *_tensor_problems(layout, architecture),
         *_pipeline_problems(layout, architecture, mtp_num_layers),
         *_expert_problems(layout, architecture),
+        *_context_problems(layout, architecture),
     ]
+
+
+def _context_problems(layout: ParallelLayout, architecture: Architecture | None) -> Iterator[Problem]:
+    if layout.context_parallel_size == 1 or architecture is None:
+        return
+    if not all(attention.takes_parts_of_rows for attention in architecture.attentions):
+        problem = f"--context_parallel_size {layout.context_parallel_size}: not every attention of this model is made"
+        yield f"{problem} for parts of rows", "--context_parallel_size 1"
 
 
 def _tensor_problems(layout: ParallelLayout, architecture: Architecture | None) -> list[Problem]:

@@ -133,6 +133,7 @@ RULES = (
     sft_data.streamed_files_have_rows,
     sft_data.packing_options_go_together,
     sft_data.packing_has_room,
+    sft_data.attention_takes_packed_rows,
     sft_resume.resume_packs_the_same_rows,
     min_lr_is_below_lr,
     common.layout_fits,

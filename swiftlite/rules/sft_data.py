@@ -11,6 +11,7 @@ from swiftlite.args.mock_config import FLAG, check_mock_config
 from swiftlite.errors import UserError
 from swiftlite.plan.facts import Facts, Problem
 from swiftlite.plan.layout import layout_of, sequence_multiple
+from swiftlite.plan.run import packing_of
 from swiftlite.rules import common
 
 
@@ -70,6 +71,15 @@ def packing_has_room(args: SftArgs, facts: Facts) -> Iterator[Problem]:
             f"a sample may have --max_length {args.max_length} tokens{shared}, a packed row --packing_length {length}",
             f"--packing_length {longest}, or --max_length {length // multiple * multiple}",
         )
+
+
+def attention_takes_packed_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if packing_of(args) == "none" or facts.architecture is None:
+        return
+    if not all(attention.takes_packed_rows for attention in facts.architecture.attentions):
+        option = "--packing" if args.packing else "--padding_free"
+        problem = f"{option}: not every attention of this model keeps the sequences of a packed row apart"
+        yield problem, f"leave {option} out"
 
 
 def packing_options_go_together(args: SftArgs, facts: Facts) -> Iterator[Problem]:

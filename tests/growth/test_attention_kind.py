@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from swiftlite import families
+from swiftlite import families, rules
 from swiftlite.acceptance import greedy
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.rows import Row
-from swiftlite.errors import UserError
+from swiftlite.errors import OptionError, UserError
 from swiftlite.families import dense
 from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
@@ -54,6 +54,8 @@ class RunningMean:
 
     recompute_modules: ClassVar[tuple[str, ...]] = ()
     needs_sequence_parallel: ClassVar[str] = ""
+    takes_packed_rows: ClassVar[bool] = False
+    takes_parts_of_rows: ClassVar[bool] = False
 
     hidden: int
 
@@ -206,6 +208,23 @@ def test_it_computes_what_transformers_does(model):
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(TOKENS, use_cache=False).logits
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"packing": True}, "--packing: not every attention of this model keeps the sequences of a packed row apart"),
+        ({"padding_free": True}, "--padding_free: not every attention"),
+        (
+            {"context_parallel_size": 2},
+            "--context_parallel_size 2: not every attention of this model",
+        ),
+    ],
+)
+def test_rows_that_it_does_not_take_are_refused(model, rows, options, problem):
+    args = SftArgs(model=str(model), dataset=[str(rows)], **options)
+    with pytest.raises(OptionError, match=problem):
+        rules.check(args, world_size=2)
 
 
 def continue_a_prompt(model: Path) -> str:
