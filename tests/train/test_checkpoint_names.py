@@ -52,5 +52,5 @@ def test_a_checkpoint_has_the_files_of_every_release(tmp_path, mesh):
         torch.nn.init.zeros_(parameter)
     Checkpointer(tmp_path, mesh, model, None, {}).save(1)
     files = {path.name for path in (tmp_path / "checkpoint-1").iterdir() if path.suffix != ".distcp"}
-    assert files - {".metadata"} == {"common.pt", "metadata.json", STATE_FILE}
+    assert files - {".metadata"} == {"common.pt", "metadata.json", "SHA256SUMS", STATE_FILE}
     load_checkpoint(tmp_path / "checkpoint-1", mesh, model)
