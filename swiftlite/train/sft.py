@@ -75,7 +75,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     phases.check_ranks_agree(args, data, checkpoint)
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable)
     if checkpoint is None:  # it replaces what was loaded or initialised
-        logger.info("%s", learner.loaded)
+        logger.info("%s", learner.weights_report)
     return phases.Run(
         args=args,
         mesh=mesh,
