@@ -1,7 +1,7 @@
 """Rows bound to live parameters, complete or refused before a single tensor is read or written.
 
-Pure: it knows shapes and ranges, not files and not process groups. A `Shard` comes from `placement.py`; the copies of a
-finished binding are carried out by `transfer.py`.
+Pure: it knows shapes and ranges, not files and not process groups. A `Shard` comes from `placement.py`; `transfer.py`
+copies the slices of a finished binding.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from swiftlite.errors import UserError
 class Shard:
     """One Megatron parameter (or persistent buffer) as this rank holds it.
 
-    Args:
+    Attributes:
         name: whole Megatron name, layers counted over all pipeline stages.
         tensor: the local numbers.
         partition_dim: axis along which tensor-parallel ranks share the parameter; None where each holds all of it.
@@ -51,8 +51,9 @@ class Shard:
         return 0 if self.partition_dim is None else self.tp_rank * self.tensor.shape[self.partition_dim]
 
 
-class Copy(NamedTuple):
-    """`shard.tensor[local_index]` <-> `hf_key[hf_index]`; without an hf_key the local numbers are padding, zero."""
+class SlicePair(NamedTuple):
+    """`shard.tensor[local_index]` <-> `hf_key[hf_index]`, the same numbers on both sides; without an hf_key the local
+    ones are padding, zero."""
 
     shard: Shard
     local_index: Index
@@ -68,7 +69,7 @@ class Binding:
     shard: Shard
     is_copy: bool  # the shard is one of the row's mcore_copies
 
-    def copies(self) -> Iterator[Copy]:
+    def slices(self) -> Iterator[SlicePair]:
         """The slices that make up this rank's part, in the order of the parameter.
 
         Example: rank 1 of 2 holds positions 2 and 3 along axis 0 of a parameter [4, 8] that joins `a` [3, 8] and `b`
@@ -94,7 +95,7 @@ class Binding:
             hf_index = list(others)
             hf_index[axis] = slice(start, start + length)
             hf_key = None if source == ZEROS else keys[source]
-            yield Copy(shard, tuple(local_index), hf_key, tuple(hf_index))
+            yield SlicePair(shard, tuple(local_index), hf_key, tuple(hf_index))
 
 
 def source_ranges_of(row: Row, shard: Shard) -> list[SourceRange]:
@@ -109,7 +110,7 @@ def bind(
     rows: Sequence[Row],
     *,
     borrowed: Sequence[Row] = (),
-    made: Collection[str] = (),
+    not_read: Collection[str] = (),
     others_hold: Callable[[str], bool] = lambda name: False,
     hf_shapes: Mapping[str, Shape] | None = None,
     ignored: Collection[str] = (),
@@ -121,8 +122,8 @@ def bind(
     Args:
         shards: the parameters of this rank.
         rows: rows that claim their HF keys.
-        borrowed: rows that read HF keys claimed by others (a head that starts as a copy of the last layer).
-        made: Megatron names that get their numbers elsewhere.
+        borrowed: rows that read HF keys claimed by others (a head that starts with the numbers of the last layer).
+        not_read: Megatron names that get their numbers elsewhere.
         others_hold: whether a parameter that is not in `shards` may be on another rank.
         hf_shapes: what the HF side has, when it exists (loading); every key of it must be claimed or ignored.
         ignored: HF keys that are declared not to be read.
@@ -139,11 +140,13 @@ def bind(
     _check_claims(rows)
 
     names = {shard.name for shard in shards}
-    problems = [f"no source for {name}" for name in sorted(names - row_of.keys() - set(made))]
+    problems = [f"no source for {name}" for name in sorted(names - row_of.keys() - set(not_read))]
     for row in all_rows:
         if names.isdisjoint((row.mcore, *row.mcore_copies)) and not others_hold(row.mcore):
             problems.append(f"the Megatron model has no {row.mcore}")
-    problems += [f"the Megatron model has no {name}" for name in made if name not in names and not others_hold(name)]
+    for name in not_read:
+        if name not in names and not others_hold(name):
+            problems.append(f"the Megatron model has no {name}")
     if hf_shapes is not None:
         problems += compare_shapes(expected_shapes(all_rows, hf_shapes), hf_shapes, ignored)
 

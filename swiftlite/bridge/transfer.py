@@ -2,7 +2,9 @@
 same tensors without a directory, for an engine that is running.
 
 Every rank reads and writes only the slices it holds. All directions first bind the family's rows to the model's
-parameters (`binding.py`); nothing is touched unless both sides match completely.
+parameters (`binding.py`), and refuse what does not match before they read or write a tensor. Two things are found out
+later: whether tensors that should repeat others do, as each is read, and whether the heads of `mtp_init="graft"` fit,
+which come from a second directory, once the trunk is read.
 """
 
 import itertools
@@ -32,11 +34,11 @@ Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | None
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class WeightsReport:
     """What became of everything: each Megatron parameter of this rank is in one of the first two, each HF key that was
     not read is in the third.
 
-    Args:
+    Attributes:
         loaded: Megatron parameters read from the checkpoint.
         initialised: Megatron parameters that got their numbers elsewhere, with where: "random", "copy_last_layer",
             "graft".
@@ -47,14 +49,14 @@ class LoadReport:
     initialised: Mapping[str, str]
     dropped: tuple[str, ...]
 
-    def over_all_ranks(self) -> "LoadReport":
+    def over_all_ranks(self) -> "WeightsReport":
         """What all ranks did together; collective."""
         loaded: dict[str, None] = {}
         initialised: dict[str, str] = {}
         for report in placement.gather_from_all_ranks(self):
             loaded |= dict.fromkeys(report.loaded)
             initialised |= report.initialised
-        return LoadReport(tuple(loaded), initialised, self.dropped)
+        return WeightsReport(tuple(loaded), initialised, self.dropped)
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} parameters"]
@@ -76,7 +78,7 @@ def load_hf(
     mtp_init: MtpInit = "checkpoint",
     graft_from: str | Path | None = None,
     seed: int = 42,
-) -> LoadReport:
+) -> WeightsReport:
     """Fill a Megatron model from a Hugging Face directory; each rank reads its slices, cast to the parameter's dtype.
 
     The MTP depth asked for is the one that the model was built with; 0 drops the checkpoint's heads.
@@ -84,11 +86,13 @@ def load_hf(
     Args:
         model_chunks: GPTModel(s) of this rank, wrapped or not.
         hf_dir: directory with model.safetensors, or shards and their index.
+        family: the table of the rows of the model's family.
         hf_config: content of its config.json.
         mtp_init: "checkpoint": heads come from the checkpoint, which must have exactly as many. "copy_last_layer":
             heads start as the last decoder layer. "random": heads start from `seed`. See `mtp_init.py`. "graft": heads
             are those of another checkpoint.
         graft_from: directory of that checkpoint, see `graft_heads`.
+        seed: of the numbers that are drawn.
 
     Raises:
         UserError: the checkpoint cannot be read, does not match the model, or has other MTP heads than asked for; or an
@@ -103,7 +107,7 @@ def load_hf(
             shards,
             sources.read,
             borrowed=sources.borrowed,
-            made=sources.made,
+            not_read=sources.not_read,
             others_hold=placement.others_hold(model_chunks, shards),
             hf_shapes={key: entry.shape for key, entry in checkpoint.entries.items()},
             ignored=sources.dropped,
@@ -114,22 +118,25 @@ def load_hf(
         _read(bindings, checkpoint, family, hf_config)
     _draw(drawn_bindings, std=hf_config.get("initializer_range") or 0.02, seed=seed)
     for shard in shards:
-        if shard.name in sources.filled:
-            sources.filled[shard.name](shard)
+        fill = sources.fills.get(shard.name)
+        if fill is not None:
+            fill(shard)
     if depth and mtp_init == "graft":
         assert graft_from is not None
         graft_heads(model_chunks, graft_from, family, hf_config)
     return _report(shards, bindings, sources, mtp_init)
 
 
-def _report(shards: Sequence[Shard], bindings: Sequence[Binding], sources: "_Sources", mtp_init: MtpInit) -> LoadReport:
+def _report(
+    shards: Sequence[Shard], bindings: Sequence[Binding], sources: "_Sources", mtp_init: MtpInit
+) -> WeightsReport:
     borrowed_names = {row.mcore for row in sources.borrowed}
     bound = [binding.shard.name for binding in bindings]
     loaded = tuple(name for name in bound if name not in borrowed_names)
     initialised = {name: mtp_init for name in bound if name in borrowed_names}
-    initialised |= {shard.name: mtp_init for shard in shards if shard.name in sources.made}
+    initialised |= {shard.name: mtp_init for shard in shards if shard.name in sources.not_read}
     assert len(loaded) + len(initialised) == len(shards)
-    return LoadReport(loaded, initialised, tuple(sources.dropped))
+    return WeightsReport(loaded, initialised, tuple(sources.dropped))
 
 
 @torch.no_grad()
@@ -140,6 +147,7 @@ def graft_heads(
 
     Args:
         graft_from: a Hugging Face directory, such as the base model that the trunk was fine-tuned from.
+        family: the table of the rows of the model's family.
         hf_config: the model's own config.json.
 
     Raises:
@@ -165,7 +173,9 @@ def graft_heads(
 def _bind_heads(shards: Iterable[Shard], rows: Sequence[Row]) -> list[Binding]:
     """The rows of heads, which may be on other ranks, and their parameters on this one."""
     names = {row.mcore for row in rows}
-    return bind([shard for shard in shards if shard.name in names], rows, others_hold=lambda name: True)
+    held = [shard for shard in shards if shard.name in names]
+    # The callers have checked that the model has these heads, so one that this rank lacks is on another rank.
+    return bind(held, rows, others_hold=lambda name: True)
 
 
 def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpoint) -> None:
@@ -191,11 +201,11 @@ def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpo
 class _Sources:
     """Where the numbers of each Megatron parameter come from.
 
-    Args:
+    Attributes:
         read: rows whose HF tensors are read, each for its own parameter.
-        borrowed: rows of head parameters that start as a copy of HF tensors which `read` claims.
+        borrowed: rows of head parameters that start with the numbers of HF tensors which `read` claims.
         drawn: rows of head parameters whose HF tensors are drawn at random.
-        filled: how head parameters without HF tensors begin, by Megatron name.
+        fills: functions that fill head parameters without HF tensors, by Megatron name.
         grafted: names of head parameters that `graft_heads` will fill.
         dropped: HF keys that are not needed.
     """
@@ -203,14 +213,14 @@ class _Sources:
     read: Sequence[Row]
     borrowed: Sequence[Row] = ()
     drawn: Sequence[Row] = ()
-    filled: Mapping[str, fresh_heads.Fill] = field(default_factory=dict)
+    fills: Mapping[str, fresh_heads.Fill] = field(default_factory=dict)
     grafted: Collection[str] = ()
     dropped: Sequence[str] = ()
 
     @property
-    def made(self) -> set[str]:
+    def not_read(self) -> set[str]:
         """Megatron parameters that get nothing from the checkpoint's files."""
-        return {*(row.mcore for row in self.drawn), *self.filled, *self.grafted}
+        return {*(row.mcore for row in self.drawn), *self.fills, *self.grafted}
 
 
 def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, depth: int, mtp_init: MtpInit) -> _Sources:
@@ -222,7 +232,7 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
     dropped = derived + mtp_keys(checkpoint.entries, family, hf_config)
     if mtp_init == "copy_last_layer":
         borrowed = fresh_heads.copied_rows(family, hf_config, depth)
-        return _Sources(trunk, borrowed=borrowed, filled=fresh_heads.pass_through(depth), dropped=dropped)
+        return _Sources(trunk, borrowed=borrowed, fills=fresh_heads.pass_through(depth), dropped=dropped)
     heads = _head_rows(family, hf_config, depth)
     if mtp_init == "graft":
         return _Sources(trunk, grafted=[row.mcore for row in heads], dropped=dropped)
@@ -244,7 +254,7 @@ def _draw(bindings: Sequence[Binding], std: float, seed: int) -> None:
     """Fill the parameters with numbers drawn for their HF tensors, of which each rank takes its slices."""
     for binding in bindings:
         tensors = fresh_heads.random_tensors(binding.row, std, seed)
-        for shard, local_index, hf_key, hf_index in binding.copies():
+        for shard, local_index, hf_key, hf_index in binding.slices():
             assert hf_key is not None
             shard.tensor[local_index] = tensors[hf_key][hf_index]
 
@@ -267,11 +277,13 @@ def save_hf(
     agrees (`hf_config.write_patched`). Files appear under their names only when all are complete and on disk.
 
     Args:
+        family: the table of the rows of the model's family.
         out_dir: made if missing, must not hold safetensors; best on a file system that all ranks share.
         dtypes: dtype by HF key, as the source had it ("bfloat16" or torch.bfloat16); a key that the source lacked
-            gets the source's most frequent dtype. One dtype: for all tensors. None: the dtype of the parameters. A copy
-            such as the `lm_head.weight` of a tied model is written if it is a key of this mapping; so are those of MTP
-            heads, or if the source had no such head. Experts are stacked in one tensor where the source had them so.
+            gets the source's most frequent dtype. One dtype: for all tensors. None: the dtype of the parameters.
+            The keys of a mapping also say which tensors the source had: a copy such as the `lm_head.weight` of a tied
+            model is written if it is among them; one that an MTP head holds also if none of that head's tensors is.
+            Experts are stacked in one tensor if that tensor is among them.
         max_shard_bytes: size limit of one file.
 
     Returns:
@@ -334,6 +346,7 @@ def stream_hf(
     copies of a tied embedding nor those that MTP heads hold are among the tensors. Experts come one by one.
 
     Args:
+        family: the table of the rows of the model's family.
         part: the trunk, or all MTP heads that the model has.
         dtypes: as for `save_hf`.
         bucket_bytes: most of what the first rank holds at once; a larger tensor is a bucket of its own.
@@ -343,14 +356,15 @@ def stream_hf(
     """
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     dtype_of = _dtype_of(dtypes, bindings)
+    wants_heads = part == "heads"
     tensors = {}
     for row in rows:
         for key, shape in row.hf.items():
-            if family.is_mtp(hf_config, key) == (part == "heads"):
+            if family.is_mtp(hf_config, key) == wants_heads:
                 tensors[key] = (dtype_of(key), shape)
     if not tensors:
         return
-    pieces = defaultdict(list)  # views, no numbers
+    pieces = defaultdict(list)  # by HF key; views of the parameters, so they take no memory
     for piece in _pieces(bindings, ()):
         pieces[piece[0]].append(piece)
     for keys in split(tensors, bucket_bytes):
@@ -367,7 +381,7 @@ def stream_hf(
 
 
 def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
-    """Copy every slice this rank holds, in the order of the files, so that disks read ahead."""
+    """Read every slice this rank holds, in the order of the files, so that disks read ahead."""
 
     def place(binding: Binding) -> tuple[str, int]:
         entry = checkpoint.entries[next(iter(binding.row.hf))]
@@ -375,7 +389,7 @@ def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable,
 
     for binding in sorted(bindings, key=place):
         present_copies = [key for key in binding.row.hf_copies if key in checkpoint.entries]
-        for shard, local_index, hf_key, hf_index in binding.copies():
+        for shard, local_index, hf_key, hf_index in binding.slices():
             target = shard.tensor[local_index]
             if hf_key is None:
                 target.zero_()
@@ -430,7 +444,7 @@ def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[place
         if not binding.shard.writes or binding.is_copy:
             continue
         copy_keys = [key for key in binding.row.hf_copies if key in keys]
-        for shard, local_index, hf_key, hf_index in binding.copies():
+        for shard, local_index, hf_key, hf_index in binding.slices():
             if hf_key is not None:
                 for key in (hf_key, *copy_keys):
                     yield key, hf_index, shard.tensor[local_index]

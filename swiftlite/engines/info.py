@@ -44,24 +44,24 @@ class EngineInfo:
         package: what Python imports; an engine whose package is not found is not installed.
         distributions: names by which pip may have installed it.
         install: what to type when it is not installed.
-        adapter: class of the `Engine`, called with an `EngineConfig`.
-        convention: function from a `Family` to the `Convention` by which the engine drafts with its heads; None of a
-            family for which nobody has measured it.
+        adapter: name of the `Engine` class, which is called with an `EngineConfig`.
+        convention: name of the function that takes a `Family` and returns the `Convention` by which the engine drafts
+            with its heads; it returns None for a family for which nobody has measured it.
         is_required: whether swiftlite itself cannot do without its package.
         is_batched: whether the engine answers several prompts at once.
-        options: class of the engine's own options in args/fields.py, part of the classes of the commands; None when it
-            has none. Every name begins with the engine's.
-        drafting_options: the options of drafting that such a class has, by the engine's own names; None when none were
-            given.
+        options_class: class of the engine's own options in args/fields.py, part of the classes of the commands; None
+            when it has none. Every name begins with the engine's.
+        read_speculative_config: function that takes a command's options and returns those of speculative decoding that
+            the user gave, by the engine's own names; it returns None when there are none.
         rules: what cannot be of its options, as functions that yield (problem, hint).
-        server: function from `DeployArgs`, a `ServedModel` and whether to draft to a `ServerCommand`. "": the engine
-            has no server, and `deploy` does not offer it.
-        client: class of the `Client` that `bench` asks the server through. "": `bench` does not offer the engine.
-        dry_load: function from an `EngineConfig` to a `LoadReport`, called in a process of its own. "": `doctor` does
-            not offer the engine.
-        known_report: function from a `ServedModel` to a `LoadReport` of what is known where the engine is not
-            installed. "": nothing is.
-        prints_anywhere: whether the server's command can be made where the engine is not installed.
+        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, a `ServedModel`, and whether
+            the server drafts. "": the engine has no server, and `deploy` does not offer it.
+        client: name of the `Client` class that `bench` asks the server through. "": `bench` does not offer the engine.
+        dry_load: name of the function that takes an `EngineConfig` and returns a `LoadReport`, called in a process of
+            its own. "": `doctor` does not offer the engine.
+        known_report: name of the function that takes a `ServedModel` and returns a `LoadReport` of what is known where
+            the engine is not installed. "": nothing is known.
+        command_needs_no_install: whether the server's command can be printed where the engine is not installed.
         plugin: what the engine lacks to serve our checkpoints; None when it lacks nothing.
     """
 
@@ -74,14 +74,14 @@ class EngineInfo:
     convention: str
     is_required: bool = False
     is_batched: bool = True
-    options: type | None = None
-    drafting_options: Callable[[Any], dict[str, Any] | None] = lambda args: None
+    options_class: type | None = None
+    read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None
     rules: tuple[Callable[[Any], Iterator[Problem]], ...] = ()
     server: str = ""
     client: str = ""
     dry_load: str = ""
     known_report: str = ""
-    prints_anywhere: bool = False
+    command_needs_no_install: bool = False
     plugin: Plugin | None = None
 
     @property
@@ -96,24 +96,26 @@ class EngineInfo:
     @property
     def option_names(self) -> tuple[str, ...]:
         """The engine's own options."""
-        return tuple(options(self.options)) if self.options else ()
+        return tuple(options(self.options_class)) if self.options_class else ()
 
     @property
     def speculative_option_names(self) -> tuple[str, ...]:
-        """The engine's own options that say how to draft."""
+        """The engine's own options of speculative decoding."""
         return tuple(name for name in self.option_names if name != self.kwargs_option)
 
     def has_options_in(self, args: Any) -> bool:
         """Whether the options of a command have the engine's own."""
-        return self.options is not None and isinstance(args, self.options)
+        return self.options_class is not None and isinstance(args, self.options_class)
 
     def engine_kwargs(self, args: Any) -> dict[str, Any]:
         """The engine's keyword arguments that the user gave."""
-        return vars(args)[self.kwargs_option] or {} if self.has_options_in(args) else {}
+        if not self.has_options_in(args):
+            return {}
+        return vars(args)[self.kwargs_option] or {}
 
     def speculative_config(self, args: Any) -> dict[str, Any] | None:
-        """The engine's own options of drafting that the user gave."""
-        return self.drafting_options(args) if self.has_options_in(args) else None
+        """The engine's own options of speculative decoding that the user gave; None when there are none."""
+        return self.read_speculative_config(args) if self.has_options_in(args) else None
 
     def problems(self, args: Any) -> Iterator[Problem]:
         """What the engine's own rules object to."""

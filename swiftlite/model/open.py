@@ -8,7 +8,7 @@ import torch
 
 from swiftlite import families
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.transfer import LoadReport, MtpInit, load_hf
+from swiftlite.bridge.transfer import MtpInit, WeightsReport, load_hf
 from swiftlite.families.family import Family
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
@@ -77,7 +77,7 @@ def open_model(
     graft_from: str | Path | None = None,
     seed: int = 42,
     **options: Any,
-) -> tuple[list[GPTModel], LoadReport]:
+) -> tuple[list[GPTModel], WeightsReport]:
     """The model's part on this rank with its weights, and what became of every tensor of the directory.
 
     Args:

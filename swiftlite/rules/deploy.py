@@ -12,10 +12,10 @@ OR_PRINT_IT = ", or add --dry_run"
 
 def engine_is_installed(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     info = ENGINES[args.infer_backend]
-    if info.prints_anywhere and args.dry_run:
+    if info.command_needs_no_install and args.dry_run:
         return
     for problem, hint in engine.missing_engine(info):
-        yield problem, hint + OR_PRINT_IT if info.prints_anywhere else hint
+        yield problem, hint + OR_PRINT_IT if info.command_needs_no_install else hint
 
 
 def speculation_has_heads(args: DeployArgs, facts: Facts) -> Iterator[Problem]:

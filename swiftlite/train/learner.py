@@ -10,7 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
-from swiftlite.bridge.transfer import LoadReport
+from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.errors import UserError
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, open_model
@@ -29,7 +29,7 @@ class Learner:
     Attributes:
         chunks: the bare model, one per virtual pipeline stage.
         wrapped: the same under megatron-core's wrappers.
-        loaded: what became of every tensor of the Hugging Face model.
+        weights_report: what became of every tensor of the Hugging Face model.
         trainable: which parameters learn.
         hashes: each parameter before training, see `report.hash_tensors`.
     """
@@ -38,7 +38,7 @@ class Learner:
     wrapped: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    loaded: LoadReport
+    weights_report: WeightsReport
     trainable: Trainable
     hashes: Mapping[str, str]
 
@@ -54,7 +54,7 @@ def make_learner(
         OptionError: the model cannot be laid out so.
     """
     dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
-    chunks, loaded = open_model(
+    chunks, report = open_model(
         hf_model,
         mesh,
         dtype=dtype,
@@ -67,20 +67,20 @@ def make_learner(
         moe=group_of(args, MoeArgs),
         mtp_loss=args.mtp_loss,
     )
-    loaded = loaded.over_all_ranks()
-    _check_no_head_is_forgotten(args, hf_model, plan, loaded)
+    report = report.over_all_ranks()
+    _check_no_head_is_forgotten(args, hf_model, plan, report)
     trainable.apply(chunks)
     hashes = hash_tensors(chunks)
     wrapped = wrap_model(chunks, mesh, dtype, args)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
-    return Learner(chunks, wrapped, optimizer, scheduler, loaded, trainable, hashes)
+    return Learner(chunks, wrapped, optimizer, scheduler, report, trainable, hashes)
 
 
-def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, loaded: LoadReport) -> None:
+def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, report: WeightsReport) -> None:
     """Heads that config.json does not promise are dropped only when the options say so."""
     if args.mtp_num_layers is not None or plan.heads.layers:
         return
-    if any(hf_model.family.is_mtp(hf_model.config, key) for key in loaded.dropped):
+    if any(hf_model.family.is_mtp(hf_model.config, key) for key in report.dropped):
         raise UserError(
             f"{args.model} has MTP tensors, but its config.json promises no MTP layer",
             "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",

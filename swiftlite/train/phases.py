@@ -226,7 +226,7 @@ def report(run: Run, outcome: Outcome) -> None:
             "seconds": round(outcome.seconds, 1),
             "evaluation": outcome.evaluation,
         }
-        write_report(run.output_dir, measured, run.data, learner.loaded, tensors)
+        write_report(run.output_dir, measured, run.data, learner.weights_report, tensors)
     check_frozen(tensors, learner.trainable)
     logger.info("done. Next: swiftlite export --to_hf --model %s --output_dir %s-hf", run.output_dir, run.output_dir)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.bridge.tensors import write_durably
-from swiftlite.bridge.transfer import LoadReport
+from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.dataset import Data
 from swiftlite.errors import UserError
 from swiftlite.plan.trainable import Trainable, is_of_heads
@@ -106,7 +106,7 @@ def check_frozen(tensors: Mapping[str, Any], trainable: Trainable) -> None:
 
 
 def write_report(
-    output_dir: Path, measured: Mapping[str, Any], data: Data, loaded: LoadReport, tensors: Mapping[str, Any]
+    output_dir: Path, measured: Mapping[str, Any], data: Data, weights: WeightsReport, tensors: Mapping[str, Any]
 ) -> None:
     """Write run_report.json.
 
@@ -119,9 +119,9 @@ def write_report(
         "data": data.report.as_dict(),
         "data_sha256": data.digest,
         "weights": {
-            "loaded": len(loaded.loaded),
-            "initialised": dict(loaded.initialised),
-            "dropped": list(loaded.dropped),
+            "loaded": len(weights.loaded),
+            "initialised": dict(weights.initialised),
+            "dropped": list(weights.dropped),
         },
         "tensors": tensors,
     }

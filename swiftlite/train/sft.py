@@ -1,4 +1,8 @@
-"""`swiftlite megatron sft`: a run, phase by phase. Those that every training command shares are in `phases.py`."""
+"""`swiftlite megatron sft`: a run, phase by phase. Those that every training command shares are in `phases.py`.
+
+Three names to keep apart: a `Trainable` says which parameters learn, a `Learner` holds the model with its optimizer, a
+`Trainer` takes the steps.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -43,13 +47,13 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         after_step: called on every rank after each step with its number and the weights as they are then.
     """
     with phases.open_session(args) as mesh, phases.claim_output_dir(args):
-        run = prepare(args, mesh)
-        state = phases.restore(run)
-        trainer = make_trainer(run, state, after_step)
-        outcome = phases.fit(run, trainer, state["step"], make_held_out(run))
+        prepared = prepare(args, mesh)
+        state = phases.restore(prepared)
+        trainer = make_trainer(prepared, state, after_step)
+        outcome = phases.fit(prepared, trainer, state["step"], make_held_out(prepared))
         if outcome.stopped_by:
-            return 128 + outcome.stopped_by
-        phases.report(run, outcome)
+            return 128 + outcome.stopped_by  # as a shell reports a command that a signal ended
+        phases.report(prepared, outcome)
         return 0
 
 
@@ -74,8 +78,8 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     checkpoint = phases.checkpoint_to_resume(args)
     phases.check_ranks_agree(args, data, checkpoint)
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable)
-    if checkpoint is None:  # it replaces what was loaded or initialised
-        logger.info("%s", learner.loaded)
+    if checkpoint is None:  # so the weights of this report are those that training starts from
+        logger.info("%s", learner.weights_report)
     return phases.Run(
         args=args,
         mesh=mesh,
@@ -95,10 +99,10 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
     """The trainer of a run that has been restored.
 
     Args:
-        state: `restore`'s.
+        state: what `phases.restore` returned.
     """
     args, learner = run.args, run.learner
-    train_batches, data_state = open_train_batches(run, state)
+    train_batches, get_data_state = open_train_batches(run, state)
     checkpointer = Checkpointer(
         run.output_dir,
         run.mesh,
@@ -125,20 +129,21 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
         sinks=sinks,
         logging_steps=args.logging_steps,
         checkpointer=checkpointer,
-        data_state=data_state,
+        get_data_state=get_data_state,
         after_step=phases.hand_out_weights(run, after_step) if after_step else None,
     )
 
 
 def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:
-    """The micro-batches of each step, and what a checkpoint keeps of the data."""
+    """Two functions: one gives the micro-batches of a step, the other what a checkpoint keeps of the data."""
     args = run.args
     if args.streaming:
         stream = open_stream(run, state) if run.is_first_rank else None
         streamed = StreamedBatches(run.batches, stream, run.mesh)
         return streamed.train, streamed.state
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
-    return partial(run.batches.train, run.rows, sampler), dict
+    get_data_state = dict  # empty, because the step alone says which rows the sampler takes
+    return partial(run.batches.train, run.rows, sampler), get_data_state
 
 
 def make_held_out(run: phases.Run) -> HeldOut:
@@ -158,7 +163,7 @@ def make_held_out(run: phases.Run) -> HeldOut:
 
 
 def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Data:
-    """All samples; without the training ones if those are read while training goes on.
+    """The held-out samples and, unless --streaming reads them during training, those to train on.
 
     Raises:
         UserError: files or rows that cannot be used.
@@ -189,7 +194,7 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
 
 
 def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
-    """What makes a sample of a row."""
+    """The encoder that turns rows of the data into samples."""
     template = ChatTemplate(tokenizer, args.loss_scale, vocab_size)
     return Encoder(template, args.max_length, args.truncation_strategy)
 

@@ -39,14 +39,14 @@ class Trainer:
         mesh: the ranks that hold the model.
         model: the chunks of this rank, one per virtual pipeline stage.
         objective: what is minimised.
-        train_batches: step (from 0) -> this rank's micro-batches of it; a function of the step, or of `data_state`,
+        train_batches: step (from 0) -> this rank's micro-batches of it; a function of the step, or of the data's state,
             which is what makes a resumed run continue with the very same data.
         eval_batches: this rank's share of the held-out rows.
         count_flops: operations of a step over all ranks of a replica, for the metrics, from the tokens of its
             sequences, the sum of their squared lengths, and what the objective counted.
         sinks: where metrics go.
         checkpointer: writes the checkpoints; None writes none.
-        data_state: what a checkpoint keeps of the data, on the first rank.
+        get_data_state: returns what a checkpoint keeps of the data, on the first rank.
         after_step: called on every rank with the number of each step, once it is taken and logged.
     """
 
@@ -63,7 +63,7 @@ class Trainer:
     sinks: Sequence[Sink]
     logging_steps: int
     checkpointer: Checkpointer | None
-    data_state: Callable[[], Mapping[str, Any]] = dict
+    get_data_state: Callable[[], Mapping[str, Any]] = dict
     after_step: Callable[[int], None] | None = None
 
     def fit(self, first: int) -> int:
@@ -96,7 +96,7 @@ class Trainer:
         if self.checkpointer:
             with whole_parameters(self.model):
                 self._refuse_broken_weights(step)
-                self.checkpointer.save(step, self.data_state())
+                self.checkpointer.save(step, self.get_data_state())
 
     def _refuse_broken_weights(self, step: int) -> None:
         """A checkpoint of weights that no forward pass survives would only replace a better one.

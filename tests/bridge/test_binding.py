@@ -107,7 +107,7 @@ def test_two_rows_for_one_name_are_a_mistake_in_the_table():
 def test_borrowed_rows_read_what_others_claim():
     held = [*shards(), Shard("mtp.norm", torch.zeros(4))]
     bindings = bind(held, ROWS, borrowed=[Row("mtp.norm", {"ln": (4,)})], hf_shapes=HF_SHAPES)
-    assert next(bindings[-1].copies()).hf_key == "ln"
+    assert next(bindings[-1].slices()).hf_key == "ln"
 
 
 def test_layout_that_loses_numbers_is_a_mistake_in_the_table():
@@ -127,7 +127,7 @@ def scatter(row: Row, whole: dict[str, torch.Tensor], shape: tuple[int, ...], di
         if dim is not None:
             local[dim] //= tp_size
         shard = Shard(row.mcore, torch.full(local, -1.0), dim, rank, tp_size)
-        for _, local_index, key, index in bind([shard], [row])[0].copies():
+        for _, local_index, key, index in bind([shard], [row])[0].slices():
             shard.tensor[local_index] = 0.0 if key is None else whole[key][index]
         yield shard.tensor
 

@@ -15,7 +15,7 @@ from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.placement import global_name
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import LoadReport, load_hf, save_hf, stream_hf
+from swiftlite.bridge.transfer import WeightsReport, load_hf, save_hf, stream_hf
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
@@ -42,7 +42,7 @@ def tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(global_name(name, model), tensor) for name, tensor in tensors if tensor is not None]
 
 
-def load(model: torch.nn.Module, hf_dir: Path, **options) -> LoadReport:
+def load(model: torch.nn.Module, hf_dir: Path, **options) -> WeightsReport:
     hf_config = read_config(hf_dir)
     return load_hf([model], hf_dir, families.get(hf_config), hf_config, **options)
 

@@ -35,7 +35,7 @@ def test_what_a_record_names_is_there(name, target):
 def test_options_begin_with_the_engine_s_name(name):
     info = ENGINES[name]
     assert [option for option in info.option_names if not option.startswith(f"{name}_")] == []
-    if info.options is not None:
+    if info.options_class is not None:
         assert info.kwargs_option in info.option_names
 
 

@@ -97,7 +97,7 @@ def numbers_written(model: Sequence[GPTModel], source: Path) -> Counter[str]:
     written = Counter()
     for binding in bind(shards, rows, others_hold=placement.others_hold(model, shards)):
         if binding.shard.writes and not binding.is_copy:
-            for shard, local_index, hf_key, _ in binding.copies():
+            for shard, local_index, hf_key, _ in binding.slices():
                 written[str(hf_key)] += shard.tensor[local_index].numel()
     return written
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftlite.bridge.transfer import LoadReport
+from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.dataset import Data, DataReport
 from swiftlite.errors import UserError
 from swiftlite.plan.trainable import HEADS_ONLY, JOINT, Trainable
@@ -90,7 +90,7 @@ def test_any_choice_of_parameters_is_proven(mesh):
 
 def test_the_file_accounts_for_data_and_weights(tmp_path):
     data = Data([], [], [], DataReport(train_samples=3), "digest")
-    loaded = LoadReport(("a", "b"), {"mtp.x": "random"}, ("lm_head.weight",))
+    loaded = WeightsReport(("a", "b"), {"mtp.x": "random"}, ("lm_head.weight",))
     write_report(tmp_path, {"steps": 2, "seconds": 0.1, "evaluation": {}}, data, loaded, {"trained_tensors": 1})
     content = json.loads((tmp_path / "run_report.json").read_text())
     assert list(content) == ["steps", "seconds", "evaluation", "data", "data_sha256", "weights", "tensors"]

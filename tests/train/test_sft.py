@@ -94,7 +94,7 @@ def test_heads_that_config_does_not_promise_are_not_dropped_in_silence(options, 
         sft.prepare(options(), mesh)
     run = sft.prepare(options(mtp_num_layers=0), mesh)
     assert run.plan.heads.layers == 0
-    assert any(key.startswith("mtp.") for key in run.learner.loaded.dropped)
+    assert any(key.startswith("mtp.") for key in run.learner.weights_report.dropped)
 
 
 def test_heads_that_are_grafted_come_from_the_other_model(options, mesh, tmp_path):

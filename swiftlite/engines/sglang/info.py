@@ -10,8 +10,8 @@ from swiftlite.engines.info import EngineInfo, Plugin
 NUMBERS = ("sglang_speculative_num_steps", "sglang_speculative_eagle_topk", "sglang_speculative_num_draft_tokens")
 
 
-def drafting_options(args: SglangArgs) -> dict[str, Any] | None:
-    """SGLang's options of drafting that were given, by SGLang's names; None when none were."""
+def read_speculative_config(args: SglangArgs) -> dict[str, Any] | None:
+    """SGLang's options of speculative decoding that were given, by SGLang's names; None when none were."""
     given = {
         "speculative_algorithm": args.sglang_speculative_algorithm,
         "speculative_num_steps": args.sglang_speculative_num_steps,
@@ -61,13 +61,13 @@ SGLANG = EngineInfo(
     install="pip install sglang, which comes for CUDA",
     adapter="swiftlite.engines.sglang.engine:SglangEngine",
     convention="swiftlite.engines.sglang.conventions:convention",
-    options=SglangArgs,
-    drafting_options=drafting_options,
+    options_class=SglangArgs,
+    read_speculative_config=read_speculative_config,
     rules=(numbers_go_together, numbers_agree),
     server="swiftlite.engines.sglang.server:server_command",
     client="swiftlite.engines.sglang.client:SglangClient",
     dry_load="swiftlite.engines.sglang.dry_load:dry_load",
     known_report="swiftlite.engines.sglang.options:known_report",
-    prints_anywhere=True,
+    command_needs_no_install=True,
     plugin=Plugin("swiftlite.engines.sglang.plugin:register", "sglang.srt.plugins", "SGLANG_PLUGINS"),
 )
