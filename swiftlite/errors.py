@@ -43,7 +43,7 @@ class OptionError(UserError):
     def __init__(self, problems: list[tuple[str, str]]):
         lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''} with these options"]
         for problem, hint in problems:
-            lines.append(f"  {problem}")
+            lines.append("  " + problem.replace("\n", "\n  "))
             if hint:
                 lines.append(f"      {hint}")
         super().__init__("\n".join(lines), exit_code=2)

@@ -81,7 +81,7 @@ def convert(option: Option, value: Any) -> Any:
         return None
     if choices:
         suggestion = near(str(value), choices)
-        hint = f"did you mean {suggestion}?" if suggestion else ""
+        hint = f"did you mean {suggestion}?" if suggestion else f"for example --{option.name} {choices[0]}"
         raise UserError(f"takes {' or '.join(choices)}, not {_show(value)}", hint)
     if typing.get_origin(kind) is list and (empty or value in (["none"], ["null"])):
         return []

@@ -197,10 +197,18 @@ def _report_model(directory: Path) -> bool:
     missing = f", {len(depth.missing)} tensors missing" if depth.missing else ""
     verdict = f"{len(problems)} problems" if problems else "whole: keys, shapes, MTP depth, all numbers finite"
     promise = f"{depth.promised} promised by config.json, {depth.depth} in the tensors{missing}"
-    print(text_table([("family", family.name), ("MTP depth", promise), ("audit", verdict)], indent="  "))
+    lines = [("family", family.name), ("MTP depth", promise), ("audit", verdict)]
+    if not _has_tokenizer(directory):
+        lines.append(("tokenizer", "missing: copy tokenizer.json and tokenizer_config.json from the model's source"))
+    print(text_table(lines, indent="  "))
     for problem in problems:
         print(f"    {problem}")
     return not problems
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    """Whether a file lies here that a tokenizer is made of, by the names that tokenizers of transformers give them."""
+    return any(any(directory.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model", "*.tiktoken"))
 
 
 def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]:

@@ -152,7 +152,7 @@ def _count_rows(dataset: list[str]) -> int | None:
             return None
         with Path(file).open("rb") as lines:
             rows = sum(1 for line in lines if line.strip())
-        total += int(sample) if sample else rows
+        total += min(int(sample), rows) if sample else rows
     return total
 
 

@@ -92,7 +92,8 @@ def _value(option: Option, texts: list[str]) -> Any:
     if kind is bool and not texts:
         return True
     if not texts:
-        raise UserError("needs a value")
+        example = "VALUE" if option.default in (None, "") else option.default
+        raise UserError("needs a value", f"write --{option.name} {example}")
     if len(texts) > 1:
         raise UserError(f"takes one value, not {len(texts)}: {' '.join(texts)}", "put a text with spaces in quotes")
     return convert(option, texts[0])

@@ -6,7 +6,7 @@ samples, whose `digest` ranks may compare.
 
 import multiprocessing
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Literal
@@ -144,6 +144,7 @@ def load_train_val(
     system: str | None = None,
     num_proc: int = 1,
     seed: int = 42,
+    offered: Collection[str] | None = None,
 ) -> Data:
     """Read, encode and split the data of a run.
 
@@ -155,16 +156,19 @@ def load_train_val(
         system: system prompt for rows that bring none.
         num_proc: processes that tokenize; does not change the result.
         seed: decides which rows are the `#N` samples and which are held out.
+        offered: names of the command's options, so that errors name no other; those of `megatron sft` if not given.
+
     Raises:
         UserError: a file that cannot be read, more bad rows than allowed, no row left.
     """
     report = DataReport()
+    val_flag = "--val_dataset" if offered is None or "val_dataset" in offered else "--dataset"
     train_rows = _read(dataset, report, system, seed)
     val_rows = _read(val_dataset, report, system, seed)
     conversations = train_rows.conversations + val_rows.conversations
     encoded = list(_encode_all(encoder, conversations, num_proc))
     bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
-    _check_bad_rows(bad_rows, max_bad_rows)
+    _check_bad_rows(bad_rows, max_bad_rows, offered is None or "max_bad_rows" in offered)
     report.bad_rows = [str(bad) for bad in bad_rows]
     if encoder.truncation_strategy == "error":
         _check_lengths(encoded, encoder.max_length)
@@ -176,9 +180,9 @@ def load_train_val(
     val_encoded = encoded[len(train_rows.conversations) :]
     train = []
     if dataset:
-        train = _kept(train_rows.conversations, train_encoded, "--dataset", encoder)
+        train = _kept(train_rows.conversations, train_encoded, "--dataset", encoder, offered)
     if val_dataset:
-        val = _kept(val_rows.conversations, val_encoded, "--val_dataset", encoder)
+        val = _kept(val_rows.conversations, val_encoded, val_flag, encoder, offered)
     else:
         held_out = split(len(train), split_dataset_ratio, seed)
         if split_dataset_ratio > 0 and not len(held_out):
@@ -306,7 +310,7 @@ def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int, can_be_left_out: 
     hint = "\n    ".join(line for line in (first.hint, skip if can_be_left_out else "") if line)
     if len(bad_rows) == 1:
         raise UserError(str(first), hint)
-    lines = [f"{len(bad_rows)} bad rows, --max_bad_rows {max_bad_rows}"]
+    lines = [f"{len(bad_rows)} bad rows" + (f", --max_bad_rows {max_bad_rows}" if can_be_left_out else "")]
     lines += [f"  {bad}" for bad in bad_rows[:SHOWN_ROWS]]
     if len(bad_rows) > SHOWN_ROWS:
         lines.append(f"  and {len(bad_rows) - SHOWN_ROWS} more")
@@ -324,7 +328,11 @@ def _check_lengths(encoded: list[Encoded], max_length: int) -> None:
 
 
 def _kept(
-    conversations: list[Conversation], encoded: list[Encoded], flag: str, encoder: Encoder
+    conversations: list[Conversation],
+    encoded: list[Encoded],
+    flag: str,
+    encoder: Encoder,
+    offered: Collection[str] | None,
 ) -> list[tuple[Conversation, Sample]]:
     """The rows that are left, of which there is at least one."""
     kept = [(turns, row.sample) for turns, row in zip(conversations, encoded, strict=True) if row.sample is not None]
@@ -339,7 +347,9 @@ def _kept(
             f"{flag}: all {len(lengths)} rows are over --max_length {max_length}, the shortest is {min(lengths)} long",
             f"--max_length {min(lengths)} or more, or --truncation_strategy right",
         )
-    raise UserError(
-        f"{flag}: cut to --max_length {max_length}, none of {len(lengths)} rows keeps a token that trains",
-        "give a larger --max_length, or another --truncation_strategy",
-    )
+    cut, hint = f"--max_length {max_length}", "give a larger --max_length"
+    if offered is None or "truncation_strategy" in offered:
+        hint += ", or another --truncation_strategy"
+    elif "max_length" not in offered:
+        cut, hint = f"{max_length} tokens", "give rows with shorter questions"
+    raise UserError(f"{flag}: cut to {cut}, none of {len(lengths)} rows keeps a token that trains", hint)

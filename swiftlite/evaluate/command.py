@@ -39,6 +39,7 @@ def run(args: EvaluateArgs) -> None:
             tokenizers[name], data[name] = load_rows(
                 model.directory,
                 args.dataset,
+                offered=vars(args),
                 trust_remote_code=args.trust_remote_code,
                 max_length=args.max_length,
                 max_bad_rows=args.max_bad_rows,

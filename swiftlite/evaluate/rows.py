@@ -1,6 +1,6 @@
 """Rows with answers, as one model reads them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +14,7 @@ def load_rows(
     hf_dir: Path,
     dataset: Sequence[str],
     *,
+    offered: Collection[str] | None = None,
     trust_remote_code: bool = False,
     max_length: int = 2048,
     max_bad_rows: int = 0,
@@ -21,9 +22,12 @@ def load_rows(
 ) -> tuple[PreTrainedTokenizerBase, Data]:
     """The rows as held-out samples of one model: each reads them with its own tokenizer and template.
 
+    Args:
+        offered: see `load_train_val`.
+
     Raises:
         UserError: as `load_train_val`.
     """
     tokenizer = load_tokenizer(hf_dir, trust_remote_code)
     encoder = Encoder(ChatTemplate(tokenizer, vocab_size=read_config(hf_dir)["vocab_size"]), max_length, "right")
-    return tokenizer, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system)
+    return tokenizer, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system, offered=offered)

@@ -1,6 +1,5 @@
 """`export --min_acceptance --max_regression`: whether heads are good enough to be shipped."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
@@ -21,7 +20,7 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
     """
     if args.min_acceptance is None and args.max_regression is None:
         return
-    found = _mean(hf_dir, args.val_dataset, torch_dtype, mesh)
+    found = _mean(args, hf_dir, torch_dtype, mesh)
     problems = []
     if args.min_acceptance is not None and found < args.min_acceptance:
         problems.append(
@@ -34,7 +33,7 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
                 "--max_regression compares with the model that the run began with, and that is not there any more",
                 "nothing was written; add --baseline DIR",
             )
-        before = _mean(baseline, args.val_dataset, torch_dtype, mesh)
+        before = _mean(args, baseline, torch_dtype, mesh)
         logger.info("acceptance on --val_dataset: %.1f %%, of %s %.1f %%", 100 * found, baseline, 100 * before)
         if before - found > args.max_regression:
             problems.append(
@@ -50,8 +49,8 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
         raise UserError("; ".join(problems), "nothing was written; train the heads on, or add --force")
 
 
-def _mean(hf_dir: Path, dataset: Sequence[str], torch_dtype: str, mesh: Mesh) -> float:
+def _mean(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mesh) -> float:
     """The mean over depths of the share of predictions that are the trunk's own; 0 for a model without heads."""
-    _, data = load_rows(hf_dir, dataset)
+    _, data = load_rows(hf_dir, args.val_dataset, offered=vars(args))
     shares = rates("teacher_forced", teacher_forced(hf_dir, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL])
     return sum(shares) / max(len(shares), 1)

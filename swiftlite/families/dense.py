@@ -96,7 +96,8 @@ def refuse(hf_config: HfConfig, problems: Sequence[str]) -> None:
     if problems:
         raise UserError(
             f"config.json (model_type {hf_config.get('model_type')!r}):\n  " + "\n  ".join(problems),
-            "swiftlite would compute something else than this model; it refuses rather than ignore a setting",
+            "swiftlite would compute something else than this model, and refuses rather than ignore a setting; if "
+            "config.json was changed, copy it from the model's source again",
         )
 
 

@@ -43,8 +43,13 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
             f"{where}: model_type {hf_config.get('model_type')!r} is not a family that swiftlite knows",
             f"known: {', '.join(FAMILIES)}; docs/en/add-a-family.md shows how to add one",
         )
-    refuse(hf_config, value_problems(hf_config))
-    family.check(hf_config)
+    try:
+        refuse(hf_config, value_problems(hf_config))
+        family.check(hf_config)
+    except UserError as error:
+        if hf_dir is None:
+            raise
+        raise UserError(f"{Path(hf_dir)}/{error.problem}", error.hint) from None  # it begins with config.json
     return family
 
 
@@ -68,8 +73,8 @@ def architecture_of(hf_config: HfConfig) -> Architecture:
 def known_architecture(hf_config: HfConfig) -> Architecture | None:
     """The architecture of a config.json, for rules to look at; None where there is too little to look at.
 
-    A config.json that is absent, of an unknown model_type or without a size is not for rules to report: its family
-    does, when the model is read.
+    A config.json that is absent, of an unknown model_type or without a size is not for every rule to report: one does,
+    or else the family when the model is read.
     """
     family = _find(hf_config)
     if family is None or value_problems(hf_config):

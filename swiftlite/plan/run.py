@@ -129,7 +129,8 @@ def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | No
     ]
     lines_of_all = itertools.chain.from_iterable(lines for _, lines in sections)
     width = max(len(name) for name, _ in lines_of_all)
-    text = ["the plan of this run; nothing was read beyond config.json, nothing was written"]
+    read = "config.json was read and rows were counted" if schedule else "only config.json was read"
+    text = [f"the plan of this run; {read}, nothing was written"]
     for section, lines in sections:
         text.append(section)
         text += [f"  {name:<{width}}  {value}" for name, value in lines]

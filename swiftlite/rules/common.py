@@ -10,6 +10,8 @@ from swiftlite.args.bounds import in_words, out_of_bounds
 from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.data_file import is_number_of_rows, split_sample
 from swiftlite.args.docs import options
+from swiftlite.errors import UserError
+from swiftlite.families.index import get as get_family
 from swiftlite.heads import DEPTH_KEY, Heads
 from swiftlite.plan.facts import Facts, Problem, is_run, near_path, read_hf_config, run_checkpoints
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
@@ -64,7 +66,10 @@ def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
     elif not (path / "config.json").is_file():
         yield f"--model {path} has no config.json", "give the directory of a Hugging Face model"
     elif not facts.hf_config:
-        yield f"{path / 'config.json'} holds no JSON object", "copy config.json from the model's source again"
+        yield (
+            f"{path / 'config.json'} is no JSON object with a model's settings",
+            "copy config.json from the model's source again",
+        )
     elif not any(path.glob("*.safetensors")):
         hint = "save it with transformers' save_pretrained, which writes safetensors" if any(path.glob("*.bin")) else ""
         yield f"--model {path} has no *.safetensors file", hint or "download the weights beside config.json"
@@ -77,7 +82,18 @@ def _absent_model(model: str) -> Problem:
             f"--model {model} is no directory here",
             f"download it, then give the directory: hf download {model} --local-dir {local}",
         )
-    return f"--model {model} does not exist", near_path(Path(model))
+    download = "give the directory of a Hugging Face model; to download one: hf download ORG/NAME --local-dir DIR"
+    return f"--model {model} does not exist", near_path(Path(model)) or download
+
+
+def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
+    """What reading the model would refuse, so that a dry run refuses it too."""
+    if not facts.hf_config:
+        return  # another rule says so
+    try:
+        get_family(facts.hf_config, args.model)
+    except UserError as error:
+        yield error.problem, error.hint
 
 
 def file_problems(flag: str, name: str) -> Iterator[Problem]:

@@ -16,7 +16,8 @@ from swiftlite.rules import common, engine
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.model is not None and not Path(args.model).is_dir():
         path = Path(args.model)
-        yield f"--model {path} is no directory", near_path(path) if not path.exists() else ""
+        near = "" if path.exists() else near_path(path)
+        yield f"--model {path} is no directory", near or "give the directory of a Hugging Face model"
 
 
 # Options that are for every engine; others of --engine are an engine's own.
@@ -68,7 +69,10 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.model is None:
         yield "--plan needs a model", "add --model DIRECTORY, a Hugging Face model's; its config.json is enough"
     elif Path(args.model).is_dir() and not facts.hf_config:
-        yield f"--model {args.model} has no config.json that holds a JSON object", "give a Hugging Face model's"
+        yield (
+            f"--model {args.model} has no config.json that is a JSON object with a model's settings",
+            "give a Hugging Face model's",
+        )
     if any(True for _ in common.numbers_are_in_range(args, facts)) or not facts.hf_config:
         return  # the plan has nothing to stand on; this or another rule says so
     layout = layout_of(args)

@@ -23,7 +23,7 @@ def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         return
     path = Path(args.model)
     if not path.exists():
-        yield f"--model {path} does not exist", near_path(path)
+        yield f"--model {path} does not exist", near_path(path) or "give the --output_dir of an sft run"
     elif path.is_file():
         yield f"--model {path} is a file", f"give the directory that holds it: --model {path.parent}"
     elif not args.to_hf or (path.name.startswith("checkpoint-") and is_run(path.parent)):

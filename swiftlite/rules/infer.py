@@ -49,6 +49,15 @@ def infer_settings_without_effect(args: InferArgs, facts: Facts) -> Iterator[str
     yield from common.without_effect(args, idle)
 
 
+def length_is_the_models(args: InferArgs, facts: Facts) -> Iterator[str]:
+    longest = facts.hf_config.get("max_position_embeddings")
+    if longest and args.max_model_len and args.max_model_len > longest:
+        yield (
+            f"--max_model_len {args.max_model_len} is beyond what the model was made for: max_position_embeddings "
+            f"{longest} in {Path(args.model) / 'config.json'}"
+        )
+
+
 RULES = (
     common.hf_model_is_a_directory,
     common.val_dataset_files_exist,
@@ -62,4 +71,4 @@ RULES = (
     acceptance_json_fits,
     comparison_has_prompts,
 )
-NOTES = (infer_settings_without_effect,)
+NOTES = (infer_settings_without_effect, length_is_the_models)

@@ -120,6 +120,7 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
 
 RULES = (
     common.hf_model_is_a_directory,
+    common.family_takes_the_model,
     sft_data.dataset_files_exist,
     common.val_dataset_files_exist,
     common.output_dir_is_given,

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tqdm import tqdm
 
@@ -31,7 +31,7 @@ class ProgressBar:
         self.bar: tqdm | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if any(name.startswith("eval_") for name in metrics):
+        if _is_evaluation(metrics):
             tqdm.write(f"step {step}: " + self._render(metrics), file=sys.stderr)
             return
         if self.bar is None:
@@ -55,14 +55,20 @@ class MetricsFile:
 
     Args:
         first: on resume, lines of later steps (written after the checkpoint, before the stop) are cut off.
+        last: step of the evaluation at the end. A run that is resumed there takes no step, and evaluates again.
     """
 
-    def __init__(self, path: Path, first: int):
+    def __init__(self, path: Path, first: int, last: int):
         lines = path.read_bytes().splitlines() if path.exists() and first else []
-        steps = [_step_of(line) for line in lines]
-        if damaged := steps.count(None):
+        written = [_metrics_of(line) for line in lines]
+        if damaged := written.count(None):
             logger.warning("%s: %d lines were damaged, as by a full disk, and are left out", path, damaged)
-        kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= first]
+        kept = []
+        for line, metrics in zip(lines, written, strict=True):
+            if metrics is None or metrics["step"] > first:
+                continue
+            if not (metrics["step"] == first == last and _is_evaluation(metrics)):
+                kept.append(line)
         write_durably(path, b"".join(line + b"\n" for line in kept))
         self.path = path
         self.file = path.open("a", buffering=1)
@@ -80,14 +86,18 @@ class MetricsFile:
         self.file.close()
 
 
-def _step_of(line: bytes) -> int | None:
-    """The step of a line of metrics; None for what a killed process or a full disk leaves: half a line, zeros."""
+def _is_evaluation(metrics: Mapping[str, float]) -> bool:
+    return any(name.startswith("eval_") for name in metrics)
+
+
+def _metrics_of(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics; None for what a killed process or a full disk leaves: half a line, zeros."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = content.get("step") if isinstance(content, dict) else None
-    return step if isinstance(step, int) else None
+    is_whole = isinstance(content, dict) and isinstance(content.get("step"), int)
+    return content if is_whole else None
 
 
 class TensorBoard:
@@ -108,7 +118,7 @@ class TensorBoard:
 
 def open_sinks(output_dir: Path, first: int, last: int, tensorboard: bool) -> list[Sink]:
     """All places for the steps after `first`."""
-    sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / "metrics.jsonl", first)]
+    sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / "metrics.jsonl", first, last)]
     if tensorboard:
         try:
             sinks.append(TensorBoard(output_dir / "tensorboard", first))

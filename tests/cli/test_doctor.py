@@ -122,6 +122,12 @@ def test_a_number_that_is_not_finite(model, capsys):
     assert "mtp.norm.weight: 64 of 64 numbers are not finite" in report
 
 
+def test_a_missing_tokenizer_is_said(model, capsys):
+    assert "tokenizer  missing: copy tokenizer.json" in examine(model, capsys)[1]
+    (model / "tokenizer.model").write_bytes(b"")
+    assert "missing" not in examine(model, capsys)[1]
+
+
 def test_an_unknown_family(model, capsys):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))

@@ -105,6 +105,19 @@ def test_options_of_a_plan_without_one():
     assert "--num_gpus 8 without a plan\n      add --plan" in problems(num_gpus=8)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "lacks a size, so its memory is not known"),
+        ({"num_hidden_layers": "four"}, r"config\.json: num_hidden_layers 'four' is not a whole number from 1 to 1000"),
+    ],
+)
+def test_a_size_that_cannot_be_counted_with(tmp_path, capsys, change, message):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | change))
+    with pytest.raises(UserError, match=message):
+        plan(capsys, model=str(tmp_path))
+
+
 def test_an_unknown_model_type(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | {"model_type": "gpt2"}))
     with pytest.raises(UserError, match="gpt2"):

@@ -12,6 +12,7 @@ from swiftlite.cli import failure, table
 from swiftlite.cli.main import main
 from swiftlite.cli.table import COMMANDS
 from swiftlite.errors import UserError
+from tests.rules.good import SIZES
 
 HEAVY = ("torch", "transformers", "megatron", "numpy", "tokenizers", "vllm")
 
@@ -20,7 +21,8 @@ HEAVY = ("torch", "transformers", "megatron", "numpy", "tokenizers", "vllm")
 def model(tmp_path):
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1}))
+    config = {"model_type": "qwen3", "num_nextn_predict_layers": 1, **SIZES}
+    (directory / "config.json").write_text(json.dumps(config))
     (directory / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "train.jsonl").write_text('{"query": "q", "response": "r"}\n' * 20)
     return directory
@@ -152,6 +154,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(swiftlite, model, tmp_path):
     (tmp_path / "run.yaml").write_text("model: model\ndataset: [train.jsonl]\noutput_dir: out\nglobal_batch_size: 8\n")
     result = swiftlite("megatron", "sft", "run.yaml", "--dry_run", "--num_train_epochs", "2", NPROC_PER_NODE="4")
     assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(
+        "the plan of this run; config.json was read and rows were counted, nothing was writ"
+    )
     assert "4 = data parallel 4" in result.stdout
     assert "8 samples = micro batch 1 x data parallel 4 x 2 accumulated" in result.stdout
     assert "at most 5 = 20 rows x 2 / global batch" in result.stdout
@@ -167,7 +172,8 @@ def test_dry_run_says_what_has_no_effect(swiftlite, model):
 
 
 def test_dry_run_of_a_sample(swiftlite, model):
-    argv = "megatron sft --model model --dataset train.jsonl train.jsonl#12 --output_dir out --dry_run".split()
+    """A sample of more rows than the file has is all of it."""
+    argv = "megatron sft --model model --output_dir out --dry_run --dataset train.jsonl#99999 train.jsonl#12".split()
     assert "at most 2 = 32 rows x 1 / global batch" in swiftlite(*argv).stdout
 
 

@@ -61,8 +61,8 @@ def test_all_problems_of_file_and_flags_come_together(tmp_path):
         (f"{tmp_path}/run.yaml:1: sed is no option of this command", "did you mean seed?"),
         ("--modl is no option of swiftlite megatron sft", "did you mean --model?"),
         ("--lr takes a number, not 'fast'", ""),
-        ("--mtp_mode takes joint or heads_only, not 'both'", ""),
-        ("--train_iters needs a value", ""),
+        ("--mtp_mode takes joint or heads_only, not 'both'", "for example --mtp_mode joint"),
+        ("--train_iters needs a value", "write --train_iters VALUE"),
         ("--no_tensorboard is no option of swiftlite megatron sft", "write --tensorboard false"),
         ("--xyzzy is no option of swiftlite megatron sft", "swiftlite megatron sft --help lists all"),
     ]
@@ -89,6 +89,12 @@ def test_values_that_do_not_fit(argv, problem):
         parse(SftArgs, argv)
     assert len(raised.value.problems) == 1
     assert raised.value.problems[0][0].startswith(problem)
+
+
+def test_a_flag_without_its_value_shows_how_to_write_it():
+    with pytest.raises(OptionError) as raised:
+        parse(SftArgs, ["--seed", "--lr", "1e-4"])
+    assert raised.value.problems == [("--seed needs a value", "write --seed 42")]
 
 
 def test_the_file_comes_first(tmp_path):

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from swiftlite import families
 from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.teacher_forced import teacher_forced
+from swiftlite.args.commands import EvaluateArgs, ExportArgs
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.dataset import load_prompts
@@ -111,6 +112,32 @@ def test_a_prompt_that_leaves_no_room_is_named(tmp_path, mesh):
 
 def figures(*rates: float) -> dict:
     return {"samples": 3, "loss": 1.0, "heads": [{"targets": 10, "loss": 1.0, "acceptance": rate} for rate in rates]}
+
+
+@pytest.mark.parametrize(
+    ("command", "bad", "cut"),
+    [
+        (
+            EvaluateArgs,
+            "--max_bad_rows 1 leaves it out",
+            "--dataset: cut to --max_length 8, ... give a larger --max_length",
+        ),
+        (ExportArgs, "", "--val_dataset: cut to 8 tokens, ... give rows with shorter questions"),
+    ],
+)
+def test_an_error_names_only_options_that_the_command_has(tmp_path, command, bad, cut):
+    hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"query": "Yes?", "response": ""}))
+    with pytest.raises(UserError) as raised:
+        load_rows(hf_dir, [str(path)], offered=vars(command()))
+    assert raised.value.hint == bad
+    path.write_text(json.dumps({"query": "very " * 200, "response": "Yes."}))
+    with pytest.raises(UserError) as raised:
+        load_rows(hf_dir, [str(path)], offered=vars(command()), max_length=8)
+    begin, end = cut.split("... ")
+    assert raised.value.problem.startswith(begin)
+    assert raised.value.hint == end
 
 
 def test_table_and_picture():

@@ -16,6 +16,8 @@ SIZES = {
     "num_attention_heads": 6,
     "intermediate_size": 12,
     "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
 }
 
 SFT = SftArgs(model="plain", dataset=["train.jsonl"], output_dir="out")

@@ -14,6 +14,7 @@ from tests.rules.good import SFT, change_config, problems_of
     [
         ({"model": ""}, "--model is required", "config.json, safetensors, tokenizer"),
         ({"model": "plian"}, "--model plian does not exist", "did you mean plain?"),
+        ({"model": "nope"}, "--model nope does not exist", "hf download ORG/NAME --local-dir DIR"),
         ({"model": "no/such/dir"}, "--model no/such/dir does not exist", "the directory no/such does not exist either"),
         (
             {"model": "Qwen/Qwen3-0.6B"},
@@ -45,13 +46,36 @@ def test_model_and_output_dir(here, change, problem, hint):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "holds no JSON object"), ("[]", "holds no JSON object"), (None, "has no config.json")]
+    ("text", "message"),
+    [
+        ("{", "is no JSON object with a model's settings"),
+        ("[]", "is no JSON object with a model's settings"),
+        ("{}", "is no JSON object with a model's settings"),
+        (None, "has no config.json"),
+    ],
 )
 def test_broken_config_json(here, text, message):
     path = Path("plain/config.json")
     path.unlink() if text is None else path.write_text(text)
     ((problem, _),) = problems_of(SFT)
     assert message in problem
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "max_position_embeddings"])
+def test_a_config_that_lacks_a_number(here, key):
+    """The run refuses it when it reads the model; a dry run must not pass it."""
+    change_config(**{key: None})
+    ((problem, hint),) = problems_of(dataclasses.replace(SFT, dry_run=True))
+    assert problem == f"plain/config.json (model_type 'qwen3'):\n  {key} is missing or not a number"
+    assert "copy it from the model's source again" in hint
+
+
+@pytest.mark.parametrize("depth", [-1, "one"])
+def test_a_depth_that_no_model_has(here, depth):
+    change_config(num_nextn_predict_layers=depth)
+    ((problem, hint),) = problems_of(dataclasses.replace(SFT, dry_run=True))
+    assert problem == f"plain/config.json: num_nextn_predict_layers {depth!r} is not a whole number from 0 to 100"
+    assert hint == "copy it from the model's source again"
 
 
 def test_weights_in_another_format(here):

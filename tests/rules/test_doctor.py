@@ -20,7 +20,9 @@ def test_good_options_pass_without_a_note(here, args):
 
 def test_doctor(here):
     assert problems_of(DoctorArgs(model="plian")) == [("--model plian is no directory", "did you mean plain?")]
-    assert problems_of(DoctorArgs(model="train.jsonl")) == [("--model train.jsonl is no directory", "")]
+    assert problems_of(DoctorArgs(model="train.jsonl")) == [
+        ("--model train.jsonl is no directory", "give the directory of a Hugging Face model")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,11 @@ def test_infer_two_answers_for_the_draft_length(here):
             dataclasses.replace(INFER, max_batch_size=4),
             "--max_batch_size 4 has no effect: transformers answers one prompt at a time",
         ),
+        (
+            dataclasses.replace(INFER, max_model_len=513),
+            "--max_model_len 513 is beyond what the model was made for: max_position_embeddings 512 in "
+            "mtp2/config.json",
+        ),
         (dataclasses.replace(INFER, top_p=0.5), "--top_p 0.5 has no effect: --temperature 0 is greedy"),
     ],
 )

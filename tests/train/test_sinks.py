@@ -17,7 +17,7 @@ def lines(path) -> list[dict]:
 
 
 def test_a_line_for_each_step_that_is_there_at_once(tmp_path):
-    sink = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    sink = MetricsFile(tmp_path / "metrics.jsonl", 0, 9)
     sink.log(1, {"loss": 2.5})
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]  # before it is closed
     sink.log(2, {"loss": 2.0, "grad_norm": 1.0})
@@ -30,10 +30,23 @@ def test_a_resumed_run_cuts_the_lines_that_it_will_write_again(tmp_path, first, 
     """Steps after the checkpoint were logged and then lost with the process. A new run begins an empty file."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in (1, 2, 3)))
-    sink = MetricsFile(path, first)
+    sink = MetricsFile(path, first, 9)
     sink.log(9, {"loss": 0.0})
     sink.close()
     assert [line["step"] for line in lines(path)] == [*kept, 9]
+
+
+def test_the_last_evaluation_is_there_once(tmp_path):
+    """A finished run that is resumed evaluates again; one that goes on keeps what was its last evaluation."""
+    path = tmp_path / "metrics.jsonl"
+    step, evaluation = {"step": 3, "loss": 1.0}, {"step": 3, "eval_loss": 2.0}
+    path.write_text(json.dumps(step) + "\n" + json.dumps(evaluation) + "\n")
+    MetricsFile(path, 3, 6).close()
+    assert lines(path) == [step, evaluation]
+    sink = MetricsFile(path, 3, 3)
+    sink.log(3, {"eval_loss": 2.0})
+    sink.close()
+    assert lines(path) == [step, evaluation]
 
 
 def test_the_bar_shows_the_step_and_short_names(capsys):
@@ -70,7 +83,7 @@ def test_what_a_full_disk_or_a_killed_process_left_is_left_out(tmp_path, caplog)
     whole = b'{"step": 1, "loss": 2.5}\n'
     path.write_bytes(whole + b"\n" + b"\0\0\0\n" + b"[1]\n" + b'{"loss": 1}\n' + b"\xff\n" + b'{"step": 2, "lo')
     logger.propagate = True
-    sink = MetricsFile(path, 5)
+    sink = MetricsFile(path, 5, 9)
     sink.log(6, {"loss": 1.0})
     sink.close()
     assert lines(path) == [{"step": 1, "loss": 2.5}, {"step": 6, "loss": 1.0}]
@@ -78,7 +91,7 @@ def test_what_a_full_disk_or_a_killed_process_left_is_left_out(tmp_path, caplog)
 
 
 def test_a_full_disk_is_named(tmp_path):
-    sink = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    sink = MetricsFile(tmp_path / "metrics.jsonl", 0, 9)
     sink.close()
     sink.file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
     with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: the disk is full"):
