@@ -129,8 +129,9 @@ def run_swiftlite(argv: Sequence[str], directory: Path, out: Path, err: Path) ->
     os.chdir(directory)
     warnings.simplefilter("ignore")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    # A test session in the background of a shell ignores it, and so would its processes.
+    # A test session in the background of a shell, or under nohup, ignores these, and so would its processes.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.argv = ["swiftlite", *argv]
     sys.exit(main())
 
