@@ -132,14 +132,13 @@ def test_a_prompt_that_is_too_long_names_its_row(model, tmp_path):
     assert "max_position_embeddings 512" in str(error.value)
 
 
-def test_a_lone_surrogate_loses_no_answer(model, tmp_path, capfdbinary):
+def test_a_lone_surrogate_is_named_before_anything_is_answered(model, tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"query": "hello", "channel": "a\\ud800b"}\n')
-    run(args(model, val_dataset=[str(path)], result_path=str(tmp_path / "answers.jsonl")))
-    run(args(model, val_dataset=[str(path)]))
-    (line,) = (tmp_path / "answers.jsonl").read_bytes().splitlines()
-    assert json.loads(line)["channel"] == "a\ud800b"
-    assert capfdbinary.readouterr().out == line + b"\n"
+    path.write_text('{"query": "hello"}\n{"query": "hello", "channel": "a\\ud800b"}\n')
+    monkeypatch.setattr("swiftlite.serve.infer.start_engine", lambda *_: pytest.fail("an engine was started"))
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: channel: half of a surrogate pair"):
+        run(args(model, val_dataset=[str(path)], result_path=str(tmp_path / "answers.jsonl")))
+    assert not (tmp_path / "answers.jsonl").exists()
 
 
 def test_the_same_command_again_starts_no_engine(model, dataset, tmp_path, said, monkeypatch):
