@@ -35,6 +35,11 @@ sys.exit(cli.main([]))
 """
 
 
+def hear_sighup() -> None:
+    """Also where the test session runs under nohup, which its processes would inherit."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def start(tmp_path, body: str, *options: str, argv: tuple[str, ...] = ()) -> subprocess.Popen:
     """Two ranks that run `body`."""
     (tmp_path / "ranks.py").write_text(PRELUDE + body)
@@ -46,6 +51,7 @@ def start(tmp_path, body: str, *options: str, argv: tuple[str, ...] = ()) -> sub
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_sighup,
     )
 
 
