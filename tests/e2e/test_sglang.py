@@ -199,7 +199,8 @@ def test_the_printed_command_starts_the_server(talking, tmp_path):
     assert "sglang:spec_accept_length" in metrics
     tokenizer = make_tiny_tokenizer()
     for answers in rounds:
-        assert [each.text for each in answers] == [tokenizer.decode(tokens) for tokens in expected]
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in expected]  # as the server does
+        assert [each.text for each in answers] == texts
         assert [each.num_tokens for each in answers] == [NEW_TOKENS] * len(prompts)
         assert all(0 < each.seconds_to_first < each.seconds for each in answers)
     assert counts == DraftCounts(2 * counted.drafts, 2 * counted.drafted, (2 * counted.accepted_per_position[0],))
