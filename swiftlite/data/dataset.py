@@ -9,10 +9,11 @@ import operator
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.conversation import BadRow, Conversation, RowError
 from swiftlite.data.sample import Sample, digest, truncate
 from swiftlite.data.sources import find_file, read_file
@@ -20,7 +21,6 @@ from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 
-TruncationStrategy = Literal["delete", "left", "right", "error"]
 SHOWN_ROWS = 5
 
 

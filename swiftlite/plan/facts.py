@@ -10,8 +10,6 @@ from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
 from swiftlite.json_file import read_json
 
-Problem = tuple[str, str]
-
 
 @dataclass(frozen=True)
 class Facts:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
-from swiftlite.plan.facts import Facts, Problem, config_directory, read_hf_config
+from swiftlite.plan.facts import Facts, config_directory, read_hf_config
 from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, sft
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from swiftlite.args.bounds import in_words, out_of_bounds
 from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.config import Problem
 from swiftlite.args.data_file import is_number_of_rows, split_sample
 from swiftlite.args.docs import options
 from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
 from swiftlite.heads import DEPTH_KEY, Heads
-from swiftlite.plan.facts import Facts, Problem, is_run, near_path, read_hf_config, run_checkpoints
+from swiftlite.plan.facts import Facts, is_run, near_path, read_hf_config, run_checkpoints
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.run import heads_of
 

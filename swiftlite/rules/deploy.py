@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from swiftlite.args.commands import DeployArgs
+from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
-from swiftlite.plan.facts import Facts, Problem
+from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine
 
 OR_PRINT_IT = ", or add --dry_run"

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
-from swiftlite.plan.facts import Facts, Problem, near_path
+from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.memory import planned_setup
 from swiftlite.rules import common, engine

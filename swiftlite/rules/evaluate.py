@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import EvaluateArgs
-from swiftlite.plan.facts import Facts, Problem
+from swiftlite.args.config import Problem
+from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
-from swiftlite.plan.facts import Facts, Problem, is_run, model_of_run, near_path, run_checkpoints
+from swiftlite.args.config import Problem
+from swiftlite.plan.facts import Facts, is_run, model_of_run, near_path, run_checkpoints
 from swiftlite.rules import common
 
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import InferArgs
+from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
-from swiftlite.plan.facts import Facts, Problem
+from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine
 
 

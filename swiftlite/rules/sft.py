@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.config import Problem
 from swiftlite.args.mock_config import FLAG
-from swiftlite.plan.facts import Facts, Problem
+from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import (
     choices,
     data_parallel_size,

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.config import Problem
 from swiftlite.args.data_file import split_sample
 from swiftlite.args.mock_config import FLAG, check_mock_config
 from swiftlite.errors import UserError
-from swiftlite.plan.facts import Facts, Problem
+from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import layout_of, sequence_multiple
 from swiftlite.plan.run import packing_of
 from swiftlite.rules import common

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.config import Problem
 from swiftlite.heads import Heads
-from swiftlite.plan.facts import Facts, Problem, read_hf_config
+from swiftlite.plan.facts import Facts, read_hf_config
 from swiftlite.plan.run import heads_of
 
 

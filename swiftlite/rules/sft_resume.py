@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.args.config import Problem
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
 from swiftlite.json_file import read_json
-from swiftlite.plan.facts import Facts, Problem, run_checkpoints
+from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.rules import common
 from swiftlite.runtime.lock import holder_of, in_use
 

@@ -7,7 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from swiftlite.data.dataset import Encoder, TruncationStrategy, load_train_val
+from swiftlite.args.fields import TruncationStrategy
+from swiftlite.data.dataset import Encoder, load_train_val
 from swiftlite.data.sample import digest
 from swiftlite.data.stream import Stream
 from swiftlite.data.template import ChatTemplate
