@@ -297,7 +297,7 @@ class ShardedFiles:
                 "weight_map": {key: entry.file for key, entry in sorted(self.entries.items())},
             }
             write_durably(self.out_dir / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
-        _sync_directory(self.out_dir)
+        sync_directory(self.out_dir)
 
     def discard(self) -> None:
         """Remove the temporary files after a failure."""
@@ -539,7 +539,8 @@ def _reserve(descriptor: int, size: int) -> None:
         os.truncate(descriptor, size)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Let the names in a directory survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

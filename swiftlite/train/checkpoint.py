@@ -24,7 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from pydantic import BaseModel, Field, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from swiftlite.bridge.tensors import some
+from swiftlite.bridge.tensors import some, sync_directory
 from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 from swiftlite.plan.facts import run_checkpoints
@@ -236,7 +236,7 @@ class Checkpointer:
             if final.exists():
                 shutil.rmtree(final)
             temporary.rename(final)
-            flush_to_disk(self.output_dir, contents=False)
+            sync_directory(self.output_dir)
             self._delete_oldest()
             logger.info("saved %s", final)
         dist.barrier()
@@ -343,9 +343,9 @@ def _without_heads(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tensor for key, tensor in state.items() if not key.startswith("mtp.")}
 
 
-def flush_to_disk(directory: Path, contents: bool = True) -> None:
+def flush_to_disk(directory: Path) -> None:
     """fsync a directory, and all files below it."""
-    for path in (*directory.rglob("*"), directory) if contents else (directory,):
+    for path in (*directory.rglob("*"), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
