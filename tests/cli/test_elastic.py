@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,12 @@ sys.exit(cli.main([]))
 """
 
 
-def hear_sighup() -> None:
+@pytest.fixture(autouse=True)
+def hears_sighup() -> Iterator[None]:
     """Also where the test session runs under nohup, which its processes would inherit."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def start(tmp_path, body: str, *options: str, argv: tuple[str, ...] = ()) -> subprocess.Popen:
@@ -51,7 +55,6 @@ def start(tmp_path, body: str, *options: str, argv: tuple[str, ...] = ()) -> sub
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=hear_sighup,
     )
 
 
