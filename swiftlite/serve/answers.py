@@ -19,6 +19,7 @@ from swiftlite.data.conversation import Conversation
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.errors import UserError
+from swiftlite.json_file import parse_json, read_json
 from swiftlite.log import logger
 from swiftlite.redact import redact
 
@@ -133,9 +134,9 @@ class AnswersFile:
             return
         hint = "name another file, or delete it to begin anew"
         try:
-            before = json.loads(self._args_path.read_text(encoding="utf-8"))
+            before = read_json(self._args_path)
             changed = describe_changes(before, made_with)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        except (OSError, ValueError, TypeError, AttributeError, KeyError):
             raise UserError(
                 f"--result_path {self.path} holds something, and {self._args_path}, which says what answers were made "
                 "with, cannot be read",
@@ -165,8 +166,8 @@ class AnswersFile:
         places = []
         for number, line in enumerate(lines, start=1):
             try:
-                places.append(waiting[json.loads(line)["source"]].pop())
-            except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+                places.append(waiting[parse_json(line.decode())["source"]].pop())
+            except (ValueError, TypeError, KeyError, IndexError):
                 raise UserError(
                     f"{self.path}:{number} is no answer to a prompt of --val_dataset, or a second one",
                     "delete the line, or name another --result_path",

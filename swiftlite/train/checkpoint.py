@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from swiftlite.bridge.tensors import some, sync_directory
 from swiftlite.errors import UserError, reason_of
+from swiftlite.json_file import read_json
 from swiftlite.log import logger
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
@@ -89,13 +90,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / STATE_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         state = _State.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"
         raise UserError(f"{path} is damaged: {where}: {first['msg']}", _USE_ANOTHER) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged: {error}", _USE_ANOTHER) from None
     number = checkpoint.name.removeprefix("checkpoint-")
     if number.isdigit() and number != checkpoint.name and int(number) != state.step:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.errors import UserError, reason_of
+from swiftlite.json_file import parse_json
 from swiftlite.log import logger
 
 
@@ -93,8 +94,8 @@ def _is_evaluation(metrics: Mapping[str, float]) -> bool:
 def _metrics_of(line: bytes) -> dict[str, Any] | None:
     """A line of metrics; None for what a killed process or a full disk leaves: half a line, zeros."""
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
+        content = parse_json(line.decode())
+    except ValueError:  # UnicodeDecodeError is one
         return None
     is_whole = isinstance(content, dict) and isinstance(content.get("step"), int)
     return content if is_whole else None

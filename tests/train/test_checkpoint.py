@@ -154,7 +154,7 @@ def test_the_state_is_json_that_a_person_can_read(open_chunks, mesh, tmp_path):
         ({"torch_dtype": "load"}, "torch_dtype: Input should be 'bfloat16'"),
         ({"stream": {"num_read": 1}}, "stream.rows_per_epoch: Field required"),
         ({"stream": {**STREAM, "waiting": [-1]}}, "stream.waiting.0: Input should be greater"),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, "nested more than 100 deep"),
     ],
 )
 def test_a_state_that_cannot_be_is_named(tmp_path, content, problem):
