@@ -11,6 +11,7 @@ from typing import Any, Literal
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bridge.tensors import write_durably
 from swiftlite.errors import UserError
+from swiftlite.json_file import read_json
 
 ACCEPTANCE_FILE = "acceptance.json"
 
@@ -51,18 +52,21 @@ def add_engine_acceptance(path: Path, backend: str, num_prompts: int, counts: Dr
 
 
 def read_acceptance(path: Path) -> dict[str, Any]:
-    """The content of the file that --acceptance_json names.
+    """The content of a run's acceptance.json.
 
     Raises:
         UserError: it is not such a file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"--acceptance_json {path}: {error}", "give the acceptance.json of an sft run") from None
+        raise UserError(f"{path} cannot be read: {error}", _GIVE_IT) from None
     if not isinstance(content, dict) or "depths" not in content:
-        raise UserError(f"--acceptance_json {path} is no acceptance.json", "give the one in the sft run's --output_dir")
+        raise UserError(f"{path} is no acceptance.json", _GIVE_IT)
     return content
+
+
+_GIVE_IT = "give --acceptance_json the file in the --output_dir of an sft run"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

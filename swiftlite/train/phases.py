@@ -183,9 +183,7 @@ def check_run_files(run: Run) -> None:
         try:
             read_acceptance(acceptance)
         except UserError as error:
-            raise UserError(
-                error.problem.removeprefix("--acceptance_json "), "delete it; the run then reports acceptance after it"
-            ) from None
+            raise UserError(error.problem, "delete it; the run then reports acceptance after it") from None
 
 
 def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:

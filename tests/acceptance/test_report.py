@@ -88,6 +88,7 @@ def test_engines_stand_beside_each_other_and_replace_their_own(path):
 def test_what_is_no_such_file_is_named_and_left_alone(path, content, problem):
     if content is not None:
         path.write_text(content)
-    with pytest.raises(UserError, match=f"--acceptance_json .*{problem}"):
+    with pytest.raises(UserError, match=f"{path.name} .*{problem}") as error:
         add_engine_acceptance(path, "vllm", 1, COUNTS)
+    assert "--acceptance_json" in error.value.hint
     assert (path.read_text() if path.exists() else None) == content
