@@ -157,8 +157,8 @@ def use_stock_mtp(monkeypatch) -> None:
             closure_again = dict(zip(closure, values, strict=True))
             return layer._proj_and_transformer_layer(hidden_states, decoder_input, **closure_again)
 
-        tensors = {"hidden_states": hidden_states, "decoder_input": decoder_input}
-        return StockMtpLayer._checkpointed_forward(layer, forward, **tensors, **closure)
+        # By position: the stock method hands names on with `block` and loses them with `uniform`.
+        return StockMtpLayer._checkpointed_forward(layer, forward, hidden_states, decoder_input, *closure.values())
 
     monkeypatch.setattr(MultiTokenPredictionLayer, "_checkpointed_forward", stock)
 
