@@ -1,0 +1,268 @@
+"""Kills a command at each thing it does to its files, one after the other, and asks the next command to make it good.
+
+    python -m tests.faults.hunt                            # every command, killed at every operation: hours
+    python -m tests.faults.hunt sft export --every 10      # two of them, at every tenth
+    python -m tests.faults.hunt infer --fault ENOSPC       # or the operation fails: a full disk, EIO, EINTR
+
+An operation opens a file for writing, writes, flushes, renames, makes or deletes below the directory of results. They
+are counted, and hit, inside the C library (durable.c), so torch's and safetensors' own writers are among them. At each
+one the command starts with nothing, is hit, and is repeated as a user would: what is there then must be what an
+unbroken run leaves, and no half file beside it.
+"""
+
+import argparse
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.forked import start_swiftlite
+from tests.parallel.launch import open_store, rank_environments
+from tests.tiny import make_tiny_hf
+
+SHIM = Path(__file__).with_name("durable.c")
+SECONDS = 300
+"""That one command may take."""
+OF_THE_CLOCK = ("seconds", "per_second", "time", "memory", "versions")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command to be broken.
+
+    Attributes:
+        argv: its words; MODEL, ROWS, PROMPTS, RUN and OUT stand for what `make_inputs` has made and for the directory
+            of results.
+        again: words that are added when it is repeated.
+        processes: ranks.
+        content: what two runs must have in common, of the directory of results.
+    """
+
+    argv: str
+    content: Callable[[Path], object]
+    again: str = ""
+    processes: int = 1
+
+
+def content_of_run(out: Path) -> dict[str, object]:
+    """Everything in a run that does not depend on the clock."""
+    checkpoints = {path.name: _tensors(path) for path in sorted(out.glob("run/checkpoint-*"))}
+    metrics = [_without_clock(json.loads(line)) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+    acceptance = json.loads((out / "run/acceptance.json").read_text())
+    names = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
+    return {"checkpoints": checkpoints, "metrics": metrics, "acceptance": acceptance, "names": names}
+
+
+def _tensors(checkpoint: Path) -> str:
+    """A digest of the bytes of a checkpoint; `.metadata` has a new id in each, and SHA256SUMS a digest of it."""
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.glob("*")):
+        if path.name not in (".metadata", "SHA256SUMS"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _without_clock(metrics: dict) -> dict:
+    return {name: value for name, value in metrics.items() if not name.endswith(OF_THE_CLOCK)}
+
+
+def content_of_files(out: Path) -> dict[str, str]:
+    """Every file, by its bytes."""
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+SFT = (
+    "megatron sft --model MODEL --dataset ROWS --split_dataset_ratio 0.1 --torch_dtype float32 --micro_batch_size 1 "
+    "--global_batch_size 2 --train_iters 4 --save_steps 2 --logging_steps 1 --lr 1e-3 --acceptance_samples 1 "
+    "--acceptance_max_new_tokens 2 --tensorboard false --output_dir OUT/run"
+)
+COMMANDS = {
+    "sft": Command(SFT, content_of_run, "--resume"),
+    "sft_async": Command(f"{SFT} --async_save true", content_of_run, "--resume"),
+    "sft_limit_1": Command(f"{SFT} --save_total_limit 1", content_of_run, "--resume"),
+    "sft_2": Command(SFT, content_of_run, "--resume", processes=2),
+    "sft_2_async": Command(f"{SFT} --async_save true", content_of_run, "--resume", processes=2),
+    "export": Command("export --to_hf --model RUN --output_dir OUT/hf", content_of_files),
+    "export_2": Command(
+        "export --to_hf --model RUN --output_dir OUT/hf --pipeline_model_parallel_size 2", content_of_files, processes=2
+    ),
+    "infer": Command(
+        "infer --model MODEL --infer_backend transformers --val_dataset PROMPTS --max_new_tokens 4 "
+        "--torch_dtype float32 --result_path OUT/answers.jsonl",
+        content_of_files,
+    ),
+    "evaluate": Command(
+        "evaluate --model MODEL --dataset ROWS --torch_dtype float32 --max_new_tokens 4 --output_dir OUT/evaluation",
+        content_of_files,
+    ),
+}
+
+
+def make_inputs(directory: Path) -> dict[str, str]:
+    """A model, rows, prompts and a trained run; by the words that stand for them."""
+    model = make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True)
+    rows = [{"query": f"What is {n} plus {n}?", "response": f"It is {2 * n}."} for n in range(20)]
+    for name, some in (("rows", rows), ("prompts", rows[:4])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    words = {
+        "MODEL": str(model),
+        "ROWS": str(directory / "rows.jsonl"),
+        "PROMPTS": str(directory / "prompts.jsonl"),
+        "RUN": str(directory / "trained/run"),
+    }
+    (directory / "trained").mkdir()
+    code, errors, _ = run(COMMANDS["sft"], words, directory / "trained", fault=None)
+    assert code == 0, errors
+    return words
+
+
+def run(
+    command: Command, words: dict[str, str], out: Path, *, fault: tuple[int, int] | None, is_again: bool = False
+) -> tuple[int, str, list[str]]:
+    """Run a command with its results in `out`.
+
+    Args:
+        fault: the number of the operation, and the error, 0 for a kill; (0, 0) only counts.
+
+    Returns:
+        Its exit code, what it wrote to stderr, and its operations.
+    """
+    text = f"{command.argv} {command.again}" if is_again else command.argv
+    for word, path in (words | {"OUT": str(out)}).items():
+        text = text.replace(word, path)
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        log = Path(scratch, "log")
+        if fault:
+            Path(scratch, "counter").write_bytes(bytes(8))
+            at, error = fault
+            environment |= {
+                "FAULTS_ROOT": str(out),
+                "FAULTS_COUNTER": f"{scratch}/counter",
+                "FAULTS_LOG": str(log),
+                "FAULTS_AT": str(at),
+                "FAULTS_ERRNO": str(error),
+            }
+        environments = [environment]
+        store = open_store()
+        if command.processes > 1:
+            environments = [environment | rank for rank in rank_environments(command.processes, store.port)]
+        process = start_swiftlite(text.split(), out, environments, Path(scratch, "out"), Path(scratch, "err"))
+        try:
+            _, errors = process.communicate(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.send_signal(9)
+            raise
+        return process.wait(0), errors, log.read_text().splitlines() if log.exists() else []
+
+
+def hit(command: Command, words: dict[str, str], directory: Path, expected: object, fault: tuple[int, int]) -> str:
+    """Break a command once and repeat it; what is wrong then, or nothing."""
+    out = directory / f"at-{fault[0]}"
+    out.mkdir()
+    try:
+        code, errors, operations = run(command, words, out, fault=fault)
+        where = operations[fault[0] - 1] if len(operations) >= fault[0] else "not reached"
+        wrong = _wrong_at_once(command, out, code, errors, expected, fault[1])
+        # What was whole in spite of the fault needs no repetition, and some commands refuse to write over it.
+        if not wrong and code != 0:
+            wrong = _wrong_when_repeated(command, words, out, expected)
+    except subprocess.TimeoutExpired:
+        return f"operation {fault[0]}: hangs"
+    shutil.rmtree(out)
+    return f"operation {where}: {wrong}" if wrong else ""
+
+
+def _wrong_at_once(command: Command, out: Path, code: int, errors: str, expected: object, error: int) -> str:
+    if code == 0:
+        return "" if command.content(out) == expected else "ended well, with other results"
+    if not error:
+        return ""
+    if "Traceback" in errors:
+        return f"a traceback:\n{errors}"
+    return f"EINTR is no failure:\n{errors}" if error == errno.EINTR else ""
+
+
+def _wrong_when_repeated(command: Command, words: dict[str, str], out: Path, expected: object) -> str:
+    code, errors, _ = run(command, words, out, fault=None, is_again=True)
+    if code != 0:
+        return f"the next command ends with {code}:\n{errors}"
+    content = command.content(out)
+    return "" if content == expected else f"other results:\n{_difference(content, expected)}"
+
+
+def _difference(content: object, expected: object) -> str:
+    if not isinstance(content, dict) or not isinstance(expected, dict):
+        return f"{content!r} is not {expected!r}"
+    lines = []
+    for name in sorted(content.keys() | expected.keys()):
+        if content.get(name) != expected.get(name):
+            lines.append(f"{name}: {content.get(name)!r} is not {expected.get(name)!r}")
+    return "\n".join(lines)
+
+
+def hunt(names: Sequence[str], every: int, error: int, at_once: int, directory: Path) -> list[str]:
+    """Break each command at every so manieth operation, and report.
+
+    Returns:
+        What went wrong.
+    """
+    words = make_inputs(directory)
+    findings = []
+    for name in names:
+        command = COMMANDS[name]
+        unbroken = directory / f"{name}-unbroken"
+        unbroken.mkdir()
+        code, errors, operations = run(command, words, unbroken, fault=(0, 0))
+        assert code == 0, errors
+        expected = command.content(unbroken)
+        broken = directory / name
+        broken.mkdir()
+        numbers = range(1, len(operations) + 1, every)
+        with ThreadPoolExecutor(at_once) as threads:
+            task = partial(hit, command, words, broken, expected)
+            results = threads.map(task, ((number, error) for number in numbers))
+            wrong = [result for result in results if result]
+        how = errno.errorcode[error] if error else "killed"
+        print(f"{name}: {how} at {len(numbers)} of {len(operations)} operations, {len(wrong)} not made good", flush=True)
+        for line in wrong:
+            print(f"  {line}", flush=True)
+        findings += wrong
+    return findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commands", nargs="*", metavar="COMMAND", help=f"of {', '.join(COMMANDS)}; all by default")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="try every Nth operation (default: each)")
+    parser.add_argument("--fault", default="KILL", help="KILL (default), ENOSPC, EIO or EINTR")
+    parser.add_argument("--at_once", type=int, default=2, help="so many trials at a time (default: 2)")
+    args = parser.parse_args()
+    error = 0 if args.fault == "KILL" else getattr(errno, args.fault)
+    with tempfile.TemporaryDirectory() as directory:
+        if "FAULTS_SHIM" not in os.environ:
+            return _with_shim(Path(directory))
+        findings = hunt(args.commands or list(COMMANDS), args.every, error, args.at_once, Path(directory).resolve())
+    return 1 if findings else 0
+
+
+def _with_shim(directory: Path) -> int:
+    """This script once more, in a process where the C library's calls go through durable.c."""
+    shim = directory / "durable.so"
+    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", shim, SHIM, "-ldl"], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(shim), "FAULTS_SHIM": str(shim)}
+    return subprocess.run([sys.executable, "-m", "tests.faults.hunt", *sys.argv[1:]], env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
