@@ -12,8 +12,8 @@ from swiftlite.engines.index import ENGINES
 ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
-    {"errors", "heads", "json_file", "redact", "table"},
-    {"log"},
+    {"chart", "errors", "heads", "json_file", "redact", "table"},
+    {"durable", "log"},
     {"args"},
     {"bridge", "data"},
     {"families"},
@@ -29,6 +29,8 @@ LEVELS = (
 MEGATRON = ("runtime", "model", "acceptance", "train", "bridge/placement.py")
 DECLARED = ("bridge/join.py", "bridge/quantization.py", "bridge/rows.py")  # what families declare with
 WITHOUT_TORCH = (
+    "chart.py",
+    "durable.py",
     "errors.py",
     "heads.py",
     "json_file.py",

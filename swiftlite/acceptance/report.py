@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bridge.tensors import write_durably
+from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from swiftlite.args.docs import Choices, Option, options
+from swiftlite.durable import write_durably
 from swiftlite.errors import OptionError, UserError, clip
 from swiftlite.json_file import MAX_DEPTH, parse_json
 
@@ -296,6 +297,5 @@ def from_config(args_class: type[Args], path: str | Path) -> Args:
 
 def write_config(args: Any, path: str | Path) -> None:
     """Write the arguments as a JSON file that runs again: `swiftlite COMMAND FILE`."""
-    incomplete = Path(f"{path}.incomplete")
-    incomplete.write_text(json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    incomplete.replace(path)
+    content = json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False) + "\n"
+    write_durably(Path(path), content.encode())

@@ -14,9 +14,9 @@ from swiftlite.bench import report
 from swiftlite.bench.measure import ServerResult, in_words, measure
 from swiftlite.bench.server import free_url
 from swiftlite.bench.speed_chart import draw
-from swiftlite.bridge.tensors import check_writable, write_durably
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt

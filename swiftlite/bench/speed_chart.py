@@ -1,12 +1,12 @@
 """bench.svg: tokens per second by concurrency, a line for each number of drafted tokens, every round a dot."""
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from swiftlite.bench.measure import ServerResult, in_words
+from swiftlite.chart import as_svg
 
 
 def draw(servers: Sequence[ServerResult]) -> bytes:
@@ -27,6 +27,4 @@ def draw(servers: Sequence[ServerResult]) -> bytes:
     axis.set_xticks(range(len(concurrencies)), concurrencies)
     axis.set(xlabel="requests at once", ylabel="tokens/s", ylim=(0, None))
     axis.legend(fontsize="small")
-    out = io.BytesIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
+    return as_svg(figure)

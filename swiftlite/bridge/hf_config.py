@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.bridge.tensors import write_durably
+from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
 

@@ -23,6 +23,7 @@ import torch
 from swiftlite.bridge import fp8
 from swiftlite.bridge.entry import Entry, TensorTypes
 from swiftlite.bridge.expert_stack import unfold
+from swiftlite.durable import sync_directory, write_durably
 from swiftlite.errors import UserError
 from swiftlite.json_file import parse_json, read_json
 
@@ -309,37 +310,6 @@ class ShardedFiles:
         return self.out_dir / f".{file}.incomplete"
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file so that after a crash it is either absent, old or whole."""
-    temporary = path.with_name(f".{path.name}.incomplete")
-    try:
-        with temporary.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # a full disk needs the space
-        raise
-
-
-def check_writable(flag: str, directory: Path) -> None:
-    """Make a directory and try a small file in it, before an hour of work is to be written there.
-
-    Raises:
-        UserError: it cannot be; names the flag.
-    """
-    trial = directory / ".trial"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_durably(trial, b"\0" * 4096)
-        trial.unlink()
-    except OSError as error:
-        raise UserError(
-            f"{flag} {directory} cannot be written: {error.strerror}", "make room, or name another place"
-        ) from None
-
-
 def some(lines: Iterable[str], limit: int = 20) -> list[str]:
     """The first lines of a list for an error message, and how many more there are."""
     lines = list(lines)
@@ -537,12 +507,3 @@ def _reserve(descriptor: int, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     else:
         os.truncate(descriptor, size)
-
-
-def sync_directory(path: Path) -> None:
-    """Let the names in a directory survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,10 +1,10 @@
 """evaluation.svg: acceptance by channel, a bar for each depth, the baseline's beside it."""
 
-import io
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
+from swiftlite.chart import as_svg
 from swiftlite.evaluate.figures import ModelFigures, rates
 
 
@@ -26,9 +26,7 @@ def draw(results: Mapping[str, ModelFigures]) -> bytes:
         axis.set_xticks([place + 0.4 - width / 2 for place in range(len(channels))], channels)
         axis.set(title=method.replace("_", "-"), ylabel="accepted, %", ylim=(0, 100))
         axis.legend(fontsize="small")
-    out = io.BytesIO()
-    chart.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
+    return as_svg(chart)
 
 
 def _bars(results: Mapping[str, ModelFigures], method: str, channels: Sequence[str]) -> dict[str, list[float]]:

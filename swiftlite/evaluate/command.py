@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.teacher_forced import teacher_forced
 from swiftlite.args.commands import EvaluateArgs
-from swiftlite.bridge.tensors import check_writable, write_durably
 from swiftlite.data.dataset import Data
+from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import ends_at_sigterm

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from swiftlite.args.commands import InferArgs
-from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.conversation import Conversation
+from swiftlite.durable import write_durably
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.errors import UserError

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import InferArgs
-from swiftlite.bridge.tensors import write_durably
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sources import find_file
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.durable import write_durably
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import Terminated, ends_at_sigterm

@@ -24,7 +24,8 @@ from megatron.core.transformer.module import MegatronModule
 from pydantic import BaseModel, Field, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from swiftlite.bridge.tensors import some, sync_directory
+from swiftlite.bridge.tensors import some
+from swiftlite.durable import sync_directory
 from swiftlite.errors import UserError, reason_of
 from swiftlite.json_file import read_json
 from swiftlite.log import logger

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from swiftlite.bridge.tensors import write_durably
 from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.dataset import Data
+from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.plan.trainable import Trainable, is_of_heads
 

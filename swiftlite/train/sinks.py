@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from tqdm import tqdm
 
-from swiftlite.bridge.tensors import write_durably
+from swiftlite.durable import write_durably
 from swiftlite.errors import UserError, reason_of
 from swiftlite.json_file import parse_json
 from swiftlite.log import logger

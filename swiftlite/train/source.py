@@ -10,7 +10,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from swiftlite.bridge.hf_config import quantization_change, write_patched
-from swiftlite.bridge.tensors import describe, write_durably
+from swiftlite.bridge.tensors import describe
+from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.open import HfModel

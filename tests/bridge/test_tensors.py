@@ -2,9 +2,7 @@
 
 import json
 import os
-import resource
 import shutil
-import signal
 import struct
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from swiftlite.bridge import tensors
-from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, check_writable, describe, scan, write_durably
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, describe, scan
 from swiftlite.errors import UserError
 
 TENSORS = {
@@ -305,29 +303,3 @@ def test_a_pipe_is_no_shard(tmp_path):
 def test_an_index_that_is_nested_for_ever(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
     assert "not a safetensors index (nested more than 100 deep" in problem_of(tmp_path)
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    check_writable("--output_dir", tmp_path / "new" / "out")
-    assert list((tmp_path / "new" / "out").iterdir()) == []
-    (tmp_path / "file").touch()
-    for place in ("/proc/out", str(tmp_path / "file" / "out")):
-        with pytest.raises(UserError, match=f"--output_dir {place} cannot be written"):
-            check_writable("--output_dir", Path(place))
-
-
-def test_a_write_that_fails_leaves_what_was_there(tmp_path):
-    """The kernel refuses to go beyond a size, as it does on a full disk."""
-    path = tmp_path / "small.json"
-    write_durably(path, b"old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_durably(path, b"x" * 1000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]

@@ -234,7 +234,9 @@ def hunt(names: Sequence[str], every: int, error: int, at_once: int, directory: 
             results = threads.map(task, ((number, error) for number in numbers))
             wrong = [result for result in results if result]
         how = errno.errorcode[error] if error else "killed"
-        print(f"{name}: {how} at {len(numbers)} of {len(operations)} operations, {len(wrong)} not made good", flush=True)
+        print(
+            f"{name}: {how} at {len(numbers)} of {len(operations)} operations, {len(wrong)} not made good", flush=True
+        )
         for line in wrong:
             print(f"  {line}", flush=True)
         findings += wrong

@@ -1,0 +1,18 @@
+"""A chart that is drawn twice has the same bytes."""
+
+from matplotlib.figure import Figure
+
+from swiftlite.chart import as_svg
+
+
+def draw() -> bytes:
+    figure = Figure()
+    axis = figure.subplots()
+    axis.plot([1, 2], label="a line")
+    axis.legend()
+    return as_svg(figure)
+
+
+def test_the_same_figure_is_the_same_file():
+    assert draw() == draw()
+    assert b"<svg" in draw()

@@ -1,0 +1,36 @@
+"""What is written survives, and what cannot be written says so."""
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from swiftlite.durable import check_writable, write_durably
+from swiftlite.errors import UserError
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    check_writable("--output_dir", tmp_path / "new" / "out")
+    assert list((tmp_path / "new" / "out").iterdir()) == []
+    (tmp_path / "file").touch()
+    for place in ("/proc/out", str(tmp_path / "file" / "out")):
+        with pytest.raises(UserError, match=f"--output_dir {place} cannot be written"):
+            check_writable("--output_dir", Path(place))
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    """The kernel refuses to go beyond a size, as it does on a full disk."""
+    path = tmp_path / "small.json"
+    write_durably(path, b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_durably(path, b"x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
