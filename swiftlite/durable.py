@@ -15,8 +15,9 @@ def write_durably(path: Path, content: bytes) -> None:
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)  # a full disk needs the space
+        error.filename = str(path)  # a write that fails does not say of which file
         raise
 
 

@@ -3,6 +3,8 @@
 import errno
 import os
 
+_OF_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
+
 
 class UserError(Exception):
     """Something the user gave cannot be: says what, why, and what to type next.
@@ -48,6 +50,11 @@ class OptionError(UserError):
                 lines.append(f"      {hint}")
         super().__init__("\n".join(lines), exit_code=2)
         self.problems = problems
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether a disk or a network file system failed: nothing that a change of options or of the program would mend."""
+    return isinstance(error, OSError) and error.errno in _OF_STORAGE
 
 
 def reason_of(error: BaseException) -> str:

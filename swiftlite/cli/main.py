@@ -3,7 +3,6 @@
 A UserError is printed and ends with its code; any other exception keeps its traceback.
 """
 
-import errno
 import hashlib
 import os
 import signal
@@ -20,7 +19,7 @@ from swiftlite.cli import failure, launch
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import COMMANDS, Command, find
-from swiftlite.errors import UserError, reason_of
+from swiftlite.errors import UserError, is_of_storage, reason_of
 from swiftlite.heads import Heads
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.run import make_plan, make_schedule, render
@@ -44,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
         _say_once(f"swiftlite: stopped by {stopped}")
         return stopped.code
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_of_storage(error):
             failure.report(error, 1)
-            _say_once(f"swiftlite: {reason_of(error)}")
+            _say_once(f"swiftlite: {reason_of(error)}\n    make room or mend it, and run the same command again")
             return 1
         if failure.report(error, 1):
             return 1

@@ -69,6 +69,7 @@ static void path_of(int descriptor, const char *path, char *absolute) {
 
 /* Whether the fault is at this operation. The caller goes on only if it is not, or if errno has the error. */
 static int is_hit(const char *name, int needs_room, int descriptor, const char *path) {
+    int is_interruptible = strstr("open write fsync truncate reserve", name) != NULL; /* as Linux documents them */
     char absolute[PATH_MAX], line[PATH_MAX + 64];
     int errno_before = errno;
     if (!is_active()) return 0;
@@ -83,6 +84,7 @@ static int is_hit(const char *name, int needs_room, int descriptor, const char *
     errno = errno_before;
     if (!at || number < at) return 0;
     if (error_number == ENOSPC ? !needs_room : number > at) return 0;
+    if (error_number == EINTR && !is_interruptible) return 0;
     errno = error_number;
     return 1;
 }
