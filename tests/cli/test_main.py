@@ -1,5 +1,6 @@
 """The command as a user meets it: what is printed where, and the exit code. Nothing here may load torch."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -201,6 +202,12 @@ def test_one_process_commands_say_that_they_are(swiftlite):
         ),
         (UserError("cannot be", exit_code=3), 3, "swiftlite: cannot be\n"),
         (KeyboardInterrupt(), 130, "swiftlite: interrupted\n"),
+        (
+            OSError(errno.EIO, "Input/output error", "run/args.json"),
+            1,
+            "swiftlite: [Errno 5] Input/output error: 'run/args.json'\n"
+            "    make room or mend it, and run the same command again\n",
+        ),
     ],
 )
 def test_how_a_command_ends_is_how_the_process_ends(monkeypatch, capsys, outcome, code, stderr):

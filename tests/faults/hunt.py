@@ -198,7 +198,7 @@ def _wrong_at_once(command: Command, out: Path, code: int, errors: str, expected
         return "" if command.content(out) == expected else "ended well, with other results"
     if not error:
         return ""
-    # Of several ranks one speaks; the launcher, who is not here, hides tracebacks of those that lost a connection to it.
+    # Of several ranks one speaks. The launcher, who is not here, hides tracebacks of those that lost a connection.
     if "\nswiftlite: " not in f"\n{errors}" or (command.processes == 1 and "Traceback" in errors):
         return f"a traceback:\n{errors}"
     return f"EINTR is no failure:\n{errors}" if error == errno.EINTR else ""
