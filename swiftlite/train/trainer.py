@@ -80,13 +80,14 @@ class Trainer:
                 if self.after_step:
                     self.after_step(step)
                 stopping = largest(stop.received, self.mesh)  # all stop at the same step
+                # Before the save: a run that goes on from this checkpoint takes it that the step is done with.
+                if step % self.plan.eval_steps == 0 and step < self.schedule.steps and not stopping:
+                    self.log(step, self.evaluate())
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
                     self._save(step)
                 if stopping:
                     self._finish_checkpoint()
                     return stopping
-                if step % self.plan.eval_steps == 0 and step < self.schedule.steps:
-                    self.log(step, self.evaluate())
                 if self.checkpointer:
                     self.checkpointer.poll()
             self._finish_checkpoint()

@@ -57,14 +57,14 @@ class Command:
 
 def content_of_run(out: Path) -> dict[str, object]:
     """Everything in a run that does not depend on the clock."""
-    checkpoints = {path.name: _tensors(path) for path in sorted(out.glob("run/checkpoint-*"))}
+    checkpoints = {path.name: digest_of_checkpoint(path) for path in sorted(out.glob("run/checkpoint-*"))}
     metrics = [_without_clock(json.loads(line)) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
     acceptance = json.loads((out / "run/acceptance.json").read_text())
     names = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
     return {"checkpoints": checkpoints, "metrics": metrics, "acceptance": acceptance, "names": names}
 
 
-def _tensors(checkpoint: Path) -> str:
+def digest_of_checkpoint(checkpoint: Path) -> str:
     """A digest of the bytes of a checkpoint; `.metadata` has a new id in each, and SHA256SUMS a digest of it."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.glob("*")):
@@ -118,16 +118,24 @@ def build_shim(directory: Path) -> Path:
     return library
 
 
+def write_model_and_rows(directory: Path) -> tuple[str, str]:
+    """A tiny model with a head, and 20 rows to train it on: where they are."""
+    model = make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True)
+    rows = directory / "rows.jsonl"
+    content = [{"query": f"What is {n} plus {n}?", "response": f"It is {2 * n}."} for n in range(20)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return str(model), str(rows)
+
+
 def make_inputs(directory: Path) -> dict[str, str]:
     """A model, rows, prompts and a trained run; by the words that stand for them."""
-    model = make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True)
-    rows = [{"query": f"What is {n} plus {n}?", "response": f"It is {2 * n}."} for n in range(20)]
-    for name, some in (("rows", rows), ("prompts", rows[:4])):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    model, rows = write_model_and_rows(directory)
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(Path(rows).read_text().splitlines(keepends=True)[:4]))
     words = {
-        "MODEL": str(model),
-        "ROWS": str(directory / "rows.jsonl"),
-        "PROMPTS": str(directory / "prompts.jsonl"),
+        "MODEL": model,
+        "ROWS": rows,
+        "PROMPTS": str(prompts),
         "RUN": str(directory / "trained/run"),
     }
     (directory / "trained").mkdir()

@@ -56,6 +56,19 @@ def test_when_a_run_logs_saves_and_evaluates(make_trainer):
     assert last == (0, {"closed"})
 
 
+def test_what_is_said_of_a_step_is_said_before_it_is_saved(make_trainer):
+    """Killed in between, the run would go on behind the step."""
+    trainer = make_trainer(train_iters=4, logging_steps=1, save_steps=2, eval_steps=2)
+    seen = []
+
+    class Watching(Listed):
+        def log(self, step, metrics) -> None:
+            seen.append((step, "checkpoint-2" in checkpoints(trainer)))
+
+    replace(trainer, sinks=[Watching()]).fit(0)
+    assert seen == [(1, False), (2, False), (2, False), (3, True), (4, True)]
+
+
 def test_a_run_goes_on_after_the_step_that_it_is_given(make_trainer):
     steps = []
     make_trainer(steps.append).fit(2)

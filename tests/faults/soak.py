@@ -1,0 +1,157 @@
+"""Trains for an hour while a random process of the run is killed every half minute, and compares with an unbroken run.
+
+    python -m tests.faults.soak                  # an hour or so on 2 cores
+    python -m tests.faults.soak --minutes 10
+
+Two ranks under the real launcher, asynchronous saves. One of launcher, ranks and what they have started is killed with
+kill -9; then the same command is started again with --resume, as a restart loop does. Figures: deaths, what each hit,
+whether any process outlived its run, whether the last checkpoint has the bits of the unbroken run, and how memory and
+open files of the unbroken run's ranks grew.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from tests.faults.hunt import digest_of_checkpoint, write_model_and_rows
+
+SECONDS_BETWEEN_DEATHS = (5, 55)  # half a minute on average: some hit the start
+SECONDS_TO_END = 60
+"""In which the other processes of a run must be gone."""
+STEPS_A_SAVE = 20
+
+
+@dataclass
+class Growth:
+    """What the processes of a run held while it lasted: sums over its ranks, a sample a second."""
+
+    memory: list[int] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+
+    def add(self, processes: list[psutil.Process]) -> None:
+        memory = 0
+        files = 0
+        for process in processes:
+            try:
+                memory += process.memory_info().rss
+                files += process.num_fds()
+            except psutil.NoSuchProcess:
+                return
+        self.memory.append(memory)
+        self.files.append(files)
+
+    def __str__(self) -> str:
+        """The third quarter of the run against its last: the first two still fill caches."""
+        return "; ".join(
+            f"{name} {median(values[len(values) // 2 : -quarter]):.4g} then {median(values[-quarter:]):.4g}"
+            for name, values in (("bytes", self.memory), ("open files", self.files))
+            if (quarter := len(values) // 4)
+        )
+
+
+def family(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The launcher, and all that it or its ranks have started."""
+    try:
+        process = psutil.Process(launcher.pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def start(command: list[str], directory: Path, log: Path) -> subprocess.Popen:
+    environment = os.environ | {"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    with log.open("ab") as out:
+        return subprocess.Popen(command, cwd=directory, env=environment, stdout=out, stderr=out, start_new_session=True)
+
+
+def unbroken(command: list[str], directory: Path) -> tuple[float, Growth]:
+    """Run the command; its seconds and what it held."""
+    begin = time.monotonic()
+    growth = Growth()
+    launcher = start(command, directory, directory / "unbroken.log")
+    while launcher.poll() is None:
+        growth.add(family(launcher)[1:3])
+        time.sleep(1)
+    assert launcher.returncode == 0, (directory / "unbroken.log").read_text()[-3000:]
+    return time.monotonic() - begin, growth
+
+
+def broken(command: list[str], directory: Path, chance: random.Random) -> Iterator[str]:
+    """Run the command with --resume until it ends by itself; yields the name of what was killed, each time."""
+    while True:
+        launcher = start([*command, "--resume"], directory, directory / "broken.log")
+        try:
+            launcher.wait(chance.uniform(*SECONDS_BETWEEN_DEATHS))
+        except subprocess.TimeoutExpired:
+            yield _kill_one(launcher, chance)
+            continue
+        assert launcher.returncode == 0, (directory / "broken.log").read_text()[-3000:]
+        return
+
+
+def _kill_one(launcher: subprocess.Popen, chance: random.Random) -> str:
+    """Kill one process of a run, and wait until all of them are gone."""
+    processes = family(launcher)
+    number = chance.randrange(len(processes))
+    name = ("launcher", "rank 0", "rank 1")[number] if number < 3 else "another process"
+    processes[number].send_signal(signal.SIGKILL)
+    launcher.wait(SECONDS_TO_END)
+    _, alive = psutil.wait_procs(processes[1:], SECONDS_TO_END)
+    assert not alive, f"{name} was killed, and these live: {alive}"
+    return name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60, help="that the broken run may take, about (default: 60)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        model, rows = write_model_and_rows(directory)
+        command = [
+            *(sys.executable, "-W", "ignore", "-m", "swiftlite", "megatron", "sft"),
+            *("--model", model, "--dataset", rows, "--split_dataset_ratio", "0.1", "--torch_dtype", "float32"),
+            *("--micro_batch_size", "1", "--global_batch_size", "2", "--lr", "1e-3", "--acceptance_samples", "0"),
+            *("--async_save", "true", "--save_steps", str(STEPS_A_SAVE), "--save_total_limit", "2"),
+            *("--tensorboard", "false", "--eval_steps", "100000", "--logging_steps", "10"),
+        ]
+        # Of half a minute, a restart takes about half.
+        seconds = args.minutes * 60 / 3
+        seconds_a_step, start_seconds = _speed(command, directory)
+        steps = int(seconds / seconds_a_step) // STEPS_A_SAVE * STEPS_A_SAVE
+        print(f"{steps} steps of {seconds_a_step:.3f} s; a start takes {start_seconds:.0f} s", flush=True)
+        command += ["--train_iters", str(steps)]
+        took, growth = unbroken([*command, "--output_dir", "unbroken"], directory)
+        print(f"unbroken: {took:.0f} s; {growth}", flush=True)
+        begin = time.monotonic()
+        deaths = Counter(broken([*command, "--output_dir", "broken"], directory, random.Random(args.seed)))
+        took = time.monotonic() - begin
+        print(f"broken: {took:.0f} s, {deaths.total()} kills ({dict(deaths)}), no process was left over", flush=True)
+        last = f"checkpoint-{steps}"
+        same = digest_of_checkpoint(directory / "unbroken" / last) == digest_of_checkpoint(directory / "broken" / last)
+        left = sorted(path.name for path in (directory / "broken").glob(".*"))
+        print(f"{last}: {'every bit is that of the unbroken run' if same else 'OTHER BITS'}; left over: {left}")
+    sys.exit(0 if same else 1)
+
+
+def _speed(command: list[str], directory: Path) -> tuple[float, float]:
+    """Seconds of a step, and of a start, from two short runs."""
+    few, many = (unbroken([*command, "--train_iters", str(n), "--output_dir", f"{n}"], directory)[0] for n in (20, 220))
+    return (many - few) / 200, few - (many - few) / 10
+
+
+if __name__ == "__main__":
+    main()
