@@ -162,6 +162,12 @@ class Checkpointer:
                 request.add_finalize_fn(partial(self._publish, state))
                 self._queue.schedule_async_request(request)
 
+    def clean_up(self) -> None:
+        """Delete what a run that was killed left half written or half deleted, and had still to delete."""
+        if dist.get_rank() == 0:
+            self._delete_unfinished()
+            self._delete_oldest()
+
     def poll(self) -> None:
         """Give its name to a checkpoint that has been written meanwhile; all ranks must call this together.
 
@@ -208,7 +214,7 @@ class Checkpointer:
     def _delete_unfinished(self) -> None:
         """Delete what a save has left that was interrupted; the first rank does it."""
         if dist.get_rank() == 0:
-            for unfinished in self.output_dir.glob(".checkpoint-*.writing"):
+            for unfinished in self.output_dir.glob(".checkpoint-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def _temporary(self, step: int) -> Path:
@@ -236,7 +242,7 @@ class Checkpointer:
             write_manifest(temporary, {name: digest for rank in written for name, digest in rank.items()})
             flush_to_disk(temporary)
             if final.exists():
-                shutil.rmtree(final)
+                _delete(final)
             temporary.rename(final)
             sync_directory(self.output_dir)
             self._delete_oldest()
@@ -246,7 +252,14 @@ class Checkpointer:
     def _delete_oldest(self) -> None:
         if self.keep:
             for old in run_checkpoints(self.output_dir)[: -self.keep]:
-                shutil.rmtree(old)
+                _delete(old)
+
+
+def _delete(checkpoint: Path) -> None:
+    """Take a checkpoint's name away, then its files: half of them would look like a whole one that is damaged."""
+    nameless = checkpoint.with_name(f".{checkpoint.name}.deleting")
+    checkpoint.rename(nameless)
+    shutil.rmtree(nameless)
 
 
 def load_checkpoint(

@@ -112,6 +112,7 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
         keep=args.save_total_limit,
         is_async=args.async_save,
     )
+    checkpointer.clean_up()
     sinks = []
     if run.is_first_rank:
         sinks = open_sinks(run.output_dir, state["step"], run.schedule.steps, args.tensorboard)

@@ -95,6 +95,25 @@ def test_a_checkpoint_without_all_tensors_gets_no_name(open_chunks, mesh, tmp_pa
     assert names(tmp_path) == {"checkpoint-2"}  # what was left of the other is gone
 
 
+def test_what_a_killed_run_left_is_cleaned_up(open_chunks, mesh, tmp_path):
+    checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, keep=2)
+    for number in (1, 2, 10):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    (tmp_path / ".checkpoint-3.writing").mkdir()
+    (tmp_path / ".checkpoint-1.deleting").mkdir()
+    checkpointer.clean_up()
+    assert names(tmp_path) == {"checkpoint-2", "checkpoint-10"}
+
+
+def test_a_checkpoint_that_is_deleted_loses_its_name_first(open_chunks, mesh, tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, keep=1)
+    checkpointer.save(1)
+    at_deletion = []
+    monkeypatch.setattr(shutil, "rmtree", lambda directory: at_deletion.append(names(tmp_path)))
+    checkpointer.save(2)
+    assert at_deletion == [{".checkpoint-1.deleting", "checkpoint-2"}]
+
+
 def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_path):
     chunks = open_chunks()
     Checkpointer(tmp_path, mesh, chunks, None, {**STATE, "run": 1}).save(1)
