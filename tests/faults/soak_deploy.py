@@ -2,9 +2,9 @@
 
     python -m tests.faults.soak_deploy --minutes 10
 
-The load is vLLM's own benchmark client, eight requests at a time, round after round. Figures: answers that came whole of
-those that were asked for, clients that hung up, and memory and open files of the server and all it started, at the
-begin and at the end. The model is tiny and random, with one head; everything is on 127.0.0.1.
+The load is vLLM's own benchmark client, eight requests at a time, round after round. Figures: answers that came whole
+of those that were asked for, clients that hung up, and memory and open files of the server and all it started, after a
+quarter of the rounds and at the end. The model is tiny and random, with one head; everything is on 127.0.0.1.
 """
 
 import argparse

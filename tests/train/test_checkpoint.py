@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pickle
 import resource
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -108,10 +109,17 @@ def test_what_a_killed_run_left_is_cleaned_up(open_chunks, mesh, tmp_path):
 def test_a_checkpoint_that_is_deleted_loses_its_name_first(open_chunks, mesh, tmp_path, monkeypatch):
     checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, keep=1)
     checkpointer.save(1)
-    at_deletion = []
-    monkeypatch.setattr(shutil, "rmtree", lambda directory: at_deletion.append(names(tmp_path)))
-    checkpointer.save(2)
-    assert at_deletion == [{".checkpoint-1.deleting", "checkpoint-2"}]
+
+    def interrupted(directory: Path) -> None:
+        (directory / "metadata.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", interrupted)
+        checkpointer.save(2)
+    assert names(tmp_path) == {".checkpoint-1.deleting", "checkpoint-2"}
+    checkpointer.clean_up()
+    assert names(tmp_path) == {"checkpoint-2"}
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_path):
