@@ -114,9 +114,10 @@ def test_a_checkpoint_that_is_deleted_loses_its_name_first(open_chunks, mesh, tm
         (directory / "metadata.json").unlink()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", interrupted)
-        checkpointer.save(2)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(2)
     assert names(tmp_path) == {".checkpoint-1.deleting", "checkpoint-2"}
     checkpointer.clean_up()
     assert names(tmp_path) == {"checkpoint-2"}
