@@ -27,7 +27,8 @@ import psutil
 
 from tests.faults.hunt import digest_of_checkpoint, write_model_and_rows
 
-SECONDS_BETWEEN_DEATHS = (5, 55)  # half a minute on average: some hit the start
+MEAN_SECONDS = 30
+"""Between two deaths, or twice what a start takes if that is more: some hit the start, most do not."""
 SECONDS_TO_END = 60
 """In which the other processes of a run must be gone."""
 STEPS_A_SAVE = 20
@@ -88,12 +89,12 @@ def unbroken(command: list[str], directory: Path) -> tuple[float, Growth]:
     return time.monotonic() - begin, growth
 
 
-def broken(command: list[str], directory: Path, chance: random.Random) -> Iterator[str]:
+def broken(command: list[str], directory: Path, mean_seconds: float, chance: random.Random) -> Iterator[str]:
     """Run the command with --resume until it ends by itself; yields the name of what was killed, each time."""
     while True:
         launcher = start([*command, "--resume"], directory, directory / "broken.log")
         try:
-            launcher.wait(chance.uniform(*SECONDS_BETWEEN_DEATHS))
+            launcher.wait(chance.uniform(5, 2 * mean_seconds - 5))
         except subprocess.TimeoutExpired:
             yield _kill_one(launcher, chance)
             continue
@@ -128,16 +129,17 @@ def main() -> None:
             *("--async_save", "true", "--save_steps", str(STEPS_A_SAVE), "--save_total_limit", "2"),
             *("--tensorboard", "false", "--eval_steps", "100000", "--logging_steps", "10"),
         ]
-        # Of half a minute, a restart takes about half.
-        seconds = args.minutes * 60 / 3
         seconds_a_step, start_seconds = _speed(command, directory)
+        mean_seconds = max(MEAN_SECONDS, 2 * start_seconds)
+        seconds = args.minutes * 60 * (1 - start_seconds / mean_seconds) / 2  # half is lost to what was not saved
         steps = int(seconds / seconds_a_step) // STEPS_A_SAVE * STEPS_A_SAVE
         print(f"{steps} steps of {seconds_a_step:.3f} s; a start takes {start_seconds:.0f} s", flush=True)
         command += ["--train_iters", str(steps)]
         took, growth = unbroken([*command, "--output_dir", "unbroken"], directory)
         print(f"unbroken: {took:.0f} s; {growth}", flush=True)
         begin = time.monotonic()
-        deaths = Counter(broken([*command, "--output_dir", "broken"], directory, random.Random(args.seed)))
+        chance = random.Random(args.seed)
+        deaths = Counter(broken([*command, "--output_dir", "broken"], directory, mean_seconds, chance))
         took = time.monotonic() - begin
         print(f"broken: {took:.0f} s, {deaths.total()} kills ({dict(deaths)}), no process was left over", flush=True)
         last = f"checkpoint-{steps}"
