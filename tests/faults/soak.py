@@ -1,7 +1,7 @@
 """Trains for an hour while a random process of the run is killed every half minute, and compares with an unbroken run.
 
     python -m tests.faults.soak                  # an hour or so on 2 cores
-    python -m tests.faults.soak --minutes 10
+    python -m tests.faults.soak --steps 6000
 
 Two ranks under the real launcher, asynchronous saves. One of launcher, ranks and what they have started is killed with
 kill -9; then the same command is started again with --resume, as a restart loop does. Figures: deaths, what each hit,
@@ -116,7 +116,7 @@ def _kill_one(launcher: subprocess.Popen, chance: random.Random) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60, help="that the broken run may take, about (default: 60)")
+    parser.add_argument("--steps", type=int, default=36_000, help="of the run (default: 36000)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -129,12 +129,10 @@ def main() -> None:
             *("--async_save", "true", "--save_steps", str(STEPS_A_SAVE), "--save_total_limit", "2"),
             *("--tensorboard", "false", "--eval_steps", "100000", "--logging_steps", "10"),
         ]
-        seconds_a_step, start_seconds = _speed(command, directory)
+        start_seconds, _ = unbroken([*command, "--train_iters", "1", "--output_dir", "start"], directory)
         mean_seconds = max(MEAN_SECONDS, 2 * start_seconds)
-        seconds = args.minutes * 60 * (1 - start_seconds / mean_seconds) / 2  # half is lost to what was not saved
-        steps = int(seconds / seconds_a_step) // STEPS_A_SAVE * STEPS_A_SAVE
-        print(f"{steps} steps of {seconds_a_step:.3f} s; a start takes {start_seconds:.0f} s", flush=True)
-        command += ["--train_iters", str(steps)]
+        print(f"a start takes {start_seconds:.0f} s; a death every {mean_seconds:.0f} s", flush=True)
+        command += ["--train_iters", str(args.steps)]
         took, growth = unbroken([*command, "--output_dir", "unbroken"], directory)
         print(f"unbroken: {took:.0f} s; {growth}", flush=True)
         begin = time.monotonic()
@@ -142,17 +140,11 @@ def main() -> None:
         deaths = Counter(broken([*command, "--output_dir", "broken"], directory, mean_seconds, chance))
         took = time.monotonic() - begin
         print(f"broken: {took:.0f} s, {deaths.total()} kills ({dict(deaths)}), no process was left over", flush=True)
-        last = f"checkpoint-{steps}"
+        last = f"checkpoint-{args.steps}"
         same = digest_of_checkpoint(directory / "unbroken" / last) == digest_of_checkpoint(directory / "broken" / last)
         left = sorted(path.name for path in (directory / "broken").glob(".*"))
         print(f"{last}: {'every bit is that of the unbroken run' if same else 'OTHER BITS'}; left over: {left}")
     sys.exit(0 if same else 1)
-
-
-def _speed(command: list[str], directory: Path) -> tuple[float, float]:
-    """Seconds of a step, and of a start, from two short runs."""
-    few, many = (unbroken([*command, "--train_iters", str(n), "--output_dir", f"{n}"], directory)[0] for n in (20, 220))
-    return (many - few) / 200, few - (many - few) / 10
 
 
 if __name__ == "__main__":
