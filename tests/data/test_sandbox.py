@@ -55,7 +55,7 @@ def test_a_template_does_not_take_all_memory(make_tokenizer, code):
 
 
 def test_a_template_that_does_so_always_is_refused_at_once(make_tokenizer):
-    with pytest.raises(UserError, match="cannot render a plain exchange: .*more than 1000 MB"):
+    with pytest.raises(UserError, match=r"cannot render a plain exchange: .*more than 1000 MB"):
         ChatTemplate(make_tokenizer("{{ 'a' * 10**10 }}"))
 
 
