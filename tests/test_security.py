@@ -42,6 +42,7 @@ PROMISES = {
         "tests/bridge/test_tensors.py::test_index_may_not_point_elsewhere",
         "tests/train/test_checkpoint.py::test_code_in_what_is_no_tensor_does_not_run",
         "tests/train/test_checkpoint.py::test_a_manifest_that_is_damaged_or_names_what_is_gone",
+        "tests/train/test_source.py::test_links_out_of_a_model_are_not_followed",
         "tests/train/test_source.py::test_links_out_of_a_run_are_not_followed",
     ],
     "What is damaged or hostile": [
