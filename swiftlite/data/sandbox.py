@@ -1,5 +1,5 @@
-"""A chat template is a program that came with a model. jinja2's sandbox keeps it from Python, files and the network, and
-what stands here from taking all memory. Nothing bounds its time: a loop may run for ever.
+"""A chat template is a program that came with a model. The sandbox of jinja2 keeps it from Python, files and network,
+this one from taking all memory. Nothing bounds its time: a loop may run for ever.
 """
 
 import resource
