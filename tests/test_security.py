@@ -68,6 +68,7 @@ PROMISES = {
     "Keys and tokens among": [
         "tests/test_redact.py::test_options",
         "tests/test_redact.py::test_lines",
+        "tests/cli/test_main.py::test_how_a_command_ends_is_how_the_process_ends",
         "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
         "tests/serve/test_answers.py::test_what_answers_are_made_with",
     ],
