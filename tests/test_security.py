@@ -72,7 +72,7 @@ PROMISES = {
         "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
         "tests/serve/test_answers.py::test_what_answers_are_made_with",
     ],
-    "A key for vLLM's server": [
+    "A single key for vLLM's server": [
         "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
     ],
     "Environment variables such as": ["tests/test_security.py::test_a_token_in_the_environment_stays_there"],
