@@ -19,6 +19,7 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.layout import data_parallel_size
+from swiftlite.redact import redact_text
 from swiftlite.table import text_table
 
 
@@ -247,7 +248,7 @@ def _report_engine(args: DoctorArgs, directory: Path) -> bool:
     try:
         report = dry_load(info, config)
     except UserError as error:
-        print(f"  {error}")
+        print(f"  {redact_text(str(error))}")  # it may quote the engine's options
         return False
     heads = f", {report.num_drafting} of {report.num_mtp_heads} MTP heads"
     lines = [

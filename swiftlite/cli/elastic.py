@@ -1,8 +1,8 @@
 """torchrun, with the failed rank's exit code as its own, and its error as the one that is shown. By `launch.py`.
 
 Not a replacement: the arguments are torchrun's, the agent is torchrun's. What it adds is for the end of a job: which
-rank broke first (`failure.py`), launchers of other nodes that hear of it, and no process left behind. The only file of
-`cli` that imports torch.
+rank broke first (`failure.py`), launchers of other nodes that hear of it, and no process left behind. And the store of
+a job on one node listens to this machine alone. The only file of `cli` that imports torch.
 """
 
 import ctypes
@@ -27,8 +27,10 @@ import psutil
 
 from swiftlite.cli import failure
 from swiftlite.cli.failure import Failure
+from swiftlite.cli.launch import LOOPBACK
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 # Seconds that ranks have to save a checkpoint after SIGTERM or Ctrl-C before torchrun kills them; its default is 30.
@@ -64,7 +66,9 @@ def main(argv: list[str]) -> int:
         options = run.parse_args(["--log-dir", folder, *argv])
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
             options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
-        nodes = None if options.standalone or options.nnodes in ("1", "1:1") else _Nodes(options)
+        is_one_node = options.nnodes == "1"
+        nodes = None if is_one_node else _Nodes(options)
+        store = _open_local_store(options) if is_one_node else None  # noqa: F841  (it is open as long as it has a name)
         try:
             run.run(options)
             return 0
@@ -80,6 +84,24 @@ def _stop(number: int, frame: FrameType | None = None) -> NoReturn:
     """Say which signal ended the job, and end."""
     print(f"swiftlite: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     sys.exit(128 + number)
+
+
+def _open_local_store(options: Namespace) -> "TCPStore":
+    """The store in which the ranks of this machine meet, for torchrun to use (`multi_tenant`) in place of its own.
+
+    torch's own would listen on every interface of the machine, where anybody may write into it; with `--standalone`
+    torchrun unpickles what stands there, so that whoever reaches the port could run code here.
+
+    Args:
+        options: of torchrun; a master_port of 0 becomes the one that was free.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    listener = socket.create_server((LOOPBACK, options.master_port))
+    options.master_port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, options.master_port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach()
+    )
 
 
 def _report(error: "ChildFailedError", nodes: "_Nodes | None") -> int:

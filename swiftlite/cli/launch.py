@@ -14,6 +14,7 @@ from typing import NoReturn
 from swiftlite.errors import OptionError, UserError
 
 DEFAULT_MASTER_PORT = 29500
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,21 @@ def read_environment(env: Mapping[str, str]) -> Processes:
 
 def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
     """The command line that runs `swiftlite argv` in these processes."""
-    command = [sys.executable, "-m", "swiftlite.cli.elastic", f"--nproc-per-node={processes.nproc_per_node}"]
-    if processes.nnodes == 1 and processes.master_port is None:
-        command.append("--standalone")  # torchrun finds a free port
-    else:
-        command += [
-            f"--nnodes={processes.nnodes}",
-            f"--node-rank={processes.node_rank}",
-            f"--master-addr={processes.master_addr or '127.0.0.1'}",
-            f"--master-port={processes.master_port or DEFAULT_MASTER_PORT}",
-        ]
-    return [*command, "-m", "swiftlite", *argv]
+    is_one_node = processes.nnodes == 1
+    default_port = 0 if is_one_node else DEFAULT_MASTER_PORT  # 0: elastic.py finds a free one
+    return [
+        sys.executable,
+        "-m",
+        "swiftlite.cli.elastic",
+        f"--nproc-per-node={processes.nproc_per_node}",
+        f"--nnodes={processes.nnodes}",
+        f"--node-rank={processes.node_rank}",
+        f"--master-addr={LOOPBACK if is_one_node else processes.master_addr}",
+        f"--master-port={processes.master_port or default_port}",
+        "-m",
+        "swiftlite",
+        *argv,
+    ]
 
 
 def start(processes: Processes, argv: list[str]) -> NoReturn:

@@ -9,8 +9,6 @@ import bisect
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
 from swiftlite.data.sample import Sample, make_sample
+from swiftlite.data.sandbox import check_length, running_the_template
 from swiftlite.errors import UserError, clip
 from swiftlite.json_file import read_json
 
@@ -162,11 +161,12 @@ class ChatTemplate:
     # Rendering
 
     def _render(self, messages: list[Message], tools: Tools | None, add_generation_prompt: bool = False) -> str:
-        with _running_the_template():
+        with running_the_template():
             text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         assert isinstance(text, str)
+        check_length(text)
         if not text.isascii() and SURROGATE.search(text):
             raise RowError("messages", HALF_A_PAIR)
         return text
@@ -230,7 +230,7 @@ class ChatTemplate:
         if not GENERATION_BLOCK.search(template):
             return []
         special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
-        with _running_the_template():
+        with running_the_template():
             _, blocks = render_jinja_template(
                 [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **special_tokens
             )
@@ -391,16 +391,6 @@ class _Tokens:
         if position in self.indices:  # exact, while the offsets of some tokenizers leave spaces out
             return self.indices[position]
         return bisect.bisect_left(self.starts, position)
-
-
-@contextmanager
-def _running_the_template() -> Iterator[None]:
-    """A chat template is a program, if one in a sandbox: it may divide by zero, call itself for ever, or anything."""
-    try:
-        yield
-    except Exception as error:
-        problem = str(error) or type(error).__name__
-        raise RowError("messages", f"the chat template refuses them: {problem}") from None
 
 
 def _bare(text: str) -> str:

@@ -1,6 +1,6 @@
 """`swiftlite doctor --engine`: an engine's own loaders run on a checkpoint; no engine, no number read.
 
-    python -m swiftlite.engines.dry_load MODULE:FUNCTION MODEL_DIR JSON
+    python -m swiftlite.engines.dry_load MODULE:FUNCTION MODEL_DIR < JSON
 
 calls the function of an engine's folder with an `EngineConfig`, whose other fields are in JSON, and prints its
 `LoadReport` as JSON on the last line of stdout. It is a process of its own, because engines want process groups.
@@ -31,17 +31,18 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
         return resolve_name(info.known_report)(model)
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "model"}
     words = [sys.executable, "-W", "ignore", "-m", "swiftlite.engines.dry_load"]
-    command = [*words, info.dry_load, str(config.model), json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [*words, info.dry_load, str(config.model)]
+    # Options go by stdin, because everybody on the machine sees a command line, and one may be a key.
+    done = subprocess.run(command, input=json.dumps(options), capture_output=True, text=True)
     if done.returncode != 0:
         problem = f"{info.label} cannot be asked here:\n{done.stderr.strip()[-2000:]}"
         raise UserError(problem, "the last line says why")
     return LoadReport(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def main(target: str, directory: str, options: str) -> None:
-    """Print the report of one engine."""
-    report = resolve_name(target)(EngineConfig(Path(directory), **json.loads(options)))
+def main(target: str, directory: str) -> None:
+    """Print the report of one engine, with the options that stdin brings as JSON."""
+    report = resolve_name(target)(EngineConfig(Path(directory), **json.load(sys.stdin)))
     print(json.dumps(dataclasses.asdict(report)))
 
 

@@ -38,6 +38,9 @@ def session(
     alone = not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     world_size, rank = (1, 0) if alone else (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     check_layout(layout, world_size)
+    if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        # All ranks are on this machine. Of itself gloo listens where the machine's name leads, often to the network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # A process alone needs no port: HashStore lives in its memory.
     dist.init_process_group(
         device.backend,

@@ -30,7 +30,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: str
         graft_from: the model that the heads came from; their tensors are noted too.
 
     Raises:
-        UserError: the directory cannot be made.
+        UserError: the directory cannot be made; a file is a link to something that is not the model's.
     """
     source = run_dir / "source"
     try:
@@ -42,6 +42,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: str
     for path in sorted(hf_model.directory.iterdir()):
         is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weight and path.name != "config.json":
+            _check_link(path, _home_of(hf_model.directory), "the model's directory")
             shutil.copy2(path, source / path.name)
     changes = heads.config_change(hf_model.config) | quantization_change(hf_model.config)
     write_patched(hf_model.directory, source, changes)
@@ -114,8 +115,23 @@ def check_source(run_dir: Path) -> None:
     except OSError as error:
         raise UserError(f"{source} cannot be read: {error.strerror}", _RESTORE) from None
     for path in (source, *entries):
-        if not path.resolve().is_relative_to(run_dir.resolve()):
-            raise UserError(f"{path} is a link out of the run, to {path.resolve()}", "put the file itself in its place")
+        _check_link(path, run_dir, "the run")
     for path in entries:
         if not path.is_file():
             raise UserError(f"{path} is no file, and no run has put it there", "delete it")
+
+
+def _check_link(path: Path, home: Path, name: str) -> None:
+    """Or whoever made the directory could have any file of this machine copied into an export.
+
+    Raises:
+        UserError: the path is a link out of `home`.
+    """
+    if not path.resolve().is_relative_to(home.resolve()):
+        raise UserError(f"{path} is a link out of {name}, to {path.resolve()}", "put the file itself in its place")
+
+
+def _home_of(hf_dir: Path) -> Path:
+    """Where a model's files lie: in the Hugging Face cache, those of snapshots/REVISION are links to ../../blobs."""
+    directory = hf_dir.resolve()
+    return directory.parent.parent if directory.parent.name == "snapshots" else directory

@@ -47,7 +47,7 @@ def hears_sighup() -> Iterator[None]:
 def start(tmp_path, body: str, *options: str, argv: tuple[str, ...] = ()) -> subprocess.Popen:
     """Two ranks that run `body`."""
     (tmp_path / "ranks.py").write_text(PRELUDE + body)
-    options = options or ("--standalone",)
+    options = options or ("--nnodes=1", "--master-addr=127.0.0.1", "--master-port=0")
     return subprocess.Popen(
         [sys.executable, "-m", "swiftlite.cli.elastic", "--nproc-per-node=2", *options, "ranks.py", *argv],
         cwd=tmp_path,

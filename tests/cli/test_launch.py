@@ -25,7 +25,8 @@ def test_one_node():
     processes = read_environment({"NPROC_PER_NODE": "4"})
     assert (processes.world_size, processes.must_start) == (4, True)
     assert torchrun_command(processes, ["megatron", "sft", "--lr", "1e-5"]) == [
-        *(sys.executable, "-m", "swiftlite.cli.elastic", "--nproc-per-node=4", "--standalone"),
+        *(sys.executable, "-m", "swiftlite.cli.elastic", "--nproc-per-node=4", "--nnodes=1", "--node-rank=0"),
+        *("--master-addr=127.0.0.1", "--master-port=0"),
         *("-m", "swiftlite", "megatron", "sft", "--lr", "1e-5"),
     ]
 

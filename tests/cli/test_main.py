@@ -201,6 +201,7 @@ def test_one_process_commands_say_that_they_are(swiftlite):
             "swiftlite: no rows are left\n    raise --max_length\n",
         ),
         (UserError("cannot be", exit_code=3), 3, "swiftlite: cannot be\n"),
+        (UserError("refused: {'api_key': 'SECRET'}"), 1, "swiftlite: refused: {'api_key': '***'}\n"),
         (KeyboardInterrupt(), 130, "swiftlite: interrupted\n"),
         (
             OSError(errno.EIO, "Input/output error", "run/args.json"),

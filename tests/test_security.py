@@ -1,0 +1,257 @@
+"""What SECURITY.md promises, and which tests hold it; those that have no other place are here."""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swiftlite.args.commands import BenchArgs, deploy_args
+from swiftlite.args.config import read_file
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.data.template import load_tokenizer
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.transformers.engine import TransformersEngine
+from swiftlite.errors import UserError
+from tests.evil import Evil
+from tests.tiny import make_tiny_hf
+
+ROOT = Path(__file__).parents[1]
+# The first words of each promise -> the tests that hold it.
+PROMISES = {
+    "Python files that come": ["tests/test_security.py::test_python_files_of_a_model_do_not_run"],
+    "Weights are read from safetensors": ["tests/test_security.py::test_pickled_weights_are_not_opened"],
+    "A checkpoint cannot run code": [
+        "tests/train/test_checkpoint.py::test_code_in_the_metadata_does_not_run",
+        "tests/train/test_checkpoint.py::test_code_in_what_is_no_tensor_does_not_run",
+        "tests/train/test_checkpoint.py::test_code_in_the_common_file_does_not_run",
+    ],
+    "A chat template reaches": [
+        "tests/data/test_sandbox.py::test_a_template_reaches_nothing_of_python",
+        "tests/data/test_sandbox.py::test_a_template_does_not_take_all_memory",
+    ],
+    "A YAML file makes": ["tests/test_security.py::test_a_yaml_file_makes_plain_values"],
+    "A shard, checkpoint or digest": [
+        "tests/bridge/test_tensors.py::test_index_may_not_point_elsewhere",
+        "tests/train/test_checkpoint.py::test_code_in_what_is_no_tensor_does_not_run",
+        "tests/train/test_checkpoint.py::test_a_manifest_that_is_damaged_or_names_what_is_gone",
+        "tests/train/test_source.py::test_links_out_of_a_model_are_not_followed",
+        "tests/train/test_source.py::test_links_out_of_a_run_are_not_followed",
+    ],
+    "What is damaged or hostile": [
+        "tests/faults/test_rows.py::test_any_row",
+        "tests/faults/test_chat_templates.py::test_any_template",
+        "tests/faults/test_model_files.py::test_any_header",
+        "tests/faults/test_model_files.py::test_any_index",
+        "tests/faults/test_model_files.py::test_any_value_in_a_config",
+        "tests/faults/test_options.py::test_any_yaml",
+        "tests/faults/test_options.py::test_any_args_json_of_a_run",
+        "tests/data/test_sources.py::test_bad_rows_are_named_and_the_others_read",
+    ],
+    "A conversation of more than": [
+        "tests/data/test_sandbox.py::test_a_conversation_of_more_than_ten_million_characters_is_a_bad_row"
+    ],
+    "No command asks the network": ["tests/test_security.py::test_no_command_asks_the_network"],
+    "Ranks on one machine": ["tests/test_security.py::test_ranks_on_one_machine_listen_to_it_alone"],
+    "The servers of": [
+        "tests/serve/test_deploy.py::test_sglang_is_told_all_three_numbers",
+        "tests/e2e/test_engines.py::test_deploy_becomes_the_server",
+        "tests/test_security.py::test_the_servers_of_bench_listen_to_this_machine_alone",
+    ],
+    "Keys and tokens among": [
+        "tests/test_redact.py::test_options",
+        "tests/test_redact.py::test_lines",
+        "tests/cli/test_main.py::test_how_a_command_ends_is_how_the_process_ends",
+        "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
+        "tests/serve/test_answers.py::test_what_answers_are_made_with",
+    ],
+    "A single key for vLLM's server": [
+        "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
+    ],
+    "Environment variables such as": ["tests/test_security.py::test_a_token_in_the_environment_stays_there"],
+    "Rows, prompts and answers": ["tests/test_security.py::test_rows_and_answers_are_not_logged"],
+}
+
+
+def test_every_promise_names_its_tests():
+    section = (ROOT / "SECURITY.md").read_text(encoding="utf-8").split("## What is promised")[1].split("\n## ")[0]
+    promises = re.findall(r"^- (.*)", section, re.MULTILINE)
+    assert len(promises) == len(PROMISES)
+    for promise, beginning in zip(promises, PROMISES, strict=True):
+        assert promise.startswith(beginning)
+
+
+@pytest.mark.parametrize("test", sorted({test for tests in PROMISES.values() for test in tests}))
+def test_the_tests_that_are_named_exist(test):
+    file, _, name = test.partition("::")
+    assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_python_files_of_a_model_do_not_run(tmp_path, file):
+    directory = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True)
+    (directory / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    content = json.loads((directory / file).read_text())
+    names = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+    (directory / file).write_text(json.dumps(content | {"auto_map": names, "tokenizer_class": "Evil"}))
+    load_tokenizer(directory)
+    TransformersEngine(EngineConfig(directory, "float32")).close()
+    assert not (tmp_path / "ran").exists()
+    with suppress(UserError):  # there is nothing in it
+        load_tokenizer(directory, trust_remote_code=True)
+    assert (tmp_path / "ran").exists()  # so it would have been found
+
+
+def test_pickled_weights_are_not_opened(tmp_path):
+    directory = make_tiny_hf(tmp_path / "model", "qwen3")
+    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    TransformersEngine(EngineConfig(directory, "float32")).close()
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="save the model as safetensors first"):
+        TransformersEngine(EngineConfig(directory, "float32"))
+    with pytest.raises(UserError, match="save the model as safetensors first"):
+        Checkpoint(directory)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "value", ["!!python/object/apply:os.mkdir [ran]", "!!python/name:os.system", "!!python/object/new:os.mkdir [ran]"]
+)
+def test_a_yaml_file_makes_plain_values(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    Path("options.yaml").write_text(f"model: {value}\n")
+    with pytest.raises(UserError, match=r"options\.yaml:1: not YAML: could not determine a constructor"):
+        read_file("options.yaml")
+    assert not Path("ran").exists()
+
+
+def test_the_servers_of_bench_listen_to_this_machine_alone():
+    assert deploy_args(BenchArgs(model="model"), 1).host == "127.0.0.1"
+
+
+WORD = "zebra"  # in every row
+TOKEN = "hf_TOKENOFTHEENVIRONMENT"
+COMMANDS = """
+megatron sft --model model --dataset rows.jsonl --val_dataset rows.jsonl --torch_dtype float32 --train_iters 2
+    --micro_batch_size 2 --global_batch_size 2 --acceptance_samples 1 --acceptance_max_new_tokens 4 --output_dir run
+export --to_hf --model run --output_dir hf
+infer --model hf --infer_backend transformers --torch_dtype float32 --val_dataset rows.jsonl --max_new_tokens 4
+    --result_path answers.jsonl
+evaluate --model hf --dataset rows.jsonl --torch_dtype float32 --max_prompts 2 --max_new_tokens 4 --output_dir figures
+doctor --model hf
+infer --model nowhere --infer_backend transformers --val_dataset rows.jsonl
+"""
+# Runs commands in one process. What Python connects to, or looks up, beyond this machine is refused and printed.
+WATCHED = """
+import sys
+
+def watch(event, args):
+    if event == "socket.getaddrinfo":
+        host = args[0]
+    elif event == "socket.connect" and isinstance(args[1], tuple):
+        host = args[1][0]
+    else:
+        return
+    if host not in (None, "localhost", "127.0.0.1", "::1"):
+        print("ASKED THE NETWORK:", host)
+        raise OSError(event)
+
+sys.addaudithook(watch)
+from swiftlite.cli.main import main
+codes = [main(line.split()) for line in sys.stdin]
+print("EXIT CODES:", codes)
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> tuple[Path, str]:
+    """A directory in which every command but those of servers ran, and what they printed."""
+    directory = tmp_path_factory.mktemp("ran")
+    make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True)
+    rows = [{"query": f"{WORD} {number}", "response": f"A {WORD}."} for number in range(8)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Without the variables by which this machine's Python is told to stay offline.
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_OFFLINE")}
+    secrets = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY"), TOKEN)
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED],
+        input=COMMANDS.strip().replace("\n    ", " "),
+        cwd=directory,
+        env=environment | secrets,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert "EXIT CODES: [0, 0, 0, 0, 0, " in done.stdout, done.stdout
+    return directory, done.stdout
+
+
+def test_no_command_asks_the_network(ran):
+    _, printed = ran
+    assert "ASKED THE NETWORK" not in printed
+
+
+def test_a_token_in_the_environment_stays_there(ran):
+    directory, printed = ran
+    assert TOKEN not in printed
+    written = [path for path in directory.rglob("*") if path.is_file()]
+    assert len(written) > 20
+    assert [path for path in written if TOKEN.encode() in path.read_bytes()] == []
+
+
+def test_rows_and_answers_are_not_logged(ran):
+    directory, printed = ran
+    assert WORD in (directory / "answers.jsonl").read_text()
+    assert WORD not in printed
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_on_one_machine_listen_to_it_alone(tmp_path, processes):
+    """Also where the machine's name leads to the network, as it usually does; root can see to that."""
+    make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
+    (tmp_path / "rows.jsonl").write_text('{"query": "q", "response": "a"}\n' * 8)
+    options = "--torch_dtype float32 --micro_batch_size 2 --global_batch_size 4 --train_iters 100000"
+    command = [*_on_the_network(), sys.executable, "-m", "swiftlite", "megatron", "sft", *options.split()]
+    command += "--model model --dataset rows.jsonl --acceptance_samples 0 --output_dir run".split()
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"NPROC_PER_NODE": str(processes), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        first = psutil.Process(process.pid)
+        family = [first, *first.children(recursive=True)]
+        sockets = [socket for member in family for socket in member.net_connections()]
+    finally:
+        os.killpg(process.pid, 9)
+        process.wait()
+    listening = [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN]
+    assert len(listening) >= processes
+    assert set(listening) == {"127.0.0.1"}
+
+
+def _on_the_network() -> list[str]:
+    """Words that give a command a machine whose name is its address on the network; none if that cannot be."""
+    addresses = [address.address for interface in psutil.net_if_addrs().values() for address in interface]
+    outside = [address for address in addresses if re.fullmatch(r"[\d.]+", address) and address != "127.0.0.1"]
+    if not outside:
+        return []
+    words = ["unshare", "--uts", "sh", "-c", f'hostname {outside[0]} && exec "$@"', "sh"]
+    return words if subprocess.run([*words, "true"], capture_output=True).returncode == 0 else []
