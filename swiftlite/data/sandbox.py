@@ -4,6 +4,7 @@ this one from taking all memory. Nothing bounds its time: a loop may run for eve
 
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,7 +50,11 @@ def _bounded_memory(num_bytes: int) -> Iterator[None]:
     """Inside, this process may take so much more than it has; what wants more gets a MemoryError.
 
     The limit is the kernel's, because no hook of jinja2 sees all: 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
+    Only Linux keeps to it, and says how much a process has.
     """
+    if sys.platform != "linux":
+        yield
+        return
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = _address_space() + num_bytes
     lowest = min(bound for bound in (limit, *before) if bound != resource.RLIM_INFINITY)
