@@ -53,8 +53,13 @@ class OptionError(UserError):
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether a disk or a network file system failed: nothing that a change of options or of the program would mend."""
-    return isinstance(error, OSError) and error.errno in _OF_STORAGE
+    """Whether a disk or a network file system failed: nothing that a change of options or of the program would mend.
+
+    Of some errors torch keeps only the words: "open file failed with strerror: No space left on device".
+    """
+    if isinstance(error, OSError):
+        return error.errno in _OF_STORAGE
+    return isinstance(error, RuntimeError) and any(os.strerror(number) in str(error) for number in _OF_STORAGE)
 
 
 def reason_of(error: BaseException) -> str:

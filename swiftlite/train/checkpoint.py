@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from swiftlite.bridge.tensors import some
 from swiftlite.durable import sync_directory
-from swiftlite.errors import UserError, reason_of
+from swiftlite.errors import UserError, is_of_storage, reason_of
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
 from swiftlite.plan.facts import run_checkpoints
@@ -198,11 +198,10 @@ class Checkpointer:
             dist.broadcast_object_list(reason)
             self._delete_unfinished()
             raise self._not_written(reason[0]) from None
-        except OSError as error:
+        except Exception as error:
             self._delete_unfinished()
-            raise self._not_written(reason_of(error)) from None
-        except Exception:
-            self._delete_unfinished()
+            if is_of_storage(error) or isinstance(error, OSError):
+                raise self._not_written(reason_of(error)) from None
             raise
 
     def _not_written(self, reason: str) -> UserError:

@@ -1,0 +1,28 @@
+"""Which failures are a disk's, and how they are named."""
+
+import errno
+
+import pytest
+
+from swiftlite.errors import is_of_storage, reason_of
+
+# torch.save's, where the file cannot be opened (torch 2.13)
+OF_TORCH = RuntimeError(
+    "[enforce fail at inline_container.cc:747] . open file failed with strerror: No space left on device"
+)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "read"), OF_TORCH], ids=str)
+def test_a_failing_disk(error):
+    assert is_of_storage(error)
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "denied"), ValueError("Input/output error"), RuntimeError("shape")], ids=str
+)
+def test_not_a_failing_disk(error):
+    assert not is_of_storage(error)
+
+
+def test_a_full_disk_by_that_name():
+    assert reason_of(OF_TORCH).startswith("the disk is full (")
