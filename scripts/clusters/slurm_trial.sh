@@ -13,7 +13,7 @@
 # can be pulled.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-TRIALS="stop cancel limit node network requeue"
+TRIALS="stop cancel limit rank node network requeue"
 
 die() {
     printf '%s\n    %s\n' "$1" "$2" >&2
@@ -228,6 +228,13 @@ has_all_cores() {
     [ "$(grep Cpus_allowed: "/proc/$launcher/status")" = "$(grep Cpus_allowed: /proc/self/status)" ]
 }
 
+# goes_on_by_itself RUN JOB: the job that was requeued comes to the same end.
+goes_on_by_itself() {
+    ends "$2" 300 COMPLETED 0:0
+    log_says "$1" "going on from"
+    is_the_unbroken_run "$1"
+}
+
 # ---- trials
 
 trial_unbroken() {
@@ -272,15 +279,36 @@ trial_limit() {
     ends "$second" 60 FAILED 143:0
 }
 
+trial_rank() {
+    local job pid
+    job=$(submit rank)
+    under_way rank
+    pid=$(first_rank_on node2)
+    kill -9 "$pid"
+    ends "$job" 60 FAILED 137:0
+    log_says rank "ended first, with signal SIGKILL; the others were stopped"
+    log_says rank "on node2 ended first, with signal SIGKILL; the ranks here were stopped"
+    goes_on rank
+}
+
+first_rank_on() {
+    local pid
+    for pid in $(ip netns pids "$1"); do
+        if grep -qz '^RANK=' "/proc/$pid/environ"; then
+            echo "$pid"
+            return
+        fi
+    done
+}
+
 trial_node() {
     local job
     job=$(submit node)
     under_way node
     kill_node node2
-    ends "$job" 60 FAILED 1:0
-    log_says node "ended first"
+    is_requeued "$job"
     start_node node2
-    goes_on node
+    goes_on_by_itself node "$job"
 }
 
 trial_network() {
@@ -288,11 +316,14 @@ trial_network() {
     job=$(submit network)
     under_way network
     ip link set node2 down
-    check "Slurm did not requeue it" wait_until 180 is_in_state "$job" PENDING
+    is_requeued "$job"
     ip link set node2 up
-    ends "$job" 300 COMPLETED 0:0
-    log_says network "going on from"
-    is_the_unbroken_run network
+    goes_on_by_itself network "$job"
+}
+
+# is_requeued JOB: when its node has been silent for SlurmdTimeout.
+is_requeued() {
+    check "Slurm did not requeue it" wait_until 180 is_in_state "$1" PENDING
 }
 
 trial_requeue() {
@@ -300,9 +331,7 @@ trial_requeue() {
     job=$(submit requeue)
     under_way requeue
     scontrol requeue "$job"
-    ends "$job" 300 COMPLETED 0:0
-    log_says requeue "going on from"
-    is_the_unbroken_run requeue
+    goes_on_by_itself requeue "$job"
 }
 
 run_trial() {

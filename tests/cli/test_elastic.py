@@ -207,8 +207,13 @@ def start_nodes(tmp_path, body: str, *argv: str, launcher: tuple[str, ...] = LAU
 
 def test_nodes_that_end_well(tmp_path):
     """Whatever the launchers are doing in their store at that moment: these look into it all the time."""
-    busy = "import sys\nfrom swiftlite.cli import elastic\nelastic.POLL_SECONDS = 0\nsys.exit(elastic.main(sys.argv[1:]))"
-    nodes = start_nodes(tmp_path, "", launcher=("-c", busy))
+    lines = (
+        "import sys",
+        "from swiftlite.cli import elastic",
+        "elastic.POLL_SECONDS = 0",
+        "sys.exit(elastic.main(sys.argv[1:]))",
+    )
+    nodes = start_nodes(tmp_path, "", launcher=("-c", "\n".join(lines)))
     errors = [node.communicate(timeout=60)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], errors
 

@@ -42,7 +42,7 @@ def node(tmp_path):
         (tmp_path / name).chmod(0o755)
 
     fake("scontrol", 'printf "gpu17\\ngpu18\\n"')
-    fake("srun", 'shift; exec "$@"')  # the option; then the command of one node
+    fake("srun", 'shift 2; exec "$@"')  # its options; then the command of one node
     fake("swiftlite", 'env -0 > environment; printf "%s\\0" "$@" > words')
 
     def run(job_id: int, number: int, **more: str) -> tuple[dict[str, str], list[str]]:
