@@ -3,14 +3,14 @@
 # and requeued; each must end as docs/en/parallel.md says, go on, and come to the checkpoint of an unbroken run, bit for
 # bit.
 #
-#   bash scripts/clusters/slurm_trial.sh                 # all trials, a quarter of an hour
-#   bash scripts/clusters/slurm_trial.sh stop requeue    # the unbroken run, and trials by name
+#   bash scripts/clusters/slurm_trial.sh                     # all trials, a quarter of an hour
+#   bash scripts/clusters/slurm_trial.sh stop requeue        # the unbroken run, and trials by name
 #   NPROC_PER_NODE=1 bash scripts/clusters/slurm_trial.sh    # with less work, on a busy machine
 #
-# Needs Linux, root, iproute2, Debian's slurm-wlm, and an environment with swiftlite on PATH. Everything runs in namespaces
-# of its own and ends with this script; nothing outside a temporary directory is written, which is kept when a trial fails.
-# Each node has a host name and a network of its own, so that Slurm and the ranks talk as between machines, and a cable
-# can be pulled.
+# Needs Linux, root, iproute2, Debian's slurm-wlm (seen with 22.05.8), and an environment with swiftlite on PATH. Everything
+# runs in namespaces of its own and ends with this script; nothing is written outside a temporary directory, which is kept
+# when a trial fails. Each node has a host name and a network of its own, so that Slurm and the ranks talk as between
+# machines, and a cable can be pulled.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 TRIALS="stop cancel limit rank node network requeue"
@@ -42,8 +42,8 @@ processes=${NPROC_PER_NODE:-2}
 # ---- the cluster
 
 make_network() {
-    mkdir -p /run/netns
-    mount -t tmpfs none /run/netns
+    mount -t tmpfs none /run # of this script alone
+    mkdir /run/netns
     printf '127.0.0.1 localhost\n10.77.0.1 controller\n10.77.0.11 node1\n10.77.0.12 node2\n' >"$work/hosts"
     mount --bind "$work/hosts" /etc/hosts
     hostname controller
@@ -160,8 +160,12 @@ is_over() {
     [[ "$(field "$1" JobState)" =~ ^(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)$ ]]
 }
 
+last_step() {
+    tail -n 1 "$work/$1/metrics.jsonl" | grep -oP '"step": \K\d+'
+}
+
 is_past_step() {
-    [ -e "$work/$1/metrics.jsonl" ] && [ "$(wc -l <"$work/$1/metrics.jsonl")" -gt "$2" ]
+    [ -s "$work/$1/metrics.jsonl" ] && [ "$(last_step "$1")" -gt "$2" ]
 }
 
 newest_step() {
@@ -198,9 +202,8 @@ log_says() {
 
 # saved_its_last_step RUN: nothing that it computed is lost.
 saved_its_last_step() {
-    local last
-    last=$(tail -n 1 "$work/$1/metrics.jsonl" | grep -oP '"step": \K\d+')
-    check "it had taken $last steps and saved $(newest_step "$1")" [ "$(newest_step "$1")" = "$last" ]
+    check "its last step was $(last_step "$1"), its newest checkpoint is $(newest_step "$1")" \
+        [ "$(newest_step "$1")" = "$(last_step "$1")" ]
 }
 
 # is_the_unbroken_run RUN: weights, optimizer and all; .metadata alone has the path of its checkpoint in it.
@@ -274,7 +277,7 @@ trial_limit() {
     ends "$first" 180 FAILED 143:0
     saved_its_last_step limit
     check "the next in the queue did not go on" wait_until 300 is_past_step limit $(($(newest_step limit) + 5))
-    log_says limit "going on from"
+    log_says limit "going on from .*limit/checkpoint-"
     scancel --signal=TERM "$second"
     ends "$second" 60 FAILED 143:0
 }
