@@ -78,6 +78,8 @@ def main(argv: list[str]) -> int:
             _stop(error.sigval)
         finally:
             _end_children()
+            if nodes:
+                nodes.close()
 
 
 def _stop(number: int, frame: FrameType | None = None) -> NoReturn:
@@ -189,8 +191,14 @@ class _Nodes:
         self.is_first = options.node_rank == 0
         self.store = None
         self.heard: dict | None = None
-        self.has_published = False
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._listen, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Listen no longer. A thread that Python finds inside the store's C++ as it exits would abort the process."""
+        self.over.set()
+        self.thread.join(REASON_SECONDS)  # it may be waiting for a node 0 that is gone
 
     def reason(self, wait: bool) -> dict | None:
         """Who ended first on another node, as that node says: {"who", "how", "code"}; None if none did."""
@@ -201,7 +209,7 @@ class _Nodes:
 
     def publish(self, reason: dict) -> None:
         """Let the other launchers know why this node ends."""
-        self.has_published = True
+        self.over.set()
         if self.store is None:
             return
         with suppress(RuntimeError):  # node 0 is gone: the others see that
@@ -226,16 +234,15 @@ class _Nodes:
         except RuntimeError:
             return  # torchrun meets the same, and says so
         while self.heard is None:
-            time.sleep(POLL_SECONDS)
-            if self.has_published:
+            if self.over.wait(POLL_SECONDS):
                 return
             try:
                 if self.store.check([self.KEY]):
                     self.heard = json.loads(self.store.get(self.KEY))
             except RuntimeError:
                 self.heard = {"who": f"node 0 ({host})", "how": "see its output", "code": 1}
-        time.sleep(GRACE_SECONDS)
-        _kill_children()
+        if not self.over.wait(GRACE_SECONDS):
+            _kill_children()
 
 
 def _adopt_orphans() -> None:

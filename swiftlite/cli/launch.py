@@ -102,6 +102,11 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
     ]
 
 
+def threads_per_process(nproc_per_node: int) -> int:
+    """An even share of the cores that this process may use, which a batch system may have cut."""
+    return max(1, len(os.sched_getaffinity(0)) // nproc_per_node)
+
+
 def start(processes: Processes, argv: list[str]) -> NoReturn:
     """Replace this process by torchrun.
 
@@ -112,7 +117,7 @@ def start(processes: Processes, argv: list[str]) -> NoReturn:
         _refuse_taken_port(processes.master_port or DEFAULT_MASTER_PORT)
     env = dict(os.environ)
     # torchrun would set 1 and warn; one process alone would take all cores.
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes.nproc_per_node)))
+    env.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes.nproc_per_node)))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, torchrun_command(processes, argv), env)

@@ -238,7 +238,10 @@ def whole_parameters(model: Sequence[DistributedDataParallel]) -> Iterator[None]
 
 
 class _StopSignals:
-    """Remembers SIGTERM, SIGHUP and Ctrl-C until the step is over; a second one ends the process at once."""
+    """Remembers SIGTERM, SIGHUP and Ctrl-C until the step is over; a second Ctrl-C ends the process at once.
+
+    A second SIGTERM does not: SLURM sends it to every process, and the launcher passes its own on to the ranks.
+    """
 
     def __init__(self):
         self.received = 0
@@ -253,7 +256,8 @@ class _StopSignals:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        signal.signal(number, self._previous[number])
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():

@@ -44,12 +44,17 @@ def hears_sighup() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def start(tmp_path, body: str, *options: str, argv: tuple[str, ...] = ()) -> subprocess.Popen:
+LAUNCHER = ("-m", "swiftlite.cli.elastic")
+
+
+def start(
+    tmp_path, body: str, *options: str, argv: tuple[str, ...] = (), launcher: tuple[str, ...] = LAUNCHER
+) -> subprocess.Popen:
     """Two ranks that run `body`."""
     (tmp_path / "ranks.py").write_text(PRELUDE + body)
     options = options or ("--nnodes=1", "--master-addr=127.0.0.1", "--master-port=0")
     return subprocess.Popen(
-        [sys.executable, "-m", "swiftlite.cli.elastic", "--nproc-per-node=2", *options, "ranks.py", *argv],
+        [sys.executable, *launcher, "--nproc-per-node=2", *options, "ranks.py", *argv],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -182,7 +187,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_nodes(tmp_path, body: str, *argv: str) -> list[subprocess.Popen]:
+def start_nodes(tmp_path, body: str, *argv: str, launcher: tuple[str, ...] = LAUNCHER) -> list[subprocess.Popen]:
     """Two launchers as on two nodes, two ranks each."""
     port = free_port()
     return [
@@ -194,9 +199,23 @@ def start_nodes(tmp_path, body: str, *argv: str) -> list[subprocess.Popen]:
             "--master-addr=127.0.0.1",
             f"--master-port={port}",
             argv=argv,
+            launcher=launcher,
         )
         for node in range(2)
     ]
+
+
+def test_nodes_that_end_well(tmp_path):
+    """Whatever the launchers are doing in their store at that moment: these look into it all the time."""
+    lines = (
+        "import sys",
+        "from swiftlite.cli import elastic",
+        "elastic.POLL_SECONDS = 0",
+        "sys.exit(elastic.main(sys.argv[1:]))",
+    )
+    nodes = start_nodes(tmp_path, "", launcher=("-c", "\n".join(lines)))
+    errors = [node.communicate(timeout=60)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
 
 
 def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(tmp_path):

@@ -1,12 +1,13 @@
 """The environment -> processes -> torchrun's command line. Running it is tested in test_elastic.py."""
 
+import os
 import re
 import socket
 import sys
 
 import pytest
 
-from swiftlite.cli.launch import Processes, read_environment, torchrun_command
+from swiftlite.cli.launch import Processes, read_environment, threads_per_process, torchrun_command
 from swiftlite.errors import OptionError
 from tests.tiny import make_tiny_hf
 
@@ -90,6 +91,17 @@ def test_an_environment_that_cannot_be(env, problems):
     assert [problem for problem, _ in raised.value.problems] == problems
     assert all(hint for _, hint in raised.value.problems)
     assert raised.value.exit_code == 2
+
+
+def test_processes_share_the_cores_that_this_one_may_use():
+    allowed = os.sched_getaffinity(0)
+    assert threads_per_process(1) == len(allowed)
+    assert threads_per_process(1000) == 1
+    os.sched_setaffinity(0, {min(allowed)})  # as SLURM does for a job with a part of a node
+    try:
+        assert threads_per_process(1) == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 @pytest.mark.gloo

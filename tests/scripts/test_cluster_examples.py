@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import yaml
 from swiftlite.cli import launch
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import find
+from swiftlite.errors import OptionError
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import data_parallel_size, layout_of
 from swiftlite.rules import common
@@ -33,29 +35,31 @@ def check_sft(argv: list[str], processes: launch.Processes) -> None:
 
 @pytest.fixture
 def node(tmp_path):
-    """node(JOB_ID, NODE): the environment and the words with which slurm.sbatch starts swiftlite on a node."""
+    """node(JOB_ID, NODE, **env): the environment and words with which slurm.sbatch starts swiftlite on a node."""
 
     def fake(name: str, text: str) -> None:
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
     fake("scontrol", 'printf "gpu17\\ngpu18\\n"')
-    fake("srun", 'shift; exec "$@"')  # the option; then the command of one node
+    fake("srun", 'shift 2; exec "$@"')  # its options; then the command of one node
     fake("swiftlite", 'env -0 > environment; printf "%s\\0" "$@" > words')
 
-    def run(job_id: int, number: int) -> tuple[dict[str, str], list[str]]:
+    def run(job_id: int, number: int, **more: str) -> tuple[dict[str, str], list[str]]:
         env = {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "MODEL": "model dir",
             "TRAIN": "train.jsonl",
             "OUT": "out",
             "SLURM_GPUS_ON_NODE": "8",
+            "SLURM_CPUS_PER_TASK": "64",
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_NODELIST": "gpu[17-18]",
             "SLURM_JOB_ID": str(job_id),
             "SLURM_NODEID": str(number),
+            **more,
         }
-        subprocess.run(["bash", SLURM, "--resume", "true"], cwd=tmp_path, env=env, check=True)
+        subprocess.run(["bash", SLURM, "--lr", "1e-4"], cwd=tmp_path, env=env, check=True)
         environment = (tmp_path / "environment").read_text().rstrip("\0").split("\0")
         words = (tmp_path / "words").read_text().rstrip("\0").split("\0")
         return dict(line.split("=", 1) for line in environment), words
@@ -69,8 +73,14 @@ def test_slurm_starts_every_node(node, number):
     processes = launch.read_environment(env)
     assert processes == launch.Processes(8, 2, number, "gpu17", 24711)
     assert words[words.index("--model") + 1] == "model dir"
-    assert words[-2:] == ["--resume", "true"]
+    assert words[-4:] == ["--resume", "true", "--lr", "1e-4"]  # a job that is requeued goes on
+    assert env["SRUN_CPUS_PER_TASK"] == "64"
     check_sft(words, processes)
+
+
+def test_slurm_without_gpus(node):
+    env, _ = node(4711, 0, NPROC_PER_NODE="2", SLURM_GPUS_ON_NODE="")
+    assert launch.read_environment(env).nproc_per_node == 2
 
 
 def test_slurm_says_what_is_missing():
@@ -102,6 +112,16 @@ def test_kubernetes_starts_every_node():
         assert processes == launch.Processes(8, 2, number, env["MASTER_ADDR"], 29500)
     assert container["command"][0] == "swiftlite"
     check_sft(container["command"][1:], processes)
+    assert "--resume=true" in container["command"]  # a pod that is started again goes on
+
+
+def test_kubernetes_knows_the_exit_codes():
+    _, job = yaml.safe_load_all(KUBERNETES.read_text(encoding="utf-8"))
+    actions = {}
+    for rule in job["spec"]["podFailurePolicy"]["rules"]:
+        for code in rule.get("onExitCodes", {"values": []})["values"]:
+            actions[code] = rule["action"]
+    assert actions == {OptionError([("", "")]).exit_code: "FailJob", 128 + signal.SIGTERM: "Ignore"}
 
 
 @pytest.mark.parametrize("path", [SLURM, KUBERNETES], ids=lambda path: path.name)

@@ -92,7 +92,20 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(make_trainer, nu
     assert signal.getsignal(number) is before
 
 
-def test_the_second_signal_ends_the_process_at_once(make_trainer):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_twice_ends_the_run_once(make_trainer, number):
+    def after_step(step: int) -> None:
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    trainer = make_trainer(after_step)
+    assert trainer.fit(0) == number
+    assert checkpoints(trainer) == {"checkpoint-1"}
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_ctrl_c_ends_the_process_at_once(make_trainer):
     def after_step(step: int) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
