@@ -3,7 +3,7 @@
 import errno
 import os
 
-_OF_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
+_OF_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EINTR)
 
 
 class UserError(Exception):

@@ -6,13 +6,15 @@ import pytest
 
 from swiftlite.errors import is_of_storage, reason_of
 
-# torch.save's, where the file cannot be opened (torch 2.13)
-OF_TORCH = RuntimeError(
-    "[enforce fail at inline_container.cc:747] . open file failed with strerror: No space left on device"
+# torch.save's, where the file cannot be opened (torch 2.13). Python tries again what was interrupted, torch does not.
+FAILED = "[enforce fail at inline_container.cc:747] . open file failed with strerror: "
+OF_TORCH = RuntimeError(f"{FAILED}No space left on device")
+INTERRUPTED = RuntimeError(f"{FAILED}Interrupted system call")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "read"), OF_TORCH, INTERRUPTED], ids=str
 )
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "read"), OF_TORCH], ids=str)
 def test_a_failing_disk(error):
     assert is_of_storage(error)
 
