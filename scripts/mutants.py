@@ -46,26 +46,13 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "transformers.models.auto.tokenization_auto",
 ]
-# Not `/`: most join paths, where any other operator is a TypeError.
-OTHERS: dict[type[ast.AST], list[type[ast.AST]]] = {
-    ast.Eq: [ast.NotEq],
-    ast.NotEq: [ast.Eq],
-    ast.Lt: [ast.LtE, ast.GtE],
-    ast.LtE: [ast.Lt, ast.Gt],
-    ast.Gt: [ast.GtE, ast.LtE],
-    ast.GtE: [ast.Gt, ast.Lt],
-    ast.Is: [ast.IsNot],
-    ast.IsNot: [ast.Is],
-    ast.In: [ast.NotIn],
-    ast.NotIn: [ast.In],
-    ast.And: [ast.Or],
-    ast.Or: [ast.And],
-    ast.Add: [ast.Sub],
-    ast.Sub: [ast.Add],
-    ast.Mult: [ast.FloorDiv],
-    ast.FloorDiv: [ast.Mult],
-    ast.Mod: [ast.FloorDiv],
-}
+# Not `/`: it joins paths, where any other operator is a TypeError.
+PAIRS = [(ast.Eq, ast.NotEq), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Lt, ast.GtE), (ast.Gt, ast.LtE)]
+PAIRS += [(ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv)]
+OTHERS: dict[type[ast.AST], list[type[ast.AST]]] = {ast.Mod: [ast.FloorDiv]}
+for one, other in PAIRS:
+    OTHERS.setdefault(one, []).append(other)
+    OTHERS.setdefault(other, []).append(one)
 
 
 @dataclass(frozen=True)
