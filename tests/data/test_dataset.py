@@ -277,6 +277,8 @@ def test_special_tokens_in_what_is_said_are_counted(make_tokenizer, write_jsonl)
     turns = [{"role": "user", "content": rows[1]["query"]}, {"role": "assistant", "content": "a"}]
     ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
     assert data.train[1].input_ids.tolist() == ids
+    (note,) = load(make_tokenizer, [write_jsonl(rows)]).report.notes
+    assert note.startswith(f"1 row has special tokens in what is said; {path}:2 has ")
     assert load(make_tokenizer, [write_jsonl(rows[::2])]).report.notes == []
 
 
