@@ -61,12 +61,13 @@ class Mutant:
 
     path: str
     line: int
+    column: int
     before: str
     after: str
     source: bytes
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.before} -> {self.after or 'nothing'}"
+        return f"{self.path}:{self.line}:{self.column}: {self.before} -> {self.after or 'nothing'}"
 
 
 def mutants_of(path: str) -> list[Mutant]:
@@ -81,7 +82,7 @@ def mutants_of(path: str) -> list[Mutant]:
             start = starts[old.lineno - 1] + old.col_offset
             end = starts[(old.end_lineno or 0) - 1] + (old.end_col_offset or 0)
             changed = source[:start] + new.encode() + source[end:]
-            mutants.append(Mutant(path, old.lineno, ast.unparse(old), new, changed))
+            mutants.append(Mutant(path, old.lineno, old.col_offset + 1, ast.unparse(old), new, changed))
     return mutants
 
 
@@ -291,7 +292,7 @@ def main() -> int:
         for mutant in mutants:
             failure = who_notices(mutant, rooms, directory)
             survivors += not failure
-            print(f"{time.monotonic() - began:6.0f} s  {mutant}\n          {failure or 'SURVIVED'}", flush=True)
+            print(f"{time.monotonic() - began:6.0f} s  {mutant}\n          {failure or 'NOT NOTICED'}", flush=True)
     killed = len(mutants) - survivors
     low, high = interval(killed, len(mutants))
     print(f"{killed} of {len(mutants)} noticed: {killed / len(mutants):.0%}, of all between {low:.0%} and {high:.0%}")

@@ -207,6 +207,13 @@ BAD = {"query": "q", "response": ""}
             + "".join(f"  FILE:{i}: response: is empty\n" for i in range(2, 7))
             + "  and 2 more\n    --max_bad_rows 7 leaves them out",
         ),
+        (
+            [BAD] * 5,
+            {},
+            "5 bad rows, --max_bad_rows 0\n"
+            + "".join(f"  FILE:{i}: response: is empty\n" for i in range(1, 6))
+            + "    --max_bad_rows 5 leaves them out",
+        ),
         ([BAD], {"max_bad_rows": 1}, "--dataset: no row is left, all are bad\n    see which with --max_bad_rows 0"),
         (
             [row(1, words=9), row(2, words=20)],

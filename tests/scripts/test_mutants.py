@@ -24,19 +24,19 @@ def test_what_is_changed(script, tmp_path):
     path.write_text(SOURCE)
     mutants = script.mutants_of(str(path))
     assert [str(mutant).removeprefix(f"{path}:") for mutant in mutants] == [
-        "3: 3 -> 4",
-        "3: 3 -> (2)",
-        "5: value < 2 and most -> (not (value < 2 and most))",
-        "5: value < 2 and most -> (value < 2 or most)",
-        "5: value < 2 -> (value <= 2)",
-        "5: value < 2 -> (value >= 2)",
-        "5: 2 -> 3",
-        "5: 2 -> (1)",
-        "6: raise ValueError(f'{most + 1} is too much', 1) -> pass",
-        "7: sorted(most, key=value) -> ()",
-        "7: sorted(most, key=value) -> sorted(most)",
-        "8: log.total += one -> pass",
-        "9: value -> None",
+        "3:43: 3 -> 4",
+        "3:43: 3 -> (2)",
+        "5:8: value < 2 and most -> (not (value < 2 and most))",
+        "5:8: value < 2 and most -> (value < 2 or most)",
+        "5:8: value < 2 -> (value <= 2)",
+        "5:8: value < 2 -> (value >= 2)",
+        "5:16: 2 -> 3",
+        "5:16: 2 -> (1)",
+        "6:9: raise ValueError(f'{most + 1} is too much', 1) -> pass",
+        "7:16: sorted(most, key=value) -> ()",
+        "7:16: sorted(most, key=value) -> sorted(most)",
+        "8:9: log.total += one -> pass",
+        "9:12: value -> None",
     ]
     for mutant in mutants:
         compile(mutant.source, mutant.path, "exec")
