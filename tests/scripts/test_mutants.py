@@ -24,8 +24,8 @@ def test_what_is_changed(script, tmp_path):
     path.write_text(SOURCE)
     mutants = script.mutants_of(str(path))
     assert [str(mutant).removeprefix(f"{path}:") for mutant in mutants] == [
-        "3:43: 3 -> 4",
-        "3:43: 3 -> (2)",
+        "3:42: 3 -> 4",
+        "3:42: 3 -> (2)",
         "5:8: value < 2 and most -> (not (value < 2 and most))",
         "5:8: value < 2 and most -> (value < 2 or most)",
         "5:8: value < 2 -> (value <= 2)",
