@@ -161,6 +161,8 @@ def test_safetensors_reads_what_we_wrote(tmp_path, max_shard_bytes):
     if max_shard_bytes == 10**9:
         assert [shard.name for shard in shards] == ["model.safetensors"]
     else:
+        of = len(shards)  # transformers' names
+        assert [shard.name for shard in shards] == [f"model-{n:05d}-of-{of:05d}.safetensors" for n in range(1, of + 1)]
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
         assert all(key in load_file(tmp_path / file) for key, file in index["weight_map"].items())
