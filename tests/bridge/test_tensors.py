@@ -166,7 +166,17 @@ def test_safetensors_reads_what_we_wrote(tmp_path, max_shard_bytes):
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
         assert all(key in load_file(tmp_path / file) for key, file in index["weight_map"].items())
-    assert scan(tmp_path)[1] == []
+    entries, problems = scan(tmp_path)
+    assert problems == []
+    # As the package itself places them: others read tensors where they lie.
+    assert [key for key, entry in entries.items() if entry.offset % entry.dtype.itemsize] == []
+
+
+@pytest.mark.parametrize(("max_shard_bytes", "num_files"), [(8, 2), (7, 4), (9, 2), (16, 1)])
+def test_files_are_filled_to_the_last_byte(tmp_path, max_shard_bytes, num_files):
+    tensors = dict.fromkeys("abcd", (torch.uint8, (4,)))
+    files = ShardedFiles(tmp_path, tensors, max_shard_bytes)
+    assert len({entry.file for entry in files.entries.values()}) == num_files
 
 
 def test_nothing_has_its_name_before_publish(tmp_path):

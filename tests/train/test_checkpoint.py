@@ -6,6 +6,7 @@ import pickle
 import resource
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -250,21 +251,24 @@ def test_code_in_the_common_file_does_not_run(open_chunks, mesh, saved, tmp_path
         load_checkpoint(saved, mesh, open_chunks())
 
 
-def save_and_wait(checkpointer: Checkpointer, step: int) -> None:
-    checkpointer.save(step)
+def save_and_wait(checkpointer: Checkpointer, step: int, data_state: dict[str, Any] | None = None) -> None:
+    checkpointer.save(step, data_state)
     checkpointer.finish()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_cannot_be_written_is_not_left(open_chunks, mesh, tmp_path, is_async):
+@pytest.mark.parametrize(
+    ("limit", "data_state"), [(100_000, {}), (10_000_000, {"long": "x" * 10_000_000})], ids=["tensors", "state"]
+)
+def test_what_cannot_be_written_is_not_left(open_chunks, mesh, tmp_path, limit, data_state, is_async):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, is_async=is_async)
     checkpointer.save(1)
     checkpointer.finish()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(UserError, match=r"a checkpoint cannot be written in .*: .*File too large"):
-            save_and_wait(checkpointer, 2)
+            save_and_wait(checkpointer, 2, data_state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == {"checkpoint-1"}
