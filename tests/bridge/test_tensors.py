@@ -184,6 +184,17 @@ def test_nothing_has_its_name_before_publish(tmp_path):
     assert not list(tmp_path.glob("model*"))
 
 
+def test_files_are_on_disk_before_they_have_their_names(tmp_path, synced):
+    """Else a power cut would leave empty ones under these names."""
+    files = write_all(tmp_path, 64)
+    shards = files.files[:-1]
+    assert {path.name for path in synced} == {f".{name}.incomplete" for name in shards}
+    synced.clear()
+    files.publish()
+    assert [path.name for path in synced[: len(shards)]] == [f".{name}.incomplete" for name in shards]
+    assert synced[-1] == tmp_path
+
+
 def test_discard_leaves_nothing(tmp_path):
     write_all(tmp_path, 64).discard()
     assert not list(tmp_path.iterdir())

@@ -96,6 +96,15 @@ def test_a_checkpoint_without_all_tensors_gets_no_name(open_chunks, mesh, tmp_pa
     assert names(tmp_path) == {"checkpoint-2"}  # what was left of the other is gone
 
 
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(open_chunks, mesh, tmp_path, synced):
+    """Else a power cut would leave empty files under it."""
+    Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(1)
+    *before, last = synced
+    writing = tmp_path / ".checkpoint-1.writing"
+    assert {writing, *(writing / name for name in names(tmp_path / "checkpoint-1"))} <= set(before)
+    assert last == tmp_path
+
+
 def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_path):
     chunks = open_chunks()
     Checkpointer(tmp_path, mesh, chunks, None, {**STATE, "run": 1}).save(1)
