@@ -93,9 +93,8 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.Assert | ast.JoinedStr) or _is_message(node):
         return
     yield node
-    is_zip = isinstance(node, ast.Call) and ast.unparse(node.func) == "zip"
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list") or (is_zip and name == "keywords"):
+        if name in ("annotation", "returns", "decorator_list") or (name == "keywords" and _is_zip(node)):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
@@ -108,6 +107,10 @@ def _is_message(node: ast.AST) -> bool:
         return False
     name = ast.unparse(node.func)
     return name.endswith("Error") or name.startswith("logger.")
+
+
+def _is_zip(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "zip"
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
@@ -130,7 +133,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
             yield node, f"({number - 1})"
         case ast.Call():
             for keyword in node.keywords:
-                if keyword.arg and keyword.arg != "strict":
+                if keyword.arg and not _is_zip(node):
                     others = [other for other in node.keywords if other is not keyword]
                     yield node, ast.unparse(_with(node, keywords=others))
         case ast.For():
