@@ -271,6 +271,7 @@ def test_index_is_no_index(tmp_path, text):
         {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
         {"x": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}},
         {"x": {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [-1, -1, 2], "data_offsets": [0, 8]}},
         {"x": {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}},
         {"x": {"dtype": "F32", "shape": "ab", "data_offsets": [0, 8]}},
         {"x": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}},
