@@ -58,6 +58,7 @@ def test_the_bar_shows_the_step_and_short_names(capsys):
     bar.log(4, {"loss": 1.0})
     assert bar.bar.n == 4
     bar.close()
+    assert bar.bar.disable  # tqdm's word for closed
 
 
 def test_an_evaluation_is_a_line_of_its_own(capsys):
