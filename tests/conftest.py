@@ -85,3 +85,17 @@ def trained(shared) -> Trained:
         return directory, json.loads((directory / "prompts.json").read_text())
 
     return get
+
+
+@pytest.fixture
+def synced(monkeypatch) -> list[Path]:
+    """What is flushed to disk during the test, by the path that it has then; in order."""
+    paths: list[Path] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        paths.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return paths

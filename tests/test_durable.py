@@ -19,6 +19,13 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
             check_writable("--output_dir", Path(place))
 
 
+def test_what_is_written_is_on_disk_before_it_has_its_name(tmp_path, synced):
+    write_durably(tmp_path / "small.json", b"new")
+    (content,) = synced
+    assert content.parent == tmp_path
+    assert content.name != "small.json"
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     """The kernel refuses to go beyond a size, as it does on a full disk."""
     path = tmp_path / "small.json"

@@ -49,6 +49,14 @@ def test_parameters_of_other_stages_count():
     assert "the Megatron model has no qkv" in message(shards()[:1], ROWS, others_hold={"norm"}.__contains__)
 
 
+def test_parameters_that_get_their_numbers_elsewhere_must_be_in_the_model():
+    held = [*shards(), Shard("mtp.norm", torch.zeros(4))]
+    assert "no source for mtp.norm" in message(held, ROWS, hf_shapes=HF_SHAPES)
+    assert len(bind(held, ROWS, not_read=["mtp.norm"], hf_shapes=HF_SHAPES)) == len(shards())
+    assert "the Megatron model has no mtp.norm" in message(shards(), ROWS, not_read=["mtp.norm"])
+    assert bind(shards(), ROWS, not_read=["mtp.norm"], others_hold={"mtp.norm"}.__contains__)
+
+
 @given(
     missing=st.sets(st.sampled_from(sorted(HF_SHAPES))),
     extra=st.sets(st.sampled_from(["bias", "model.mtp", "qq"])),
@@ -102,6 +110,12 @@ def test_two_rows_for_one_name_are_a_mistake_in_the_table():
         bind(shards(), [*ROWS, Row("other", {"ln": (4,)})])
     with pytest.raises(ValueError, match="two rows fill norm"):
         bind(shards(), [*ROWS, Row("norm", {"other": (4,)})])
+
+
+def test_tensors_that_differ_across_the_join_are_a_mistake_in_the_table():
+    rows = [Row("qkv", {"q": (8, 4), "k": (8, 5)})]
+    with pytest.raises(ValueError, match="the HF tensors of qkv cannot be joined along axis 0"):
+        bind([Shard("qkv", torch.zeros(16, 4))], rows)
 
 
 def test_borrowed_rows_read_what_others_claim():

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite import families
 from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.expert_stack import stack
 from swiftlite.bridge.hf_config import read_config
 from tests.bridge.test_transfer import (
     assert_same_tensors,
@@ -54,6 +55,13 @@ def test_stacked_experts_come_back_stacked(tmp_path, mesh, family, depth, sharde
     save(model, source, tmp_path / "out", max_shard_bytes=50_000 if sharded else 10**9)
     assert_same_tensors(read_all(tmp_path / "out"), original)
     assert check_directory(tmp_path / "out", source) == []
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_single_experts_are_stacked_as_transformers_does(tmp_path, family):
+    """It wrote both directories, of the same model."""
+    apart = read_all(make_tiny_hf(tmp_path / "apart", family))
+    assert_same_tensors(stack(apart), read_all(make_tiny_hf(tmp_path / "stacked", family, packed_experts=True)))
 
 
 @pytest.mark.parametrize("original_format", [True, False], ids=["apart", "stacked"])

@@ -1,5 +1,6 @@
 """Names and ownership of parameters, on a real model put into the states that later stages and releases have."""
 
+from copy import copy
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,8 +25,33 @@ def model(tmp_path: Path, mesh) -> GPTModel:
     return build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(1))[0]
 
 
+@pytest.fixture
+def mixture(tmp_path: Path, mesh) -> GPTModel:
+    """A model with four experts."""
+    hf_config = read_config(make_tiny_hf(tmp_path, "qwen3_moe"))
+    architecture = families.get(hf_config).architecture(hf_config)
+    return build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=Heads(0))[0]
+
+
 def shards(model: torch.nn.Module) -> dict[str, Any]:
     return {shard.name: shard for shard in placement.shards_of([model])}
+
+
+class SecondOfTwo:
+    """What is asked of a process group, on the second of its two ranks; two real ones are in tests/parallel."""
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+
+def share(model: GPTModel, **groups: SecondOfTwo) -> None:
+    """Give the model other process groups."""
+    model.pg_collection = copy(model.pg_collection)
+    for name, group in groups.items():
+        setattr(model.pg_collection, name, group)
 
 
 def test_a_model_that_is_not_split(model):
@@ -69,3 +95,82 @@ def test_persistent_buffers_are_parameters_too(model):
     layer.register_buffer("scratch", torch.ones(4), persistent=False)
     added = [name for name in shards(model) if not name.endswith(("weight", "bias")) or "expert" in name]
     assert added == ["decoder.layers.1.mlp.expert_bias"]
+
+
+def test_what_tensor_parallel_ranks_share_and_who_writes_the_rest(model):
+    """megatron-core's column-parallel layers are cut along axis 0, its row-parallel ones along axis 1."""
+    share(model, tp=SecondOfTwo())
+    held = shards(model)
+    layer = "decoder.layers.0."
+    cut = {
+        "embedding.word_embeddings.weight": 0,
+        "output_layer.weight": 0,
+        f"{layer}self_attention.linear_qkv.weight": 0,
+        f"{layer}self_attention.linear_proj.weight": 1,
+        f"{layer}mlp.linear_fc1.weight": 0,
+        f"{layer}mlp.linear_fc2.weight": 1,
+        "mtp.layers.0.eh_proj.weight": 0,
+    }
+    for name, axis in cut.items():
+        shard = held[name]
+        assert (shard.partition_dim, shard.tp_rank, shard.tp_size, shard.writes) == (axis, 1, 2, True), name
+    whole = [name for name, shard in held.items() if shard.partition_dim is None]
+    assert whole == [name for name in held if "norm" in name]
+    assert {(held[name].tp_rank, held[name].tp_size, held[name].writes) for name in whole} == {(0, 1, False)}
+
+
+def test_replicas_do_not_write(model):
+    share(model, dp_cp=SecondOfTwo())
+    assert not any(shard.writes for shard in shards(model).values())
+
+
+def test_a_model_whose_sharing_is_not_marked_is_noticed(model):
+    share(model, tp=SecondOfTwo())
+    for parameter in model.parameters():
+        parameter.tensor_model_parallel = False
+    with pytest.raises(AssertionError, match="no parameter is marked as tensor-parallel"):
+        shards(model)
+
+
+def test_what_other_pipeline_stages_hold(model):
+    """This one has decoder layer 1 of 2, the only MTP layer, and no embedding."""
+    del model.embedding
+    del model.decoder.layers[0]
+    names = [
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.1.mlp.linear_fc3.weight",
+        "decoder.layers.2.mlp.linear_fc1.weight",
+        "decoder.final_layernorm.bias",
+        "mtp.layers.0.bias",
+        "mtp.layers.1.enorm.weight",
+    ]
+
+    def elsewhere() -> list[str]:
+        may_be = placement.others_hold([model], placement.shards_of([model]))
+        return [name for name in names if may_be(name)]
+
+    assert elsewhere() == []
+    share(model, pp=SecondOfTwo())
+    assert elsewhere() == names[:2]
+
+
+def test_what_other_ranks_of_experts_hold(mixture):
+    """This one has experts 2 and 3 of 4, which it counts from 0."""
+    for layer in mixture.decoder.layers:
+        del layer.mlp.experts.local_experts[2:]
+        layer.mlp.local_expert_indices = [2, 3]
+    held = shards(mixture)
+    numbers = {name.split(".")[6] for name in held if ".local_experts." in name}
+    assert numbers == {"2", "3"}
+    prefix = "decoder.layers.1.mlp.experts.local_experts."
+    names = [f"{prefix}{number}.linear_fc1.weight" for number in range(5)]
+    names += [f"{prefix}2.linear_fc1.bias", "decoder.layers.1.mlp.router.bias", "decoder.layers.9.mlp.router.weight"]
+
+    def elsewhere() -> list[str]:
+        may_be = placement.others_hold([mixture], list(held.values()))
+        return [name for name in names if may_be(name)]
+
+    assert elsewhere() == []
+    share(mixture, ep=SecondOfTwo())
+    assert elsewhere() == names[:2]

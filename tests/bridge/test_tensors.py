@@ -161,15 +161,38 @@ def test_safetensors_reads_what_we_wrote(tmp_path, max_shard_bytes):
     if max_shard_bytes == 10**9:
         assert [shard.name for shard in shards] == ["model.safetensors"]
     else:
+        of = len(shards)  # transformers' names
+        assert [shard.name for shard in shards] == [f"model-{n:05d}-of-{of:05d}.safetensors" for n in range(1, of + 1)]
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
         assert all(key in load_file(tmp_path / file) for key, file in index["weight_map"].items())
-    assert scan(tmp_path)[1] == []
+    entries, problems = scan(tmp_path)
+    assert problems == []
+    # As the package itself places them: others read tensors where they lie.
+    assert [key for key, entry in entries.items() if entry.offset % entry.dtype.itemsize] == []
+
+
+@pytest.mark.parametrize(("max_shard_bytes", "num_files"), [(8, 2), (7, 4), (9, 2), (16, 1)])
+def test_files_are_filled_to_the_last_byte(tmp_path, max_shard_bytes, num_files):
+    tensors = dict.fromkeys("abcd", (torch.uint8, (4,)))
+    files = ShardedFiles(tmp_path, tensors, max_shard_bytes)
+    assert len({entry.file for entry in files.entries.values()}) == num_files
 
 
 def test_nothing_has_its_name_before_publish(tmp_path):
     write_all(tmp_path, 64)
     assert not list(tmp_path.glob("model*"))
+
+
+def test_files_are_on_disk_before_they_have_their_names(tmp_path, synced):
+    """Else a power cut would leave empty ones under these names."""
+    files = write_all(tmp_path, 64)
+    shards = files.files[:-1]
+    assert {path.name for path in synced} == {f".{name}.incomplete" for name in shards}
+    synced.clear()
+    files.publish()
+    assert [path.name for path in synced[: len(shards)]] == [f".{name}.incomplete" for name in shards]
+    assert synced[-1] == tmp_path
 
 
 def test_discard_leaves_nothing(tmp_path):
@@ -248,6 +271,7 @@ def test_index_is_no_index(tmp_path, text):
         {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
         {"x": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}},
         {"x": {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}},
+        {"x": {"dtype": "F32", "shape": [-1, -1, 2], "data_offsets": [0, 8]}},
         {"x": {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}},
         {"x": {"dtype": "F32", "shape": "ab", "data_offsets": [0, 8]}},
         {"x": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}},

@@ -263,11 +263,12 @@ def test_failed_save_leaves_no_file(tmp_path, mesh):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_old_rotary_buffers_are_dropped_by_name(tmp_path, mesh):
-    source = make_tiny_hf(tmp_path / "in", "llama")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_old_rotary_buffers_are_dropped_by_name(tmp_path, mesh, depth):
+    source = make_tiny_hf(tmp_path / "in", "llama", depth)
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change_tensors(source, lambda tensors: tensors.update({key: torch.ones(16)}))
-    report = load(build(source, mesh, depth=0), source)
+    report = load(build(source, mesh, depth), source)
     assert report.dropped == (key,)
     assert key in str(report)
 
@@ -303,7 +304,9 @@ def refusal(model: GPTModel, source: Path, **options) -> str:
 def test_checkpoint_and_config_disagree(tmp_path, mesh, change, expected):
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1)
     change_tensors(source, change)
-    assert expected in refusal(build(source, mesh, depth=1), source)
+    problem, *lines = refusal(build(source, mesh, depth=1), source).splitlines()
+    assert problem == f"{source} and the Megatron model do not match:"
+    assert f"  {expected}" in lines
 
 
 def test_model_and_config_disagree(tmp_path, mesh):

@@ -110,6 +110,7 @@ def test_weights_of_turns():
 def test_prompt_and_answer():
     conversation = parse_row({"query": "q", "response": "a", "channel": "math"}, source="f:1")
     assert conversation.prompt().messages == [turn("user", "q")]
+    assert conversation.prompt().weights == [1]
     assert (conversation.answer(), conversation.channel, conversation.source) == ("a", "math", "f:1")
     asked = parse_row({"query": "q"}, needs_answer=False)
     assert asked.prompt() is asked

@@ -8,6 +8,7 @@ from swiftlite.data.dataset import Encoder, load_prompts, load_train_val, split
 from swiftlite.data.sample import digest
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
+from swiftlite.log import logger
 from tests.data.templates import CHATML, MISTRAL
 
 
@@ -87,6 +88,17 @@ def test_every_row_is_accounted_for(make_tokenizer, write_jsonl):
     sampled = load(make_tokenizer, [path + "#5"], max_bad_rows=3).report.total
     assert sampled.rows == sampled.kept + sampled.dropped_bad + sampled.dropped_too_long + sampled.not_sampled
     assert sampled.not_sampled == 3
+
+
+def test_the_log_says_what_became_of_the_rows(make_tokenizer, write_jsonl, caplog):
+    whole, mixed = write_jsonl([row(0)], "whole.jsonl"), write_jsonl([row(1), row(2), row(3, words=99), {"query": "q"}])
+    caplog.set_level("INFO", logger=logger.name)
+    logger.propagate = True
+    data = load(make_tokenizer, [whole, f"{mixed}#2"], max_length=64, max_bad_rows=1, seed=0)
+    first, *others = data.train
+    assert f"{whole}: 1 of 1 rows kept, {len(first)} tokens, {first.num_trained_tokens} trained\n" in caplog.text
+    found = f"{sum(map(len, others))} tokens, {sum(sample.num_trained_tokens for sample in others)} trained\n"
+    assert f"#2: {len(others)} of 4 rows kept, 1 dropped bad, 1 dropped too long, 1 not sampled, {found}" in caplog.text
 
 
 def test_a_row_whose_labels_are_all_cut_is_dropped_as_too_long(make_tokenizer, write_jsonl):
@@ -195,6 +207,13 @@ BAD = {"query": "q", "response": ""}
             + "".join(f"  FILE:{i}: response: is empty\n" for i in range(2, 7))
             + "  and 2 more\n    --max_bad_rows 7 leaves them out",
         ),
+        (
+            [BAD] * 5,
+            {},
+            "5 bad rows, --max_bad_rows 0\n"
+            + "".join(f"  FILE:{i}: response: is empty\n" for i in range(1, 6))
+            + "    --max_bad_rows 5 leaves them out",
+        ),
         ([BAD], {"max_bad_rows": 1}, "--dataset: no row is left, all are bad\n    see which with --max_bad_rows 0"),
         (
             [row(1, words=9), row(2, words=20)],
@@ -265,6 +284,8 @@ def test_special_tokens_in_what_is_said_are_counted(make_tokenizer, write_jsonl)
     turns = [{"role": "user", "content": rows[1]["query"]}, {"role": "assistant", "content": "a"}]
     ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
     assert data.train[1].input_ids.tolist() == ids
+    (note,) = load(make_tokenizer, [write_jsonl(rows)]).report.notes
+    assert note.startswith(f"1 row has special tokens in what is said; {path}:2 has ")
     assert load(make_tokenizer, [write_jsonl(rows[::2])]).report.notes == []
 
 

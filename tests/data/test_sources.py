@@ -127,7 +127,8 @@ def test_sample_is_a_function_of_seed_and_file(tmp_path, monkeypatch):
 
 def test_sample_is_drawn_from_good_rows_and_says_when_there_are_too_few(tmp_path):
     path = write(tmp_path / "a.jsonl", JSON_LINES + "{}\n")
-    assert len(read(f"{path}#4").conversations) == 4
+    rows = read(f"{path}#4")
+    assert (len(rows.conversations), rows.note) == (4, "")
     rows = read(f"{path}#9")
     assert len(rows.conversations) == 4
     assert rows.note == f"{path}#9: the file has 4 good rows; all are taken"

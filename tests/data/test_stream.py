@@ -125,6 +125,7 @@ def test_bad_rows_count_once_not_in_every_epoch(make_stream, write_jsonl):
     ("rows", "options", "message"),
     [
         ([row(1), BAD], {}, "FILE:2: response: is empty\n    --max_bad_rows 1 leaves it out, but no more"),
+        ([row(1), {"query": "\ud800", "response": "a"}], {}, "FILE:2: messages: half of a surrogate pair"),
         (
             [row(1, 20), row(2, 20)],
             {"max_length": 40},

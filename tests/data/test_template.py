@@ -116,6 +116,26 @@ def test_labels_by_hand(chat_template, loss_scale, trained):
     assert (sample.source, sample.num_trained_tokens) == ("f:1", len(trained))
 
 
+def test_all_trains_every_token_that_something_predicts(make_tokenizer):
+    sample = ChatTemplate(make_tokenizer(CHATML), "all").encode(parse_row(AGENT))
+    assert sample.labels.tolist() == [-100, *sample.input_ids[1:]]
+    assert sample.loss_scale.tolist() == [0] + [1] * (len(sample) - 1)
+
+
+@pytest.mark.parametrize("row", [TWO_ROUNDS, AGENT])
+def test_tokens_are_those_of_the_tokenizer_s_own_template(make_tokenizer, row):
+    """Tools are among them."""
+    tokenizer = make_tokenizer(CHATML)
+    template, conversation = ChatTemplate(tokenizer), parse_row(row)
+
+    def expected(messages, **options) -> list[int]:
+        return tokenizer.apply_chat_template(messages, tools=conversation.tools, return_dict=False, **options)
+
+    assert template.encode(conversation).input_ids.tolist() == expected(conversation.messages)
+    asked = conversation.prompt().messages
+    assert template.encode_prompt(asked, conversation.tools) == expected(asked, add_generation_prompt=True)
+
+
 def test_turns_with_loss_false_do_not_train(make_tokenizer):
     messages = [dict(message) for message in BY_HAND["messages"]]
     messages[1] = {"role": "assistant", "content": "yes", "loss": False}
@@ -227,6 +247,8 @@ def test_tokenizer_without_offsets():
     assert trained_texts(template, TWO_ROUNDS) == ["4.<|im_end|>", "I am fine<|im_end|>"]
     prompt = template.encode_prompt(conversation.prompt().messages)
     assert template.encode(conversation).input_ids[: len(prompt)].tolist() == prompt
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert trained_texts(ChatTemplate(tokenizer), {"query": "q", "response": "a"}) == ["a<|im_end|>"]
 
 
 def test_end_token(make_tokenizer):

@@ -72,8 +72,34 @@ def test_resume_keeps_what_makes_the_run(here):
         "--resume with --dataset train.jsonl val.jsonl, but this run began with train.jsonl",
         "--resume with --lr 0.001, but this run began with 1e-05",
     ]
+    assert [problem for problem, _ in problems_of(dataclasses.replace(again, model="plain"))] == [
+        "--resume with --model plain, but this run began with mtp2"
+    ]
     (note,) = rules.check(dataclasses.replace(again, train_iters=40))
     assert note.startswith("--train_iters was 30 and is 40")
+
+
+@pytest.mark.parametrize(
+    ("options", "packs_in_advance"),
+    [
+        ({"packing": True}, True),
+        ({"packing": True, "sequence_packing_scheduler": "dp_balanced"}, False),
+        ({}, False),
+    ],
+)
+def test_resume_packs_the_same_rows(here, options, packs_in_advance):
+    """megatron-core wants each sample of a packed row padded to a multiple of 2 x context_parallel_size."""
+    began = dataclasses.replace(SFT, output_dir="run", train_iters=30, **options)
+    Path("run/args.json").write_text(json.dumps(dataclasses.asdict(began)))
+    again = dataclasses.replace(began, resume=True, tensor_model_parallel_size=2)
+    rules.check(again, 2)
+    again = dataclasses.replace(began, resume=True, context_parallel_size=2)
+    if not packs_in_advance:
+        rules.check(again, 2)
+        return
+    ((problem, hint),) = problems_of(again, 2)
+    assert problem.startswith("--resume with --context_parallel_size 2, but this run began with 1: each sample of a ")
+    assert hint == "--context_parallel_size 1"
 
 
 @pytest.mark.parametrize(("content", "state"), [("{", "damaged"), ("[]", "damaged"), (None, "not there")])

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,15 @@ def test_a_checkpoint_that_is_deleted_loses_its_name_first(open_chunks, mesh, tm
     assert names(tmp_path) == {".checkpoint-1.deleting", "checkpoint-2"}
     checkpointer.clean_up()
     assert names(tmp_path) == {"checkpoint-2"}
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(open_chunks, mesh, tmp_path, synced):
+    """Else a power cut would leave empty files under it."""
+    Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(1)
+    *before, last = synced
+    writing = tmp_path / ".checkpoint-1.writing"
+    assert {writing, *(writing / name for name in names(tmp_path / "checkpoint-1"))} <= set(before)
+    assert last == tmp_path
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_path):
@@ -269,21 +279,24 @@ def test_code_in_the_common_file_does_not_run(open_chunks, mesh, saved, tmp_path
         load_checkpoint(saved, mesh, open_chunks())
 
 
-def save_and_wait(checkpointer: Checkpointer, step: int) -> None:
-    checkpointer.save(step)
+def save_and_wait(checkpointer: Checkpointer, step: int, data_state: dict[str, Any] | None = None) -> None:
+    checkpointer.save(step, data_state)
     checkpointer.finish()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_cannot_be_written_is_not_left(open_chunks, mesh, tmp_path, is_async):
+@pytest.mark.parametrize(
+    ("limit", "data_state"), [(100_000, {}), (10_000_000, {"long": "x" * 10_000_000})], ids=["tensors", "state"]
+)
+def test_what_cannot_be_written_is_not_left(open_chunks, mesh, tmp_path, limit, data_state, is_async):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, is_async=is_async)
     checkpointer.save(1)
     checkpointer.finish()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(UserError, match=r"a checkpoint cannot be written in .*: .*File too large"):
-            save_and_wait(checkpointer, 2)
+            save_and_wait(checkpointer, 2, data_state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == {"checkpoint-1"}

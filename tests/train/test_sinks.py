@@ -9,7 +9,7 @@ import pytest
 
 from swiftlite.errors import UserError
 from swiftlite.log import logger
-from swiftlite.train.sinks import MetricsFile, ProgressBar, open_sinks
+from swiftlite.train.sinks import MetricsFile, ProgressBar, TensorBoard, open_sinks
 
 
 def lines(path) -> list[dict]:
@@ -58,6 +58,7 @@ def test_the_bar_shows_the_step_and_short_names(capsys):
     bar.log(4, {"loss": 1.0})
     assert bar.bar.n == 4
     bar.close()
+    assert bar.bar.disable  # tqdm's word for closed
 
 
 def test_an_evaluation_is_a_line_of_its_own(capsys):
@@ -66,6 +67,19 @@ def test_an_evaluation_is_a_line_of_its_own(capsys):
     bar.close()
     assert capsys.readouterr().err == "step 5: eval_loss=0.5\n"
     assert bar.bar is None  # the bar's clock has not begun
+
+
+def test_a_resumed_run_hides_the_scalars_that_it_will_write_again(tmp_path):
+    """Read by TensorBoard itself."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first, loss in ((0, 1.0), (2, 0.5)):
+        sink = TensorBoard(tmp_path, first)
+        for step in range(first + 1, 5):
+            sink.log(step, {"loss": loss})
+        sink.close()
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, 1), (3, 0.5), (4, 0.5)]
 
 
 def test_tensorboard_is_left_out_where_it_is_not_installed(tmp_path, caplog, monkeypatch):

@@ -1,0 +1,25 @@
+"""What a writer of checkpoint files reports; what it writes is in test_checkpoint.py."""
+
+import os
+import queue
+
+import pytest
+
+from swiftlite.train.checkpoint_files import WriterReport
+
+
+def test_a_report_reaches_the_process_that_the_writer_was_forked_from():
+    report = WriterReport()
+    writer = os.fork()
+    if not writer:
+        report.put(("results", {"a.distcp": "digest"}))
+        os._exit(0)
+    os.waitpid(writer, 0)
+    assert report.get_nowait() == "results"
+    assert report.digests == {"a.distcp": "digest"}
+
+
+def test_a_writer_that_was_killed_has_said_nothing():
+    """megatron-core takes that from its own queue, and then says that the save has failed."""
+    with pytest.raises(queue.Empty):
+        WriterReport().get_nowait()

@@ -1,0 +1,85 @@
+"""Optimizers that go on from a checkpoint: every update, to the bit, is that of one that was never saved.
+
+In one process; several are in tests/parallel/test_resume.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.heads import Heads
+from swiftlite.model.gpt import GPTModel
+from swiftlite.model.open import HfModel, open_model, read_hf_model
+from swiftlite.plan.run import make_plan, make_schedule
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
+from swiftlite.train.optim import make_optimizer, wrap_model
+from tests.tiny import make_tiny_hf
+
+Dtype = Literal["float32", "bfloat16"]
+STATE = {"mtp_num_layers": 1, "torch_dtype": "float32"}
+SAVED_AFTER, UPDATES = 2, 4
+
+
+@pytest.fixture(scope="module", params=["qwen3", "glm4_moe"])
+def hf_model(request, tmp_path_factory) -> HfModel:
+    """The second one has experts, whose optimizer is one of a chain."""
+    return read_hf_model(make_tiny_hf(tmp_path_factory.mktemp("hf"), request.param, depth=1))
+
+
+@dataclass
+class Learning:
+    """A model and its optimizer."""
+
+    chunk: GPTModel
+    wrapped: DistributedDataParallel
+    optimizer: MegatronOptimizer
+
+    def update(self, number: int) -> None:
+        """With gradients that follow from the number."""
+        torch.manual_seed(number)
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for parameter in self.chunk.parameters():
+            parameter.main_grad.copy_(torch.randn(parameter.shape))  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.step()
+
+    def load(self, checkpoint: Path, mesh: Mesh) -> None:
+        load_checkpoint(checkpoint, mesh, [self.chunk], self.optimizer)
+
+
+def learn(hf_model: HfModel, mesh: Mesh, dtype: Dtype, is_distributed: bool, seed: int = 1) -> Learning:
+    options: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, "clip_grad": 0.0}
+    args = SftArgs(torch_dtype=dtype, train_iters=UPDATES, use_distributed_optimizer=is_distributed, lr=1e-2, **options)
+    chunks, _ = open_model(hf_model, mesh, dtype=getattr(torch, dtype), heads=Heads(1), mtp_init="random", seed=seed)
+    (wrapped,) = wrap_model(chunks, mesh, getattr(torch, dtype), args)
+    optimizer, scheduler = make_optimizer(args, make_plan(args, 1, Heads(1)), make_schedule(args, 1), [wrapped], mesh)
+    scheduler.step(increment=1)
+    return Learning(chunks[0], wrapped, optimizer)
+
+
+@pytest.mark.parametrize(
+    "is_distributed",
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["plain", "plain to distributed", "distributed to plain", "distributed"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_go_on(hf_model, mesh, tmp_path, dtype, is_distributed):
+    """From either of megatron-core's forms to either; with bfloat16 there are main weights too."""
+    unbroken, resumed = (learn(hf_model, mesh, dtype, form, seed) for seed, form in enumerate(is_distributed))
+    for number in range(UPDATES):
+        if number == SAVED_AFTER:
+            Checkpointer(tmp_path, mesh, [unbroken.chunk], unbroken.optimizer, STATE).save(number)
+        unbroken.update(number)
+    resumed.load(tmp_path / f"checkpoint-{SAVED_AFTER}", mesh)
+    for number in range(SAVED_AFTER, UPDATES):
+        resumed.update(number)
+    expected = dict(unbroken.chunk.named_parameters())
+    for name, parameter in resumed.chunk.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
