@@ -155,6 +155,12 @@ def test_what_other_pipeline_stages_hold(model):
     assert elsewhere() == names[:2]
 
 
+def test_no_stage_holds_heads_of_a_model_without_any(mixture):
+    share(mixture, pp=SecondOfTwo())
+    may_be = placement.others_hold([mixture], placement.shards_of([mixture]))
+    assert not may_be("mtp.layers.0.enorm.weight")
+
+
 def test_what_other_ranks_of_experts_hold(mixture):
     """This one has experts 2 and 3 of 4, which it counts from 0."""
     for layer in mixture.decoder.layers:

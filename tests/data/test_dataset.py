@@ -245,6 +245,14 @@ def test_what_a_person_is_told(make_tokenizer, write_jsonl, rows, options, messa
     assert caught.value.exit_code == 1
 
 
+def test_a_row_as_long_as_allowed_is_not_too_long(make_tokenizer, write_jsonl):
+    path = write_jsonl([row(1)])
+    (whole,) = load(make_tokenizer, [path]).train
+    for strategy in ("delete", "error"):
+        data = load(make_tokenizer, [path], max_length=len(whole), truncation_strategy=strategy)
+        assert (data.report.total.kept, data.report.total.truncated) == (1, 0)
+
+
 def test_held_out_files_alone(make_tokenizer, write_jsonl):
     data = load(make_tokenizer, [], [write_jsonl([row(1), row(2)], "val.jsonl")])
     assert (len(data.train), len(data.val)) == (0, 2)

@@ -245,8 +245,10 @@ NOT_READABLE = [
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_blockwise_fp8_can_be_read(family):
-    assert families.get(hf_config(family, quantization_config=FP8)).name == family
+@pytest.mark.parametrize("block", [[128, 128], [1, 128]])
+def test_blockwise_fp8_can_be_read(family, block):
+    quantization = FP8 | {"weight_block_size": block}
+    assert families.get(hf_config(family, quantization_config=quantization)).name == family
 
 
 REFUSED = [
