@@ -30,9 +30,12 @@ def clip(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
 def _printable(text: str) -> str:
-    """Half a surrogate pair, which files may hold, as `\\ud83d`: no terminal, file or socket takes it as it is."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    """What files may hold and no terminal should get: half a surrogate pair as `\\ud83d`, an escape as `\\x1b`."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8").translate(_CONTROL)
 
 
 class OptionError(UserError):

@@ -15,6 +15,21 @@ class _Formatter(logging.Formatter):
         return redact_text(super().format(record))
 
 
+class _Handler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line(self.format(record))
+
+
+def write_line(text: str) -> None:
+    """Print a line to stderr; on a terminal above the progress bar, if there is one."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stderr)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
 def setup(rank: int = 0, level: int = logging.INFO) -> None:
     """Send the logger to stderr, so that stdout stays free for results.
 
@@ -22,7 +37,7 @@ def setup(rank: int = 0, level: int = logging.INFO) -> None:
         rank: this process's global rank; above 0 only warnings pass.
         level: lowest level shown on rank 0.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler()
     prefix = "swiftlite: " if rank == 0 else f"swiftlite[rank {rank}]: "
     handler.setFormatter(_Formatter(prefix + "%(message)s"))
     logger.handlers[:] = [handler]

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from swiftlite.errors import is_of_storage, reason_of
+from swiftlite.errors import UserError, is_of_storage, reason_of
 
 # torch.save's, where the file cannot be opened (torch 2.13). Python tries again what was interrupted, torch does not.
 FAILED = "[enforce fail at inline_container.cc:747] . open file failed with strerror: "
@@ -28,3 +28,8 @@ def test_not_a_failing_disk(error):
 
 def test_a_full_disk_by_that_name():
     assert reason_of(OF_TORCH).startswith("the disk is full (")
+
+
+def test_what_a_file_holds_does_not_draw_on_the_terminal():
+    error = UserError("a tensor called \x1b[2K\rswiftlite: done", "\ud83d")
+    assert str(error) == "a tensor called \\x1b[2K\\x0dswiftlite: done\n    \\ud83d"

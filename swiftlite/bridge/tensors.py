@@ -348,6 +348,8 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
         for key, fields in header.items():
             if key == "__metadata__":
                 continue
+            if not key.isprintable():  # a name is shown; this one might draw on a terminal
+                raise ValueError(f"a tensor is called {key!r}")
             begin, end = fields["data_offsets"]
             shape = tuple(fields["shape"])
             if fields["dtype"] not in _DTYPES:

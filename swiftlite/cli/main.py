@@ -174,4 +174,4 @@ def _say_once(text: str) -> None:
             return
         except FileNotFoundError:
             pass
-    print(redact_text(text), file=sys.stderr, flush=True)
+    log.write_line(redact_text(text))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from swiftlite.data.conversation import RowError
+from swiftlite.errors import clip
 
 MAX_MEGABYTES = 1000
 """That a template may take; a conversation of ten million characters needs less than a tenth of it."""
@@ -27,11 +28,12 @@ def running_the_template() -> Iterator[None]:
         with _bounded_memory(MAX_MEGABYTES * 1_000_000):
             yield
     except MemoryError:
-        problem = f"the chat template wants more than {MAX_MEGABYTES} MB of memory for them"
+        problem = f"the chat template wants more than {MAX_MEGABYTES} MB of memory"
         raise RowError("messages", problem, "read the template before you use this model") from None
     except Exception as error:
-        problem = str(error) or type(error).__name__
-        raise RowError("messages", f"the chat template refuses them: {problem}") from None
+        # On one line: whoever wrote the template must not write lines of ours.
+        problem = " ".join(str(error).split()) or type(error).__name__
+        raise RowError("messages", f"the chat template fails: {clip(problem, 200)}") from None
 
 
 def check_length(text: str) -> None:

@@ -52,7 +52,8 @@ def config_directory(model: Path) -> Path:
 
 def run_checkpoints(directory: Path) -> list[Path]:
     """checkpoint-N directories of a run, oldest first."""
-    found = [path for path in directory.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    directories = [path for path in directory.glob("checkpoint-*") if path.is_dir()]
+    found = [path for path in directories if path.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 

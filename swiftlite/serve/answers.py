@@ -108,7 +108,7 @@ class AnswersFile:
             return
         in_order = [line for _, line in sorted(zip(places, lines, strict=True))]
         try:
-            write_durably(self.path, b"".join(in_order))
+            write_durably(self.path.resolve(), b"".join(in_order))  # a link stays one
         except OSError as error:  # all answers are there
             logger.warning("%s is in the order in which answers were finished: %s", self.path, error.strerror)
 

@@ -48,6 +48,10 @@ _DAMAGES = (
     CheckpointException,
 )
 
+_OF_TORCH_READER = "PytorchStreamReader"  # in the RuntimeError of a file that is no whole archive
+
+_USE_ANOTHER = "name another checkpoint; or delete this one, and --resume goes on from the one before it"
+
 _Count = Annotated[int, Field(ge=0)]
 
 
@@ -103,9 +107,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if number.isdigit() and number != checkpoint.name and int(number) != state.step:
         raise UserError(f"{path} is damaged: it is of step {state.step}, its directory of {number}", _USE_ANOTHER)
     return content
-
-
-_USE_ANOTHER = "use the checkpoint before it"
 
 
 @dataclass
@@ -257,8 +258,14 @@ class Checkpointer:
 def _delete(checkpoint: Path) -> None:
     """Take a checkpoint's name away, then its files: half of them would look like a whole one that is damaged."""
     nameless = checkpoint.with_name(f".{checkpoint.name}.deleting")
-    checkpoint.rename(nameless)
-    shutil.rmtree(nameless)
+    try:
+        checkpoint.rename(nameless)
+        if nameless.is_symlink():
+            nameless.unlink()
+        else:
+            shutil.rmtree(nameless)
+    except OSError as error:  # what was to be saved is saved
+        logger.warning("%s cannot be deleted: %s", checkpoint, error.strerror or error)
 
 
 def load_checkpoint(
@@ -289,11 +296,13 @@ def load_checkpoint(
         check_metadata(checkpoint)
         with _weights_only():
             loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
-    except _DAMAGES as error:
+    except (*_DAMAGES, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and _OF_TORCH_READER not in str(error):
+            raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise UserError(
             f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",
-            "use the checkpoint before it, or the model that the run began with",
+            f"{_USE_ANOTHER}; the model must be the one that the run began with",
         ) from error
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded[name], strict=with_heads)
@@ -314,6 +323,9 @@ def verify_files(checkpoint: Path) -> None:
     if digests is None:
         logger.info("%s was written without digests of its files; they are read unverified", checkpoint)
         return
+    needed = {".metadata", "common.pt", STATE_FILE, *(path.name for path in checkpoint.glob("*.distcp"))}
+    if unlisted := sorted(needed - digests.keys()):
+        raise UserError(f"{checkpoint} is damaged: {MANIFEST_FILE} lacks {', '.join(some(unlisted, 5))}", _USE_ANOTHER)
     mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
     changed: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(changed, changed_files(checkpoint, digests, mine))
@@ -321,7 +333,7 @@ def verify_files(checkpoint: Path) -> None:
     if names:
         raise UserError(
             f"{checkpoint} is damaged: not as it was written (sha256): {', '.join(some(sorted(names), 5))}",
-            f"{_USE_ANOTHER}; if the change was meant, delete {checkpoint / MANIFEST_FILE}",
+            _USE_ANOTHER,
         )
 
 

@@ -36,6 +36,7 @@ from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.learner import make_learner
 from swiftlite.train.objective import NextTokenObjective
 from swiftlite.train.sinks import open_sinks
+from swiftlite.train.source import check_model_links
 from swiftlite.train.streaming import StreamedBatches
 from swiftlite.train.trainer import GetBatches, Trainer
 
@@ -64,6 +65,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
         UserError: data, model or checkpoint cannot be used, or the ranks do not agree.
     """
     hf_model = read_hf_model(args.model)
+    check_model_links(hf_model.directory)
     plan = make_plan(args, dist.get_world_size(), hf_model.heads)
     check_computable(plan.layout, mesh.device)
     trainable = trainable_of(args, plan.heads)

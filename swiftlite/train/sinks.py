@@ -37,9 +37,16 @@ class ProgressBar:
             return
         if self.bar is None:
             # From the first step on, or what came before it (evaluating, measuring acceptance) spoils rate and ETA.
-            # Into a file or a CI log one line every 20 s is enough.
-            interval = 0.1 if sys.stderr.isatty() else 20
-            self.bar = tqdm(initial=step, total=self.last, unit="step", mininterval=interval, dynamic_ncols=True)
+            # Into a file or a CI log one line every 20 s is enough, and each is a line of its own.
+            is_terminal = sys.stderr.isatty()
+            self.bar = tqdm(
+                initial=step,
+                total=self.last,
+                unit="step",
+                mininterval=0.1 if is_terminal else 20,
+                bar_format=None if is_terminal else "{l_bar}{bar}{r_bar}\n",
+                dynamic_ncols=True,
+            )
         self.bar.set_postfix_str(self._render(metrics), refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -60,6 +67,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, first: int, last: int):
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is no regular file", "move it away")
         lines = path.read_bytes().splitlines() if path.exists() and first else []
         written = [_metrics_of(line) for line in lines]
         if damaged := written.count(None):

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,15 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: str
         UserError: the directory cannot be made; a file is a link to something that is not the model's.
     """
     source = run_dir / "source"
+    check_model_links(hf_model.directory)
     try:
         source.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"--output_dir {run_dir} cannot be made: {error.strerror}", "name a place you may write"
         ) from None
-    for path in sorted(hf_model.directory.iterdir()):
-        is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not is_weight and path.name != "config.json":
-            _check_link(path, _home_of(hf_model.directory), "the model's directory")
+    for path in _small_files(hf_model.directory):
+        if path.name != "config.json":
             shutil.copy2(path, source / path.name)
     changes = heads.config_change(hf_model.config) | quantization_change(hf_model.config)
     write_patched(hf_model.directory, source, changes)
@@ -115,23 +114,43 @@ def check_source(run_dir: Path) -> None:
     except OSError as error:
         raise UserError(f"{source} cannot be read: {error.strerror}", _RESTORE) from None
     for path in (source, *entries):
-        _check_link(path, run_dir, "the run")
+        _check_link(path, [run_dir.resolve()], "the run")
     for path in entries:
         if not path.is_file():
             raise UserError(f"{path} is no file, and no run has put it there", "delete it")
 
 
-def _check_link(path: Path, home: Path, name: str) -> None:
-    """Or whoever made the directory could have any file of this machine copied into an export.
+def check_model_links(hf_dir: Path) -> None:
+    """No small file of a model leads out of its directory, to what a run and its exports would copy.
+
+    In the Hugging Face cache the files of models--NAME/snapshots/REVISION are links to models--NAME/blobs.
 
     Raises:
-        UserError: the path is a link out of `home`.
+        UserError: one does.
     """
-    if not path.resolve().is_relative_to(home.resolve()):
-        raise UserError(f"{path} is a link out of {name}, to {path.resolve()}", "put the file itself in its place")
-
-
-def _home_of(hf_dir: Path) -> Path:
-    """Where a model's files lie: in the Hugging Face cache, those of snapshots/REVISION are links to ../../blobs."""
     directory = hf_dir.resolve()
-    return directory.parent.parent if directory.parent.name == "snapshots" else directory
+    homes = [directory]
+    repository = directory.parent.parent
+    if directory.parent.name == "snapshots" and repository.name.startswith("models--"):
+        homes.append(repository / "blobs")
+    for path in _small_files(hf_dir):
+        _check_link(path, homes, "the model's directory")
+
+
+def _small_files(hf_dir: Path) -> list[Path]:
+    """All files of a model that hold no weights."""
+    files = (path for path in sorted(hf_dir.iterdir()) if path.is_file())
+    return [path for path in files if path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")]
+
+
+def _check_link(path: Path, homes: Sequence[Path], name: str) -> None:
+    """Or whoever made the directory could have any file of this machine copied into an export.
+
+    Args:
+        homes: absolute, without links.
+
+    Raises:
+        UserError: the path is a link out of all of them.
+    """
+    if not any(path.resolve().is_relative_to(home) for home in homes):
+        raise UserError(f"{path} is a link out of {name}, to {path.resolve()}", "put the file itself in its place")

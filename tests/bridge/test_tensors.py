@@ -329,3 +329,8 @@ def test_a_pipe_is_no_shard(tmp_path):
 def test_an_index_that_is_nested_for_ever(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
     assert "not a safetensors index (nested more than 100 deep" in problem_of(tmp_path)
+
+
+def test_a_name_that_would_draw_on_a_terminal(tmp_path):
+    save_file({"\x1b[31mevil\nswiftlite: done": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert "a tensor is called '\\x1b[31mevil\\nswiftlite: done'" in problem_of(tmp_path)

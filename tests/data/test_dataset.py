@@ -273,7 +273,7 @@ def test_a_misspelt_file_shows_before_any_is_read(make_tokenizer, write_jsonl, t
 def test_rows_that_the_template_refuses_are_bad_rows(make_tokenizer, write_jsonl):
     path = write_jsonl([row(1), dict(row(2), system="s")])
     encoder = Encoder(ChatTemplate(make_tokenizer(MISTRAL)), 2048, "delete")
-    with pytest.raises(UserError, match=r"train.jsonl:2: messages: the chat template refuses them: Only user"):
+    with pytest.raises(UserError, match=r"train.jsonl:2: messages: the chat template fails: Only user"):
         load_train_val(encoder, [path])
     data = load_train_val(encoder, [path], max_bad_rows=1)
     assert data.report.total.dropped_bad == 1

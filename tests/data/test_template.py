@@ -275,12 +275,12 @@ def test_stop_tokens_are_gathered_from_the_model_directory(make_tokenizer, tmp_p
         (
             MISTRAL,
             {"query": "q", "response": "a", "system": "s"},
-            "messages: the chat template refuses them: Only user and assistant roles are supported!",
+            "messages: the chat template fails: Only user and assistant roles are supported!",
         ),
         (
             "{% for m in messages %}{{ m.role + 1 if m.content == 'q' else m.content }}{% endfor %}",
             {"query": "q", "response": "a"},
-            "messages: the chat template refuses them: can only concatenate str",
+            "messages: the chat template fails: can only concatenate str",
         ),
         (
             "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
@@ -408,7 +408,7 @@ def test_a_template_may_raise_anything(make_tokenizer, expression, problem):
         make_tokenizer("{% for m in messages %}" + fault + "{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}")
     )
     row = {"query": "q", "response": "a"}
-    with pytest.raises(RowError, match="messages: the chat template refuses them: .*" + problem):
+    with pytest.raises(RowError, match="messages: the chat template fails: .*" + problem):
         template.encode(parse_row(row))
 
 

@@ -20,6 +20,7 @@ def run(tmp_path) -> Path:
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(run):
+    (run / "checkpoint-100").write_text("no directory")
     assert [path.name for path in run_checkpoints(run)] == ["checkpoint-5", "checkpoint-20"]
     assert run_checkpoints(run / "nowhere") == []
 

@@ -58,6 +58,16 @@ def test_every_line_is_there_at_once_and_the_end_is_in_order(tmp_path, open_file
     assert str(file) == f"3 of 3 answers are in {path}"
 
 
+def test_a_link_stays_one(tmp_path, open_file):
+    (tmp_path / "link.jsonl").symlink_to("answers.jsonl")
+    file = open_file(tmp_path / "link.jsonl")
+    file.add(1, record(1))
+    file.add(0, record(0))
+    file.finish()
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert answers_in(tmp_path / "answers.jsonl") == ["answer 0", "answer 1"]
+
+
 @pytest.mark.parametrize("tail", [b"", b'{"source": "a.js', b"\0" * 4096])
 def test_half_a_line_is_cut_off_and_the_rest_goes_on(tmp_path, tail, open_file):
     path = tmp_path / "answers.jsonl"

@@ -1,6 +1,7 @@
 """Checkpoints: a name means that all is there; what is damaged is named."""
 
 import dataclasses
+import errno
 import json
 import pickle
 import resource
@@ -134,6 +135,30 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(open_chunks, mesh, tmp_p
     assert last == tmp_path
 
 
+def test_a_checkpoint_that_cannot_be_deleted_is_no_failure_of_the_save(open_chunks, mesh, tmp_path):
+    elsewhere = tmp_path.with_name("elsewhere")
+    elsewhere.mkdir()
+    (tmp_path / "checkpoint-1").symlink_to(elsewhere)
+    checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, keep=1)
+    checkpointer.save(2)
+    assert names(tmp_path) == {"checkpoint-2"}
+    assert elsewhere.is_dir()
+
+
+def test_what_cannot_be_deleted_is_said(open_chunks, mesh, tmp_path, caplog, monkeypatch):
+    def busy(directory: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    checkpointer = Checkpointer(tmp_path, mesh, open_chunks(), None, STATE, keep=1)
+    checkpointer.save(1)
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    logger.propagate = True
+    checkpointer.save(2)
+    assert names(tmp_path) == {".checkpoint-1.deleting", "checkpoint-2"}
+    assert "checkpoint-1 cannot be deleted: Device or resource busy" in caplog.text
+
+
 def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_path):
     chunks = open_chunks()
     Checkpointer(tmp_path, mesh, chunks, None, {**STATE, "run": 1}).save(1)
@@ -228,6 +253,24 @@ def test_a_manifest_that_is_damaged_or_names_what_is_gone(open_chunks, mesh, sav
         load_checkpoint(saved, mesh, open_chunks())
     (saved / "SHA256SUMS").write_text("0  ../../etc/passwd\n")
     with pytest.raises(UserError, match=r"SHA256SUMS: .*passwd' is no digest and file name"):
+        load_checkpoint(saved, mesh, open_chunks())
+
+
+def test_a_manifest_lists_every_file(open_chunks, mesh, saved):
+    """Else what it leaves out would be read unverified, without a word."""
+    lines = (saved / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (saved / "SHA256SUMS").write_text("".join(line for line in lines if "__0_1.distcp" not in line))
+    with pytest.raises(UserError, match=r"checkpoint-1 is damaged: SHA256SUMS lacks __0_1\.distcp"):
+        load_checkpoint(saved, mesh, open_chunks())
+    (saved / "SHA256SUMS").write_text("")
+    with pytest.raises(UserError, match=r"SHA256SUMS lacks \.metadata"):
+        load_checkpoint(saved, mesh, open_chunks())
+
+
+def test_a_common_file_that_is_cut_short(open_chunks, mesh, saved):
+    (saved / "SHA256SUMS").unlink()
+    (saved / "common.pt").write_bytes(b"PK\3\4 and no more")
+    with pytest.raises(UserError, match="checkpoint-1 is damaged"):
         load_checkpoint(saved, mesh, open_chunks())
 
 

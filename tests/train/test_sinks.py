@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -102,6 +103,12 @@ def test_what_a_full_disk_or_a_killed_process_left_is_left_out(tmp_path, caplog)
     sink.close()
     assert lines(path) == [{"step": 1, "loss": 2.5}, {"step": 6, "loss": 1.0}]
     assert "metrics.jsonl: 6 lines were damaged" in caplog.text
+
+
+def test_metrics_that_are_no_file(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics\.jsonl is no regular file"):
+        MetricsFile(tmp_path / "metrics.jsonl", 5, 9)
 
 
 def test_a_full_disk_is_named(tmp_path):

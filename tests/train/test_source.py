@@ -10,7 +10,7 @@ from safetensors import safe_open
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.open import read_hf_model
-from swiftlite.train.source import check_source, dtypes_of, source_tensors, write_source
+from swiftlite.train.source import check_model_links, check_source, dtypes_of, source_tensors, write_source
 from tests.tiny import make_tiny_hf
 
 
@@ -94,6 +94,21 @@ def test_links_out_of_a_model_are_not_followed(hf_dir, tmp_path):
     (snapshot / "leak.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"leak\.txt is a link out of the model's directory, to .*/secret"):
         write_source(read_hf_model(snapshot), tmp_path / "other", Heads(1))
+
+
+def test_a_directory_that_is_only_called_like_the_cache(hf_dir, tmp_path):
+    evil = tmp_path / "snapshots" / "evil"
+    evil.parent.mkdir()
+    hf_dir.rename(evil)
+    (tmp_path / "secret").write_text("not the model's")
+    (evil / "leak.txt").symlink_to("../../secret")
+    with pytest.raises(UserError, match=r"leak\.txt is a link out of the model's directory"):
+        check_model_links(evil)
+    (evil / "leak.txt").unlink()
+    (evil / "config.json").rename(tmp_path / "config.json")
+    (evil / "config.json").symlink_to("../../config.json")
+    with pytest.raises(UserError, match=r"config\.json is a link out of the model's directory"):
+        check_model_links(evil)
 
 
 def test_links_out_of_a_run_are_not_followed(hf_dir, tmp_path):
