@@ -56,15 +56,15 @@ class HangingUp(threading.Thread):
         self.times = 0
         self._model = model
         self._chance = random.Random(seed)
-        self._stop = threading.Event()
+        self._over = threading.Event()
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self._over.is_set():
             ask_and_hang_up(self._model, self._chance)
             self.times += 1
 
     def stop(self) -> None:
-        self._stop.set()
+        self._over.set()
         self.join()
 
 
