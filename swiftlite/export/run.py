@@ -22,13 +22,14 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from swiftlite.train.source import TENSORS_FILE, check_source, dtypes_of, source_tensors, with_heads_of, write_source
 
 
 def run(args: ExportArgs) -> None:
-    """Convert in one direction; the result is complete or not there."""
+    """Convert in one direction; the result is complete or not there, in whatever way the process ends."""
     with session(layout_of(args)) as mesh:
         if args.to_hf:
             to_hf(args, mesh)
@@ -40,21 +41,21 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     """Write the checkpoint's weights with the configuration and tokenizer of the model that the run started from.
 
     Raises:
-        UserError: there is no checkpoint, the audit of what was written found a problem, or its heads fall short of
-            what was asked for (nothing is left behind).
+        UserError: there is no checkpoint, --output_dir cannot be made, the audit of what was written found a problem,
+            or its heads fall short of what was asked for (nothing is left behind).
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)
     hf_model = read_hf_model(checkpoint.parent / "source")
     state = read_state(checkpoint)
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
-    chunks = _open_checkpoint(args, mesh, checkpoint, hf_model, heads, getattr(torch, state["torch_dtype"]))
     tensors = source_tensors(hf_model.directory)
     if args.mtp_graft_from:
         tensors = with_heads_of(hf_model, tensors, args.mtp_graft_from)
     dtypes = dtypes_of(tensors)
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
+        chunks = _open_checkpoint(args, mesh, checkpoint, hf_model, heads, getattr(torch, state["torch_dtype"]))
         if dist.get_rank() == 0:
             _copy_small_files(args, hf_model, heads, writing)
         dist.barrier()
@@ -77,25 +78,30 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
     """Write `checkpoint-0` and `source/`, as a run has them, from a Hugging Face model.
 
     Raises:
-        UserError: the model cannot be read.
+        UserError: the model cannot be read, or --output_dir cannot be written (nothing is left behind).
     """
     hf_model = read_hf_model(args.model)
     heads = _heads_of_result(args, hf_model.heads)
     declared = hf_model.config.get("dtype") or hf_model.config.get("torch_dtype")
     dtype = args.torch_dtype or declared or "bfloat16"
-    chunks, report = open_model(
-        hf_model,
-        mesh,
-        dtype=getattr(torch, dtype),
-        heads=heads,
-        mtp_init="graft" if args.mtp_graft_from else "checkpoint",
-        graft_from=args.mtp_graft_from,
-    )
-    logger.info("%s", report.over_all_ranks())
+    state = {"mtp_num_layers": heads.layers, "torch_dtype": dtype}
     output_dir = Path(args.output_dir)
-    if dist.get_rank() == 0:
-        write_source(hf_model, output_dir, heads, args.mtp_graft_from)
-    Checkpointer(output_dir, mesh, chunks, None, {"mtp_num_layers": heads.layers, "torch_dtype": dtype}).save(0)
+    with _whole_or_absent(output_dir) as writing:
+        chunks, report = open_model(
+            hf_model,
+            mesh,
+            dtype=getattr(torch, dtype),
+            heads=heads,
+            mtp_init="graft" if args.mtp_graft_from else "checkpoint",
+            graft_from=args.mtp_graft_from,
+        )
+        logger.info("%s", report.over_all_ranks())
+        if dist.get_rank() == 0:
+            write_source(hf_model, writing, heads, args.mtp_graft_from)
+        hint = "make room or mend it, and run the same command again"
+        Checkpointer(writing, mesh, chunks, None, state, hint=hint).save(0)
+    family = hf_model.family.name
+    logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, hf_model.directory)
 
 
 def _heads_of_result(args: ExportArgs, own: Heads) -> Heads:
@@ -120,25 +126,48 @@ def _open_checkpoint(
 
 @contextmanager
 def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
-    """A directory beside this one to write into; it gets the name once the block has ended, and is gone if that fails.
+    """A directory to write into; it gets this name once the block has ended, and is gone if that fails.
 
-    The first rank makes, renames and deletes it.
+    It lies in `.NAME.writing` beside the result, which one export at a time holds. A link is followed: the result lies
+    where it leads. The first rank makes, renames and deletes.
+
+    Raises:
+        UserError: another export is writing there, or the name cannot be had.
     """
-    writing = output_dir.with_name(f".{output_dir.name}.writing")
-    is_first = dist.get_rank() == 0
-    if is_first:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-    try:
+    result = output_dir.resolve()
+    place = result.with_name(f".{result.name}.writing")
+    writing = place / result.name
+    if dist.get_rank() > 0:
         yield writing
-        if is_first:
-            output_dir.parent.mkdir(parents=True, exist_ok=True)
-            if output_dir.exists():
-                output_dir.rmdir()  # only an empty one got past the option check
-            writing.rename(output_dir)
-    finally:
-        if is_first:
+        return
+    with only_run_in(output_dir, place):
+        try:
+            with _named(output_dir):
+                shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
+                writing.mkdir()
+                if result.exists():
+                    result.rmdir()  # an empty one; where it is a mount point, that shows now
+            yield writing
+            with _named(output_dir):
+                writing.rename(result)
+        finally:
             shutil.rmtree(writing, ignore_errors=True)
+
+
+@contextmanager
+def _named(output_dir: Path) -> Iterator[None]:
+    """What the file system refuses inside names the option.
+
+    Raises:
+        UserError: in the place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {output_dir} cannot be made: {error.strerror}",
+            "mend it, or name a directory that is not there yet",
+        ) from None
 
 
 def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing: Path) -> None:

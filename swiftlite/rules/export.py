@@ -1,5 +1,6 @@
 """Rules of `export`."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,10 +37,31 @@ def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--model {path} is a run without any checkpoint-N", "let it reach its first checkpoint (--save_steps)"
 
 
-def export_output_is_empty(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
-    directory = Path(args.output_dir)
-    if args.output_dir and directory.is_dir() and any(directory.iterdir()):
-        yield f"--output_dir {directory} is not empty", "name a new directory, or delete this one"
+def export_output_can_take_its_name(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    """It is written beside its place, and renamed when it is whole."""
+    given = Path(args.output_dir)
+    directory = given.resolve()
+    if not args.output_dir or not directory.is_dir():
+        return
+    name_one_in_it = f"name a directory in it: --output_dir {given / 'export'}"
+    if any(directory.iterdir()):
+        yield f"--output_dir {given} is not empty", "name a new directory, or delete this one"
+    elif directory.is_mount():
+        yield f"--output_dir {given} is a mount point, whose place no other directory can take", name_one_in_it
+    elif directory == Path.cwd():
+        yield f"--output_dir {given} is the working directory, whose place another one would take", name_one_in_it
+    elif not os.access(directory.parent, os.W_OK):
+        yield f"--output_dir {given} is written beside its place, and {directory.parent} is not yours", name_one_in_it
+
+
+def export_output_is_outside_of_checkpoints(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    """A run deletes its old checkpoints, and whatever lies in them; `source/` holds what a run has put there alone."""
+    given = Path(args.output_dir)
+    for directory in (given.resolve(), *given.resolve().parents):
+        is_inside = directory.name == "source" or directory.name.startswith("checkpoint-")
+        if args.output_dir and is_inside and is_run(directory.parent):
+            run = directory.parent
+            yield f"--output_dir {given} lies in {directory}, which is the run's own", f"name another: {run / 'export'}"
 
 
 def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
@@ -78,7 +100,8 @@ RULES = (
     export_has_one_direction,
     export_source_fits,
     common.output_dir_is_given,
-    export_output_is_empty,
+    export_output_can_take_its_name,
+    export_output_is_outside_of_checkpoints,
     common.numbers_are_in_range,
     common.layout_fits,
     acceptance_can_be_measured,

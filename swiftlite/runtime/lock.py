@@ -1,4 +1,4 @@
-"""One run in a directory at a time. No torch."""
+"""One run or export in a directory at a time. No torch."""
 
 import fcntl
 import os
@@ -14,15 +14,38 @@ LOCK_FILE = ".lock"
 
 
 @contextmanager
-def only_run_in(output_dir: Path) -> Iterator[None]:
+def only_run_in(output_dir: Path, directory: Path | None = None) -> Iterator[None]:
     """Inside, no other process may run in this directory; the kernel ends that with the process, however it ends.
 
     The directory is made if need be, and is gone again if nothing was written into it.
 
+    Args:
+        directory: another one that is made and held in its stead.
+
     Raises:
         UserError: another run is in it, or the directory cannot be made.
     """
-    path = output_dir / LOCK_FILE
+    path = (directory or output_dir) / LOCK_FILE
+    file = None
+    try:  # also around what makes the directory: a signal may come at any time
+        file = _claim(output_dir, path)
+        yield
+    finally:
+        with suppress(OSError):
+            if file:
+                path.unlink()
+            path.parent.rmdir()  # refused unless it is empty
+        with suppress(OSError):
+            if file:
+                file.close()
+
+
+def _claim(output_dir: Path, path: Path) -> IO[str]:
+    """The lock file, locked, with this process's name in it.
+
+    Raises:
+        UserError: another run has it, or it cannot be made.
+    """
     try:
         file = _open_locked(path)
     except BlockingIOError:
@@ -31,17 +54,11 @@ def only_run_in(output_dir: Path) -> Iterator[None]:
         raise UserError(
             f"--output_dir {output_dir} cannot be made: {error.strerror}", "name a place you may write"
         ) from None
-    with file:
-        with suppress(OSError):  # a full disk: the lock holds without its words
-            file.truncate(0)
-            file.write(f"{os.getpid()} on {os.uname().nodename}")
-            file.flush()
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                path.unlink()
-                output_dir.rmdir()  # refused unless it is empty
+    with suppress(OSError):  # a full disk: the lock holds without its words
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {os.uname().nodename}")
+        file.flush()
+    return file
 
 
 def holder_of(output_dir: Path) -> str:

@@ -121,6 +121,7 @@ class Checkpointer:
         state: small JSON values stored beside the tensors.
         keep: number of checkpoints that stay, the newest; None keeps all.
         is_async: write in a process of its own while training goes on; the checkpoint gets its name once it is whole.
+        hint: what to do when one cannot be written.
     """
 
     output_dir: Path
@@ -130,6 +131,7 @@ class Checkpointer:
     state: Mapping[str, Any]
     keep: int | None = None
     is_async: bool = False
+    hint: str = "make room or mend it; the same command with --resume goes on from the checkpoint before"
     _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue, repr=False)
     _strategy: SaveStrategy = field(default_factory=SaveStrategy, repr=False)
 
@@ -206,10 +208,7 @@ class Checkpointer:
             raise
 
     def _not_written(self, reason: str) -> UserError:
-        return UserError(
-            f"a checkpoint cannot be written in {self.output_dir}: {reason}",
-            "make room or mend it; the same command with --resume goes on from the checkpoint before",
-        )
+        return UserError(f"a checkpoint cannot be written in {self.output_dir}: {reason}", self.hint)
 
     def _delete_unfinished(self) -> None:
         """Delete what a save has left that was interrupted; the first rank does it."""
@@ -246,7 +245,7 @@ class Checkpointer:
             temporary.rename(final)
             sync_directory(self.output_dir)
             self._delete_oldest()
-            logger.info("saved %s", final)
+            logger.info("saved %s", final.name)
         dist.barrier()
 
     def _delete_oldest(self) -> None:

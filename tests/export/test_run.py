@@ -1,6 +1,10 @@
 """Exports in one process: to megatron-core and back bit for bit, heads left out or exchanged, all or nothing."""
 
 import json
+import os
+import resource
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf, to_mcore
 from swiftlite.heads import Heads
 from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.runtime.lock import only_run_in
 from swiftlite.train.source import describe_tensors, dtypes_of
 from tests.tiny import make_tiny_hf, make_tiny_model, random_mtp_tensors
 
@@ -132,10 +137,11 @@ def test_files_are_as_small_as_asked_for(export, hf_dir):
 
 
 @pytest.mark.parametrize("where", ["to_mcore", "to_hf"])
-def test_stripped_heads_leave_no_tensor_and_no_promise(export, hf_dir, converted, mesh, where):
+def test_stripped_heads_leave_no_tensor_and_no_promise(export, hf_dir, mesh, tmp_path, where):
     if where == "to_mcore":
-        to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(converted), to_mcore=True, mtp="strip"), mesh)
-        out = export()
+        run = str(tmp_path / "stripped")
+        to_mcore(ExportArgs(model=str(hf_dir), output_dir=run, to_mcore=True, mtp="strip"), mesh)
+        out = export(model=run)
     else:
         out = export(mtp="strip")
     trunk = {key: tensor for key, tensor in tensors(hf_dir).items() if not key.startswith("mtp.")}
@@ -144,13 +150,13 @@ def test_stripped_heads_leave_no_tensor_and_no_promise(export, hf_dir, converted
 
 
 @pytest.mark.parametrize("where", ["to_mcore", "to_hf"])
-def test_grafted_heads_are_the_other_models(export, hf_dir, converted, mesh, tmp_path, where):
+def test_grafted_heads_are_the_other_models(export, hf_dir, mesh, tmp_path, where):
     """Two heads in float32, where the model had one in bfloat16."""
     base = make_tiny_hf(tmp_path / "base", "qwen3", depth=2, with_tokenizer=True, seed=1)
     if where == "to_mcore":
-        args = ExportArgs(model=str(hf_dir), output_dir=str(converted), to_mcore=True, mtp_graft_from=str(base))
-        to_mcore(args, mesh)
-        out = export()
+        run = str(tmp_path / "grafted")
+        to_mcore(ExportArgs(model=str(hf_dir), output_dir=run, to_mcore=True, mtp_graft_from=str(base)), mesh)
+        out = export(model=run)
     else:
         out = export(mtp_graft_from=str(base))
     found = tensors(out)
@@ -173,12 +179,106 @@ def test_an_empty_directory_is_taken(export, tmp_path):
     assert (export() / "model.safetensors").exists()
 
 
-def test_what_a_stopped_export_left_is_in_nobodys_way(export, tmp_path):
+def test_a_link_is_followed(export, tmp_path):
+    place = tmp_path / "disk" / "empty"
+    place.mkdir(parents=True)
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports" / "out").symlink_to(place)
+    assert (export() / "model.safetensors").exists()
+    assert (tmp_path / "exports" / "out").is_symlink()
+    assert [path.name for path in place.parent.iterdir()] == ["empty"]
+
+
+def test_what_cannot_be_replaced_is_refused_at_once(export, converted, tmp_path):
+    """A file may come there after the options were looked at."""
+    mine = tmp_path / "exports" / "out" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    for weights in (converted / "checkpoint-0").glob("*.distcp"):
+        weights.unlink()  # they are not even looked for
+    with pytest.raises(UserError, match=r"--output_dir .*/exports/out cannot be made: .*not empty"):
+        export()
+    assert [path.name for path in (tmp_path / "exports").rglob("*")] == ["out", "mine"]
+
+
+@pytest.fixture
+def mount_point(tmp_path):
+    """An empty one, of the same file system, as a container's volume may be: Python does not know it for one."""
+    volume, point = tmp_path / "volume", tmp_path / "exports" / "out"
+    volume.mkdir()
+    point.mkdir(parents=True)
+    if subprocess.run(["mount", "--bind", volume, point], capture_output=True).returncode != 0:
+        pytest.skip("may not mount")
+    yield point
+    subprocess.run(["umount", point], check=True)
+
+
+def test_a_mount_point_is_refused_at_once(export, mount_point):
+    with pytest.raises(UserError, match=r"--output_dir .*/exports/out cannot be made: .*busy"):
+        export()
+    assert list(mount_point.parent.iterdir()) == [mount_point]
+
+
+def test_of_two_exports_into_one_place_the_second_is_refused(export, tmp_path):
+    out = tmp_path / "exports" / "out"
+    writing = tmp_path / "exports" / ".out.writing"
+    with only_run_in(out, writing):
+        work = writing / "out" / "model.safetensors"
+        work.parent.mkdir()
+        work.touch()
+        with pytest.raises(UserError, match=rf"--output_dir {out} is in use by another run: process {os.getpid()} on"):
+            export()
+        assert work.exists()
+
+
+def test_what_a_killed_export_left_is_in_nobodys_way(export, tmp_path):
     stale = tmp_path / "exports" / ".out.writing"
-    stale.mkdir(parents=True)
-    (stale / "model.safetensors").write_bytes(b"half of it")
+    (stale / "out").mkdir(parents=True)
+    (stale / "out" / "model.safetensors").write_bytes(b"half of it")
+    (stale / ".lock").touch()
     export()
-    assert not stale.exists()
+    assert [path.name for path in (tmp_path / "exports").iterdir()] == ["out"]
+
+
+def stop_when_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SIGTERM, as the command line hears it, come at the moment that a directory of this name is made."""
+    mkdir = os.mkdir
+
+    def make(path, *mode) -> None:
+        mkdir(path, *mode)
+        if Path(path).name == name:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(os, "mkdir", make)
+
+
+@pytest.mark.parametrize("name", [".out.writing", "out"])
+def test_a_signal_leaves_nothing_behind_when_it_comes_first(export, monkeypatch, tmp_path, name):
+    def stop(number, frame):
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        stop_when_made(name, monkeypatch)
+        with pytest.raises(SystemExit):
+            export()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(hf_dir, mesh, tmp_path):
+    """`source/` can be written, the checkpoint cannot."""
+    args = ExportArgs(model=str(hf_dir), output_dir=str(tmp_path / "runs" / "run"), to_mcore=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(UserError, match=r"a checkpoint cannot be written in .*: .*File too large") as raised:
+            to_mcore(args, mesh)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.hint == "make room or mend it, and run the same command again"
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_tensor_that_would_be_lost_leaves_nothing_behind(export, converted, tmp_path):

@@ -3,7 +3,7 @@
 
    FAULTS_ROOT      the directory, absolute and without symbolic links
    FAULTS_COUNTER   a file of 8 bytes that all processes share: how many operations there were
-   FAULTS_LOG       a file that gets a line for each
+   FAULTS_LOG       a file that gets a line for each, "NUMBER KIND PATH", with " (hit)" behind those that it happens to
    FAULTS_AT        the operation that it happens at, from 1; 0: none
    FAULTS_ERRNO     the error it fails with; 0: the process is killed there. ENOSPC stays: every later operation that
                     needs room fails too.
@@ -79,14 +79,14 @@ static int is_hit(const char *name, int needs_room, int descriptor, const char *
         return 0;
     }
     long number = __atomic_add_fetch(counter, 1, __ATOMIC_SEQ_CST);
-    int length = snprintf(line, sizeof line, "%ld %s %s\n", number, name, absolute + strlen(root));
+    int hit = at && number >= at;
+    if (error_number == ENOSPC ? !needs_room : number > at) hit = 0;
+    if (error_number == EINTR && !is_interruptible) hit = 0;
+    const char *mark = hit ? " (hit)" : "";
+    int length = snprintf(line, sizeof line, "%ld %s %s%s\n", number, name, absolute + strlen(root), mark);
     syscall(SYS_write, log_file, line, length);
-    errno = errno_before;
-    if (!at || number < at) return 0;
-    if (error_number == ENOSPC ? !needs_room : number > at) return 0;
-    if (error_number == EINTR && !is_interruptible) return 0;
-    errno = error_number;
-    return 1;
+    errno = hit ? error_number : errno_before;
+    return hit;
 }
 
 static void die(void) {

@@ -1,7 +1,7 @@
 """Kills a command at each thing it does to its files, one after the other, and asks the next command to make it good.
 
     python -m tests.faults.hunt                            # every command, killed at every operation: an hour
-    python -m tests.faults.hunt sft export --every 10      # two of them, at every tenth
+    python -m tests.faults.hunt sft export --every 10      # two of them, at every tenth place
     python -m tests.faults.hunt infer --fault ENOSPC       # or the operation fails: a full disk, EIO, EINTR
 
 An operation opens a file for writing, writes, flushes, renames, makes or deletes below the directory of results. They
@@ -38,12 +38,39 @@ OF_THE_CLOCK = ("seconds", "per_second", "time", "memory", "versions")
 
 
 @dataclass(frozen=True)
+class Fault:
+    """What happens to a command.
+
+    Attributes:
+        at: number of the operation, from 1, that it happens to; 0: to none, operations are only counted.
+        error: that the operation fails with, of `errno`; 0: the process is killed.
+    """
+
+    at: int = 0
+    error: int = 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a fault.
+
+    Attributes:
+        was_hit: whether it happened: a run may have fewer operations than the one that was counted, and not all of them
+            can fail in every way.
+        wrong: what was not made good, or nothing.
+    """
+
+    was_hit: bool
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
 class Command:
     """A command to be broken.
 
     Attributes:
-        argv: its words; MODEL, ROWS, PROMPTS, RUN and OUT stand for what `make_inputs` has made and for the directory
-            of results.
+        argv: its words; those that are, or begin with, MODEL, ROWS, PROMPTS, RUN or OUT/ stand for what `make_inputs`
+            has made and for the directory of results.
         again: words that are added when it is repeated.
         processes: ranks.
         content: what two runs must have in common, of the directory of results.
@@ -65,11 +92,15 @@ def content_of_run(out: Path) -> dict[str, object]:
     return {"checkpoints": checkpoints, "metrics": metrics, "acceptance": acceptance, "names": names}
 
 
+OF_ONE_SAVE = (".metadata", "SHA256SUMS")
+"""Files of a checkpoint that are never the same: the first has a new id in each, the second a digest of the first."""
+
+
 def digest_of_checkpoint(checkpoint: Path) -> str:
-    """A digest of the bytes of a checkpoint; `.metadata` has a new id in each, and SHA256SUMS a digest of it."""
+    """A digest of the bytes of a checkpoint."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.glob("*")):
-        if path.name not in (".metadata", "SHA256SUMS"):
+        if path.name not in OF_ONE_SAVE:
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -79,9 +110,13 @@ def _without_clock(metrics: dict) -> dict:
 
 
 def content_of_files(out: Path) -> dict[str, str]:
-    """Every file, by its bytes."""
-    files = sorted(path for path in out.rglob("*") if path.is_file())
-    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    """Every file, by its bytes; files that are never the same only by their names."""
+    content = {}
+    for path in sorted(out.rglob("*")):
+        if path.is_file() and path.name != ".lock":
+            is_same = path.name not in OF_ONE_SAVE
+            content[str(path.relative_to(out))] = hashlib.sha256(path.read_bytes()).hexdigest() if is_same else ""
+    return content
 
 
 SFT = (
@@ -99,6 +134,7 @@ COMMANDS = {
     "export_2": Command(
         "export --to_hf --model RUN --output_dir OUT/hf --pipeline_model_parallel_size 2", content_of_files, processes=2
     ),
+    "to_mcore": Command("export --to_mcore --model MODEL --output_dir OUT/mcore", content_of_files),
     "infer": Command(
         "infer --model MODEL --infer_backend transformers --val_dataset PROMPTS --max_new_tokens 4 "
         "--torch_dtype float32 --result_path OUT/answers.jsonl",
@@ -140,43 +176,46 @@ def make_inputs(directory: Path) -> dict[str, str]:
         "RUN": str(directory / "trained/run"),
     }
     (directory / "trained").mkdir()
-    code, errors, _ = run(COMMANDS["sft"], words, directory / "trained", fault=None)
+    code, errors, _ = run(COMMANDS["sft"], words, directory / "trained")
     assert code == 0, errors
     return words
 
 
+def fill(argv: str, words: dict[str, str]) -> list[str]:
+    """A command line, split, with paths in the place of the words that stand for them."""
+    filled = []
+    for word in argv.split():
+        name, slash, rest = word.partition("/")
+        filled.append(words.get(name, name) + slash + rest)
+    return filled
+
+
 def run(
-    command: Command, words: dict[str, str], out: Path, *, fault: tuple[int, int] | None, is_again: bool = False
+    command: Command, words: dict[str, str], out: Path, fault: Fault = Fault(), *, is_again: bool = False
 ) -> tuple[int, str, list[str]]:
     """Run a command with its results in `out`.
 
-    Args:
-        fault: the number of the operation, and the error, 0 for a kill; (0, 0) only counts.
-
     Returns:
-        Its exit code, what it wrote to stderr, and its operations.
+        Its exit code, what it wrote to stderr, and its operations, as durable.c lists them.
     """
     text = f"{command.argv} {command.again}" if is_again else command.argv
-    for word, path in (words | {"OUT": str(out)}).items():
-        text = text.replace(word, path)
+    argv = fill(text, words | {"OUT": str(out)})
     with tempfile.TemporaryDirectory() as scratch:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         log = Path(scratch, "log")
-        if fault:
-            Path(scratch, "counter").write_bytes(bytes(8))
-            at, error = fault
-            environment |= {
-                "FAULTS_ROOT": str(out),
-                "FAULTS_COUNTER": f"{scratch}/counter",
-                "FAULTS_LOG": str(log),
-                "FAULTS_AT": str(at),
-                "FAULTS_ERRNO": str(error),
-            }
+        Path(scratch, "counter").write_bytes(bytes(8))
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "FAULTS_ROOT": str(out),
+            "FAULTS_COUNTER": f"{scratch}/counter",
+            "FAULTS_LOG": str(log),
+            "FAULTS_AT": str(fault.at),
+            "FAULTS_ERRNO": str(fault.error),
+        }
         environments = [environment]
         store = open_store()
         if command.processes > 1:
             environments = [environment | rank for rank in rank_environments(command.processes, store.port)]
-        process = start_swiftlite(text.split(), out, environments, Path(scratch, "out"), Path(scratch, "err"))
+        process = start_swiftlite(argv, out, environments, Path(scratch, "out"), Path(scratch, "err"))
         try:
             _, errors = process.communicate(SECONDS)
         except subprocess.TimeoutExpired:
@@ -185,27 +224,28 @@ def run(
         return process.wait(0), errors, log.read_text().splitlines() if log.exists() else []
 
 
-def hit(command: Command, words: dict[str, str], directory: Path, expected: object, fault: tuple[int, int]) -> str:
-    """Break a command once and repeat it; what is wrong then, or nothing."""
-    out = directory / f"at-{fault[0]}"
+def hit(command: Command, words: dict[str, str], directory: Path, expected: object, fault: Fault) -> Trial:
+    """Break a command once and repeat it."""
+    out = directory / f"at-{fault.at}"
     out.mkdir()
     try:
-        code, errors, operations = run(command, words, out, fault=fault)
-        where = operations[fault[0] - 1] if len(operations) >= fault[0] else "not reached"
-        wrong = _wrong_at_once(command, out, code, errors, expected, fault[1])
+        code, errors, operations = run(command, words, out, fault)
+        where = operations[fault.at - 1] if len(operations) >= fault.at else f"{fault.at}, not reached"
+        was_hit = any(operation.endswith(" (hit)") for operation in operations)
+        wrong = _wrong_at_once(command, out, code, errors, expected, fault)
         # What was whole in spite of the fault needs no repetition, and some commands refuse to write over it.
         if not wrong and code != 0:
             wrong = _wrong_when_repeated(command, words, out, expected)
     except subprocess.TimeoutExpired:
-        return f"operation {fault[0]}: hangs"
+        return Trial(True, f"operation {fault.at}: hangs")
     shutil.rmtree(out)
-    return f"operation {where}: {wrong}" if wrong else ""
+    return Trial(was_hit, f"operation {where}: {wrong}" if wrong else "")
 
 
-def _wrong_at_once(command: Command, out: Path, code: int, errors: str, expected: object, error: int) -> str:
+def _wrong_at_once(command: Command, out: Path, code: int, errors: str, expected: object, fault: Fault) -> str:
     if code == 0:
         return "" if command.content(out) == expected else "ended well, with other results"
-    if not error:
+    if not fault.error:
         return ""
     # Of several ranks one speaks. The launcher, who is not here, hides tracebacks of those that lost a connection.
     if "\nswiftlite: " not in f"\n{errors}" or (command.processes == 1 and "Traceback" in errors):
@@ -214,7 +254,7 @@ def _wrong_at_once(command: Command, out: Path, code: int, errors: str, expected
 
 
 def _wrong_when_repeated(command: Command, words: dict[str, str], out: Path, expected: object) -> str:
-    code, errors, _ = run(command, words, out, fault=None, is_again=True)
+    code, errors, _ = run(command, words, out, is_again=True)
     if code != 0:
         return f"the next command ends with {code}:\n{errors}"
     content = command.content(out)
@@ -257,7 +297,7 @@ def hunt(
 
     Args:
         error: of `errno`; 0: the command is killed.
-        every: try every so manieth operation.
+        every: try every Nth place.
         every_write: also those that `places` leaves out.
         at_once: so many trials at a time.
 
@@ -270,8 +310,10 @@ def hunt(
         command = COMMANDS[name]
         unbroken = directory / f"{name}-unbroken"
         unbroken.mkdir()
-        code, errors, operations = run(command, words, unbroken, fault=(0, 0))
+        print(f"{name}: begins", flush=True)
+        code, errors, operations = run(command, words, unbroken)
         assert code == 0, errors
+        assert operations, f"{name}: no operation was recorded"
         expected = command.content(unbroken)
         broken = directory / name
         broken.mkdir()
@@ -279,12 +321,14 @@ def hunt(
         numbers = numbers[every // 2 :: every]
         with ThreadPoolExecutor(at_once) as threads:
             task = partial(hit, command, words, broken, expected)
-            results = threads.map(task, ((number, error) for number in numbers))
-            wrong = [result for result in results if result]
+            trials = list(threads.map(task, [Fault(number, error) for number in numbers]))
+        num_hit = sum(trial.was_hit for trial in trials)
+        wrong = [trial.wrong for trial in trials if trial.wrong]
+        if not num_hit:
+            wrong.append("no trial was hit")
         how = errno.errorcode[error] if error else "killed"
-        print(
-            f"{name}: {how} at {len(numbers)} of {len(operations)} operations, {len(wrong)} not made good", flush=True
-        )
+        tried = f"{len(numbers)} of {len(operations)} operations tried"
+        print(f"{name}: {how}: {tried}, {num_hit} hit, {len(wrong)} not made good", flush=True)
         for line in wrong:
             print(f"  {line}", flush=True)
         findings += wrong
@@ -293,10 +337,13 @@ def hunt(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commands", nargs="*", metavar="COMMAND", help=f"of {', '.join(COMMANDS)}; all by default")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="try every Nth operation (default: each)")
+    names = [*COMMANDS, "all"]
+    listed = f"of {', '.join(COMMANDS)}; all by default"
+    parser.add_argument("commands", nargs="*", choices=names, default="all", metavar="COMMAND", help=listed)
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="try every Nth place (default: each)")
     parser.add_argument("--every_write", action="store_true", help="try all writes to a file: hours")
-    parser.add_argument("--fault", default="KILL", help="KILL (default), ENOSPC, EIO or EINTR")
+    faults = ("KILL", "ENOSPC", "EIO", "EINTR")
+    parser.add_argument("--fault", default="KILL", choices=faults, help="default: KILL")
     parser.add_argument("--at_once", type=int, default=2, help="so many trials at a time (default: 2)")
     args = parser.parse_args()
     error = 0 if args.fault == "KILL" else getattr(errno, args.fault)
@@ -304,7 +351,7 @@ def main() -> int:
         if "FAULTS_SHIM" not in os.environ:
             return _with_shim(Path(directory))
         findings = hunt(
-            args.commands or list(COMMANDS),
+            list(COMMANDS) if "all" in args.commands else args.commands,
             Path(directory).resolve(),
             error=error,
             every=args.every,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.hunt import build_shim, places
+from tests.faults.hunt import build_shim, fill, places
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["sft_async", "export", "infer", "evaluate"]
+COMMANDS = ["sft_async", "export", "to_mcore", "infer", "evaluate"]
 WRITER = """
 import os
 with open("file", "wb", buffering=0) as file:
@@ -56,14 +56,16 @@ def test_operations_are_counted(hit, tmp_path):
 
 
 def test_a_process_is_killed_in_the_middle_of_a_write(hit, tmp_path):
-    process, _ = hit(3, 0)
+    process, operations = hit(3, 0)
     assert process.returncode == -signal.SIGKILL
+    assert operations[-1] == "3 write /file (hit)"
     assert sizes(tmp_path / "out") == {"file": 15}
 
 
 def test_a_full_disk_stays_full(hit, tmp_path):
     process, operations = hit(3, 28)
-    assert operations[-1] == "4 fsync /file"  # Python writes no second time what was half written
+    # Python writes no second time what was half written.
+    assert operations[-2:] == ["3 write /file (hit)", "4 fsync /file (hit)"]
     assert "No space left on device" in process.stderr
     assert sizes(tmp_path / "out") == {"file": 15}
 
@@ -79,12 +81,15 @@ def test_of_many_writes_to_a_file_three_are_tried():
     assert places(operations) == [1, 2, 3, 8, 9, 10]
 
 
+def test_words_of_a_command_stand_for_paths():
+    words = {"RUN": "/a/RUN/OUT", "OUT": "/b"}
+    assert fill("x --model RUN --RUN OUT/RUN", words) == ["x", "--model", "/a/RUN/OUT", "--RUN", "/b/RUN"]
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("fault", ["KILL", "ENOSPC", "EIO"])
 def test_commands_that_are_hit_are_made_good(fault):
     command = [sys.executable, "-W", "ignore", "-m", "tests.faults.hunt", "--every", "20", "--fault", fault]
-    result = subprocess.run(
-        [*command, "sft_async", "export", "infer", "evaluate"], cwd=ROOT, capture_output=True, text=True
-    )
+    result = subprocess.run([*command, *COMMANDS], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("0 not made good") == len(COMMANDS)
+    assert result.stdout.count(" hit, 0 not made good") == len(COMMANDS)

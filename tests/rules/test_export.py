@@ -1,6 +1,7 @@
 """Rules of `export`."""
 
 import dataclasses
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,44 @@ def test_export(here, change, problem, hint):
     assert len(problems) == 1
     assert problem in problems[0][0]
     assert hint in problems[0][1]
+
+
+def test_export_into_an_empty_directory_or_beside_checkpoints(here):
+    Path("empty").mkdir()
+    Path("link").symlink_to("empty")
+    for directory in ("empty", "link", "run/hf", "checkpoint-5/hf"):
+        assert rules.check(dataclasses.replace(EXPORT, output_dir=directory)) == []
+
+
+@pytest.mark.parametrize("inside", ["checkpoint-20/hf", "checkpoint-20/a/b", "checkpoint-30", "source/hf"])
+def test_export_into_what_is_the_run_s_own(here, inside):
+    ((problem, hint),) = problems_of(dataclasses.replace(EXPORT, output_dir=f"run/{inside}"))
+    of_the_run = here / "run" / Path(inside).parts[0]
+    assert problem == f"--output_dir run/{inside} lies in {of_the_run}, which is the run's own"
+    assert hint == f"name another: {here / 'run' / 'export'}"
+
+
+def test_export_into_the_working_directory(here, monkeypatch):
+    Path("empty").mkdir()
+    monkeypatch.chdir("empty")
+    ((problem, hint),) = problems_of(dataclasses.replace(EXPORT, model="../run", output_dir="."))
+    assert problem.startswith("--output_dir . is the working directory")
+    assert hint == "name a directory in it: --output_dir export"
+
+
+def test_export_into_a_mount_point(here):
+    Path("volume").mkdir()
+    Path("link").symlink_to("volume")
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "volume"], capture_output=True).returncode != 0:
+        pytest.skip("may not mount")
+    try:
+        for directory in ("volume", "link"):
+            ((problem, hint),) = problems_of(dataclasses.replace(EXPORT, output_dir=directory))
+            assert problem.startswith(f"--output_dir {directory} is a mount point")
+            assert hint == f"name a directory in it: --output_dir {directory}/export"
+            assert rules.check(dataclasses.replace(EXPORT, output_dir=f"{directory}/export")) == []
+    finally:
+        subprocess.run(["umount", "volume"], check=True)
 
 
 def test_export_of_a_run_without_checkpoint(here):
