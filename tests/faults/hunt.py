@@ -74,12 +74,14 @@ class Command:
         again: words that are added when it is repeated.
         processes: ranks.
         content: what two runs must have in common, of the directory of results.
+        keeps: whether it refuses to write over results that are whole.
     """
 
     argv: str
     content: Callable[[Path], object]
     again: str = ""
     processes: int = 1
+    keeps: bool = False
 
 
 def content_of_run(out: Path) -> dict[str, object]:
@@ -130,11 +132,14 @@ COMMANDS = {
     "sft_limit_1": Command(f"{SFT} --save_total_limit 1", content_of_run, "--resume"),
     "sft_2": Command(SFT, content_of_run, "--resume", processes=2),
     "sft_2_async": Command(f"{SFT} --async_save true", content_of_run, "--resume", processes=2),
-    "export": Command("export --to_hf --model RUN --output_dir OUT/hf", content_of_files),
+    "export": Command("export --to_hf --model RUN --output_dir OUT/hf", content_of_files, keeps=True),
     "export_2": Command(
-        "export --to_hf --model RUN --output_dir OUT/hf --pipeline_model_parallel_size 2", content_of_files, processes=2
+        "export --to_hf --model RUN --output_dir OUT/hf --pipeline_model_parallel_size 2",
+        content_of_files,
+        processes=2,
+        keeps=True,
     ),
-    "to_mcore": Command("export --to_mcore --model MODEL --output_dir OUT/mcore", content_of_files),
+    "to_mcore": Command("export --to_mcore --model MODEL --output_dir OUT/mcore", content_of_files, keeps=True),
     "infer": Command(
         "infer --model MODEL --infer_backend transformers --val_dataset PROMPTS --max_new_tokens 4 "
         "--torch_dtype float32 --result_path OUT/answers.jsonl",
@@ -233,8 +238,9 @@ def hit(command: Command, words: dict[str, str], directory: Path, expected: obje
         where = operations[fault.at - 1] if len(operations) >= fault.at else f"{fault.at}, not reached"
         was_hit = any(operation.endswith(" (hit)") for operation in operations)
         wrong = _wrong_at_once(command, out, code, errors, expected, fault)
-        # What was whole in spite of the fault needs no repetition, and some commands refuse to write over it.
-        if not wrong and code != 0:
+        # A kill can come when all is done.
+        is_whole = code == 0 or (command.keeps and command.content(out) == expected)
+        if not wrong and not is_whole:
             wrong = _wrong_when_repeated(command, words, out, expected)
     except subprocess.TimeoutExpired:
         return Trial(True, f"operation {fault.at}: hangs")
