@@ -324,7 +324,7 @@ def hunt(
         broken = directory / name
         broken.mkdir()
         numbers = list(range(1, len(operations) + 1)) if every_write else places(operations)
-        numbers = numbers[every // 2 :: every]
+        numbers = numbers[min(every, len(numbers)) // 2 :: every]  # from the middle of the first lot
         with ThreadPoolExecutor(at_once) as threads:
             task = partial(hit, command, words, broken, expected)
             trials = list(threads.map(task, [Fault(number, error) for number in numbers]))
