@@ -38,8 +38,14 @@ def check_writable(flag: str, directory: Path) -> None:
         ) from None
 
 
-def sync_directory(path: Path) -> None:
-    """Let the names in a directory survive a power cut."""
+def flush_to_disk(directory: Path) -> None:
+    """Let a directory and all below it survive a power cut."""
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Let what is in a file, or the names in a directory, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -23,7 +23,7 @@ import torch
 from swiftlite.bridge import fp8
 from swiftlite.bridge.entry import Entry, TensorTypes
 from swiftlite.bridge.expert_stack import unfold
-from swiftlite.durable import sync_directory, write_durably
+from swiftlite.durable import sync, write_durably
 from swiftlite.errors import UserError
 from swiftlite.json_file import parse_json, read_json
 
@@ -298,7 +298,7 @@ class ShardedFiles:
                 "weight_map": {key: entry.file for key, entry in sorted(self.entries.items())},
             }
             write_durably(self.out_dir / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
-        sync_directory(self.out_dir)
+        sync(self.out_dir)
 
     def discard(self) -> None:
         """Remove the temporary files after a failure."""

@@ -59,6 +59,7 @@ def _bounded_memory(num_bytes: int) -> Iterator[None]:
         return
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = _address_space() + num_bytes
+    # The user's own limit (`ulimit -v`) may be lower.
     lowest = min(bound for bound in (limit, *before) if bound != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_AS, (lowest, before[1]))
     try:

@@ -14,7 +14,7 @@ from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import graft_heads, save_hf
-from swiftlite.durable import sync_directory
+from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
 from swiftlite.export.gate import check_acceptance
 from swiftlite.heads import Heads
@@ -25,7 +25,7 @@ from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.checkpoint import Checkpointer, flush_to_disk, load_checkpoint, read_state, resolve_checkpoint
+from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from swiftlite.train.source import TENSORS_FILE, check_source, dtypes_of, source_tensors, with_heads_of, write_source
 
 
@@ -152,7 +152,7 @@ def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
             with _named(output_dir):
                 flush_to_disk(writing)
                 writing.rename(result)
-                sync_directory(result.parent)
+                sync(result.parent)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
 

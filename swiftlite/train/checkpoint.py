@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from swiftlite.bridge.tensors import some
-from swiftlite.durable import sync_directory
+from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError, is_of_storage, reason_of
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
@@ -243,7 +243,7 @@ class Checkpointer:
             if final.exists():
                 _delete(final)
             temporary.rename(final)
-            sync_directory(self.output_dir)
+            sync(self.output_dir)
             self._delete_oldest()
             logger.info("saved %s", final.name)
         dist.barrier()
@@ -366,13 +366,3 @@ def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:
 
 def _without_heads(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tensor for key, tensor in state.items() if not key.startswith("mtp.")}
-
-
-def flush_to_disk(directory: Path) -> None:
-    """fsync a directory, and all files below it."""
-    for path in (*directory.rglob("*"), directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
