@@ -1,6 +1,6 @@
 """Kills a command at each thing it does to its files, one after the other, and asks the next command to make it good.
 
-    python -m tests.faults.hunt                            # every command, killed at every operation: an hour
+    python -m tests.faults.hunt                            # every command, killed at every operation: an hour or two
     python -m tests.faults.hunt sft export --every 10      # two of them, at every tenth place
     python -m tests.faults.hunt infer --fault ENOSPC       # or the operation fails: a full disk, EIO, EINTR
 
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tests.e2e.conftest import read_metrics
 from tests.forked import start_swiftlite
 from tests.parallel.launch import open_store, rank_environments
 from tests.tiny import make_tiny_hf
@@ -34,7 +35,6 @@ from tests.tiny import make_tiny_hf
 SHIM = Path(__file__).with_name("durable.c")
 SECONDS = 300
 """That one command may take."""
-OF_THE_CLOCK = ("seconds", "per_second", "time", "memory", "versions")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Command:
 def content_of_run(out: Path) -> dict[str, object]:
     """Everything in a run that does not depend on the clock."""
     checkpoints = {path.name: digest_of_checkpoint(path) for path in sorted(out.glob("run/checkpoint-*"))}
-    metrics = [_without_clock(json.loads(line)) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(out / "run")
     acceptance = json.loads((out / "run/acceptance.json").read_text())
     # Whether the file of the lock can be deleted does not matter: the lock is the kernel's.
     names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.name != ".lock")
@@ -105,10 +105,6 @@ def digest_of_checkpoint(checkpoint: Path) -> str:
         if path.name not in OF_ONE_SAVE:
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _without_clock(metrics: dict) -> dict:
-    return {name: value for name, value in metrics.items() if not name.endswith(OF_THE_CLOCK)}
 
 
 def content_of_files(out: Path) -> dict[str, str]:

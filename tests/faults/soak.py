@@ -55,11 +55,13 @@ class Growth:
 
     def __str__(self) -> str:
         """The third quarter of the run against its last: the first two still fill caches."""
-        return "; ".join(
-            f"{name} {median(values[len(values) // 2 : -quarter]):.4g} then {median(values[-quarter:]):.4g}"
-            for name, values in (("bytes", self.memory), ("open files", self.files))
-            if (quarter := len(values) // 4)
-        )
+        return f"bytes {_late(self.memory)}; open files {_late(self.files)}"
+
+
+def _late(samples: list[int]) -> str:
+    quarter = max(len(samples) // 4, 1)
+    third, last = median(samples[-2 * quarter : -quarter]), median(samples[-quarter:])
+    return f"{third:.4g} then {last:.4g}"
 
 
 def family(launcher: subprocess.Popen) -> list[psutil.Process]:

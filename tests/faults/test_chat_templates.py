@@ -52,7 +52,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=train_bytes(), eos_token="<|endoftext|>")
 
 
-def encode_rows(tokenizer: PreTrainedTokenizerFast, chat_template: str) -> None:
+def assert_every_row_is_encoded_or_bad(tokenizer: PreTrainedTokenizerFast, chat_template: str) -> None:
     tokenizer.chat_template = chat_template
     template = answer(ChatTemplate, tokenizer)
     if template is None:
@@ -75,7 +75,7 @@ def test_any_template(tokenizer, pieces, place):
     said = "{{ m.role }}:{{ m.content }}<|im_end|>\n"
     body = "".join([*pieces[:place], said, *pieces[place:]])
     macro = "{% macro forever(n) %}{{ forever(n) }}{% endmacro %}"
-    encode_rows(tokenizer, macro + "{% for m in messages %}" + body + "{% endfor %}")
+    assert_every_row_is_encoded_or_bad(tokenizer, macro + "{% for m in messages %}" + body + "{% endfor %}")
 
 
 @fuzz
@@ -87,4 +87,4 @@ def test_any_damage_to_a_template(tokenizer, data):
         text = (
             text[:begin] + data.draw(st.text("{}%-|. m'n+", max_size=3)) + text[begin + data.draw(st.integers(0, 6)) :]
         )
-    encode_rows(tokenizer, text)
+    assert_every_row_is_encoded_or_bad(tokenizer, text)
