@@ -11,7 +11,7 @@ from annotated_types import Interval
 
 from swiftlite.args import bounds
 
-MtpInit = Literal["checkpoint", "random", "copy_last_layer", "graft"]
+MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "graft"]
 MtpMode = Literal["joint", "heads_only"]
 MtpLoss = Literal["ce", "kl", "tv"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
@@ -34,10 +34,12 @@ class MtpArgs:
     """Multi-Token Prediction"""
 
     mtp_num_layers: bounds.NonNegativeInt | None = None
-    """MTP depth: layers that predict tokens 2, 3, ... ahead. Unset: what the checkpoint has. 0: drop the heads."""
-    mtp_init: MtpInit = "checkpoint"
-    """Where MTP weights come from: the checkpoint, random numbers, a copy of the last decoder layer, or the model that
-    --mtp_graft_from names."""
+    """MTP depth: layers that predict tokens 2, 3, ... ahead. Unset: what the checkpoint has; with heads_only at
+    least 1. 0: drop the heads."""
+    mtp_init: MtpInit | None = None
+    """Where MTP weights come from: the checkpoint, random numbers, a copy of the last decoder layer, the same behind a
+    projection that is fitted to some training rows (fit_last_layer), or the model that --mtp_graft_from names. Unset:
+    the checkpoint; with heads_only where it has no heads, fit_last_layer."""
     mtp_graft_from: str | None = None
     """With --mtp_init graft: directory of a Hugging Face model whose MTP heads are taken over, such as the one that the
     trunk was fine-tuned from. Same family and shapes."""
@@ -45,9 +47,9 @@ class MtpArgs:
     """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
     mtp_loss_scaling_factor: bounds.PositiveFloat = 0.1
     """Weight of the MTP loss (mean over depths) beside the main loss."""
-    mtp_loss: MtpLoss = "ce"
+    mtp_loss: MtpLoss | None = None
     """What heads learn. ce: the data's tokens. kl, tv: the trunk's own distribution of them, by KL(trunk || head) or by
-    total variation, which is the share of drafts that sampling rejects."""
+    total variation, which is the share of drafts that sampling rejects. Unset: kl with heads_only, else ce."""
     mtp_unroll: bounds.PositiveInt = 1
     """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
     state. `infer` drafts as many."""
@@ -183,8 +185,8 @@ class OptimArgs:
     """Passes over the training rows; not used when --train_iters is given."""
     train_iters: bounds.PositiveInt | None = None
     """Optimizer steps; overrides --num_train_epochs."""
-    lr: bounds.PositiveFloat = 1e-5
-    """Peak learning rate."""
+    lr: bounds.PositiveFloat | None = None
+    """Peak learning rate. Unset: 1e-5, with --mtp_mode heads_only 1e-3."""
     min_lr: bounds.NonNegativeFloat | None = None
     """Learning rate at the end of the decay. Unset: a tenth of --lr."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"

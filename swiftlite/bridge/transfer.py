@@ -29,7 +29,7 @@ from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 
-MtpInit = Literal["checkpoint", "random", "copy_last_layer", "graft"]
+MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "graft"]
 Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | None
 
 
@@ -41,7 +41,7 @@ class WeightsReport:
     Attributes:
         loaded: Megatron parameters read from the checkpoint.
         initialised: Megatron parameters that got their numbers elsewhere, with where: "random", "copy_last_layer",
-            "graft".
+            "fit_last_layer", "graft".
         dropped: HF keys declared as not needed: heads that were not asked for, buffers that follow from the config.
     """
 
@@ -89,7 +89,8 @@ def load_hf(
         family: the table of the rows of the model's family.
         hf_config: content of its config.json.
         mtp_init: "checkpoint": heads come from the checkpoint, which must have exactly as many. "copy_last_layer":
-            heads start as the last decoder layer. "random": heads start from `seed`. See `mtp_init.py`. "graft": heads
+            heads start as the last decoder layer; "fit_last_layer" the same, the caller fits their projections
+            (`train/head_fit.py`). "random": heads start from `seed`. See `mtp_init.py`. "graft": heads
             are those of another checkpoint.
         graft_from: directory of that checkpoint, see `graft_heads`.
         seed: of the numbers that are drawn.
@@ -230,7 +231,7 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
         return _Sources(family.rows(hf_config, depth), dropped=derived)
     trunk = family.rows(hf_config, 0)
     dropped = derived + mtp_keys(checkpoint.entries, family, hf_config)
-    if mtp_init == "copy_last_layer":
+    if mtp_init in ("copy_last_layer", "fit_last_layer"):
         borrowed = fresh_heads.copied_rows(family, hf_config, depth)
         return _Sources(trunk, borrowed=borrowed, fills=fresh_heads.pass_through(depth), dropped=dropped)
     heads = _head_rows(family, hf_config, depth)

@@ -138,7 +138,7 @@ class GPTModel(McoreGPTModel):
         super().setup_embeddings_and_output_layer()
 
     def _make_output_layer(self) -> ColumnParallelLinear:
-        # It is given whole sequences: they are gathered before positions are picked from them (`_whole`).
+        # It is given whole sequences: they are gathered before positions are picked from them (`whole_sequence`).
         config = copy.copy(self.config)
         config.sequence_parallel = False
         assert config.init_method is not None
@@ -279,7 +279,7 @@ class GPTModel(McoreGPTModel):
                 fed_SBH = trunk_SBH
                 if self.drafting.takes_before_norm:
                     fed_SBH, trunk_SBH = trunk_SBH.chunk(2)
-                cache.keep(FED, self._whole(fed_SBH))
+                cache.keep(FED, self.whole_sequence(fed_SBH))
             return [trunk_SBH]
         if self.mtp_process:
             fed_SBH = cache.kept(FED, input_ids.size(1))
@@ -300,7 +300,7 @@ class GPTModel(McoreGPTModel):
 
     def _most_likely(self, hidden_SBH: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
         """The tokens [N] that the output layer makes of states at some places of a flat row."""
-        hidden_NH = self._whole(hidden_SBH)[predicted, 0]
+        hidden_NH = self.whole_sequence(hidden_SBH)[predicted, 0]
         token_N = torch.empty_like(predicted)
         for start in range(0, len(predicted), MAX_POSITIONS):
             some = slice(start, start + MAX_POSITIONS)
@@ -457,7 +457,7 @@ class GPTModel(McoreGPTModel):
             cu_seqlens: of a packed row: where its padded sequences start, in the whole row.
         """
         if labels is None:
-            main, *mtp = (self.logits(self._whole(hidden_SBH)).transpose(0, 1) for hidden_SBH in states_SBH)
+            main, *mtp = (self.logits(self.whole_sequence(hidden_SBH)).transpose(0, 1) for hidden_SBH in states_SBH)
             return Logits(main, mtp)
         with self._frozen():
             main = self._cross_entropy(states_SBH[0], labels[0])
@@ -507,7 +507,7 @@ class GPTModel(McoreGPTModel):
 
     def _picked_logits(self, hidden_SBH: torch.Tensor, picked_BS: torch.Tensor) -> torch.Tensor:
         """[N, V]: only positions that have a target meet the vocabulary; prompts and padding are often half of them."""
-        hidden_NH = self._whole(hidden_SBH).transpose(0, 1)[picked_BS]
+        hidden_NH = self.whole_sequence(hidden_SBH).transpose(0, 1)[picked_BS]
         return self.logits(hidden_NH[:, None])[:, 0]
 
     def _whole_rows(
@@ -515,14 +515,14 @@ class GPTModel(McoreGPTModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The trunk's states [T, B, H], and which positions [S] of them this context-parallel rank holds."""
         group: Any = self.pg_collection.cp
-        trunk_SBH = self._whole(trunk_SBH)
+        trunk_SBH = self.whole_sequence(trunk_SBH)
         lengths = sequence_lengths(trunk_SBH.size(0) * group.size(), cu_seqlens)
         positions_S = zigzag_positions(lengths, group.rank(), group.size(), trunk_SBH.device)
         if group.size() > 1:
             trunk_SBH = gather_sequence(trunk_SBH, lengths, group)
         return trunk_SBH, positions_S
 
-    def _whole(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+    def whole_sequence(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """All positions of the row, gathered over sequence-parallel ranks."""
         if not self.config.sequence_parallel:
             return hidden_SBH

@@ -60,6 +60,12 @@ def mtp_pipeline_rank(layout: ParallelLayout) -> int:
     return size - 1
 
 
+def mtp_is_with_last_layer(layout: ParallelLayout) -> bool:
+    """Whether the stage of the MTP layers also has the last decoder layer; only the layout string can part them."""
+    text = layout.pipeline_model_parallel_layout
+    return not text or all("t" in stage for stage in parse_stages(text) if "m" in stage)
+
+
 def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
     """Replicas of the model, when `process_problems` has found nothing."""
     return world_size // _product(_MODEL_SIZES, layout)

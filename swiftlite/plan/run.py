@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.args.fields import ParallelLayout
+from swiftlite.args.fields import MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
+from swiftlite.plan.heads import heads_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.layout import data_parallel_size, layout_of
 from swiftlite.plan.trainable import trainable_of
 
@@ -33,6 +34,8 @@ class Plan:
     """Most tokens of a row, or of a micro-batch where each step is packed anew."""
     heads: Heads
     """MTP heads of the run."""
+    mtp_init: MtpInit
+    mtp_loss: MtpLoss
     lr: float
     min_lr: float
     save_steps: int
@@ -47,16 +50,6 @@ class Schedule:
     """Training rows that remain after reading, tokenizing and packing; 0 where they are read while training goes on."""
     steps: int
     warmup_steps: int
-
-
-def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
-    """MTP heads of the run: as many layers as were asked for, else as the checkpoint has.
-
-    Args:
-        checkpoint: the heads of the model directory.
-    """
-    layers = checkpoint.layers if args.mtp_num_layers is None else args.mtp_num_layers
-    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta)
 
 
 def make_plan(args: SftArgs, world_size: int, checkpoint: Heads) -> Plan:
@@ -76,7 +69,9 @@ def make_plan(args: SftArgs, world_size: int, checkpoint: Heads) -> Plan:
         packing=packing_of(args),
         packing_length=args.packing_length or args.max_length,
         heads=heads_of(args, checkpoint),
-        lr=args.lr,
+        mtp_init=mtp_init_of(args, checkpoint),
+        mtp_loss=mtp_loss_of(args),
+        lr=lr_of(args),
         min_lr=_min_lr(args),
         save_steps=args.save_steps,
         eval_steps=args.eval_steps or args.save_steps,
@@ -97,9 +92,10 @@ def packing_of(args: SftArgs) -> Packing:
 
 
 def _min_lr(args: SftArgs) -> float:
+    lr = lr_of(args)
     if args.lr_decay_style == "constant":
-        return args.lr
-    return args.lr / 10 if args.min_lr is None else args.min_lr
+        return lr
+    return lr / 10 if args.min_lr is None else args.min_lr
 
 
 def make_schedule(args: SftArgs, num_samples: int) -> Schedule:
@@ -143,10 +139,11 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         "checkpoint": f"the checkpoint, which has {checkpoint.layers}",
         "random": "random initialisation",
         "copy_last_layer": "a copy of the last decoder layer",
+        "fit_last_layer": "a copy of the last decoder layer, its projection fitted to training rows",
         "graft": f"{args.mtp_graft_from}",
     }
     if heads.layers:
-        mtp = f"{heads.layers}, weights from {sources[args.mtp_init]}"
+        mtp = f"{heads.layers}, weights from {sources[plan.mtp_init]}"
     elif checkpoint.layers:
         mtp = f"0, the {checkpoint.layers} of the checkpoint are dropped"
     else:

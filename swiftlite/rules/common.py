@@ -15,8 +15,8 @@ from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
 from swiftlite.heads import DEPTH_KEY, Heads
 from swiftlite.plan.facts import Facts, is_run, near_path, read_hf_config, run_checkpoints
+from swiftlite.plan.heads import heads_of
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
-from swiftlite.plan.run import heads_of
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")

@@ -11,6 +11,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.mock_config import FLAG
 from swiftlite.plan.facts import Facts
+from swiftlite.plan.heads import heads_of, lr_of
 from swiftlite.plan.layout import (
     choices,
     data_parallel_size,
@@ -19,7 +20,7 @@ from swiftlite.plan.layout import (
     num_virtual_stages,
     process_problems,
 )
-from swiftlite.plan.run import heads_of, holds_out, packing_of
+from swiftlite.plan.run import holds_out, packing_of
 from swiftlite.rules import common, sft_data, sft_heads, sft_resume
 
 
@@ -71,8 +72,9 @@ def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def min_lr_is_below_lr(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if args.min_lr is not None and args.min_lr > args.lr:
-        yield f"--min_lr {args.min_lr} is above --lr {args.lr}", "the learning rate decays from --lr to --min_lr"
+    lr = lr_of(args)
+    if args.min_lr is not None and args.min_lr > lr:
+        yield f"--min_lr {args.min_lr} is above --lr {lr}", "the learning rate decays from --lr to --min_lr"
 
 
 def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
@@ -146,6 +148,7 @@ RULES = (
     sft_heads.mtp_weights_have_a_source,
     sft_heads.mtp_options_have_heads,
     sft_heads.one_layer_is_unrolled,
+    sft_heads.fit_has_something_to_fit_to,
     common.graft_has_heads,
     sft_heads.graft_is_asked_for_once,
 )

@@ -7,11 +7,11 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.heads import Heads
 from swiftlite.plan.facts import Facts, read_hf_config
-from swiftlite.plan.run import heads_of
+from swiftlite.plan.heads import heads_of, mtp_init_of, why_no_fit
 
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if not facts.hf_config or args.mtp_init != "checkpoint":
+    if not facts.hf_config or mtp_init_of(args, facts.heads) != "checkpoint":
         return
     wanted = args.mtp_num_layers
     present = facts.heads.layers
@@ -20,13 +20,13 @@ def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not present:
         yield (
             f"--mtp_num_layers {wanted}, but the checkpoint has no MTP weights",
-            "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random",
+            "add --mtp_init fit_last_layer to start from its last layer, or --mtp_init random",
         )
     else:
         yield (
             f"--mtp_num_layers {wanted}, but the checkpoint has MTP depth {present}",
             f"leave --mtp_num_layers out to train its {present}, or make all {wanted} anew with "
-            "--mtp_init copy_last_layer or random",
+            "--mtp_init fit_last_layer or random",
         )
 
 
@@ -36,12 +36,12 @@ def mtp_options_have_heads(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     why = "--mtp_num_layers is 0" if args.mtp_num_layers == 0 else "the checkpoint has none"
     if args.mtp_mode == "heads_only":
         yield f"--mtp_mode heads_only trains MTP heads alone, but {why}", _add_heads(args)
-    elif args.mtp_init != "checkpoint" and args.mtp_num_layers is None:
+    elif args.mtp_init not in (None, "checkpoint") and args.mtp_num_layers is None:
         yield f"--mtp_init {args.mtp_init} has no head to fill: {why}, --mtp_num_layers is not set", _add_heads(args)
 
 
 def _add_heads(args: SftArgs) -> str:
-    init = args.mtp_init if args.mtp_init != "checkpoint" else "copy_last_layer"
+    init = args.mtp_init if args.mtp_init not in (None, "checkpoint") else "fit_last_layer"
     return f"add --mtp_num_layers 1 --mtp_init {init}"
 
 
@@ -50,7 +50,16 @@ def one_layer_is_unrolled(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if facts.hf_config and args.mtp_unroll > 1 and layers > 1:
         yield (
             f"--mtp_unroll {args.mtp_unroll} applies one MTP layer again and again, but there are {layers}",
-            "leave --mtp_unroll out, or start from one layer: --mtp_num_layers 1 --mtp_init copy_last_layer",
+            "leave --mtp_unroll out, or start from one layer: --mtp_num_layers 1 --mtp_init fit_last_layer",
+        )
+
+
+def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    why = why_no_fit(args)
+    if args.mtp_init == "fit_last_layer" and why:
+        yield (
+            f"--mtp_init fit_last_layer fits to what training rows give the last decoder layer, but {why}",
+            "--mtp_init copy_last_layer starts without a fit",
         )
 
 
@@ -58,7 +67,10 @@ def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_init == "graft" and args.mtp_graft_from is None:
         yield "--mtp_init graft does not say whose heads to take", "add --mtp_graft_from DIR"
     elif args.mtp_init != "graft" and args.mtp_graft_from is not None:
-        yield f"--mtp_graft_from without --mtp_init graft: heads come from {args.mtp_init}", "add --mtp_init graft"
+        yield (
+            f"--mtp_graft_from without --mtp_init graft: heads come from {mtp_init_of(args, facts.heads)}",
+            "add --mtp_init graft",
+        )
     elif args.mtp_graft_from is not None and facts.hf_config:
         wanted = heads_of(args, facts.heads).layers
         present = Heads.from_config(read_hf_config(Path(args.mtp_graft_from))).layers

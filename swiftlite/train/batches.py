@@ -1,10 +1,11 @@
 """Which micro-batches a rank computes at a step: a pure function of the step, so resuming needs no data state."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed
 from swiftlite.data.packing import Rows, pack
@@ -15,11 +16,18 @@ from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.plan.flops import Flops
 from swiftlite.plan.layout import length_multiple, num_virtual_stages, sequence_multiple
 from swiftlite.plan.run import Plan
+from swiftlite.runtime.mesh import Mesh
 
 
 def shard(batch: Batch, rank: int, size: int) -> Batch:
     """The part of a batch that context-parallel rank `rank` of `size` computes: the zigzag of each sequence."""
     return batch.map(partial(shard_sequence, dim=-1, rank=rank, size=size, cu_seqlens=batch.cu_seqlens))
+
+
+def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
+    """The batches on the device, and of each row the part that this context-parallel rank computes."""
+    move = partial(torch.Tensor.to, device=mesh.device.torch_device, non_blocking=True)
+    return (shard(batch, mesh.cp.rank(), mesh.cp.size()).map(move) for batch in batches)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class Batches:
         """The micro-batches of a step; steps count from 0."""
         return [self.collate(samples) for samples in self._cut(rows, sampler.global_batch(step))]
 
-    def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None) -> list[Batch]:
+    def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> list[Batch]:
         """This rank's share of the held-out samples, each once.
 
         Every rank gets the same number of micro-batches, if need be of padding alone: ranks that share experts compute

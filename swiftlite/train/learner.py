@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.bridge.transfer import WeightsReport
+from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, open_model
@@ -18,6 +19,7 @@ from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.plan.trainable import Trainable
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.head_fit import fit_heads
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.report import hash_tensors
 
@@ -44,9 +46,18 @@ class Learner:
 
 
 def make_learner(
-    args: SftArgs, mesh: Mesh, hf_model: HfModel, plan: Plan, schedule: Schedule, trainable: Trainable
+    args: SftArgs,
+    mesh: Mesh,
+    hf_model: HfModel,
+    plan: Plan,
+    schedule: Schedule,
+    trainable: Trainable,
+    rows_to_fit: Sequence[Batch] = (),
 ) -> Learner:
     """Open --model as the options say, and make everything that training it needs; collective.
+
+    Args:
+        rows_to_fit: micro-batches that the projections of new heads are fitted to; none where the heads need no fit.
 
     Raises:
         UserError: the directory cannot be read, does not match the model, or has heads that nothing asked for and
@@ -59,16 +70,18 @@ def make_learner(
         mesh,
         dtype=dtype,
         heads=plan.heads,
-        mtp_init=args.mtp_init,
+        mtp_init=plan.mtp_init,
         graft_from=args.mtp_graft_from,
         seed=args.seed,
         freeze_trunk=trainable.freezes_trunk,
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
-        mtp_loss=args.mtp_loss,
+        mtp_loss=plan.mtp_loss,
     )
     report = report.over_all_ranks()
     _check_no_head_is_forgotten(args, hf_model, plan, report)
+    if rows_to_fit:
+        fit_heads(chunks, mesh, rows_to_fit)
     trainable.apply(chunks)
     hashes = hash_tensors(chunks)
     wrapped = wrap_model(chunks, mesh, dtype, args)

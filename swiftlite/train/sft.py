@@ -33,6 +33,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer
+from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.learner import make_learner
 from swiftlite.train.objective import NextTokenObjective
 from swiftlite.train.sinks import open_sinks
@@ -79,7 +80,9 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
 
     checkpoint = phases.checkpoint_to_resume(args)
     phases.check_ranks_agree(args, data, checkpoint)
-    learner = make_learner(args, mesh, hf_model, plan, schedule, trainable)
+    needs_fit = checkpoint is None and plan.mtp_init == "fit_last_layer"
+    rows_to_fit = batches.evaluation(samples_to_fit(data.train, hf_model.config["hidden_size"])) if needs_fit else ()
+    learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit)
     if checkpoint is None:  # so the weights of this report are those that training starts from
         logger.info("%s", learner.weights_report)
     return phases.Run(

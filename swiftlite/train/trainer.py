@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -23,7 +22,7 @@ from swiftlite.model.ranks import from_last_stage, largest
 from swiftlite.model.router import take_load_balancing_loss
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches import shard
+from swiftlite.train.batches import on_this_rank
 from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.objective import Objective, add_up
 from swiftlite.train.sinks import Sink
@@ -196,18 +195,13 @@ class Trainer:
                 self.model,
                 self.mesh,
                 self.objective.make_forward_step(counts, self.mesh),
-                [self._on_this_rank(batches) for _ in self.model],
+                [on_this_rank(batches, self.mesh) for _ in self.model],
                 num_micro_batches=len(batches),
                 micro_batch_size=batch_size,
                 length=length,
                 forward_only=forward_only,
             )
         return add_up(parts, self.objective.sums_shape, self.mesh)
-
-    def _on_this_rank(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """The batches on the device, and of each row the part that this context-parallel rank computes."""
-        move = partial(torch.Tensor.to, device=self.mesh.device.torch_device, non_blocking=True)
-        return (shard(batch, self.mesh.cp.rank(), self.mesh.cp.size()).map(move) for batch in batches)
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
         total = torch.tensor(values, device=self.mesh.device.torch_device)

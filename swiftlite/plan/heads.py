@@ -1,0 +1,61 @@
+"""What a run does with its MTP heads where the options say nothing: how many, from where, what they learn, how fast.
+
+Heads alone behind a trunk that stays are another task than fine-tuning: they may start from nothing, nothing is lost
+by a large step, and what they should say is known at every token: what the trunk says.
+"""
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import MtpInit, MtpLoss
+from swiftlite.heads import Heads
+from swiftlite.plan.layout import layout_of, mtp_is_with_last_layer
+
+LR = 1e-5
+"""Peak learning rate where the trunk learns."""
+LR_OF_HEADS = 1e-3
+"""Peak learning rate where heads alone learn."""
+
+
+def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
+    """MTP heads of the run: as many layers as were asked for, else as the checkpoint has.
+
+    A run of heads alone has at least one.
+
+    Args:
+        checkpoint: the heads of the model directory.
+    """
+    layers = checkpoint.layers if args.mtp_num_layers is None else args.mtp_num_layers
+    if args.mtp_num_layers is None and args.mtp_mode == "heads_only":
+        layers = layers or 1
+    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta)
+
+
+def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
+    """Where the weights of the heads come from."""
+    if args.mtp_init is not None:
+        return args.mtp_init
+    if checkpoint.layers or args.mtp_mode != "heads_only":
+        return "checkpoint"
+    return "copy_last_layer" if why_no_fit(args) else "fit_last_layer"
+
+
+def why_no_fit(args: SftArgs) -> str:
+    """What keeps `fit_last_layer` from being computed; "" if nothing does."""
+    if args.streaming:
+        return "--streaming reads training rows later"
+    if not mtp_is_with_last_layer(layout_of(args)):
+        return "--pipeline_model_parallel_layout has the last decoder layer on another stage than the heads"
+    return ""
+
+
+def mtp_loss_of(args: SftArgs) -> MtpLoss:
+    """What the heads learn."""
+    if args.mtp_loss is not None:
+        return args.mtp_loss
+    return "kl" if args.mtp_mode == "heads_only" else "ce"
+
+
+def lr_of(args: SftArgs) -> float:
+    """The peak learning rate."""
+    if args.lr is not None:
+        return args.lr
+    return LR_OF_HEADS if args.mtp_mode == "heads_only" else LR
