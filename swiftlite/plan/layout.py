@@ -61,9 +61,15 @@ def mtp_pipeline_rank(layout: ParallelLayout) -> int:
 
 
 def mtp_is_with_last_layer(layout: ParallelLayout) -> bool:
-    """Whether the stage of the MTP layers also has the last decoder layer; only the layout string can part them."""
-    text = layout.pipeline_model_parallel_layout
-    return not text or all("t" in stage for stage in parse_stages(text) if "m" in stage)
+    """Whether the stage of the MTP layers also has the last decoder layer; only the layout string can part them.
+
+    True of a string that stands for no layout, which `layout_problems` says.
+    """
+    try:
+        stages = parse_stages(layout.pipeline_model_parallel_layout or "")
+    except ValueError:
+        return True
+    return all("t" in stage for stage in stages if "m" in stage)
 
 
 def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
