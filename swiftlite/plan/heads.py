@@ -4,6 +4,9 @@ Heads alone behind a trunk that stays are another task than fine-tuning: they ma
 by a large step, and what they should say is known at every token: what the trunk says.
 """
 
+from dataclasses import replace
+from typing import Any
+
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss
 from swiftlite.heads import Heads
@@ -59,3 +62,14 @@ def lr_of(args: SftArgs) -> float:
     if args.lr is not None:
         return args.lr
     return LR_OF_HEADS if args.mtp_mode == "heads_only" else LR
+
+
+def heads_defaults(args: SftArgs, checkpoint: Heads) -> dict[str, Any]:
+    """What the run does where these options are unset, by name."""
+    unset = replace(args, mtp_num_layers=None, mtp_init=None, mtp_loss=None, lr=None)
+    return {
+        "mtp_num_layers": heads_of(unset, checkpoint).layers,
+        "mtp_init": mtp_init_of(unset, checkpoint),
+        "mtp_loss": mtp_loss_of(unset),
+        "lr": lr_of(unset),
+    }

@@ -157,4 +157,5 @@ NOTES = (
     sft_resume.steps_change_the_learning_rate,
     sft_data.held_out_rows_are_trained_on,
     sft_data.streams_hold_nothing_out,
+    sft_heads.heads_learn_slowly,
 )

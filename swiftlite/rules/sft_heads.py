@@ -7,7 +7,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.heads import Heads
 from swiftlite.plan.facts import Facts, read_hf_config
-from swiftlite.plan.heads import heads_of, mtp_init_of, why_no_fit
+from swiftlite.plan.heads import LR_OF_HEADS, heads_of, mtp_init_of, why_no_fit
 
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -61,6 +61,11 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
             f"--mtp_init fit_last_layer fits to what training rows give the last decoder layer, but {why}",
             "--mtp_init copy_last_layer starts without a fit",
         )
+
+
+def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:
+    if args.mtp_mode == "heads_only" and args.lr is not None and args.lr < LR_OF_HEADS / 30:
+        yield f"--lr {args.lr:g} is small for heads alone, which hardly move with it; left out, it is {LR_OF_HEADS:g}"
 
 
 def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:

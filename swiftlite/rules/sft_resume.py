@@ -10,6 +10,7 @@ from swiftlite.args.config import Problem
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
 from swiftlite.json_file import read_json
 from swiftlite.plan.facts import Facts, run_checkpoints
+from swiftlite.plan.heads import heads_defaults
 from swiftlite.rules import common
 from swiftlite.runtime.lock import holder_of, in_use
 
@@ -115,11 +116,12 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
     saved = _saved_options(args)
     if saved is None:
         return
+    defaults = heads_defaults(args, facts.heads)
     for name, now in vars(args).items():
         before = saved.get(name, now)
-        if name == "mtp_num_layers":  # unset is the checkpoint's depth: to spell it out changes nothing
-            before = facts.heads.layers if before is None else before
-            now = facts.heads.layers if now is None else now
+        if name in defaults:  # to spell out what is done anyway changes nothing
+            before = defaults[name] if before is None else before
+            now = defaults[name] if now is None else now
         is_same_place = name == "model" and Path(str(before)).resolve() == Path(str(now)).resolve()
         if before != now and not is_same_place:
             yield name, before, now

@@ -15,7 +15,7 @@ from swiftlite.engines.index import ENGINES
 
 PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
-    "megatron sft": ["train", "model", "plan/run.py", "plan/layout.py", "cli/main.py"],
+    "megatron sft": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "cli/main.py"],
     "export": ["export", "model", "plan/layout.py"],
     "infer": ["serve/infer.py", "engines"],
     "evaluate": ["evaluate"],

@@ -30,7 +30,7 @@ def test_good_options_pass_without_a_note(here, args):
         (
             {"mtp_num_layers": 1},
             "--mtp_num_layers 1, but the checkpoint has no MTP weights",
-            "add --mtp_init copy_last_layer to start from its last block",
+            "add --mtp_init fit_last_layer to start from its last layer",
         ),
         (
             {"model": "mtp2", "mtp_num_layers": 1},
@@ -43,9 +43,9 @@ def test_good_options_pass_without_a_note(here, args):
             "make all 3 anew",
         ),
         (
-            {"mtp_mode": "heads_only"},
-            "--mtp_mode heads_only trains MTP heads alone, but the checkpoint has none",
-            "add --mtp_num_layers 1 --mtp_init copy_last_layer",
+            {"mtp_num_layers": 1, "mtp_init": "fit_last_layer", "packing": True, "streaming": True, "train_iters": 9},
+            "--mtp_init fit_last_layer fits to what training rows give the last decoder layer, but --streaming reads",
+            "--mtp_init copy_last_layer starts without a fit",
         ),
         (
             {"model": "mtp2", "mtp_num_layers": 0, "mtp_mode": "heads_only"},
@@ -55,7 +55,7 @@ def test_good_options_pass_without_a_note(here, args):
         (
             {"model": "mtp2", "mtp_unroll": 3},
             "--mtp_unroll 3 applies one MTP layer again and again, but there are 2",
-            "--mtp_num_layers 1 --mtp_init copy_last_layer",
+            "--mtp_num_layers 1 --mtp_init fit_last_layer",
         ),
         (
             {"mtp_num_layers": 1, "mtp_init": "graft"},
@@ -94,3 +94,10 @@ def test_heads(here, change, problem, hint):
     assert len(problems) == 1
     assert problem in problems[0][0]
     assert hint in problems[0][1]
+
+
+def test_a_learning_rate_of_fine_tuning_is_small_for_heads(here):
+    args = dataclasses.replace(SFT, model="mtp2", mtp_mode="heads_only", lr=1e-5)
+    assert rules.check(args) == [
+        "--lr 1e-05 is small for heads alone, which hardly move with it; left out, it is 0.001"
+    ]

@@ -1,0 +1,49 @@
+"""What a run does with its heads where the options say nothing."""
+
+import pytest
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.heads import Heads
+from swiftlite.plan.heads import heads_defaults, heads_of, lr_of, mtp_init_of, mtp_loss_of
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "expected"),
+    [
+        ({}, 0, {"mtp_num_layers": 0, "mtp_init": "checkpoint", "mtp_loss": "ce", "lr": 1e-5}),
+        ({}, 2, {"mtp_num_layers": 2, "mtp_init": "checkpoint", "mtp_loss": "ce", "lr": 1e-5}),
+        (
+            {"mtp_mode": "heads_only"},
+            0,
+            {"mtp_num_layers": 1, "mtp_init": "fit_last_layer", "mtp_loss": "kl", "lr": 1e-3},
+        ),
+        (
+            {"mtp_mode": "heads_only"},
+            2,
+            {"mtp_num_layers": 2, "mtp_init": "checkpoint", "mtp_loss": "kl", "lr": 1e-3},
+        ),
+    ],
+)
+def test_defaults(options, layers, expected):
+    args = SftArgs(**options)
+    assert heads_defaults(args, Heads(layers)) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"streaming": True},
+        {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ettt|tmL"},
+        {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Ett|tt|mL"},
+    ],
+)
+def test_fit_only_where_the_last_layer_and_rows_are_at_hand(options):
+    can_fit = options.get("pipeline_model_parallel_layout") == "Ettt|tmL"
+    args = SftArgs(mtp_mode="heads_only", **options)
+    assert mtp_init_of(args, Heads()) == ("fit_last_layer" if can_fit else "copy_last_layer")
+
+
+def test_what_is_given_stays():
+    args = SftArgs(mtp_mode="heads_only", mtp_num_layers=0, mtp_init="random", mtp_loss="ce", lr=1e-4)
+    assert heads_of(args, Heads()).layers == 0
+    assert (mtp_init_of(args, Heads()), mtp_loss_of(args), lr_of(args)) == ("random", "ce", 1e-4)
