@@ -6,12 +6,12 @@
 # Time:     1 minute
 # Expect:   mtp_1_loss about 3.3 on held-out rows; teacher-forced acceptance from 0.24 to about 0.75; frozen_but_changed
 #           is empty and the two hashes of the trunk are the same
-# Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+# Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MODEL=${MODEL:-out/quickstart/hf}
-TRAIN=${TRAIN:-out/quickstart/data/train.jsonl}
-VAL=${VAL:-out/quickstart/data/val.jsonl}
+MODEL=${MODEL:-out/tiny/hf}
+TRAIN=${TRAIN:-out/tiny/data/train.jsonl}
+VAL=${VAL:-out/tiny/data/val.jsonl}
 OUT=${OUT:-out/heads_only}
 
 swiftlite megatron sft --model "$MODEL" --dataset "$TRAIN" --val_dataset "$VAL" --output_dir "$OUT/run" \

@@ -5,7 +5,7 @@ Hardware: 2 CPU cores, 4 GB of memory; no GPU
 Time:     8 minutes
 Expect:   a line every 50 steps; the share of drafts accepted rises from about a third, where heads that were drawn anew
           are after one step, to nearly 0.9
-Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 Run:      python examples/live_weights.py; further options are those of `swiftlite megatron sft`, and over two ranks
           torchrun --nproc_per_node 2 examples/live_weights.py --pipeline_model_parallel_size 2
 """
@@ -26,8 +26,8 @@ from swiftlite.errors import UserError
 from swiftlite.train import sft
 from swiftlite.train.live_weights import LiveWeights
 
-MODEL = os.environ.get("MODEL", "out/quickstart/hf")
-DATASET = os.environ.get("DATASET", "out/quickstart/data/train.jsonl")
+MODEL = os.environ.get("MODEL", "out/tiny/hf")
+DATASET = os.environ.get("DATASET", "out/tiny/data/train.jsonl")
 OUT = os.environ.get("OUT", "out/live_weights")
 EVERY = int(os.environ.get("EVERY", "50"))
 OPTIONS = (

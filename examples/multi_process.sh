@@ -5,11 +5,11 @@
 # Hardware: 2 CPU cores, 2 GB of memory; no GPU
 # Time:     2 minutes
 # Expect:   the loss goes from 3.63 to 3.58 in all three runs, equal to 6 digits or more
-# Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+# Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MODEL=${MODEL:-out/quickstart/hf}
-TRAIN=${TRAIN:-out/quickstart/data/train.jsonl}
+MODEL=${MODEL:-out/tiny/hf}
+TRAIN=${TRAIN:-out/tiny/data/train.jsonl}
 OUT=${OUT:-out/multi_process}
 
 train() { # NAME OPTION...

@@ -6,12 +6,12 @@
 # Time:     2 minutes
 # Expect:   mtp_1_loss about 3.3 on held-out rows; teacher-forced acceptance from 0.1 to about 0.8; an answer over HTTP
 #           and accepted drafts in the server's metrics
-# Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+# Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MODEL=${MODEL:-out/quickstart/hf}
-TRAIN=${TRAIN:-out/quickstart/data/train.jsonl}
-VAL=${VAL:-out/quickstart/data/val.jsonl}
+MODEL=${MODEL:-out/tiny/hf}
+TRAIN=${TRAIN:-out/tiny/data/train.jsonl}
+VAL=${VAL:-out/tiny/data/val.jsonl}
 OUT=${OUT:-out/new_heads_vllm_serve}
 PORT=${PORT:-8000}
 

@@ -6,12 +6,12 @@
 # Hardware: 2 CPU cores, 3 GB of memory; no GPU
 # Time:     5 to 10 minutes
 # Expect:   two lines of acceptance, before and after: at each position more drafts are accepted after
-# Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+# Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MODEL=${MODEL:-out/quickstart/hf}
-QUESTIONS=${QUESTIONS:-out/quickstart/data/train.jsonl#1000}
-VAL=${VAL:-out/quickstart/data/val.jsonl}
+MODEL=${MODEL:-out/tiny/hf}
+QUESTIONS=${QUESTIONS:-out/tiny/data/train.jsonl#1000}
+VAL=${VAL:-out/tiny/data/val.jsonl}
 OUT=${OUT:-out/regenerate_heads}
 ENGINE=${ENGINE:-vllm}
 ITERS=${ITERS:-200}

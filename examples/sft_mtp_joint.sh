@@ -5,12 +5,12 @@
 # Time:     3 minutes
 # Expect:   loss about 3.5 and mtp_1_loss about 3.4 on held-out rows, from 8.3; more than 8 of 10 drafts accepted,
 #           from none; the answers equal those without drafts
-# Before:   bash scripts/quickstart.sh && source .venv/bin/activate
+# Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 set -euo pipefail
 cd "$(dirname "$0")/.."
-MODEL=${MODEL:-out/quickstart/model}
-TRAIN=${TRAIN:-out/quickstart/data/train.jsonl}
-VAL=${VAL:-out/quickstart/data/val.jsonl}
+MODEL=${MODEL:-out/tiny/model}
+TRAIN=${TRAIN:-out/tiny/data/train.jsonl}
+VAL=${VAL:-out/tiny/data/val.jsonl}
 OUT=${OUT:-out/sft_mtp_joint}
 
 swiftlite megatron sft --model "$MODEL" --dataset "$TRAIN" --val_dataset "$VAL" --output_dir "$OUT/run" \

