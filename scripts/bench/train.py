@@ -1,4 +1,4 @@
-"""Training speed: against a plain transformers loop, the cost of one MTP layer, and packed against padded.
+"""Training speed: against a plain transformers loop and TRL, what one MTP layer and joint training cost, packed rows.
 
 Same model, rows, batch, precision and threads on both sides, and every row exactly `--max_length` tokens, so that both
 do the same arithmetic and nothing is padding. The contestants run as alternating subprocesses. A figure is the median
@@ -6,10 +6,14 @@ over all rounds of the steps after the warm-up, with the fastest step beside it:
 
     python scripts/bench/train.py                      # the quickstart's model, made on the spot
     python scripts/bench/train.py --model DIR --torch_dtype bfloat16
+    python scripts/bench/train.py --model DIR --heads  # one MTP layer against arithmetic, heads_only against joint
     python scripts/bench/train.py --packing            # rows of their own lengths, tokens/s without padding
+
+TRL (`pip install trl`) takes part where it is installed.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -39,22 +43,29 @@ def write_rows(path: Path, num_rows: int, max_length: int) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
+def encode_rows(args: argparse.Namespace) -> tuple[list[list[int]], int]:
+    """The rows as token ids, cut at `max_length`, and the length of the prompt that all of them have."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    chats = [json.loads(line)["messages"] for line in args.dataset.read_text(encoding="utf-8").splitlines()]
+    prompt = tokenizer.apply_chat_template(chats[0][:-1], add_generation_prompt=True, return_dict=False)
+    rows = [tokenizer.apply_chat_template(chat, return_dict=False)[: args.max_length] for chat in chats]
+    return rows, len(prompt)
+
+
 def train_plain(args: argparse.Namespace) -> list[float]:
     """Tokens/s of each step of the loop one writes by hand: transformers model, torch AdamW, nothing else."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    rows, prompt_length = encode_rows(args)
     batches: list[dict[str, torch.Tensor]] = []
-    rows = [json.loads(line)["messages"] for line in args.dataset.read_text(encoding="utf-8").splitlines()]
     for start in range(0, len(rows), args.micro_batch_size):
-        encoded = [
-            tokenizer.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True)
-            for row in rows[start : start + args.micro_batch_size]
-        ]
-        tokens_BS = torch.tensor([e["input_ids"][: args.max_length] for e in encoded])
-        is_answer_BS = torch.tensor([e["assistant_masks"][: args.max_length] for e in encoded]).bool()
-        batches.append({"input_ids": tokens_BS, "labels": tokens_BS.masked_fill(~is_answer_BS, -100)})
+        tokens_BS = torch.tensor(rows[start : start + args.micro_batch_size])
+        labels_BS = tokens_BS.clone()
+        labels_BS[:, :prompt_length] = -100
+        batches.append({"input_ids": tokens_BS, "labels": labels_BS})
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -72,6 +83,51 @@ def train_plain(args: argparse.Namespace) -> list[float]:
         loss.item()
         speed.append(batch["input_ids"].numel() / (time.perf_counter() - start))
     return speed
+
+
+def train_trl(args: argparse.Namespace) -> list[float]:
+    """Tokens/s of each step of TRL's SFTTrainer, which learns the prompts too."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    rows, _ = encode_rows(args)
+    seconds: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            seconds.append(time.perf_counter() - self.start)
+
+    with tempfile.TemporaryDirectory() as output_dir:
+        config = SFTConfig(
+            output_dir=output_dir,
+            per_device_train_batch_size=args.micro_batch_size,
+            gradient_accumulation_steps=1,
+            gradient_checkpointing=False,
+            max_length=args.max_length,
+            max_steps=args.steps,
+            learning_rate=1e-4,
+            adam_beta2=0.95,
+            weight_decay=0.1,
+            bf16=args.torch_dtype == "bfloat16",
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_steps=args.steps,
+            model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        )
+        trainer = SFTTrainer(
+            model=str(args.model),
+            args=config,
+            train_dataset=Dataset.from_dict({"input_ids": rows}),
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    return [args.micro_batch_size * args.max_length / step for step in seconds]
 
 
 def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int, options: Sequence[object] = ()) -> list[float]:
@@ -102,6 +158,8 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace], list[float]]] = {
     "plain": train_plain,
     "swiftlite": lambda args: train_swiftlite(args, 0),
     "swiftlite_mtp": lambda args: train_swiftlite(args, 1),
+    "heads_only": lambda args: train_swiftlite(args, 1, ("--mtp_mode", "heads_only", "--mtp_loss", "ce")),
+    "trl": train_trl,
 }
 
 # The same samples in each step, side by side in another way.
@@ -135,6 +193,12 @@ ALONE = (
     ("swiftlite", "swiftlite without MTP", "plain", "the plain loop"),
     ("swiftlite_mtp", "swiftlite, one MTP layer", "swiftlite", "swiftlite without MTP"),
 )
+TRL = ("trl", "TRL's SFTTrainer", "plain", "the plain loop")
+HEADS = (
+    ("swiftlite", "without MTP", "swiftlite", ""),
+    ("swiftlite_mtp", "one MTP layer, joint", "swiftlite", "without MTP"),
+    ("heads_only", "one MTP layer, heads_only", "swiftlite_mtp", "joint"),
+)
 PACKED = tuple(
     (f"{way}, {source}", f"{way}, {source}", f"padded, {source}", "" if way == "padded" else "padded")
     for source in SOURCES
@@ -156,6 +220,29 @@ def race(args: argparse.Namespace, names: Iterable[str]) -> dict[str, list[float
     return speed
 
 
+def choose(args: argparse.Namespace) -> tuple[tuple[str, str, str, str], ...]:
+    """Who takes part."""
+    if args.packing:
+        return PACKED
+    if args.heads:
+        return HEADS
+    if importlib.util.find_spec("trl"):
+        return (*ALONE, TRL)
+    print("TRL takes no part: pip install trl")
+    return ALONE
+
+
+def mtp_cost(config: dict) -> float:
+    """The matrix products of one MTP layer over those of the model without: a layer like the last, the projection of two
+    states to one, and one more pass of the output matrix."""
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    heads = 2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+    layer = hidden * head_dim * heads + 3 * hidden * width
+    output = hidden * config["vocab_size"]
+    return (layer + 2 * hidden * hidden + output) / (config["num_hidden_layers"] * layer + output)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -171,6 +258,9 @@ def main() -> None:
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--dataset", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--packing", action="store_true", help="packed against padded")
+    parser.add_argument(
+        "--heads", action="store_true", help="one MTP layer against arithmetic, heads_only against joint"
+    )
     args = parser.parse_args()
     if args.contestant:
         print(json.dumps(CONTESTANTS[args.contestant](args)))
@@ -186,12 +276,21 @@ def main() -> None:
             args.model = Path(directory) / "model"
             make_model = [sys.executable, SCRIPTS / "make_tiny_model.py", "--output_dir", args.model]
             subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
-        compared = PACKED if args.packing else ALONE
+        architecture = json.loads((args.model / "config.json").read_text())
+        compared = choose(args)
         speed = race(args, [name for name, *_ in compared])
     median = {name: statistics.median(values) for name, values in speed.items()}
     for name, label, rival, than in compared:
         ratio = f"   {median[name] / median[rival]:.2f}x {than}" if than else ""
         print(f"{label:<26}{median[name]:8.0f} tokens/s (fastest step {max(speed[name]):.0f}){ratio}")
+    if "trl" in median:
+        print(f"swiftlite without MTP against TRL's SFTTrainer: {median['swiftlite'] / median['trl']:.2f}x")
+    if args.heads:
+        expected = mtp_cost(architecture)
+        measured = median["swiftlite"] / median["swiftlite_mtp"] - 1
+        print(
+            f"one MTP layer costs {measured:.3f} of the rest, by arithmetic {expected:.3f}: {measured / expected:.2f}x"
+        )
 
 
 if __name__ == "__main__":

@@ -109,10 +109,13 @@ def _kill_one(launcher: subprocess.Popen, chance: random.Random) -> str:
     processes = family(launcher)
     number = chance.randrange(len(processes))
     name = ("launcher", "rank 0", "rank 1")[number] if number < 3 else "another process"
+    killed = f"{name} ({' '.join(processes[number].cmdline())[-200:]})"
     processes[number].send_signal(signal.SIGKILL)
-    launcher.wait(SECONDS_TO_END)
-    _, alive = psutil.wait_procs(processes[1:], SECONDS_TO_END)
-    assert not alive, f"{name} was killed, and these live: {alive}"
+    _, alive = psutil.wait_procs(processes, SECONDS_TO_END)
+    if alive:
+        doing = "\n".join(f"{process}: {' '.join(process.cmdline())[-200:]}" for process in alive)
+        sys.exit(f"{killed} was killed, and {SECONDS_TO_END} s later these live:\n{doing}")
+    launcher.wait()
     return name
 
 
