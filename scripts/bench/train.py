@@ -13,6 +13,7 @@ TRL (`pip install trl`) takes part where it is installed.
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -87,9 +88,10 @@ def train_plain(args: argparse.Namespace) -> list[float]:
 
 def train_trl(args: argparse.Namespace) -> list[float]:
     """Tokens/s of each step of TRL's SFTTrainer, which learns the prompts too."""
-    from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+
+    trl = importlib.import_module("trl")  # not among our requirements
+    datasets = importlib.import_module("datasets")
 
     rows, _ = encode_rows(args)
     seconds: list[float] = []
@@ -102,7 +104,7 @@ def train_trl(args: argparse.Namespace) -> list[float]:
             seconds.append(time.perf_counter() - self.start)
 
     with tempfile.TemporaryDirectory() as output_dir:
-        config = SFTConfig(
+        config = trl.SFTConfig(
             output_dir=output_dir,
             per_device_train_batch_size=args.micro_batch_size,
             gradient_accumulation_steps=1,
@@ -120,10 +122,10 @@ def train_trl(args: argparse.Namespace) -> list[float]:
             logging_steps=args.steps,
             model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
         )
-        trainer = SFTTrainer(
+        trainer = trl.SFTTrainer(
             model=str(args.model),
             args=config,
-            train_dataset=Dataset.from_dict({"input_ids": rows}),
+            train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
             callbacks=[Clock()],
         )
         trainer.train()
@@ -233,8 +235,8 @@ def choose(args: argparse.Namespace) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def mtp_cost(config: dict) -> float:
-    """The matrix products of one MTP layer over those of the model without: a layer like the last, the projection of two
-    states to one, and one more pass of the output matrix."""
+    """The matrix products of one MTP layer over those of the model without: a layer like the last, the projection of
+    two states to one, and one more pass of the output matrix."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     heads = 2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"]

@@ -27,6 +27,7 @@ def test_rows_are_the_same_each_time_and_the_first_of_more(script):
 def test_a_question_quotes_its_entry(script):
     entry = next(entry for entry in script.stdlib_entries() if entry.name == "shutil.copytree")
     row = script.question(entry, "example")
-    assert row["messages"][0]["content"] == "Show a short example of how to use `copytree` from Python's module `shutil`."
+    (asked,) = [message["content"] for message in row["messages"]]
+    assert asked == "Show a short example of how to use `copytree` from Python's module `shutil`."
     (text,) = [message["content"] for message in script.question(entry, "summary")["messages"]]
     assert text.endswith(script.documentation(entry))
