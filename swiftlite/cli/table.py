@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import (
+    BenchArgs,
+    DeployArgs,
+    DoctorArgs,
+    EvaluateArgs,
+    ExportArgs,
+    InferArgs,
+    RegenerateArgs,
+    SftArgs,
+)
 from swiftlite.args.docs import Choices
 from swiftlite.engines.index import names_with
 from swiftlite.errors import UserError
@@ -39,6 +48,9 @@ class Command:
 COMMANDS = (
     Command("megatron sft", SftArgs, "swiftlite.train.sft:run", "fine-tune, with MTP heads, on megatron-core", True),
     Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
+    Command(
+        "regenerate", RegenerateArgs, "swiftlite.regenerate.command:run", "a dataset answered anew, for heads", False
+    ),
     Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate, heads drafting, count what is accepted", False),
     Command("deploy", DeployArgs, "swiftlite.serve.deploy:run", "an engine's own server, heads drafting", False),
     Command(
@@ -49,6 +61,7 @@ COMMANDS = (
 )
 # The option that takes an engine's name, and the names that it takes.
 ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
+    RegenerateArgs: ("infer_backend", lambda: names_with("adapter")),
     InferArgs: ("infer_backend", lambda: names_with("adapter")),
     DeployArgs: ("infer_backend", lambda: names_with("server")),
     EvaluateArgs: ("infer_backend", lambda: ["none", *names_with("adapter")]),
