@@ -70,13 +70,13 @@ def in_words(report: dict[str, Any], args: RegenerateArgs) -> list[str]:
         f"p90 {tokens['p90']}, max {tokens['max']}"
     )
     if answers["length"]:
-        what = "are left out" if args.drop_truncated else "stay in; --drop_truncated leaves them out"
-        lines.append(f"{answers['length']} answers were cut at --max_new_tokens {args.max_new_tokens}: they {what}")
+        what = "left out" if args.drop_truncated else "kept; --drop_truncated leaves them out"
+        lines.append(f"answers cut at --max_new_tokens {args.max_new_tokens}: {answers['length']}, {what}")
     if ends["empty"]:
-        lines.append(f"{ends['empty']} conversations end at an empty answer, which is left out")
+        lines.append(f"conversations that end at an empty answer: {ends['empty']}; the answer is left out")
     if ends["no_room"]:
-        lines.append(f"{ends['no_room']} conversations end because a prompt leaves no room for an answer")
+        lines.append(f"conversations that end because a prompt leaves no room for an answer: {ends['no_room']}")
     if rows["equal"]:
-        lines.append(f"{rows['equal']} conversations have the same answers as another one and are left out")
+        lines.append(f"conversations with the same answers as another one: {rows['equal']}, left out")
     lines.append(f"{rows['total']} rows: {rows['regenerated']} regenerated, {rows['gold']} gold")
     return lines

@@ -186,10 +186,10 @@ def test_answers_that_are_cut_can_be_left_out(model, dataset, tmp_path, said):
     """Random weights never stop: of three tokens each answer is cut."""
     with pytest.raises(UserError, match="no answer is left to make a row of"):
         run(args(model, dataset, drop_truncated=True))
-    assert "3 answers were cut at --max_new_tokens 8: they are left out" in said()
+    assert "answers cut at --max_new_tokens 8: 3, left out" in said()
     assert not (tmp_path / "out/dataset.jsonl").exists()
     run(args(model, dataset))
-    assert "5 answers were cut at --max_new_tokens 8: they stay in; --drop_truncated leaves them out" in said()
+    assert "answers cut at --max_new_tokens 8: 5, kept; --drop_truncated leaves them out" in said()
     assert len(read(tmp_path / "out/dataset.jsonl")) == 3
 
 

@@ -57,9 +57,9 @@ def test_what_became_of_everything():
     assert lines == [
         "5 of 7 rows asked; 1 ask the same as another one; in 1 the assistant calls tools alone",
         "7 answers; tokens of an answer: min 1, median 20, p90 64, max 64",
-        "2 answers were cut at --max_new_tokens 64: they are left out",
-        "1 conversations end at an empty answer, which is left out",
-        "1 conversations end because a prompt leaves no room for an answer",
+        "answers cut at --max_new_tokens 64: 2, left out",
+        "conversations that end at an empty answer: 1; the answer is left out",
+        "conversations that end because a prompt leaves no room for an answer: 1",
         "3 rows: 3 regenerated, 0 gold",
     ]
 
