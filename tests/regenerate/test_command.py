@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def files(directory: Path) -> dict[str, bytes]:
 def continue_with_transformers(model: Path, messages: list[dict], max_new_tokens: int) -> str:
     """transformers' own greedy answer."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    trunk = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    trunk: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     ids = trunk.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False)[0, prompt.shape[1] :]
     return tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,5 +1,7 @@
 """Which turns are asked, and on top of what; by hand."""
 
+from typing import Literal
+
 import pytest
 
 from swiftlite.data.conversation import Conversation, parse_row
@@ -79,7 +81,7 @@ def test_the_same_prompts_are_asked_once():
     assert list(distinct(dict(enumerate(chats)))) == [0, 3, 4, 5]
 
 
-def said(text: str, finish_reason="stop") -> Answer:
+def said(text: str, finish_reason: Literal["stop", "length"] = "stop") -> Answer:
     return Answer(text, finish_reason, 1, 1)
 
 
