@@ -16,10 +16,9 @@ OUT=${OUT:-out/regenerate_heads}
 ENGINE=${ENGINE:-vllm}
 ITERS=${ITERS:-200}
 
-mkdir -p "$OUT"
-swiftlite infer --model "$MODEL" --infer_backend "$ENGINE" --val_dataset "$QUESTIONS" --torch_dtype float32 \
-    --max_new_tokens 64 --result_path "$OUT/answers.jsonl"
-swiftlite megatron sft --model "$MODEL" --dataset "$OUT/answers.jsonl" --val_dataset "$VAL" --output_dir "$OUT/run" \
+swiftlite regenerate --model "$MODEL" --infer_backend "$ENGINE" --dataset "$QUESTIONS" --torch_dtype float32 \
+    --max_new_tokens 64 --output_dir "$OUT/answers"
+swiftlite megatron sft --model "$MODEL" --dataset "$OUT/answers/dataset.jsonl" --val_dataset "$VAL" --output_dir "$OUT/run" \
     --torch_dtype float32 --mtp_mode heads_only --mtp_loss kl --mtp_unroll 3 \
     --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters "$ITERS" --lr 1e-3 \
     --acceptance_max_new_tokens 32

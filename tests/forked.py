@@ -30,6 +30,7 @@ PRELOADED = [
     "transformers.models.auto.tokenization_auto",
     "swiftlite.evaluate.command",
     "swiftlite.export.run",
+    "swiftlite.regenerate.command",
     "swiftlite.serve.infer",
     "swiftlite.engines.transformers.engine",
     "swiftlite.train.sft",

@@ -23,7 +23,7 @@ LEVELS = (
     {"acceptance"},
     {"engines", "train"},
     {"rules", "serve", "evaluate"},
-    {"export", "bench"},
+    {"export", "bench", "regenerate"},
     {"cli"},
 )
 MEGATRON = ("runtime", "model", "acceptance", "train", "bridge/placement.py")

@@ -62,6 +62,7 @@ class ExportArgs(fields.ParallelLayout, ConversionArgs):
 
 @dataclass(frozen=True)
 class InferArgs(
+    fields.AnswerArgs,
     fields.GenerationArgs,
     fields.SglangArgs,
     fields.VllmArgs,
@@ -70,6 +71,23 @@ class InferArgs(
     fields.ModelArgs,
 ):
     """Generate with an engine, MTP heads drafting, and report how many drafts were accepted."""
+
+
+@dataclass(frozen=True)
+class RegenerateArgs(
+    fields.GenerationArgs,
+    fields.SglangArgs,
+    fields.VllmArgs,
+    fields.SpeculationArgs,
+    fields.EngineArgs,
+    fields.RegenerationArgs,
+    fields.ModelArgs,
+):
+    """Answer the rows of a dataset anew with the model itself: the data that its heads learn best from."""
+
+
+GenerationCommand = InferArgs | RegenerateArgs
+"""The commands that ask an engine for answers."""
 
 
 @dataclass(frozen=True)

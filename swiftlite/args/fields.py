@@ -358,10 +358,6 @@ class BenchmarkArgs:
 class GenerationArgs:
     """Generation"""
 
-    val_dataset: list[str] = field(default_factory=list)
-    """Files with prompts (rows as for sft; the last assistant turn is left out). Unset: chat on stdin."""
-    result_path: str | None = None
-    """JSON-lines file for the answers, each as it is finished; the same command goes on. Unset: stdout."""
     max_new_tokens: bounds.PositiveInt = 256
     """Longest answer in tokens."""
     temperature: bounds.NonNegativeFloat = 0.0
@@ -376,7 +372,35 @@ class GenerationArgs:
     """System prompt for rows and chats that bring none."""
     seed: bounds.Seed = 42
     """Seed for sampling."""
+
+
+@dataclass(frozen=True)
+class AnswerArgs:
+    """Prompts and answers"""
+
+    val_dataset: list[str] = field(default_factory=list)
+    """Files with prompts (rows as for sft; the last assistant turn is left out). Unset: chat on stdin."""
+    result_path: str | None = None
+    """JSON-lines file for the answers, each as it is finished; the same command goes on. Unset: stdout."""
     compare: bool = False
     """Run the same prompts without speculation too; print the speed-up and whether the answers are equal."""
     acceptance_json: str | None = None
     """An acceptance.json of a run: add this engine's measured acceptance beside the run's own."""
+
+
+@dataclass(frozen=True)
+class RegenerationArgs:
+    """Rows and their new answers"""
+
+    dataset: list[str] = field(default_factory=list)
+    """Files of rows (as for sft) whose assistant's turns the model answers anew; FILE#500 takes a random sample."""
+    output_dir: str = ""
+    """Directory for dataset.jsonl, report.json and the answers so far; the same command goes on with those."""
+    num_answers: bounds.PositiveInt = 1
+    """Answers to each prompt; equal ones are kept once."""
+    gold_fraction: bounds.ProperFraction = 0.0
+    """Part of the rows of dataset.jsonl that are rows of --dataset as they are, drawn at random; below 1."""
+    drop_truncated: bool = False
+    """Leave out answers that were cut at --max_new_tokens, and the turns behind them."""
+    max_bad_rows: bounds.NonNegativeInt = 0
+    """Rows that may be malformed before the command stops; each is named by file:line."""

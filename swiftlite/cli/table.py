@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import (
+    BenchArgs,
+    DeployArgs,
+    DoctorArgs,
+    EvaluateArgs,
+    ExportArgs,
+    InferArgs,
+    RegenerateArgs,
+    SftArgs,
+)
 from swiftlite.args.docs import Choices
 from swiftlite.engines.index import names_with
 from swiftlite.errors import UserError
@@ -40,6 +49,9 @@ COMMANDS = (
     Command("megatron sft", SftArgs, "swiftlite.train.sft:run", "fine-tune, with MTP heads, on megatron-core", True),
     Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
     Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate, heads drafting, count what is accepted", False),
+    Command(
+        "regenerate", RegenerateArgs, "swiftlite.regenerate.command:run", "a dataset answered anew, for heads", False
+    ),
     Command("deploy", DeployArgs, "swiftlite.serve.deploy:run", "an engine's own server, heads drafting", False),
     Command(
         "evaluate", EvaluateArgs, "swiftlite.evaluate.command:run", "how often the heads are right, by channel", False
@@ -50,6 +62,7 @@ COMMANDS = (
 # The option that takes an engine's name, and the names that it takes.
 ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     InferArgs: ("infer_backend", lambda: names_with("adapter")),
+    RegenerateArgs: ("infer_backend", lambda: names_with("adapter")),
     DeployArgs: ("infer_backend", lambda: names_with("server")),
     EvaluateArgs: ("infer_backend", lambda: ["none", *names_with("adapter")]),
     BenchArgs: ("infer_backend", lambda: names_with("client")),

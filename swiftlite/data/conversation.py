@@ -86,10 +86,27 @@ class Conversation:
             return self
         return replace(self, messages=self.messages[:-1], weights=self.weights[:-1])
 
+    def with_answer(self, text: str) -> "Conversation":
+        """The same with one more turn, the assistant's."""
+        turn = {"role": "assistant", "content": text}
+        return replace(self, messages=[*self.messages, turn], weights=[*self.weights, 1.0])
+
     def answer(self) -> str | None:
         """Text of the last turn where that is the assistant's: the reference for what a model answers."""
         last = self.messages[-1]
         return last["content"] if last["role"] == "assistant" else None
+
+    def as_row(self) -> dict[str, Any]:
+        """A row of a dataset that is read as this conversation."""
+        messages = []
+        for message, weight in zip(self.messages, self.weights, strict=True):
+            messages.append(message if weight == 1 else message | {"loss_scale": weight})
+        row: dict[str, Any] = {"messages": messages}
+        if self.tools:
+            row["tools"] = self.tools
+        if self.channel:
+            row["channel"] = self.channel
+        return row
 
 
 def parse_row(row: object, *, system: str | None = None, needs_answer: bool = True, source: str = "") -> Conversation:

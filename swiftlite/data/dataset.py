@@ -202,16 +202,23 @@ def load_train_val(
     return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]))
 
 
-def load_prompts(files: Sequence[str], *, system: str | None = None, seed: int = 42) -> list[Conversation]:
+def load_prompts(
+    files: Sequence[str], *, system: str | None = None, seed: int = 42, max_bad_rows: int | None = None
+) -> list[Conversation]:
     """Conversations to ask a model, from rows that may or may not hold an answer.
 
     `.prompt()` leaves the last assistant turn out, `.answer()` is its text.
 
+    Args:
+        max_bad_rows: bad rows that may be left out; each is logged. None: the command has no such option.
+
     Raises:
-        UserError: a file that cannot be read, a bad row.
+        UserError: a file that cannot be read, more bad rows than allowed.
     """
     rows = _read(files, DataReport(), system, seed, needs_answer=False)
-    _check_bad_rows(rows.bad_rows, 0, can_be_left_out=False)
+    _check_bad_rows(rows.bad_rows, max_bad_rows or 0, can_be_left_out=max_bad_rows is not None)
+    for bad in rows.bad_rows:
+        logger.warning("left out: %s", bad)
     return rows.conversations
 
 

@@ -33,9 +33,22 @@ def needed_length(
                 f"{chat.source}: the prompt has {len(prompt)} tokens; {name} {limit} leaves no room for an answer",
                 "shorten it, or leave the row out",
             )
+    longest = max(map(len, prompts)) + max_new_tokens
+    return sequence_length(model, longest, num_speculative_tokens, max_model_len)
+
+
+def sequence_length(
+    model: ServedModel, longest: int, num_speculative_tokens: int | None, max_model_len: int | None = None
+) -> int:
+    """What an engine has to have room for, within the model's limit.
+
+    Args:
+        longest: tokens of a prompt and its answer.
+        max_model_len: the answer, if the user gave it.
+    """
     # vLLM stops drafting where drafts would not fit: leave it room behind the last token.
     drafts = 1 + (num_speculative_tokens or model.heads.drafts)
-    return max_model_len or min(limit, max(map(len, prompts)) + max_new_tokens + drafts)
+    return max_model_len or min(model.hf_config["max_position_embeddings"], longest + drafts)
 
 
 def encode_prompt(template: ChatTemplate, chat: Conversation) -> list[int]:

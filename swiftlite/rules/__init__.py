@@ -9,12 +9,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import (
+    BenchArgs,
+    DeployArgs,
+    DoctorArgs,
+    EvaluateArgs,
+    ExportArgs,
+    InferArgs,
+    RegenerateArgs,
+    SftArgs,
+)
 from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
 from swiftlite.plan.facts import Facts, config_directory, read_hf_config
-from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, sft
+from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, sft
 
 
 def check(args: Any, world_size: int = 1) -> list[str]:
@@ -51,6 +60,7 @@ _RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {
     SftArgs: sft.RULES,
     ExportArgs: export.RULES,
     InferArgs: infer.RULES,
+    RegenerateArgs: regenerate.RULES,
     DeployArgs: deploy.RULES,
     EvaluateArgs: evaluate.RULES,
     BenchArgs: bench.RULES,
@@ -60,5 +70,6 @@ _NOTES: dict[type, tuple[Callable[[Any, Facts], Iterator[str]], ...]] = {
     ExportArgs: export.NOTES,
     SftArgs: sft.NOTES,
     InferArgs: infer.NOTES,
+    RegenerateArgs: regenerate.NOTES,
     EvaluateArgs: evaluate.NOTES,
 }

@@ -3,14 +3,14 @@
 import json
 from collections.abc import Iterator
 
-from swiftlite.args.commands import DeployArgs, EvaluateArgs, InferArgs
+from swiftlite.args.commands import DeployArgs, EvaluateArgs, GenerationCommand
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.plan.facts import Facts
 from swiftlite.rules.common import as_typed
 
-EngineCommand = DeployArgs | InferArgs
+EngineCommand = DeployArgs | GenerationCommand
 
 
 def given(args: EngineCommand, names: tuple[str, ...]) -> dict[str, object]:
@@ -32,7 +32,7 @@ def missing_engine(info: EngineInfo, option: str = "infer_backend") -> Iterator[
         yield f"--{option} {info.name}, but it is not installed", info.install
 
 
-def engine_is_installed(args: InferArgs | EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+def engine_is_installed(args: GenerationCommand | EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if args.infer_backend in ENGINES:  # evaluate needs none
         yield from missing_engine(ENGINES[args.infer_backend])
 

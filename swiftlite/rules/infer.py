@@ -3,24 +3,29 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from swiftlite.args.commands import InferArgs
+from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine
 
 
-def speculation_has_heads(args: InferArgs, facts: Facts) -> Iterator[Problem]:
+def speculation_has_heads(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
     config = Path(args.model) / "config.json"
     if args.speculative == "mtp" and config.is_file() and facts.hf_config and not facts.heads.layers:
         yield f"--speculative mtp, but {common.no_heads(args.model)}", f"leave it out, or {common.TRAIN_HEADS}"
 
 
-def speculative_options_have_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:
+def speculative_options_have_speculation(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
     if args.speculative == "mtp":
         return
     for name, value in engine.given_of_speculation(args).items():
         yield f"--{name} {common.as_typed(value)} without speculation", "add --speculative mtp"
+
+
+def what_is_measured_has_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:
+    if args.speculative == "mtp":
+        return
     if args.compare:
         yield "--compare has nothing to compare without speculation", "add --speculative mtp"
     if args.acceptance_json is not None:
@@ -41,7 +46,7 @@ def comparison_has_prompts(args: InferArgs, facts: Facts) -> Iterator[Problem]:
         yield "--compare runs the same prompts twice, and a chat on stdin has none to repeat", "add --val_dataset FILE"
 
 
-def infer_settings_without_effect(args: InferArgs, facts: Facts) -> Iterator[str]:
+def settings_without_effect(args: GenerationCommand, facts: Facts) -> Iterator[str]:
     info = ENGINES[args.infer_backend]
     idle = {
         "max_batch_size": (not info.is_batched, f"{info.label} answers one prompt at a time"),
@@ -50,7 +55,7 @@ def infer_settings_without_effect(args: InferArgs, facts: Facts) -> Iterator[str
     yield from common.without_effect(args, idle)
 
 
-def length_is_the_models(args: InferArgs, facts: Facts) -> Iterator[str]:
+def length_is_the_models(args: GenerationCommand, facts: Facts) -> Iterator[str]:
     longest = facts.hf_config.get("max_position_embeddings")
     if longest and args.max_model_len and args.max_model_len > longest:
         yield (
@@ -65,6 +70,7 @@ RULES = (
     common.numbers_are_in_range,
     speculation_has_heads,
     speculative_options_have_speculation,
+    what_is_measured_has_speculation,
     engine.options_of_engines_agree,
     engine.engine_is_installed,
     engine.options_have_their_engine,
@@ -72,4 +78,4 @@ RULES = (
     acceptance_json_fits,
     comparison_has_prompts,
 )
-NOTES = (infer_settings_without_effect, length_is_the_models)
+NOTES = (settings_without_effect, length_is_the_models)

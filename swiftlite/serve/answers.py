@@ -1,4 +1,5 @@
 """The file of `infer --result_path`: an answer is in it once it is finished, and the same command adds the others.
+`regenerate` keeps what its model has said so far in the same way.
 
 While a run lasts, lines stand in the order in which answers were finished; at its end in the order of the prompts.
 What the answers were made with stands in a second file, NAME.args.json.
@@ -8,12 +9,12 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from swiftlite.args.commands import InferArgs
+from swiftlite.args.commands import GenerationCommand
 from swiftlite.data.conversation import Conversation
 from swiftlite.durable import write_durably
 from swiftlite.engines.engine import Sampling
@@ -23,7 +24,7 @@ from swiftlite.json_file import parse_json, read_json
 from swiftlite.log import logger
 from swiftlite.redact import redact
 
-# Options that do not change an answer. Of the model its files count, of --val_dataset its prompts, wherever they are.
+# Options that do not change an answer. Of the model its files count, of a dataset its prompts, wherever they are.
 NOT_OF_ANSWERS = {
     "model",
     "val_dataset",
@@ -32,6 +33,12 @@ NOT_OF_ANSWERS = {
     "acceptance_json",
     "max_batch_size",
     "trust_remote_code",
+    # regenerate's
+    "dataset",
+    "output_dir",
+    "gold_fraction",
+    "drop_truncated",
+    "max_bad_rows",
 }
 # Of each weight file so many bytes at so many places are compared: fine-tuning changes nearly all of them, and files of
 # 5 GB are seen in milliseconds.
@@ -44,6 +51,7 @@ class AnswersFile:
     Args:
         sources: `file:line` of every prompt, as its answer has it; one may be there twice.
         made_with: of `describe`.
+        option: that names the file, or the directory that it is in.
 
     Attributes:
         missing: places of the prompts that had no answer when the file was opened.
@@ -53,12 +61,13 @@ class AnswersFile:
         UserError: the file cannot be written, another process writes it, or it has other answers.
     """
 
-    def __init__(self, path: Path, sources: Sequence[str], made_with: dict[str, Any]):
+    def __init__(self, path: Path, sources: Sequence[str], made_with: dict[str, Any], option: str = "--result_path"):
         self.path = path
+        self._option = option
         self._sources = list(sources)
         self._args_path = path.with_name(f"{path.name}.args.json")
         if path.exists() and not path.is_file():
-            raise UserError(f"--result_path {path} is no regular file", "leave it out to write to stdout")
+            raise UserError(f"{option} {path} is no regular file", f"name another {option}")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -100,6 +109,12 @@ class AnswersFile:
         self._size += len(line)
         self.num_answers += 1
 
+    def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The answers that are in the file, each with the place of its prompt."""
+        lines = self._whole_lines()
+        for place, line in zip(self._places(lines), lines, strict=True):
+            yield place, parse_json(line.decode())
+
     def finish(self) -> None:
         """Put the lines into the order of the prompts, if they are in another; the file is whole at any moment."""
         lines = self._whole_lines()
@@ -119,8 +134,8 @@ class AnswersFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            hint = "wait for it, or name another file"
-            raise UserError(f"--result_path {self.path}: another process is writing it", hint) from None
+            hint = f"wait for it, or name another {self._option}"
+            raise UserError(f"{self._option} {self.path}: another process is writing it", hint) from None
         except OSError:  # a file system without locks
             pass
 
@@ -132,20 +147,20 @@ class AnswersFile:
                 self.path.unlink(missing_ok=True)
                 raise self._unwritable(error) from None
             return
-        hint = "name another file, or delete it to begin anew"
+        hint = f"name another {self._option}, or delete it to begin anew"
         try:
             before = read_json(self._args_path)
             changed = describe_changes(before, made_with)
         except (OSError, ValueError, TypeError, AttributeError, KeyError):
             raise UserError(
-                f"--result_path {self.path} holds something, and {self._args_path}, which says what answers were made "
+                f"{self._option} {self.path} holds something, and {self._args_path}, which says what answers were made "
                 "with, cannot be read",
                 hint,
             ) from None
         if changed:
             lines = "\n  ".join(changed)
             raise UserError(
-                f"--result_path {self.path} has answers that were made otherwise:\n  {lines}",
+                f"{self._option} {self.path} has answers that were made otherwise:\n  {lines}",
                 f"give the same options to go on, or {hint}",
             )
 
@@ -169,15 +184,15 @@ class AnswersFile:
                 places.append(waiting[parse_json(line.decode())["source"]].pop())
             except (ValueError, TypeError, KeyError, IndexError):
                 raise UserError(
-                    f"{self.path}:{number} is no answer to a prompt of --val_dataset, or a second one",
-                    "delete the line, or name another --result_path",
+                    f"{self.path}:{number} is no answer to one of the prompts, or a second one",
+                    f"delete the line, or name another {self._option}",
                 ) from None
         return places
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(
-            f"--result_path {self.path} cannot be written: {error.strerror or error}",
-            "mend that and run the same command, which goes on behind the answers that are there; or name another file",
+            f"{self._option} {self.path} cannot be written: {error.strerror or error}",
+            "mend that and run the same command, which goes on behind the answers that are there; or name another",
         )
 
 
@@ -190,7 +205,7 @@ def as_line(record: dict[str, Any]) -> bytes:
 
 
 def describe(
-    args: InferArgs,
+    args: GenerationCommand,
     model: ServedModel,
     asked: Sequence[Conversation],
     prompts: Sequence[Sequence[int]],
@@ -215,7 +230,7 @@ def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if old.get(name) != new.get(name):
             changed.append(f"--{name}: {_shown(old.get(name))} then, {_shown(new.get(name))} now")
     if before["prompts"] != now["prompts"]:
-        changed.append("--val_dataset: the prompts, their files' names or the chat template are others now")
+        changed.append("the prompts, their files' names or the chat template are others now")
     if (before["model"], before["stop_token_ids"]) != (now["model"], now["stop_token_ids"]):
         changed.append("--model: its files are others now")
     return changed

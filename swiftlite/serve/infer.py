@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
-from swiftlite.args.commands import InferArgs
+from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sources import find_file
@@ -85,7 +85,7 @@ def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, s
     asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system, seed=args.seed)]
     prompts = [encode_prompt(template, chat) for chat in asked]
     length = needed_length(model, asked, prompts, args.max_new_tokens, args.num_speculative_tokens, args.max_model_len)
-    config = _engine_config(args, model, length)
+    config = engine_config(args, model, length)
 
     def record(place: int, completion: Completion) -> dict[str, Any]:
         return _record(asked[place], len(prompts[place]), completion, template.tokenizer)
@@ -103,7 +103,7 @@ def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, s
         if len(missing) < len(prompts):
             logger.info("%s; only the others are generated, measured and compared", file)
         if missing:
-            with _says_how_to_go_on(file):
+            with says_how_to_go_on(file):
                 result, plain = _answer(
                     args,
                     config,
@@ -140,7 +140,7 @@ def _report(args: InferArgs, result: Answers, plain: Answers | None) -> None:
 
 
 @contextmanager
-def _says_how_to_go_on(file: AnswersFile) -> Iterator[None]:
+def says_how_to_go_on(file: AnswersFile) -> Iterator[None]:
     """Whatever ends the block, what is in the file is said, and how to get the rest.
 
     Raises:
@@ -222,7 +222,7 @@ def summary(result: Answers, plain: Answers | None = None) -> list[str]:
 def _chat(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:
     """Answer the lines of stdin, each a user's turn of one conversation, until it ends."""
     limit = args.max_model_len or min(model.hf_config["max_position_embeddings"], CHAT_LENGTH)
-    engine = start_engine(args.infer_backend, _engine_config(args, model, limit))
+    engine = start_engine(args.infer_backend, engine_config(args, model, limit))
     messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
     try:
         while line := _ask():
@@ -231,7 +231,7 @@ def _chat(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling:
             messages.append({"role": "user", "content": line.strip()})
             prompt = encode_prompt(template, Conversation(messages, source="stdin"))
             (completion,) = engine.generate([prompt], sampling)
-            text = _decode(template.tokenizer, completion)
+            text = decode(template.tokenizer, completion)
             messages.append({"role": "assistant", "content": text})
             if args.result_path:
                 write_durably(Path(args.result_path), as_line({"messages": messages}))
@@ -249,7 +249,8 @@ def _ask() -> str:
     return sys.stdin.readline()
 
 
-def _engine_config(args: InferArgs, model: ServedModel, max_model_len: int) -> EngineConfig:
+def engine_config(args: GenerationCommand, model: ServedModel, max_model_len: int) -> EngineConfig:
+    """How the options start the engine that they name."""
     info = ENGINES[args.infer_backend]
     return EngineConfig(
         model=model.directory,
@@ -264,7 +265,8 @@ def _engine_config(args: InferArgs, model: ServedModel, max_model_len: int) -> E
     )
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+def decode(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+    """The text of an answer, without its stop token."""
     text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     assert isinstance(text, str)
     return text
@@ -272,13 +274,8 @@ def _decode(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
 
 def _record(chat: Conversation, prompt_tokens: int, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict:
     """One line of the result: a row that can be trained on (`messages`, `tools`, `channel`), and what it cost."""
-    response = _decode(tokenizer, completion)
-    record: dict[str, Any] = {"messages": [*chat.messages, {"role": "assistant", "content": response}]}
-    if chat.tools:
-        record["tools"] = chat.tools
-    if chat.channel:
-        record["channel"] = chat.channel
-    return record | {
+    response = decode(tokenizer, completion)
+    return chat.with_answer(response).as_row() | {
         "response": response,
         "source": chat.source,
         "finish_reason": completion.finish_reason,

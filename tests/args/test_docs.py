@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, RegenerateArgs, SftArgs
 from swiftlite.args.docs import groups, options, title
 
-COMMANDS = [SftArgs, ExportArgs, InferArgs, DoctorArgs]
+COMMANDS = [SftArgs, ExportArgs, InferArgs, RegenerateArgs, DoctorArgs]
 
 
 @pytest.mark.parametrize("args_class", COMMANDS)

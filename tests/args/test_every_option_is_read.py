@@ -18,6 +18,7 @@ READERS = {
     "megatron sft": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "cli/main.py"],
     "export": ["export", "model", "plan/layout.py"],
     "infer": ["serve/infer.py", "engines"],
+    "regenerate": ["regenerate", "serve/infer.py", "engines"],
     "evaluate": ["evaluate"],
     "bench": ["bench", "args/commands.py"],
     "doctor": ["cli/doctor.py", "plan/memory.py", "engines"],

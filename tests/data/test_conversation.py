@@ -64,6 +64,24 @@ def test_formats(row, expected):
     assert conversation.weights == [1.0] * len(expected)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"query": "q", "response": "a", "system": "s"},
+        {"messages": [QUESTION, turn("assistant", "a", loss_scale=0.5), QUESTION, turn("assistant", "b", loss=False)]},
+        {
+            "messages": [QUESTION, turn("assistant", "", tool_calls=[CALL]), turn("tool", {"t": 20}), ANSWER],
+            "tools": [{"type": "function", "function": {"name": "get"}}],
+            "channel": "weather",
+        },
+    ],
+)
+def test_a_conversation_as_a_row_is_read_as_itself(row):
+    conversation = parse_row(row)
+    again = json.loads(json.dumps(conversation.as_row()))
+    assert parse_row(again) == conversation
+
+
 def test_system_is_for_rows_that_bring_none():
     assert contents(parse_row({"query": "q", "response": "a"}, system="default")) == ["default", "q", "a"]
     assert contents(parse_row({"query": "q", "response": "a", "system": "own"}, system="default"))[0] == "own"

@@ -141,6 +141,11 @@ COMMANDS = {
         "--torch_dtype float32 --result_path OUT/answers.jsonl",
         content_of_files,
     ),
+    "regenerate": Command(
+        "regenerate --model MODEL --infer_backend transformers --dataset PROMPTS --max_new_tokens 4 --temperature 0.9 "
+        "--num_answers 2 --gold_fraction 0.3 --torch_dtype float32 --output_dir OUT/regenerated",
+        content_of_files,
+    ),
     "evaluate": Command(
         "evaluate --model MODEL --dataset ROWS --torch_dtype float32 --max_new_tokens 4 --output_dir OUT/evaluation",
         content_of_files,

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.hunt import build_shim, fill, places
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["sft_async", "export", "to_mcore", "infer", "evaluate"]
+COMMANDS = ["sft_async", "export", "to_mcore", "infer", "regenerate", "evaluate"]
 WRITER = """
 import os
 with open("file", "wb", buffering=0) as file:

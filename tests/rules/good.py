@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite import rules
-from swiftlite.args.commands import BenchArgs, DeployArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, DeployArgs, ExportArgs, InferArgs, RegenerateArgs, SftArgs
 from swiftlite.errors import OptionError
 
 # What every config.json must say of sizes.
@@ -23,6 +23,7 @@ SIZES = {
 SFT = SftArgs(model="plain", dataset=["train.jsonl"], output_dir="out")
 EXPORT = ExportArgs(model="run", output_dir="hf", to_hf=True)
 INFER = InferArgs(model="mtp2", val_dataset=["val.jsonl"], speculative="mtp")
+REGENERATE = RegenerateArgs(model="mtp2", dataset=["train.jsonl"], output_dir="out")
 BENCH = BenchArgs(model="mtp2", val_dataset=["val.jsonl"], output_dir="out")
 DEPLOY = DeployArgs(model="mtp2", infer_backend="sglang", dry_run=True)
 CHAIN = {

@@ -44,7 +44,7 @@ def commands(text: str) -> list[list[str]]:
     text = re.sub(r"\\\n\s*", " ", text)
     before = r"^(?:\s*|show_and_run |[A-Z_]+=\S+ )"
     lines = re.findall(
-        before + r"swiftlite ((?:megatron sft|export|infer|deploy|bench|doctor)\b.*)$", text, re.MULTILINE
+        before + r"swiftlite ((?:megatron sft|export|infer|regenerate|deploy|bench|doctor)\b.*)$", text, re.MULTILINE
     )
     return [shlex.split(line, comments=True) for line in lines]
 

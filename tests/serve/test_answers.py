@@ -90,7 +90,7 @@ def test_a_prompt_that_is_there_twice_has_two_answers(tmp_path, open_file):
     file.add(2, record(0))
     assert open_file(path, twice).missing == [1]
     file.add(2, record(0))
-    with pytest.raises(UserError, match=r"answers.jsonl:3 is no answer to a prompt of --val_dataset, or a second one"):
+    with pytest.raises(UserError, match=r"answers.jsonl:3 is no answer to one of the prompts, or a second one"):
         open_file(path, twice)
 
 
@@ -99,7 +99,7 @@ def test_a_prompt_that_is_there_twice_has_two_answers(tmp_path, open_file):
     [
         ({"options": {"temperature": 0.5}}, "--temperature: 0.0 then, 0.5 now"),
         ({"options": {"temperature": 0.0, "system": "Be kind."}}, '--system: unset then, "Be kind." now'),
-        ({"prompts": "9"}, "--val_dataset: the prompts, their files' names or the chat template are others now"),
+        ({"prompts": "9"}, "the prompts, their files' names or the chat template are others now"),
         ({"model": "9"}, "--model: its files are others now"),
         ({"stop_token_ids": []}, "--model: its files are others now"),
     ],
@@ -111,7 +111,7 @@ def test_answers_that_were_made_otherwise_are_left_alone(tmp_path, change, told,
     with pytest.raises(UserError) as error:
         open_file(path, SOURCES, MADE_WITH | change)
     assert told in error.value.problem
-    assert "give the same options to go on, or name another file, or delete it" in error.value.hint
+    assert "give the same options to go on, or name another --result_path, or delete it" in error.value.hint
     assert path.read_bytes() == before
 
 

@@ -1,0 +1,118 @@
+"""Asks an engine for all answers that are missing: the first turns of all conversations, then all second ones, and so
+on. The prompt of a turn holds what the model said before it."""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+
+from pydantic import TypeAdapter, ValidationError
+from tqdm import tqdm
+
+from swiftlite.data.template import ChatTemplate
+from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
+from swiftlite.engines.prompts import encode_prompt
+from swiftlite.errors import UserError
+from swiftlite.regenerate.dialogue import Answer, Dialogues
+from swiftlite.serve.answers import AnswersFile
+from swiftlite.serve.infer import Answers, decode
+
+Asked = tuple[int, list[int]]
+"""The place of a request among all, and the tokens of its prompt."""
+
+
+def names_of(dialogues: Dialogues) -> list[str]:
+    """What answers.jsonl calls each request."""
+    names = []
+    for request in dialogues.requests:
+        source = dialogues.chats[request.row].source
+        names.append(f"{source} turn {request.turn + 1} answer {request.answer + 1}")
+    return names
+
+
+def read_answers(file: AnswersFile, dialogues: Dialogues) -> None:
+    """Let the conversations go on behind the answers of a file.
+
+    Raises:
+        UserError: a line is no answer.
+    """
+    form = TypeAdapter(Answer)
+    for place, record in file.records():
+        try:
+            dialogues.answers[dialogues.requests[place]] = form.validate_python(record)
+        except ValidationError as error:
+            field = error.errors()[0]["loc"][0]
+            problem = f"{file.path}: the answer to {record['source']} has no {field} that can be"
+            raise UserError(problem, "delete the line") from None
+
+
+def ask_all(
+    backend: str,
+    config: EngineConfig,
+    dialogues: Dialogues,
+    file: AnswersFile,
+    template: ChatTemplate,
+    sampling: Sampling,
+) -> Answers | None:
+    """Ask for what is missing.
+
+    Args:
+        file: holds what `dialogues` holds; each answer is appended as it is finished.
+        sampling: an answer is drawn with its place among all requests as its number.
+
+    Returns:
+        The new answers, in the order in which they were asked for. None if nothing was missing; no engine was started.
+    """
+    rounds = _rounds(dialogues, template, config.max_model_len or 0)
+    first = next(rounds, None)
+    if first is None:
+        return None
+    names = names_of(dialogues)
+    completions: list[Completion] = []
+    num_tokens = 0
+    with (
+        closing(start_engine(backend, config)) as engine,
+        tqdm(total=dialogues.num_open, desc="answers", unit="answer") as bar,
+    ):
+        start = time.perf_counter()
+
+        def keep(asked: Sequence[Asked], number: int, completion: Completion) -> None:
+            nonlocal num_tokens
+            place, prompt = asked[number]
+            text = decode(template.tokenizer, completion)
+            answer = Answer(text, completion.finish_reason, len(prompt), len(completion.token_ids))
+            file.add(place, {"source": names[place], **asdict(answer)})
+            dialogues.answers[dialogues.requests[place]] = answer
+            num_tokens += answer.completion_tokens
+            bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
+            bar.update()
+
+        for asked in itertools.chain([first], rounds):
+            bar.total = bar.n + dialogues.num_open
+            numbers = tuple(place for place, _ in asked)
+            prompts = [prompt for _, prompt in asked]
+            completions += engine.generate(prompts, replace(sampling, numbers=numbers), partial(keep, asked))
+        return Answers(completions, time.perf_counter() - start, engine.draft_counts())
+
+
+def _rounds(dialogues: Dialogues, template: ChatTemplate, max_length: int) -> Iterator[list[Asked]]:
+    """What is missing of each turn; it is looked up when the round begins, behind the answers of those before it.
+
+    Args:
+        max_length: of a prompt and its answer. A conversation that leaves no room for an answer has ended.
+    """
+    for turn in range(dialogues.longest):
+        asked = []
+        for place, request in enumerate(dialogues.requests):
+            if request.turn != turn or request in dialogues.answers:
+                continue
+            chat = dialogues.prompt(request)
+            if chat is None:
+                continue
+            prompt = encode_prompt(template, chat)
+            if len(prompt) < max_length:
+                asked.append((place, prompt))
+        if asked:
+            yield asked

@@ -1,0 +1,115 @@
+"""`swiftlite regenerate`: ask, keep what was said, make a dataset of it.
+
+Answers are appended to answers.jsonl as they are finished, a line for each turn (`serve/answers.py`); the same command
+goes on behind them. dataset.jsonl and report.json follow from the rows, the options and these answers alone.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from swiftlite.args.commands import RegenerateArgs
+from swiftlite.data.conversation import Conversation
+from swiftlite.data.dataset import load_prompts
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.durable import check_writable, write_durably
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.interrupt import ends_at_sigterm
+from swiftlite.engines.prompts import encode_prompt, sequence_length
+from swiftlite.engines.served_model import log_untrained_drafts, read_model
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+from swiftlite.regenerate.ask import ask_all, names_of, read_answers
+from swiftlite.regenerate.dialogue import Dialogues, answered_turns, distinct, longest_prompt
+from swiftlite.regenerate.report import in_words, make_report
+from swiftlite.regenerate.rows import NumberedRow, gold_rows, make_rows
+from swiftlite.serve.answers import AnswersFile, as_line, describe
+from swiftlite.serve.infer import engine_config, says_how_to_go_on, summary
+
+ANSWERS, DATASET, REPORT = "answers.jsonl", "dataset.jsonl", "report.json"
+
+
+def run(args: RegenerateArgs) -> None:
+    """Regenerate.
+
+    Raises:
+        UserError: before any engine starts, where that is possible.
+    """
+    model = read_model(args.model)
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
+    template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
+    stops = stop_token_ids(template, model.directory)
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
+    if args.speculative == "mtp":
+        log_untrained_drafts(model, args.num_speculative_tokens)
+    chats = load_prompts(args.dataset, system=args.system, seed=args.seed, max_bad_rows=args.max_bad_rows)
+    asking = _asking(chats)
+    gold = _gold(chats, args.gold_fraction)
+    dialogues = Dialogues(distinct(asking), args.num_answers, args.drop_truncated)
+
+    longest = [longest_prompt(chat) for chat in dialogues.chats.values()]
+    prompts = [encode_prompt(template, chat) for chat in longest]
+    # Its own answers may be longer than those of the rows, in every turn.
+    longest_sequence = max(map(len, prompts)) + dialogues.longest * args.max_new_tokens
+    length = sequence_length(model, longest_sequence, args.num_speculative_tokens, args.max_model_len)
+    config = engine_config(args, model, length)
+    made_with = describe(args, model, longest, prompts, sampling)
+    output_dir = Path(args.output_dir)
+    _check_output_dir(output_dir)
+    with (
+        ends_at_sigterm(),
+        AnswersFile(output_dir / ANSWERS, names_of(dialogues), made_with, "--output_dir") as file,
+    ):
+        if file.num_answers and file.missing:
+            logger.info("%s; only the others are generated", file)
+        read_answers(file, dialogues)
+        with says_how_to_go_on(file):
+            result = ask_all(args.infer_backend, config, dialogues, file, template, sampling)
+        file.finish()
+        for line in summary(result) if result else []:
+            logger.info("%s", line)
+        rows = make_rows(dialogues, gold, args.gold_fraction, args.seed)
+        report = make_report(dialogues, rows, chats, len(asking))
+        for line in in_words(report, args):
+            logger.info("%s", line)
+        if not rows.regenerated:
+            raise UserError("no answer is left to make a row of", "see above what became of them")
+        _write(output_dir / DATASET, b"".join(map(as_line, rows.in_order)))
+        _write(output_dir / REPORT, json.dumps(report, indent=2).encode() + b"\n")
+    logger.info("%s", output_dir / DATASET)
+
+
+def _asking(chats: Sequence[Conversation]) -> dict[int, Conversation]:
+    """The rows that ask something, by their number; in the others the assistant calls tools alone."""
+    asking = {row: chat for row, chat in enumerate(chats) if answered_turns(chat)}
+    if not asking:
+        raise UserError("--dataset: no row asks for an answer, the assistant calls tools alone", "give other rows")
+    return asking
+
+
+def _gold(chats: Sequence[Conversation], gold_fraction: float) -> list[NumberedRow]:
+    """The rows that may be among the gold ones."""
+    if not gold_fraction:
+        return []
+    gold = gold_rows(chats)
+    if not gold:
+        raise UserError(f"--gold_fraction {gold_fraction}, but no row of --dataset ends with an answer", "leave it out")
+    return gold
+
+
+def _check_output_dir(directory: Path) -> None:
+    check_writable("--output_dir", directory)
+    answers = directory / ANSWERS
+    has_answers = answers.exists() and (not answers.is_file() or answers.stat().st_size > 0)
+    for name in (DATASET, REPORT):
+        if (directory / name).exists() and not has_answers:
+            problem = f"--output_dir {directory} holds a {name}, but not the {ANSWERS} that it would be made from"
+            raise UserError(problem, "name another directory")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        write_durably(path, content)
+    except OSError as error:
+        problem = f"--output_dir: {path} cannot be written: {error.strerror}"
+        raise UserError(problem, "make room and run the same command: all answers are there") from None

@@ -1,0 +1,176 @@
+"""Conversations that the model answers turn by turn: which turns, each asked on top of what was said before it.
+
+No engine and no file here; `command.py` asks, `rows.py` makes a dataset of what was said.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from swiftlite.data.conversation import Conversation
+
+End = Literal["last_turn", "truncated", "empty", "no_room"]
+"""Where a conversation ends: behind its last turn, at an answer that was cut, at an empty one, or where what was said
+leaves no room for another."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said in one turn, as answers.jsonl has it.
+
+    Attributes:
+        finish_reason: see `Completion`.
+    """
+
+    response: str
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that the model is asked for; all numbers count from 0.
+
+    Attributes:
+        turn: which of the turns that the model answers.
+        row: number of the conversation's row.
+        answer: which of the answers to the same conversation.
+    """
+
+    turn: int
+    row: int
+    answer: int
+
+
+def answered_turns(chat: Conversation) -> list[int]:
+    """Places of the assistant's turns that the model answers anew; of an open question, the place behind it.
+
+    Calls of tools stay as they are, because their results, which follow, are the row's too.
+    """
+    roles = [message["role"] for message in chat.messages]
+    turns = []
+    for place, message in enumerate(chat.messages):
+        is_call = "tool_calls" in message or roles[place + 1 : place + 2] == ["tool"]
+        if message["role"] == "assistant" and not is_call:
+            turns.append(place)
+    if roles[-1] != "assistant":
+        turns.append(len(roles))
+    return turns
+
+
+def prompt_behind(chat: Conversation, answers: Sequence[str]) -> Conversation:
+    """What the model is asked when it has given these answers to the first turns of a conversation.
+
+    Its answers train, and the assistant's other turns, calls of tools, do not: the model did not say them. What the row
+    says of the weights of its own answers was not meant for these.
+    """
+    turns = answered_turns(chat)
+    end = turns[len(answers)]
+    messages = chat.messages[:end]
+    weights = chat.weights[:end]
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            weights[place] = 0.0
+    for place, answer in zip(turns, answers, strict=False):
+        messages[place] = {"role": "assistant", "content": answer}
+        weights[place] = 1.0
+    return replace(chat, messages=messages, weights=weights)
+
+
+def longest_prompt(chat: Conversation) -> Conversation:
+    """The prompt of a conversation's last turn, with the row's own answers to the turns before it."""
+    turns = answered_turns(chat)
+    return prompt_behind(chat, [chat.messages[place]["content"] for place in turns[:-1]])
+
+
+def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
+    """Of the conversations that ask the same, the first.
+
+    Args:
+        chats: by the number of their row; each asks something.
+    """
+    found: dict[str, int] = {}
+    for row, chat in chats.items():
+        asked = prompt_behind(chat, [""] * (len(answered_turns(chat)) - 1))
+        found.setdefault(json.dumps([asked.messages, asked.tools], sort_keys=True), row)
+    return {row: chats[row] for row in found.values()}
+
+
+class Dialogues:
+    """Conversations while the model answers them.
+
+    Args:
+        chats: by the number of their row.
+        num_answers: times that each is answered, from its first turn on.
+        drop_truncated: whether an answer that was cut ends its conversation, and is left out.
+
+    Attributes:
+        requests: all answers to ask for, the first turns of all conversations before any second one.
+        answers: what the model has said.
+    """
+
+    def __init__(self, chats: Mapping[int, Conversation], num_answers: int, drop_truncated: bool):
+        self.chats = chats
+        self._num_answers = num_answers
+        self._drop_truncated = drop_truncated
+        self._num_turns = {row: len(answered_turns(chat)) for row, chat in chats.items()}
+        self.requests = []
+        for turn, row in itertools.product(range(self.longest), chats):
+            if turn < self._num_turns[row]:
+                self.requests += [Request(turn, row, answer) for answer in range(num_answers)]
+        self.answers: dict[Request, Answer] = {}
+
+    @property
+    def longest(self) -> int:
+        """Turns of the longest conversation."""
+        return max(self._num_turns.values(), default=0)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Row and answer of every conversation."""
+        return itertools.product(self.chats, range(self._num_answers))
+
+    def said(self, row: int, answer: int) -> list[Answer]:
+        """The answers of one conversation; one that is not kept is the last."""
+        said = []
+        for turn in range(self._num_turns[row]):
+            found = self.answers.get(Request(turn, row, answer))
+            if found is None:
+                break
+            said.append(found)
+            if not self.is_kept(found):
+                break
+        return said
+
+    def is_kept(self, answer: Answer) -> bool:
+        """Whether an answer can be trained on, and the next turn be asked behind it."""
+        return bool(answer.response.strip()) and not (self._drop_truncated and answer.finish_reason == "length")
+
+    def kept(self, row: int, answer: int) -> list[str]:
+        """What the model said in one conversation, as far as it is kept."""
+        return [said.response for said in self.said(row, answer) if self.is_kept(said)]
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are missing, of conversations that go on."""
+        open_rows = {each for each in self if all(map(self.is_kept, self.said(*each)))}
+        missing = [request for request in self.requests if request not in self.answers]
+        return sum((request.row, request.answer) in open_rows for request in missing)
+
+    def prompt(self, request: Request) -> Conversation | None:
+        """What to ask; None for a conversation that has not come to this turn."""
+        kept = self.kept(request.row, request.answer)
+        if len(kept) < request.turn:
+            return None
+        return prompt_behind(self.chats[request.row], kept[: request.turn])
+
+    def end(self, row: int, answer: int) -> End:
+        """Where a conversation ends, when all is asked that can be."""
+        said = self.said(row, answer)
+        if said and not said[-1].response.strip():
+            return "empty"
+        if said and not self.is_kept(said[-1]):
+            return "truncated"
+        return "last_turn" if len(said) == self._num_turns[row] else "no_room"

@@ -1,0 +1,82 @@
+"""report.json: what became of every row, how answers ended, and how long they are."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from swiftlite.args.commands import RegenerateArgs
+from swiftlite.data.conversation import Conversation
+from swiftlite.regenerate.dialogue import Dialogues
+from swiftlite.regenerate.rows import Rows
+
+
+def make_report(dialogues: Dialogues, rows: Rows, chats: Sequence[Conversation], num_asking: int) -> dict[str, Any]:
+    """The content of report.json; it has no times in it, so a run that was stopped ends with the same.
+
+    Args:
+        chats: every row of the dataset.
+        num_asking: those that ask something; in the others the assistant calls tools alone.
+    """
+    said = []
+    for row, answer in dialogues:
+        said += dialogues.said(row, answer)
+    ends = Counter(dialogues.end(*each) for each in dialogues)
+    finish_reasons = Counter(each.finish_reason for each in said)
+    num_gold = len(rows.gold)
+    num_rows = len(rows.regenerated) + num_gold
+    return {
+        "dataset": {
+            "rows": len(chats),
+            "asked": len(dialogues.chats),
+            "equal": num_asking - len(dialogues.chats),
+            "only_calls": len(chats) - num_asking,
+        },
+        "conversations": {end: ends[end] for end in ("last_turn", "truncated", "empty", "no_room")},
+        "answers": {
+            "total": len(said),
+            "stop": finish_reasons["stop"],
+            "length": finish_reasons["length"],
+            "completion_tokens": lengths([each.completion_tokens for each in said]),
+        },
+        "rows": {
+            "total": num_rows,
+            "regenerated": len(rows.regenerated),
+            "gold": num_gold,
+            "gold_fraction": num_gold / max(num_rows, 1),
+            "equal": rows.num_equal,
+        },
+    }
+
+
+def lengths(numbers: Sequence[int]) -> dict[str, int]:
+    """Sum, extremes, and the numbers that half and nine in ten of them do not exceed; all 0 when there are none."""
+    percentiles = np.percentile(numbers or [0], (0, 50, 90, 100), method="inverted_cdf").tolist()
+    return {"sum": sum(numbers), **dict(zip(("min", "median", "p90", "max"), percentiles, strict=True))}
+
+
+def in_words(report: dict[str, Any], args: RegenerateArgs) -> list[str]:
+    """The report as lines for the log; what is 0 is not mentioned."""
+    dataset, ends, answers, rows = (report[name] for name in ("dataset", "conversations", "answers", "rows"))
+    lines = [f"{dataset['asked']} of {dataset['rows']} rows asked"]
+    if dataset["equal"]:
+        lines[0] += f"; {dataset['equal']} ask the same as another one"
+    if dataset["only_calls"]:
+        lines[0] += f"; in {dataset['only_calls']} the assistant calls tools alone"
+    tokens = answers["completion_tokens"]
+    lines.append(
+        f"{answers['total']} answers; tokens of an answer: min {tokens['min']}, median {tokens['median']}, "
+        f"p90 {tokens['p90']}, max {tokens['max']}"
+    )
+    if answers["length"]:
+        what = "left out" if args.drop_truncated else "kept; --drop_truncated leaves them out"
+        lines.append(f"answers cut at --max_new_tokens {args.max_new_tokens}: {answers['length']}, {what}")
+    if ends["empty"]:
+        lines.append(f"conversations that end at an empty answer: {ends['empty']}; the answer is left out")
+    if ends["no_room"]:
+        lines.append(f"conversations that end because a prompt leaves no room for an answer: {ends['no_room']}")
+    if rows["equal"]:
+        lines.append(f"conversations with the same answers as another one: {rows['equal']}, left out")
+    lines.append(f"{rows['total']} rows: {rows['regenerated']} regenerated, {rows['gold']} gold")
+    return lines

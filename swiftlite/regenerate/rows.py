@@ -1,0 +1,80 @@
+"""What was said as rows for `sft`, mixed with rows of the dataset as they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from swiftlite.data.conversation import Conversation
+from swiftlite.log import logger
+from swiftlite.regenerate.dialogue import Dialogues, prompt_behind
+
+NumberedRow = tuple[int, dict[str, Any]]
+"""The number of the row of --dataset that a row comes from, and the row."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of dataset.jsonl.
+
+    Attributes:
+        regenerated: what the model said, by the number of the row that asked.
+        gold: rows of the dataset as they are.
+        num_equal: conversations that were left out because another one has the same answers.
+    """
+
+    regenerated: list[NumberedRow]
+    gold: list[NumberedRow]
+    num_equal: int
+
+    @property
+    def in_order(self) -> list[dict[str, Any]]:
+        """All rows in the order of --dataset; a gold one before the answers to its question."""
+        return [row for _, row in sorted([*self.gold, *self.regenerated], key=itemgetter(0))]
+
+
+def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: float, seed: int) -> Rows:
+    """Rows of all conversations, and of gold ones as many as make that part of the whole, or all.
+
+    Args:
+        gold: rows to draw from.
+        seed: of the draw.
+    """
+    regenerated = _regenerated_rows(dialogues)
+    num_conversations = sum(bool(dialogues.kept(*each)) for each in dialogues)
+    number = round(len(regenerated) * gold_fraction / (1 - gold_fraction))
+    if number > len(gold):
+        logger.warning("--gold_fraction %s asks for %d gold rows; all %d are taken", gold_fraction, number, len(gold))
+    # RandomState, because numpy promises its stream for good.
+    order = np.random.RandomState(seed).permutation(len(gold))[:number]
+    return Rows(regenerated, [gold[place] for place in order], num_conversations - len(regenerated))
+
+
+def gold_rows(chats: Sequence[Conversation]) -> list[NumberedRow]:
+    """The rows that have an answer of their own, as they are."""
+    rows = []
+    for number, chat in enumerate(chats):
+        if chat.answer() is not None:
+            rows.append((number, chat.as_row() | {"source": chat.source, "kind": "gold"}))
+    return rows
+
+
+def _regenerated_rows(dialogues: Dialogues) -> list[NumberedRow]:
+    rows: dict[tuple[int, tuple[str, ...]], NumberedRow] = {}
+    for number, answer in dialogues:
+        kept = dialogues.kept(number, answer)
+        if not kept:
+            continue
+        chat = dialogues.chats[number]
+        said = dialogues.said(number, answer)[: len(kept)]
+        row = prompt_behind(chat, kept[:-1]).with_answer(kept[-1]).as_row() | {
+            "source": chat.source,
+            "kind": "regenerated",
+            "answer": answer + 1,
+            "finish_reasons": [each.finish_reason for each in said],
+            "completion_tokens": [each.completion_tokens for each in said],
+        }
+        rows.setdefault((number, tuple(kept)), (number, row))
+    return list(rows.values())

@@ -1,0 +1,49 @@
+"""Rules of `regenerate`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.commands import RegenerateArgs
+from swiftlite.args.config import Problem
+from swiftlite.args.data_file import split_sample
+from swiftlite.plan.facts import Facts
+from swiftlite.rules import common, engine, infer
+
+
+def there_are_rows(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.dataset:
+        yield "--dataset is required", "give files of rows to answer anew: --dataset train.jsonl"
+    for name in args.dataset:
+        yield from common.file_problems("--dataset", name)
+
+
+def dataset_is_not_the_result(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.output_dir:
+        return
+    directory = Path(args.output_dir).resolve()
+    for name in args.dataset:
+        if Path(split_sample(name)[0]).resolve().parent == directory:
+            yield f"--dataset {name} is in --output_dir {args.output_dir}", "name another directory for the new rows"
+
+
+def answers_can_differ(args: RegenerateArgs, facts: Facts) -> Iterator[Problem]:
+    if args.num_answers > 1 and args.temperature == 0:
+        problem = f"--num_answers {args.num_answers} with --temperature 0, which answers the same each time"
+        yield problem, "add --temperature 0.7, or leave --num_answers out"
+
+
+RULES = (
+    common.hf_model_is_a_directory,
+    there_are_rows,
+    common.output_dir_is_given,
+    dataset_is_not_the_result,
+    common.numbers_are_in_range,
+    answers_can_differ,
+    infer.speculation_has_heads,
+    infer.speculative_options_have_speculation,
+    engine.options_of_engines_agree,
+    engine.engine_is_installed,
+    engine.options_have_their_engine,
+    engine.engine_kwargs_leave_what_has_an_option,
+)
+NOTES = (infer.settings_without_effect, infer.length_is_the_models)

@@ -1,0 +1,72 @@
+"""report.json, counted by hand."""
+
+import numpy as np
+import pytest
+
+from swiftlite.args.commands import RegenerateArgs
+from swiftlite.data.conversation import parse_row
+from swiftlite.regenerate.dialogue import Answer, Dialogues, Request
+from swiftlite.regenerate.report import in_words, lengths, make_report
+from swiftlite.regenerate.rows import make_rows
+
+TWO_TURNS = {"query": "q2", "response": "a2", "history": [["q1", "a1"]]}
+
+
+@pytest.mark.parametrize("numbers", [[7], [3, 1], list(range(1, 11)), [5, 5, 90, 2, 2, 64, 17]])
+def test_lengths(numbers):
+    found = lengths(numbers)
+    assert found == {
+        "sum": sum(numbers),
+        "min": min(numbers),
+        "median": sorted(numbers)[(len(numbers) - 1) // 2],
+        "p90": sorted(numbers)[int(np.ceil(len(numbers) * 0.9)) - 1],
+        "max": max(numbers),
+    }
+    assert all(type(number) is int for number in found.values())
+
+
+def test_what_became_of_everything():
+    """Of seven rows two ask the same, one nothing; five conversations end in each of the ways."""
+    chats = [parse_row(TWO_TURNS, source=f"a:{number}") for number in range(7)]
+    asked = {number: chats[number] for number in range(5)}
+    dialogues = Dialogues(asked, 1, drop_truncated=True)
+    said = {
+        0: [Answer("x", "stop", 1, 10), Answer("y", "stop", 1, 20)],
+        1: [Answer("x", "stop", 1, 30), Answer("y", "length", 1, 64)],
+        2: [Answer("x", "length", 1, 64)],
+        3: [Answer("", "stop", 1, 1)],
+        4: [Answer("x", "stop", 1, 12)],  # and the next prompt has no room
+    }
+    for row, answers in said.items():
+        for turn, answer in enumerate(answers):
+            dialogues.answers[Request(turn, row, 0)] = answer
+    rows = make_rows(dialogues, [], 0.0, 0)
+    report = make_report(dialogues, rows, chats, num_asking=6)
+    assert report == {
+        "dataset": {"rows": 7, "asked": 5, "equal": 1, "only_calls": 1},
+        "conversations": {"last_turn": 1, "truncated": 2, "empty": 1, "no_room": 1},
+        "answers": {
+            "total": 7,
+            "stop": 5,
+            "length": 2,
+            "completion_tokens": {"sum": 201, "min": 1, "median": 20, "p90": 64, "max": 64},
+        },
+        "rows": {"total": 3, "regenerated": 3, "gold": 0, "gold_fraction": 0.0, "equal": 0},
+    }
+    lines = in_words(report, RegenerateArgs(max_new_tokens=64, drop_truncated=True))
+    assert lines == [
+        "5 of 7 rows asked; 1 ask the same as another one; in 1 the assistant calls tools alone",
+        "7 answers; tokens of an answer: min 1, median 20, p90 64, max 64",
+        "answers cut at --max_new_tokens 64: 2, left out",
+        "conversations that end at an empty answer: 1; the answer is left out",
+        "conversations that end because a prompt leaves no room for an answer: 1",
+        "3 rows: 3 regenerated, 0 gold",
+    ]
+
+
+def test_a_report_of_nothing():
+    dialogues = Dialogues({0: parse_row(TWO_TURNS)}, 1, drop_truncated=False)
+    report = make_report(dialogues, make_rows(dialogues, [], 0.0, 0), [parse_row(TWO_TURNS)], 1)
+    assert report["conversations"]["no_room"] == 1
+    assert report["answers"]["completion_tokens"]["max"] == 0
+    assert report["rows"] == {"total": 0, "regenerated": 0, "gold": 0, "gold_fraction": 0.0, "equal": 0}
