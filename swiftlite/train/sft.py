@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.acceptance.held_out import HeldOut
+from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, Encoder, load_train_val
@@ -153,15 +153,20 @@ def make_held_out(run: phases.Run) -> HeldOut:
     """The first held-out prompts of the run, for acceptance.json."""
     args = run.args
     template = ChatTemplate(run.tokenizer)
-    conversations = run.data.val_conversations[: args.acceptance_samples]
+    prompts = []
+    for conversation in run.data.val_conversations[: args.acceptance_samples]:
+        asked = conversation.prompt()
+        token_ids = template.encode_prompt(asked.messages, asked.tools)
+        prompts.append(Prompt(token_ids, asked.messages[-1]["content"], asked.channel or ""))
     return HeldOut(
         path=run.output_dir / ACCEPTANCE_FILE,
         mesh=run.mesh,
         num_drafts=run.plan.heads.drafts,
-        prompts=[template.encode_prompt(chat.prompt().messages, chat.tools) for chat in conversations],
+        prompts=prompts,
         eos_token_ids=stop_token_ids(template, run.hf_model.directory),
         max_new_tokens=args.acceptance_max_new_tokens,
         max_length=run.hf_model.config["max_position_embeddings"],
+        tokenizer=run.tokenizer,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swiftlite.acceptance import greedy, held_out
-from swiftlite.acceptance.held_out import HeldOut
+from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance
 from swiftlite.model.open import open_model, read_hf_model
 from tests.engines.reference import Reference
@@ -19,7 +19,7 @@ def make_held_out(mesh, path, prompts, **changed) -> HeldOut:
         "path": path,
         "mesh": mesh,
         "num_drafts": 2,
-        "prompts": prompts,
+        "prompts": [Prompt(prompt) for prompt in prompts],
         "eos_token_ids": (),
         "max_new_tokens": NEW_TOKENS,
         "max_length": 64,
