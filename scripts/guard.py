@@ -63,7 +63,7 @@ VARIABLES = {
 # What may be set in a shell and would start other processes than the case says.
 CLEARED = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 TIMEOUT = 900  # seconds for one command; a few are usual
-CLOCK = ("_per_second", "seconds", "mfu")  # how the names of metrics end that no two runs have in common
+CLOCK = ("_per_second", "seconds", "mfu", "_gb")  # how the names of metrics end that no two runs have in common
 
 # By name: options of make_tiny_model.py. Heads are in the checkpoint where the family has them.
 SIZES = "--hidden_size 256 --num_layers 4 --vocab_size 512"

@@ -150,6 +150,7 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "tokens_per_second": num_tokens / seconds,
             "tflops_per_second": flops_per_second / 1e12,
+            "peak_memory_gb": self.mesh.device.peak_memory / 1e9,
         }
         if peak := self.mesh.device.peak_flops:
             metrics["mfu"] = flops_per_second / peak

@@ -135,4 +135,4 @@ def sft(model, dataset) -> list[str]:
 def read_metrics(run: Path) -> list[dict]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith("per_second")} for line in lines]
+    return [{name: value for name, value in line.items() if not name.endswith(("per_second", "_gb"))} for line in lines]

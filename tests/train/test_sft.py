@@ -25,7 +25,7 @@ def train(args, mesh) -> Path:
 
 def metrics(run: Path) -> list[dict]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith("per_second")} for line in lines]
+    return [{name: value for name, value in line.items() if not name.endswith(("per_second", "_gb"))} for line in lines]
 
 
 def names(directory: Path) -> set[str]:
