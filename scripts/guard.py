@@ -82,7 +82,7 @@ NUM_ROWS, NUM_HELD_OUT_ROWS = 20, 8
 TRAINING = (
     "--dataset data/train.jsonl --val_dataset data/val.jsonl --max_length 160 --torch_dtype float32 --lr 1e-3 "
     "--micro_batch_size 2 --global_batch_size 8 --train_iters 3 --save_steps 100 --eval_steps 100 "
-    "--mtp_loss_scaling_factor 0.3 --acceptance_samples 2 --acceptance_max_new_tokens 6 --tensorboard false"
+    "--mtp_loss_scaling_factor 0.3 --acceptance_samples 2 --acceptance_max_new_tokens 6 --report_to none"
 )
 NEW_HEAD = "--mtp_num_layers 1 --mtp_init copy_last_layer"
 PACKED = "--packing true --packing_length 192 --micro_batch_size 1 --global_batch_size 4"

@@ -224,9 +224,10 @@ class RunArgs:
     eval_iters: bounds.PositiveInt | None = None
     """Global batches per evaluation. Unset: all held-out rows."""
     logging_steps: bounds.PositiveInt = 1
-    """Steps between lines of metrics.jsonl and TensorBoard."""
-    tensorboard: bool = True
-    """Write TensorBoard files to OUTPUT_DIR/tensorboard when the tensorboard package is installed."""
+    """Steps between lines of metrics.jsonl, and between points of --report_to."""
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where metrics go beside metrics.jsonl: tensorboard (files in OUTPUT_DIR/tensorboard, where that package is
+    installed), wandb, swanlab, mlflow, through packages of their own; none: nowhere."""
     acceptance_samples: bounds.NonNegativeInt = 16
     """Held-out prompts that the model continues greedily, before and after training, to measure how many drafted tokens
     it would accept; written to acceptance.json. 0 leaves this out."""

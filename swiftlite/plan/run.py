@@ -252,6 +252,6 @@ def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
     ]
     if plan.heads.layers and args.acceptance_samples:
         lines.append(("acceptance.json", f"draft acceptance before and after, on {args.acceptance_samples} prompts"))
-    if args.tensorboard:
+    if "tensorboard" in args.report_to:
         lines.append(("tensorboard/", "the same metrics, if tensorboard is installed"))
     return [(f"{args.output_dir}/{name}", value) for name, value in lines]

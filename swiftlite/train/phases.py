@@ -205,6 +205,8 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     evaluation = trainer.evaluate()
     trainer.log(run.schedule.steps, evaluation)
     measure("after", evaluation)
+    if run.is_first_rank:
+        trainer.summarize(held_out.summary())
     trainer.close()
     return Outcome(stopped_by, seconds, evaluation)
 

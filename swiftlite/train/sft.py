@@ -5,7 +5,7 @@ Three names to keep apart: a `Trainable` says which parameters learn, a `Learner
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from swiftlite.plan.flops import training_flops
 from swiftlite.plan.layout import sequence_multiple
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
+from swiftlite.redact import redact
 from swiftlite.runtime.agreement import digest
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
@@ -117,7 +118,8 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
     checkpointer.clean_up()
     sinks = []
     if run.is_first_rank:
-        sinks = open_sinks(run.output_dir, state["step"], run.schedule.steps, args.tensorboard)
+        config = redact(asdict(args))
+        sinks = open_sinks(run.output_dir, state["step"], run.schedule.steps, args.report_to, config)
     return Trainer(
         mesh=run.mesh,
         model=learner.wrapped,

@@ -1,4 +1,7 @@
-"""Where metrics go: a progress bar, metrics.jsonl, TensorBoard. Rank 0 opens them; other ranks have none."""
+"""Where metrics go: a progress bar, metrics.jsonl, TensorBoard, and trackers (`trackers.py`).
+
+Rank 0 opens them; other ranks have none.
+"""
 
 import json
 import sys
@@ -12,12 +15,15 @@ from swiftlite.durable import write_durably
 from swiftlite.errors import UserError, reason_of
 from swiftlite.json_file import parse_json
 from swiftlite.log import logger
+from swiftlite.train.trackers import open_trackers
 
 
 class Sink(Protocol):
-    """One place that takes the metrics of a step."""
+    """One place that takes the metrics of a step, and what the whole run came to."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def summarize(self, figures: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -52,6 +58,9 @@ class ProgressBar:
 
     def _render(self, metrics: Mapping[str, float]) -> str:
         return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in metrics.items())
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """The log has said it."""
 
     def close(self) -> None:
         if self.bar is not None:
@@ -92,6 +101,9 @@ class MetricsFile:
                 "make room or mend it; the same command with --resume goes on from the newest checkpoint",
             ) from None
 
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """It is in acceptance.json."""
+
     def close(self) -> None:
         self.file.close()
 
@@ -122,16 +134,29 @@ class TensorBoard:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """TensorBoard has no place for it but a chart."""
+
     def close(self) -> None:
         self.writer.close()
 
 
-def open_sinks(output_dir: Path, first: int, last: int, tensorboard: bool) -> list[Sink]:
-    """All places for the steps after `first`."""
+def open_sinks(
+    output_dir: Path, first: int, last: int, report_to: list[str], config: Mapping[str, Any] | None = None
+) -> list[Sink]:
+    """All places for the steps after `first`.
+
+    Args:
+        report_to: names of those that are left to choose.
+        config: the run's options, without keys.
+
+    Raises:
+        UserError: one of them cannot be opened.
+    """
     sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / "metrics.jsonl", first, last)]
-    if tensorboard:
+    if "tensorboard" in report_to:
         try:
             sinks.append(TensorBoard(output_dir / "tensorboard", first))
         except ImportError:
             logger.info("no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)")
-    return sinks
+    return [*sinks, *open_trackers(report_to, output_dir, config or {}, first)]

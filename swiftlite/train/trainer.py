@@ -215,6 +215,11 @@ class Trainer:
         dist.all_reduce(total, group=self.mesh.dp)
         return total.tolist()
 
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """Tell all sinks what the run came to."""
+        for sink in self.sinks:
+            sink.summarize(figures)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give metrics to all sinks."""
         if metrics:

@@ -128,7 +128,7 @@ def sft(model, dataset) -> list[str]:
     return (
         f"megatron sft --model {model} --dataset {dataset} --torch_dtype float32 --micro_batch_size 2 "
         "--global_batch_size 4 --train_iters 12 --save_steps 4 --eval_steps 100 --eval_iters 1 --lr 1e-3 "
-        "--acceptance_samples 2 --acceptance_max_new_tokens 4 --tensorboard false"
+        "--acceptance_samples 2 --acceptance_max_new_tokens 4 --report_to none"
     ).split()
 
 

@@ -120,7 +120,7 @@ def content_of_files(out: Path) -> dict[str, str]:
 SFT = (
     "megatron sft --model MODEL --dataset ROWS --split_dataset_ratio 0.1 --torch_dtype float32 --micro_batch_size 1 "
     "--global_batch_size 2 --train_iters 4 --save_steps 2 --logging_steps 1 --lr 1e-3 --acceptance_samples 1 "
-    "--acceptance_max_new_tokens 2 --tensorboard false --output_dir OUT/run"
+    "--acceptance_max_new_tokens 2 --report_to none --output_dir OUT/run"
 )
 COMMANDS = {
     "sft": Command(SFT, content_of_run, "--resume"),
