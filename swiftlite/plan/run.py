@@ -166,6 +166,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
 
 
 def layout_lines(plan: Plan) -> list[tuple[str, str]]:
+    """How processes and batches are laid out, in words."""
     layout = plan.layout
     lines = [("processes", _processes(plan))]
     if layout.sequence_parallel:

@@ -21,7 +21,7 @@ from swiftlite.plan.run import heads_of
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
-_PATHS += ("acceptance_json",)
+_PATHS += ("acceptance_json", "runs", "output")
 # Linux takes 255 and 4095. What is written beside a path has a longer name while it is written.
 _MAX_NAME = 235
 _MAX_PATH = 4000

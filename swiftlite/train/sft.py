@@ -54,6 +54,8 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         trainer = make_trainer(prepared, state, after_step)
         outcome = phases.fit(prepared, trainer, state["step"], make_held_out(prepared))
         if outcome.stopped_by:
+            if prepared.is_first_rank:
+                phases.write_page(prepared)
             return 128 + outcome.stopped_by  # as a shell reports a command that a signal ended
         phases.report(prepared, outcome)
         return 0

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError, reason_of
-from swiftlite.json_file import parse_json
 from swiftlite.log import logger
+from swiftlite.report.metrics import METRICS_FILE, metrics_of
 from swiftlite.train.trackers import open_trackers
 
 
@@ -79,7 +79,7 @@ class MetricsFile:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is no regular file", "move it away")
         lines = path.read_bytes().splitlines() if path.exists() and first else []
-        written = [_metrics_of(line) for line in lines]
+        written = [metrics_of(line) for line in lines]
         if damaged := written.count(None):
             logger.warning("%s: %d lines were damaged, as by a full disk, and are left out", path, damaged)
         kept = []
@@ -110,16 +110,6 @@ class MetricsFile:
 
 def _is_evaluation(metrics: Mapping[str, float]) -> bool:
     return any(name.startswith("eval_") for name in metrics)
-
-
-def _metrics_of(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics; None for what a killed process or a full disk leaves: half a line, zeros."""
-    try:
-        content = parse_json(line.decode())
-    except ValueError:  # UnicodeDecodeError is one
-        return None
-    is_whole = isinstance(content, dict) and isinstance(content.get("step"), int)
-    return content if is_whole else None
 
 
 class TensorBoard:
@@ -153,7 +143,7 @@ def open_sinks(
     Raises:
         UserError: one of them cannot be opened.
     """
-    sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / "metrics.jsonl", first, last)]
+    sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / METRICS_FILE, first, last)]
     if "tensorboard" in report_to:
         try:
             sinks.append(TensorBoard(output_dir / "tensorboard", first))
