@@ -101,9 +101,7 @@ class HeldOut:
         return read_summary(self.path) if self.path.exists() else {}
 
     @torch.no_grad()
-    def _continue(
-        self, when: When, model: Chunks
-    ) -> tuple[dict[str, DraftCounts], dict[int, Sequence[WrittenToken]]]:
+    def _continue(self, when: When, model: Chunks) -> tuple[dict[str, DraftCounts], dict[int, Sequence[WrittenToken]]]:
         """Two things: by channel what an engine that drafts `num_drafts` tokens per step would count on its prompts;
         and the first answers, by the number of their prompt.
 

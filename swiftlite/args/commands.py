@@ -149,7 +149,7 @@ class ComparisonArgs:
     """Runs"""
 
     runs: list[str] = field(default_factory=list)
-    """Directories of runs (--output_dir of megatron sft), finished or not; --runs itself may be left out before them."""
+    """Directories of runs (--output_dir of megatron sft), finished or not. The flag may be left out before them."""
     output: str | None = None
     """HTML file to write. Unset: run_report.html in the run; of several runs, runs.html here."""
 

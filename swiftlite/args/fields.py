@@ -309,7 +309,7 @@ class EvaluationArgs:
     baseline: str | None = None
     """Directory of a Hugging Face model to compare with, such as the one before training."""
     output_dir: str = ""
-    """Directory for evaluation.json and evaluation.svg; it may exist."""
+    """Directory for evaluation.json, evaluation.svg and evaluation.html; it may exist."""
     infer_backend: str = "none"
     """An engine that generates answers to the prompts, whose own counters are read; none: teacher-forced alone."""
     max_prompts: bounds.PositiveInt = 64
@@ -331,7 +331,7 @@ class BenchmarkArgs:
     val_dataset: list[str] = field(default_factory=list)
     """Files with prompts (rows as for sft; the last assistant turn is left out)."""
     output_dir: str = ""
-    """Directory for bench.json, bench.svg and the servers' logs; it may exist."""
+    """Directory for bench.json, bench.svg, bench.html and the servers' logs; it may exist."""
     infer_backend: str = "vllm"
     """Engine whose server is measured, as `deploy` starts it."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [0, 1, 2, 3])

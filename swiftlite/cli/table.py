@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, ReportArgs, SftArgs
+from swiftlite.args.commands import (
+    BenchArgs,
+    DeployArgs,
+    DoctorArgs,
+    EvaluateArgs,
+    ExportArgs,
+    InferArgs,
+    ReportArgs,
+    SftArgs,
+)
 from swiftlite.args.docs import Choices
 from swiftlite.engines.index import names_with
 from swiftlite.errors import UserError

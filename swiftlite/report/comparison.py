@@ -10,7 +10,7 @@ from swiftlite.report.figure import Line, draw_lines, number, share
 from swiftlite.report.metrics import curve
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 from swiftlite.report.run_files import RunFiles, read_run
-from swiftlite.report.run_page import position_bars
+from swiftlite.report.run_page import held_out_agreement, lines_of, position_bars
 
 CURVES = (
     ("loss", "Training loss of the trunk", "loss"),
@@ -27,13 +27,17 @@ MISSING = "–"
 def comparison_page(directories: Sequence[Path]) -> Page:
     """The page of the runs in these directories."""
     runs = _named([(directory, read_run(directory)) for directory in directories])
-    accepted = {name: run.generated("after").get("acceptance_rate") for name, run in runs.items()}
-    measured = {name: rate for name, rate in accepted.items() if rate is not None}
+    measured = {name: run.generated("after") for name, run in runs.items() if run.generated("after")}
     lead = "Acceptance of drafts was not measured in these runs."
     if measured:
-        best = max(measured, key=measured.__getitem__)
-        lead = f"{best} accepts most of the tokens that its heads draft on held-out prompts: {share(measured[best])}."
-    tiles = [Tile(name, share(accepted[name]), "drafts accepted after training") for name in runs]
+        # Not by the share that is accepted, which is lower where more is drafted.
+        best = max(measured, key=lambda name: measured[name]["mean_accepted_length"])
+        length = measured[best]["mean_accepted_length"]
+        lead = f"{best} comes furthest in a step on held-out prompts: {length:.2f} tokens, of which one is the trunk's."
+    tiles = []
+    for name, counts in measured.items():
+        note = f"tokens per step; {share(counts['acceptance_rate'])} of drafts accepted"
+        tiles.append(Tile(name, f"{counts['mean_accepted_length']:.2f}", note))
     sections = [
         Section("What they came to", tables=[_final_figures(runs)]),
         Section("What they were asked", tables=[_differences(runs)]),
@@ -74,6 +78,8 @@ def _differences(runs: dict[str, RunFiles]) -> Table:
     known = options(SftArgs)
     rows = []
     for name, option in known.items():
+        if name == "output_dir":  # it has to differ
+            continue
         values = [as_typed(run.options.get(name, option.default)) for run in runs.values()]
         if len(set(values)) > 1:
             rows.append([f"--{name}", *values])
@@ -81,26 +87,33 @@ def _differences(runs: dict[str, RunFiles]) -> Table:
 
 
 def _curves(runs: dict[str, RunFiles]) -> list[Figure]:
-    names = sorted({name for run in runs.values() for line in run.metrics for name in line})
-    curves = [(name, f"Held-out agreement: {name}", "agreement") for name in names if _is_agreement(name)]
     figures = []
     after = {name: run.generated("after") for name, run in runs.items() if run.generated("after")}
     if after:
         figures.append(position_bars(after))
-    heads = [(name, f"Training loss: {name}", "loss") for name in names if _is_loss_of_head(name)]
-    for metric, title, y in [*curves, *heads, *CURVES]:
+    agreement = {name: held_out_agreement(run) for name, run in runs.items()}
+    for depth, lines in _by_name(agreement).items():
+        title = f"Agreement on held-out rows, {depth}"
+        place = depth.replace(" ", "-")
+        figures.append(draw_lines(f"agreement-{place}", title, lines, x="step", y="agreement", is_share=True))
+    heads = {name: lines_of(run, r"mtp_(\d+)_loss", "depth {}") for name, run in runs.items()}
+    for depth, lines in _by_name(heads).items():
+        place = depth.replace(" ", "-")
+        figures.append(draw_lines(f"loss-{place}", f"Training loss of {depth}", lines, x="step", y="loss"))
+    for metric, title, y in CURVES:
         lines = []
         for name, run in runs.items():
             if points := curve(run.metrics, metric):
                 lines.append(Line(name, points))
         if lines:
-            figures.append(draw_lines(metric, title, lines, x="step", y=y, is_share=_is_agreement(metric)))
+            figures.append(draw_lines(metric, title, lines, x="step", y=y))
     return figures
 
 
-def _is_agreement(metric: str) -> bool:
-    return metric.startswith("eval_mtp_") and metric.endswith("_acceptance")
-
-
-def _is_loss_of_head(metric: str) -> bool:
-    return metric.startswith("mtp_") and metric.endswith("_loss")
+def _by_name(lines_of_runs: dict[str, list[Line]]) -> dict[str, list[Line]]:
+    """For each name of a line, such as "depth 1", that of each run, by the run's name."""
+    found: dict[str, list[Line]] = {}
+    for run, lines in lines_of_runs.items():
+        for line in lines:
+            found.setdefault(line.name, []).append(Line(run, line.points))
+    return dict(sorted(found.items()))

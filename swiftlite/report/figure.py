@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
-from matplotlib import rc_context
 from matplotlib import figure as mpl_figure
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -32,7 +32,7 @@ HATCHES = ("", "////", "---", "", "xxx", "...")
 STYLE = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a channel may be named $x$
-    "font.size": 10,
+    "font.size": 11,
     "hatch.linewidth": 1.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -53,7 +53,7 @@ STYLE = {
     "axes.axisbelow": True,
 }
 WIDTH, HEIGHT = 4.6, 2.5
-"""In inches: 442 pixels wide, which a phone shows at three quarters and so with letters of 10 pixels."""
+"""In inches: 442 pixels wide, which a phone shows at three quarters: letters of 10 pixels."""
 MAX_POINTS = 600
 """Of a line. There are no more pixels."""
 MAX_ROWS = 40
@@ -78,7 +78,9 @@ class Bars:
     heights: Sequence[float | None]
 
 
-def draw_lines(name: str, title: str, lines: Sequence[Line], *, x: str, y: str, is_share: bool = False) -> Figure:
+def draw_lines(
+    name: str, title: str, lines: Sequence[Line], *, x: str, y: str, is_share: bool = False, has_ticks: bool = False
+) -> Figure:
     """Lines over one another.
 
     Args:
@@ -86,6 +88,7 @@ def draw_lines(name: str, title: str, lines: Sequence[Line], *, x: str, y: str, 
         lines: each with one point or more.
         x, y: what the axes show.
         is_share: whether y is a share of 1, shown in percent.
+        has_ticks: whether x is named where there are points, and nowhere else.
     """
     factor = 100 if is_share else 1
     with _axes() as (figure, axis):
@@ -102,12 +105,17 @@ def draw_lines(name: str, title: str, lines: Sequence[Line], *, x: str, y: str, 
             )
             drawn.set_gid(f"mark-{number + 1}")
         axis.set(xlabel=x, ylabel=f"{y}, %" if is_share else y)
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        if is_share:
+        if has_ticks:
+            axis.set_xticks(sorted({place for line in lines for place, _ in line.points}))
+        else:
+            axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        if is_share or has_ticks:
             axis.set_ylim(bottom=0)
         svg = _inline(figure, name, title)
     told = [f"{line.name}: {_from_to(line.points, is_share)}" for line in lines]
-    return Figure(name, title, "; ".join(told) + ".", svg, [line.name for line in lines], _table_of(lines, x, y, is_share))
+    return Figure(
+        name, title, "; ".join(told) + ".", svg, [line.name for line in lines], _table_of(lines, x, y, is_share)
+    )
 
 
 def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars], *, what: str, y: str) -> Figure:
@@ -115,9 +123,11 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
 
     Args:
         groups: names, such as those of channels.
+        bars: those that no group has are left out, but one must be had.
         what: a group is, such as "channel".
         y: what the bars show.
     """
+    bars = [each for each in bars if set(each.heights) != {None}]
     thickness = 0.8 / len(bars)
     with _axes(height=max(1.2, 0.7 + 0.26 * len(groups) * len(bars))) as (figure, axis):
         for number, each in enumerate(bars):
@@ -130,7 +140,9 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
                 bar.set_gid(f"mark-{number + 1}-{place:.2f}")
                 bar.set_hatch(HATCHES[number % len(HATCHES)])
                 if height is not None:
-                    axis.annotate(f"{width:.0f}\u00a0%", (width, place), (4, 0), textcoords="offset points", va="center")
+                    axis.annotate(
+                        f"{width:.0f}\u00a0%", (width, place), (4, 0), textcoords="offset points", va="center"
+                    )
         axis.set_yticks(
             [group + 0.4 - thickness / 2 for group in range(len(groups))],
             [clip(group, MAX_LABEL) for group in groups],
@@ -145,9 +157,8 @@ def draw_bars(name: str, title: str, groups: Sequence[str], bars: Sequence[Bars]
     for number, group in enumerate(groups):
         rows.append([group, *(share(each.heights[number]) for each in bars)])
     table = Table(title, [what, *(each.name for each in bars)], rows)
-    told = [f"{each.name}: {', '.join(share(height) for height in each.heights)}" for each in bars]
-    text = "; ".join(told) + "." if len(groups) <= 4 else f"{len(groups)} groups; their numbers are below."
-    return Figure(name, title, text, svg, [each.name for each in bars], table, is_bars=True)
+    told = [f"{each.name}: {_lowest_to_highest(groups, each.heights)}" for each in bars]
+    return Figure(name, title, "; ".join(told) + ".", svg, [each.name for each in bars], table, is_bars=True)
 
 
 def share(value: float | None) -> str:
@@ -181,7 +192,7 @@ def _axes(height: float = HEIGHT) -> Iterator[tuple[mpl_figure.Figure, Axes]]:
 def _inline(figure: mpl_figure.Figure, name: str, title: str) -> Markup:
     """The SVG element alone, with ids of its own, the page's colours, and its title for screen readers."""
     text = as_svg(figure).decode()
-    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"\s*<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)  # the style would be the whole page's
     _, _, content = text[text.index("<svg") :].partition(">")
     box = re.search(r'viewBox="[^"]*"', text)
     assert box is not None
@@ -199,6 +210,15 @@ def _from_to(points: Points, is_share: bool) -> str:
     first = show(points[0][1])
     last = show(points[-1][1])
     return last if len(points) == 1 else f"{first} to {last}"
+
+
+def _lowest_to_highest(groups: Sequence[str], heights: Sequence[float | None]) -> str:
+    known = [(height, group) for height, group in zip(heights, groups, strict=True) if height is not None]
+    lowest, of_lowest = min(known)
+    highest, of_highest = max(known)
+    if lowest == highest:
+        return share(lowest)
+    return f"{share(lowest)} ({of_lowest}) to {share(highest)} ({of_highest})"
 
 
 def _table_of(lines: Sequence[Line], x: str, y: str, is_share: bool) -> Table:

@@ -1,5 +1,6 @@
 """What a page is made of, and its HTML. All text is escaped: prompts, tokens and options come from anywhere."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,9 +102,20 @@ def render(page: Page) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters["visible"] = _visible
+    environment.filters["folded"] = _folded
     style = Markup(environment.get_template("style.css").render())  # ours: no data is in it
     html = environment.get_template("page.html").render(page=page, style=style, version=swiftlite.__version__)
     return html.encode(errors="replace") + b"\n"
+
+
+def _folded(command: str) -> str:
+    """A command line with each option on a line of its own; a shell reads it as before."""
+    lines: list[list[str]] = [[]]
+    for word in shlex.split(command):
+        if word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    return " \\\n    ".join(shlex.join(line) for line in lines)
 
 
 def _visible(text: str) -> str:

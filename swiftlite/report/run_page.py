@@ -1,6 +1,7 @@
 """run_report.html: what a run has come to. First whether the heads got better, then how, then all that was counted."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def run_page(run: RunFiles) -> Page:
         _run_section(run),
     ]
     filled = [section for section in sections if section is not None]
-    return Page(f"Run {run.name}", lead(run), list(tiles(run)), filled)
+    return Page(f"Run: {run.name}", lead(run), list(tiles(run)), filled)
 
 
 def lead(run: RunFiles) -> str:
@@ -104,12 +105,10 @@ def _duration(seconds: float) -> str:
 
 def _acceptance_section(run: RunFiles) -> Section | None:
     figures: list[Figure] = []
-    held_out = _held_out_agreement(run)
+    held_out = held_out_agreement(run)
     if held_out:
         figures.append(
-            draw_lines(
-                "acceptance", "Agreement on held-out rows", held_out, x="step", y="agreement", is_share=True
-            )
+            draw_lines("acceptance", "Agreement on held-out rows", held_out, x="step", y="agreement", is_share=True)
         )
     training = lines_of(run, r"mtp_(\d+)_acceptance", "depth {}")
     if training:
@@ -131,8 +130,11 @@ def _acceptance_section(run: RunFiles) -> Section | None:
     return Section("Acceptance", text, figures=figures)
 
 
-def _held_out_agreement(run: RunFiles) -> list[Line]:
-    """By depth; acceptance.json has what was measured before the first step."""
+def held_out_agreement(run: RunFiles) -> list[Line]:
+    """The share of held-out labels where a head says what the trunk says, by depth.
+
+    metrics.jsonl has it from the first evaluation during training on, acceptance.json from before the first step.
+    """
     before = run.acceptance.get("before", {}).get("teacher_forced", {}).get("acceptance_per_depth", [])
     lines = []
     for line in lines_of(run, r"eval_mtp_(\d+)_acceptance", "{}"):
@@ -188,19 +190,12 @@ def _drafted(tokens: Sequence[dict[str, Any]]) -> str:
 
 
 def _training_section(run: RunFiles) -> Section | None:
+    trunk = [*lines_of(run, "loss", "training"), *lines_of(run, "eval_loss", "held out")]
+    heads = lines_of(run, r"mtp_(\d+)_loss", "depth {}")
+    heads += lines_of(run, r"eval_mtp_(\d+)_loss", "depth {}, held out")
     drawn = [
-        (
-            "loss",
-            "Loss of the trunk",
-            [*lines_of(run, "loss", "training"), *lines_of(run, "eval_loss", "held out")],
-            "loss",
-        ),
-        (
-            "heads",
-            "Loss of the heads",
-            [*lines_of(run, r"mtp_(\d+)_loss", "depth {}"), *lines_of(run, r"eval_mtp_(\d+)_loss", "depth {}, held out")],
-            "loss",
-        ),
+        ("loss", "Loss of the trunk", trunk, "loss"),
+        ("heads", "Loss of the heads", heads, "loss"),
         ("norm", "Gradient norm", lines_of(run, "grad_norm", "gradient norm"), "norm"),
         ("rate", "Learning rate", lines_of(run, "learning_rate", "learning rate"), "learning rate"),
         ("speed", "Speed", lines_of(run, "tokens_per_second", "tokens/s"), "tokens/s"),
@@ -248,9 +243,10 @@ def _run_section(run: RunFiles) -> Section:
             tables.append(Table(title, ["what", "value"], [[key, _cell(value)] for key, value in values.items()]))
     if weights := run.report.get("weights"):
         rows = [["loaded", number(weights["loaded"])]]
-        rows += [["initialised", f"{name}: {_cell(how)}"] for name, how in weights["initialised"].items()]
-        rows += [["dropped", name] for name in weights["dropped"]]
-        tables.append(Table("Weights at the start", ["what", "value"], rows))
+        for how, count in Counter(weights["initialised"].values()).items():
+            rows.append([f"initialised, {how}", number(count)])
+        rows.append(["dropped", number(len(weights["dropped"]))])
+        tables.append(Table("Tensors at the start; run_report.json has their names", ["from", "tensors"], rows))
     if tensors := run.report.get("tensors"):
         rows = [[name.replace("_", " "), _cell(value)] for name, value in tensors.items()]
         tables.append(Table("Tensors that learned, and those that stayed", ["what", "value"], rows))

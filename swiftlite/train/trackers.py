@@ -1,4 +1,4 @@
-"""Where people already look: metrics sent to wandb, SwanLab or MLflow through their own packages, none of them required.
+"""Where people already look: metrics sent to wandb, SwanLab or MLflow through their own packages, which are optional.
 
 Addresses, accounts, projects and offline modes are set as each package wants it, by its environment variables. None is
 told the command line, the console or the environment: keys may stand there.

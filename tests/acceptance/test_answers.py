@@ -13,8 +13,8 @@ from tests.tiny import make_tiny_hf
 def test_who_wrote_each_token():
     """Prompt token 9, then 1 2 3 4 5 6. Two heads; at each place what they say for the next but one, and the one after.
 
-    After 1: both are right (2, 3), and the trunk writes 4. After 4: the first is wrong (8), the trunk writes 5. After 5:
-    the first is right (6), and the row is over.
+    After 1: both are right (2, 3), and the trunk writes 4. After 4: the first is wrong (8), the trunk writes 5. After
+    5: the first is right (6), and the row is over.
     """
     first = [2, 0, 0, 8, 6]
     second = [3, 0, 0, 7, 7]

@@ -198,9 +198,7 @@ def test_all_problems_of_a_file_come_together(tmp_path):
 @pytest.mark.parametrize(
     "args",
     [
-        SftArgs(
-            model="m", dataset=["a", "b#5"], lr=1e-5, min_lr=None, mtp_num_layers=0, system="sys\n2", report_to=[]
-        ),
+        SftArgs(model="m", dataset=["a", "b#5"], lr=1e-5, min_lr=None, mtp_num_layers=0, system="sys\n2", report_to=[]),
         InferArgs(model="模型", vllm_engine_kwargs={"a": None, "b": [1, {"c": 0.1}]}),
         ExportArgs(to_hf=True, max_shard_size_gb=0.1),
     ],

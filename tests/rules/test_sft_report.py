@@ -12,7 +12,11 @@ from tests.rules.good import SFT, problems_of
 @pytest.mark.parametrize(
     ("names", "problem", "hint"),
     [
-        (["tensorbord"], "--report_to tensorbord: tensorbord is none of tensorboard, wandb", "did you mean tensorboard?"),
+        (
+            ["tensorbord"],
+            "--report_to tensorbord: tensorbord is none of tensorboard",
+            "did you mean tensorboard?",
+        ),
         (["tensorboard", "none"], "none is none of", "none stands alone"),
         (["tensorboard", "tensorboard"], "--report_to tensorboard tensorboard names a place twice", "name it once"),
     ],

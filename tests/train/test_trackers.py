@@ -203,7 +203,9 @@ def test_a_tracker_that_cannot_be_opened_stops_a_new_run_but_not_one_that_goes_o
     assert not (tmp_path / "trackers.json").exists()
 
 
-@pytest.mark.parametrize(("content", "expected"), [("[]", {}), ("half", {}), ('{"wandb": "x", "mlflow": 1}', {"wandb": "x"})])
+@pytest.mark.parametrize(
+    ("content", "expected"), [("[]", {}), ("half", {}), ('{"wandb": "x", "a": 1}', {"wandb": "x"})]
+)
 def test_damaged_ids_begin_a_run_of_its_own(monkeypatch, tmp_path, content, expected):
     seen = []
 
