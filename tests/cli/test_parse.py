@@ -14,8 +14,8 @@ def test_nothing_given_is_all_defaults():
 
 
 def test_every_way_to_write_a_flag():
-    argv = "--train-iters 3 --lr=1e-4 --mtp_mode heads_only --dataset a.jsonl b.jsonl#5 --resume --packing false"
-    args, _ = parse(SftArgs, argv.split())
+    argv = "--train-iters 3 --lr=1e-4 --mtp_mode heads_only --dataset a.jsonl b.jsonl#5 --resume"
+    args, _ = parse(SftArgs, [*argv.split(), "--dataset_shuffle", "false"])
     assert args == SftArgs(
         train_iters=3,
         lr=1e-4,

@@ -13,7 +13,7 @@ import pytest
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.redact import redact
-from swiftlite.train import sft
+from swiftlite.train import phases, sft
 from swiftlite.train.trackers import TRACKERS, PatientTracker, TrackedRun, open_trackers
 
 CONFIG = redact({"lr": 1e-3, "model": "a model", "nothing": None, "kwargs": {"api_key": "sesame"}})
@@ -140,9 +140,10 @@ def test_keys_are_not_told(request, monkeypatch, tmp_path, name):
     assert [path for path in kept if b"sesame" in path.read_bytes()] == []
 
 
-def test_a_run_of_sft_is_in_mlflow(mlflow_local, options, tmp_path):
-    args = options(report_to=["mlflow"], acceptance_samples=2, acceptance_max_new_tokens=4)
-    assert sft.run(args) == 0
+def test_a_run_of_sft_is_in_mlflow(mlflow_local, options, mesh, tmp_path):
+    run = sft.prepare(options(report_to=["mlflow"], acceptance_samples=2, acceptance_max_new_tokens=4), mesh)
+    phases.restore(run)
+    phases.fit(run, sft.make_trainer(run, {"step": 0}), 0, sft.make_held_out(run))
     client = mlflow_local.MlflowClient()
     (found,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
     acceptance = json.loads((tmp_path / "run/acceptance.json").read_text())
