@@ -63,7 +63,7 @@ VARIABLES = {
 # What may be set in a shell and would start other processes than the case says.
 CLEARED = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 TIMEOUT = 900  # seconds for one command; a few are usual
-CLOCK = ("_per_second", "seconds", "mfu")  # how the names of metrics end that no two runs have in common
+CLOCK = ("_per_second", "seconds", "mfu", "_gb")  # how the names of metrics end that no two runs have in common
 
 # By name: options of make_tiny_model.py. Heads are in the checkpoint where the family has them.
 SIZES = "--hidden_size 256 --num_layers 4 --vocab_size 512"
@@ -82,7 +82,7 @@ NUM_ROWS, NUM_HELD_OUT_ROWS = 20, 8
 TRAINING = (
     "--dataset data/train.jsonl --val_dataset data/val.jsonl --max_length 160 --torch_dtype float32 --lr 1e-3 "
     "--micro_batch_size 2 --global_batch_size 8 --train_iters 3 --save_steps 100 --eval_steps 100 "
-    "--mtp_loss_scaling_factor 0.3 --acceptance_samples 2 --acceptance_max_new_tokens 6 --tensorboard false"
+    "--mtp_loss_scaling_factor 0.3 --acceptance_samples 2 --acceptance_max_new_tokens 6 --report_to none"
 )
 NEW_HEAD = "--mtp_num_layers 1 --mtp_init copy_last_layer"
 PACKED = "--packing true --packing_length 192 --micro_batch_size 1 --global_batch_size 4"

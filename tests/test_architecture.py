@@ -12,7 +12,7 @@ from swiftlite.engines.index import ENGINES
 ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
-    {"chart", "errors", "heads", "json_file", "redact", "table"},
+    {"chart", "errors", "heads", "json_file", "redact", "surroundings", "table"},
     {"durable", "log"},
     {"args"},
     {"bridge", "data"},
@@ -21,6 +21,7 @@ LEVELS = (
     {"runtime"},
     {"model"},
     {"acceptance"},
+    {"report"},
     {"engines", "train"},
     {"rules", "serve", "evaluate"},
     {"export", "bench", "regenerate"},
@@ -36,6 +37,7 @@ WITHOUT_TORCH = (
     "json_file.py",
     "log.py",
     "redact.py",
+    "surroundings.py",
     "table.py",
     "args",
     *DECLARED,

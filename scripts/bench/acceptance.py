@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetText
     import torch
 
     from swiftlite.acceptance.greedy import GreedyRows, Row
-    from swiftlite.acceptance.held_out import HeldOut
+    from swiftlite.acceptance.held_out import HeldOut, Prompt
     from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
     from swiftlite.heads import Heads
     from swiftlite.model.open import open_model, read_hf_model
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetText
         path=args.directory / "acceptance.json",
         mesh=mesh,
         num_drafts=model.heads.drafts,
-        prompts=prompts,
+        prompts=[Prompt(prompt) for prompt in prompts],
         eos_token_ids=stop_token_ids(ChatTemplate(load_tokenizer(args.model)), args.model),
         max_new_tokens=args.max_new_tokens,
         max_length=hf_model.config["max_position_embeddings"],

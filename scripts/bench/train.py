@@ -146,7 +146,7 @@ def train_swiftlite(args: argparse.Namespace, mtp_num_layers: int, options: Sequ
             *("--mtp_num_layers", mtp_num_layers, "--mtp_init", "random", "--torch_dtype", args.torch_dtype),
             *("--micro_batch_size", args.micro_batch_size, "--global_batch_size", args.micro_batch_size),
             *("--train_iters", args.steps, "--max_length", args.max_length, "--truncation_strategy", "right"),
-            *("--split_dataset_ratio", 0, "--acceptance_samples", 0, "--logging_steps", 1, "--tensorboard", "false"),
+            *("--split_dataset_ratio", 0, "--acceptance_samples", 0, "--logging_steps", 1, "--report_to", "none"),
             *options,
         ]
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True)

@@ -5,7 +5,9 @@ every draft the engine would make at a step whose earlier drafts were accepted h
 was conditioned on are the ones that came. So walking over the row gives the engine's counts without running it.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -48,28 +50,52 @@ class DraftCounts:
         }
 
 
-def walk(drafts_KS: torch.Tensor, tokens_S: torch.Tensor, first: int) -> DraftCounts:
-    """Follow an engine over one greedy row.
+class DraftStep(NamedTuple):
+    """One step of an engine over a row.
+
+    Attributes:
+        place: index of the token that the first draft is for.
+        drafts: of this step, up to the first that is refused; those behind it are not known.
+        accepted: how many of these are the tokens that came.
+    """
+
+    place: int
+    drafts: list[int]
+    accepted: int
+
+
+def draft_steps(drafts_KS: torch.Tensor, tokens_S: torch.Tensor, first: int) -> Iterator[DraftStep]:
+    """Follow an engine over one greedy row, step by step.
 
     Args:
         drafts_KS: drafts_KS[k, s] is the head of depth k+1's prediction at position s, for the token at s + k + 2.
         tokens_S: prompt and greedy continuation.
         first: index of the first generated token; it comes from the prompt alone, without a draft.
     """
-    depth, length = drafts_KS.size(0), tokens_S.numel()
-    accepted, steps = [0] * depth, 0
+    heads = drafts_KS.tolist()
+    tokens = tokens_S.tolist()
     newest = first  # index of the newest token the engine has
-    while newest + 1 < length:
-        steps += 1
-        position = newest - 1  # the head's input: the trunk's state here, and the newest token
-        hits = 0
-        while hits < depth and newest + 1 + hits < length:
-            if drafts_KS[hits, position] != tokens_S[newest + 1 + hits]:
-                break
-            accepted[hits] += 1
-            hits += 1
-        newest += hits + 1
-    return DraftCounts(steps, steps * depth, tuple(accepted))
+    while newest + 1 < len(tokens):
+        place = newest + 1
+        # The heads' input is the trunk's state before the newest token, and the newest token.
+        drafted = [head[newest - 1] for head in heads]
+        coming = tokens[place : place + len(heads)]
+        accepted = 0
+        while accepted < len(coming) and drafted[accepted] == coming[accepted]:
+            accepted += 1
+        yield DraftStep(place, drafted[: min(accepted + 1, len(coming))], accepted)
+        newest = place + accepted
+
+
+def count_steps(steps: Iterable[DraftStep], depth: int) -> DraftCounts:
+    """The counts of some steps of an engine that drafts `depth` tokens in each."""
+    accepted = [0] * depth
+    num_steps = 0
+    for step in steps:
+        num_steps += 1
+        for position in range(step.accepted):
+            accepted[position] += 1
+    return DraftCounts(num_steps, num_steps * depth, tuple(accepted))
 
 
 def replay(agrees_KS: torch.Tensor, counted_KS: torch.Tensor) -> DraftCounts:

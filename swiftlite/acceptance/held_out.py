@@ -7,15 +7,19 @@ data-parallel ranks, so all of them make the same number of passes, with nothing
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
-from swiftlite.acceptance.counts import DraftCounts, walk
+from swiftlite.acceptance.answers import WrittenToken, describe, written_tokens
+from swiftlite.acceptance.counts import DraftCounts, count_steps, draft_steps
 from swiftlite.acceptance.greedy import Chunks, GreedyRows, Row
-from swiftlite.acceptance.report import add_run_acceptance
+from swiftlite.acceptance.report import MeasuredPrompts, add_run_acceptance, add_run_answers, read_summary
 from swiftlite.log import logger
 from swiftlite.runtime.mesh import Mesh
 
@@ -23,7 +27,26 @@ MAX_CACHED_TOKENS = 8192
 """Most tokens whose keys and values a rank keeps at once: rows that are continued together, or one that is longer."""
 PROGRESS_SECONDS = 5
 """Time between two lines of progress."""
+NUM_ANSWERS = 12
+"""Prompts, the first ones, whose answers are kept token by token."""
 When = Literal["before", "after"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model is asked.
+
+    Attributes:
+        text: for readers.
+        channel: its domain, which has figures of its own; "" if it has no name.
+    """
+
+    token_ids: Sequence[int]
+    text: str = ""
+    channel: str = ""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -33,17 +56,19 @@ class HeldOut:
     Attributes:
         path: acceptance.json of the run.
         num_drafts: tokens that an engine would draft in each step; 0 measures nothing.
-        prompts: token ids; none measures nothing.
+        prompts: none measures nothing.
         max_length: longest row, the model's own limit.
+        tokenizer: turns answers into texts; None keeps no answers.
     """
 
     path: Path
     mesh: Mesh
     num_drafts: int
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Prompt]
     eos_token_ids: Collection[int | None]
     max_new_tokens: int
     max_length: int
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     def measure(self, when: When, model: Chunks, evaluation: Mapping[str, float]) -> None:
         """Add the figures of `when` to the file; collective.
@@ -54,11 +79,14 @@ class HeldOut:
         """
         if not (self.num_drafts and self.prompts):
             return
-        counts = self._count(when, model)
+        by_channel, answers = self._continue(when, model)
         if dist.get_rank():
             return
+        counts = reduce(add, by_channel.values())
         per_depth = [evaluation[f"eval_mtp_{depth}_acceptance"] for depth in range(1, self.num_drafts + 1)]
-        add_run_acceptance(self.path, when, per_depth, len(self.prompts), counts)
+        named = {name: self._measured(name, by_channel[name]) for name in by_channel if name}
+        add_run_answers(self.path, when, self._describe(answers))
+        add_run_acceptance(self.path, when, per_depth, MeasuredPrompts(len(self.prompts), counts), named)
         logger.info(
             "acceptance %s training: %d of %d drafted tokens on %d held-out prompts (%.1f %%)",
             when,
@@ -68,41 +96,80 @@ class HeldOut:
             100 * counts.accepted / max(counts.drafted, 1),
         )
 
-    @torch.no_grad()
-    def _count(self, when: When, model: Chunks) -> DraftCounts:
-        """What an engine that drafts `num_drafts` tokens per step would count on the prompts.
+    def summary(self) -> dict[str, float]:
+        """What has been measured so far, by names for metrics."""
+        return read_summary(self.path) if self.path.exists() else {}
 
-        They are spread over data- and context-parallel ranks and the counts summed.
+    @torch.no_grad()
+    def _continue(self, when: When, model: Chunks) -> tuple[dict[str, DraftCounts], dict[int, Sequence[WrittenToken]]]:
+        """Two things: by channel what an engine that drafts `num_drafts` tokens per step would count on its prompts;
+        and the first answers, by the number of their prompt.
+
+        The prompts are spread over data- and context-parallel ranks, which put together what they have found.
         """
         ranks = self.mesh.dp_cp
-        counts = DraftCounts(0, 0, (0,) * self.num_drafts)
+        counts = {prompt.channel: DraftCounts(0, 0, (0,) * self.num_drafts) for prompt in self.prompts}
+        answers: dict[int, Sequence[WrittenToken]] = {}
         progress = _Progress(when, len(self.prompts))
-        for prompts in self._batches():
-            mine = prompts[ranks.rank() :: ranks.size()]
-            rows = [Row.of(prompt, self.max_new_tokens, self.max_length) for prompt in mine]
+        for numbers in self._batches():
+            mine = numbers[ranks.rank() :: ranks.size()]
+            rows = [Row.of(self.prompts[number].token_ids, self.max_new_tokens, self.max_length) for number in mine]
+            number_of = {id(row): number for row, number in zip(rows, mine, strict=True)}
             batch = GreedyRows(model, self.mesh, rows, self.eos_token_ids)
             unfinished, new_tokens = self._sum(batch.num_unfinished, 0)
             while unfinished:
                 batch.step()
                 unfinished, new_tokens = self._sum(batch.num_unfinished, batch.num_new_tokens)
-                progress.show(len(prompts) - unfinished, new_tokens)
-            progress.add(len(prompts), new_tokens)
+                progress.show(len(numbers) - unfinished, new_tokens)
+            progress.add(len(numbers), new_tokens)
             if not new_tokens:  # prompts that fill the longest row
                 continue
             for row, drafts_KS in batch.drafts(self.num_drafts):
+                number = number_of[id(row)]
                 # As if the row began with the last token of the prompt: no draft is made before.
-                counts += walk(drafts_KS, torch.tensor(row.tokens[row.first - 1 :]), 1)
-        drafts, drafted, *accepted = self._sum(counts.drafts, counts.drafted, *counts.accepted_per_position)
-        return DraftCounts(drafts, drafted, tuple(accepted))
+                steps = list(draft_steps(drafts_KS, torch.tensor(row.tokens[row.first - 1 :]), 1))
+                counts[self.prompts[number].channel] += count_steps(steps, self.num_drafts)
+                if number < NUM_ANSWERS:
+                    answers[number] = written_tokens(row.tokens[row.first :], steps)
+        return self._put_together(counts, answers)
 
-    def _batches(self) -> Iterator[Sequence[Sequence[int]]]:
-        """The prompts that all ranks continue together, the longest first."""
-        prompts = sorted(self.prompts, key=len, reverse=True)
-        while prompts:
-            longest = min(len(prompts[0]) + self.max_new_tokens, self.max_length)
+    def _put_together(
+        self, counts: Mapping[str, DraftCounts], answers: Mapping[int, Sequence[WrittenToken]]
+    ) -> tuple[dict[str, DraftCounts], dict[int, Sequence[WrittenToken]]]:
+        """What all ranks have that have prompts of their own."""
+        summed: dict[str, DraftCounts] = {}
+        for channel, mine in counts.items():
+            drafts, drafted, *accepted = self._sum(mine.drafts, mine.drafted, *mine.accepted_per_position)
+            summed[channel] = DraftCounts(drafts, drafted, tuple(accepted))
+        of_ranks: list[dict[int, Sequence[WrittenToken]]] = [{} for _ in range(self.mesh.dp_cp.size())]
+        dist.all_gather_object(of_ranks, answers, group=self.mesh.dp_cp)
+        together: dict[int, Sequence[WrittenToken]] = {}
+        for some in of_ranks:
+            together |= some
+        return summed, together
+
+    def _measured(self, channel: str, counts: DraftCounts) -> MeasuredPrompts:
+        return MeasuredPrompts(sum(prompt.channel == channel for prompt in self.prompts), counts)
+
+    def _describe(self, answers: Mapping[int, Sequence[WrittenToken]]) -> list[dict[str, Any]]:
+        """The answers in the form of drafts.json."""
+        if self.tokenizer is None:
+            return []
+        described = []
+        for number, answer in sorted(answers.items()):
+            prompt = self.prompts[number]
+            tokens = describe(self.tokenizer, answer)
+            described.append({"prompt": prompt.text, "channel": prompt.channel, "tokens": tokens})
+        return described
+
+    def _batches(self) -> Iterator[Sequence[int]]:
+        """Numbers of the prompts that all ranks continue together, the longest first."""
+        numbers = sorted(range(len(self.prompts)), key=lambda number: -len(self.prompts[number]))
+        while numbers:
+            longest = min(len(self.prompts[numbers[0]]) + self.max_new_tokens, self.max_length)
             num_rows = max(MAX_CACHED_TOKENS // longest, 1) * self.mesh.dp_cp.size()
-            yield prompts[:num_rows]
-            prompts = prompts[num_rows:]
+            yield numbers[:num_rows]
+            numbers = numbers[num_rows:]
 
     def _sum(self, *numbers: int) -> list[int]:
         """Over the ranks that have prompts of their own."""

@@ -1,10 +1,12 @@
 """acceptance.json: the share of drafts that is accepted, before and after a run, and by the engines that served it.
+Beside it drafts.json: some held-out answers with who wrote each token, for people to look at.
 
-This module is the only one that reads and writes the file.
+This module is the only one that reads and writes these files.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,30 +16,79 @@ from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
 
 ACCEPTANCE_FILE = "acceptance.json"
+ANSWERS_FILE = "drafts.json"
+
+
+@dataclass(frozen=True)
+class MeasuredPrompts:
+    """What was counted on so many prompts."""
+
+    num_prompts: int
+    counts: DraftCounts
+
+    def to_json(self) -> dict[str, object]:
+        return {"prompts": self.num_prompts, **self.counts.to_json()}
 
 
 def add_run_acceptance(
     path: Path,
     when: Literal["before", "after"],
     acceptance_per_depth: Sequence[float],
-    num_prompts: int,
-    counts: DraftCounts,
+    generated: MeasuredPrompts,
+    by_channel: Mapping[str, MeasuredPrompts] | None = None,
 ) -> None:
     """Put what a run has measured into its file. "before" begins the file anew.
 
     Args:
         acceptance_per_depth: teacher-forced, over the held-out rows.
-        num_prompts: held-out prompts that were continued greedily.
-        counts: what an engine would have counted on these.
+        generated: what an engine would have counted on held-out prompts, continued greedily.
+        by_channel: the same for the prompts of each channel that has a name.
     """
     content: dict[str, Any] = {"depths": len(acceptance_per_depth)}
     if when == "after" and path.exists():
         content = json.loads(path.read_text())
     content[when] = {
         "teacher_forced": {"acceptance_per_depth": list(acceptance_per_depth)},
-        "generated": {"prompts": num_prompts, **counts.to_json()},
+        "generated": generated.to_json(),
     }
+    if by_channel:
+        channels = sorted(by_channel)
+        content[when]["generated_by_channel"] = {name: by_channel[name].to_json() for name in channels}
     _write(path, content)
+
+
+def add_run_answers(path: Path, when: Literal["before", "after"], answers: Sequence[Mapping[str, Any]]) -> None:
+    """Put answers into the file beside acceptance.json. "before" begins the file anew.
+
+    Args:
+        path: of acceptance.json.
+        answers: `prompt`, `channel` and `tokens` (`answers.describe`) of each.
+    """
+    content = read_answers(path.parent) if when == "after" else {}
+    content[when] = list(answers)
+    lines = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    write_durably(path.with_name(ANSWERS_FILE), lines.encode(errors="replace") + b"\n")
+
+
+def read_answers(run: Path) -> dict[str, Any]:
+    """By "before" and "after" the answers that a run has kept; nothing where there is no such file, or a damaged one:
+    they are for looking at alone.
+    """
+    try:
+        content = read_json(run / ANSWERS_FILE)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_summary(path: Path) -> dict[str, float]:
+    """The shares of drafted tokens that a run's model accepted, by names for metrics."""
+    content = read_acceptance(path)
+    return {
+        f"acceptance_{when}": content[when]["generated"]["acceptance_rate"]
+        for when in ("before", "after")
+        if when in content
+    }
 
 
 def add_engine_acceptance(path: Path, backend: str, num_prompts: int, counts: DraftCounts) -> None:
@@ -47,7 +98,7 @@ def add_engine_acceptance(path: Path, backend: str, num_prompts: int, counts: Dr
         UserError: it is not such a file.
     """
     content = read_acceptance(path)
-    content.setdefault("engines", {})[backend] = {"prompts": num_prompts, **counts.to_json()}
+    content.setdefault("engines", {})[backend] = MeasuredPrompts(num_prompts, counts).to_json()
     _write(path, content)
 
 

@@ -160,3 +160,18 @@ class ExaminationArgs:
 @dataclass(frozen=True)
 class DoctorArgs(fields.RecomputeArgs, fields.ParallelLayout, fields.VllmArgs, fields.SpeculationArgs, ExaminationArgs):
     """Tell what is installed and needed, whether a model keeps its promises, to an engine too, what fits (--plan)."""
+
+
+@dataclass(frozen=True)
+class ComparisonArgs:
+    """Runs"""
+
+    runs: list[str] = field(default_factory=list)
+    """Directories of runs (--output_dir of megatron sft), finished or not. The flag may be left out before them."""
+    output: str | None = None
+    """HTML file to write. Unset: run_report.html in the run; of several runs, runs.html here."""
+
+
+@dataclass(frozen=True)
+class ReportArgs(ComparisonArgs):
+    """Make the page of a run again, or compare several on one page: figures, differing options, curves."""

@@ -226,9 +226,10 @@ class RunArgs:
     eval_iters: bounds.PositiveInt | None = None
     """Global batches per evaluation. Unset: all held-out rows."""
     logging_steps: bounds.PositiveInt = 1
-    """Steps between lines of metrics.jsonl and TensorBoard."""
-    tensorboard: bool = True
-    """Write TensorBoard files to OUTPUT_DIR/tensorboard when the tensorboard package is installed."""
+    """Steps between lines of metrics.jsonl, and between points of --report_to."""
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where metrics go beside metrics.jsonl: tensorboard (files in OUTPUT_DIR/tensorboard, where that package is
+    installed), wandb, swanlab, mlflow, through packages of their own; none: nowhere."""
     acceptance_samples: bounds.NonNegativeInt = 16
     """Held-out prompts that the model continues greedily, before and after training, to measure how many drafted tokens
     it would accept; written to acceptance.json. 0 leaves this out."""
@@ -310,7 +311,7 @@ class EvaluationArgs:
     baseline: str | None = None
     """Directory of a Hugging Face model to compare with, such as the one before training."""
     output_dir: str = ""
-    """Directory for evaluation.json and evaluation.svg; it may exist."""
+    """Directory for evaluation.json, evaluation.svg and evaluation.html; it may exist."""
     infer_backend: str = "none"
     """An engine that generates answers to the prompts, whose own counters are read; none: teacher-forced alone."""
     max_prompts: bounds.PositiveInt = 64
@@ -332,7 +333,7 @@ class BenchmarkArgs:
     val_dataset: list[str] = field(default_factory=list)
     """Files with prompts (rows as for sft; the last assistant turn is left out)."""
     output_dir: str = ""
-    """Directory for bench.json, bench.svg and the servers' logs; it may exist."""
+    """Directory for bench.json, bench.svg, bench.html and the servers' logs; it may exist."""
     infer_backend: str = "vllm"
     """Engine whose server is measured, as `deploy` starts it."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [0, 1, 2, 3])

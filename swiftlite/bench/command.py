@@ -8,10 +8,12 @@ wrote stays until the first.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from swiftlite.args.commands import BenchArgs, deploy_args
 from swiftlite.bench import report
 from swiftlite.bench.measure import ServerResult, in_words, measure
+from swiftlite.bench.page import bench_page
 from swiftlite.bench.server import free_url
 from swiftlite.bench.speed_chart import draw
 from swiftlite.data.dataset import load_prompts
@@ -23,11 +25,14 @@ from swiftlite.engines.prompts import encode_prompt
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.errors import UserError
 from swiftlite.log import logger
+from swiftlite.report.page import render
 from swiftlite.serve import deploy
+
+DRAWN = ("bench.svg", "bench.html")
 
 
 def run(args: BenchArgs) -> None:
-    """Measure, print a table and what to start; write bench.json and bench.svg.
+    """Measure, print a table and what to start; write bench.json, bench.svg and bench.html.
 
     Raises:
         UserError: the engine would not draft that many tokens with these heads, or a prompt is too long: before any
@@ -45,6 +50,7 @@ def run(args: BenchArgs) -> None:
     check_writable("--output_dir", output_dir)
     surroundings = report.describe_surroundings(args) | {"prompts": len(prompts)}
     servers: list[ServerResult] = []
+    content: dict[str, Any] = {}
     with ends_at_sigterm():
         for k in [*numbers, 0]:
             is_last = len(servers) == len(numbers)
@@ -53,14 +59,16 @@ def run(args: BenchArgs) -> None:
             servers.append(measure(args, k, url, commands[k], prompts, sampling, log))
             content = surroundings | report.to_json(args, servers, is_complete=is_last)
             write_durably(output_dir / "bench.json", json.dumps(content, indent=2).encode() + b"\n")
-            (output_dir / "bench.svg").unlink(missing_ok=True)  # of an earlier run
+            for name in DRAWN:  # of an earlier run
+                (output_dir / name).unlink(missing_ok=True)
     choices = report.choose_all(servers)
     print(report.table(servers, choices))
     print(report.recommendations(args, choices))
     for warning in report.warnings(choices):
         logger.warning("%s", warning)
     write_durably(output_dir / "bench.svg", draw(servers))
-    logger.info("%s and bench.svg", output_dir / "bench.json")
+    write_durably(output_dir / "bench.html", render(bench_page(content)))
+    logger.info("%s, bench.svg and bench.html", output_dir / "bench.json")
 
 
 def load(args: BenchArgs, model: ServedModel, template: ChatTemplate) -> list[list[int]]:

@@ -1,25 +1,18 @@
 """What `bench` says of all servers: the table, the recommendations, bench.json."""
 
-import importlib.metadata
-import json
-import os
-import platform
-import shlex
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import packages_distributions
 from typing import Any
 
-import swiftlite
+from swiftlite.args.command_line import command_line
 from swiftlite.args.commands import BenchArgs, DeployArgs, deploy_args
-from swiftlite.args.docs import options
 from swiftlite.bench.figures import Choice, ConcurrencyResult, choose
 from swiftlite.bench.measure import ServerResult
 from swiftlite.engines.client import Answer
 from swiftlite.engines.index import ENGINES
-from swiftlite.redact import redact, redact_text
-from swiftlite.rules.common import as_typed
+from swiftlite.redact import redact
+from swiftlite.surroundings import describe_machine, versions_of
 from swiftlite.table import text_table
 
 # Two servers that draft nothing differ by a few percent on a machine of their own.
@@ -67,25 +60,11 @@ def _server_json(server: ServerResult, expected: Sequence[Answer]) -> dict[str, 
 
 def describe_surroundings(args: BenchArgs) -> dict[str, Any]:
     """What was asked, of which versions, on what machine."""
-    distributions = importlib.metadata.packages_distributions()
-    names = ["torch", "transformers", *distributions.get(ENGINES[args.infer_backend].package, ())]
-    gpus = []
-    if shutil.which("nvidia-smi"):  # torch would take memory of the GPU to answer
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    distributions = packages_distributions()
     return {
         "options": redact(asdict(args)),
-        "versions": {
-            "swiftlite": swiftlite.__version__,
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in names},
-        },
-        "machine": {
-            "platform": platform.platform(),
-            "cpus": os.cpu_count(),
-            "gpus": gpus,
-            "load_average": os.getloadavg()[0],
-        },
+        "versions": versions_of(["torch", "transformers", *distributions.get(ENGINES[args.infer_backend].package, ())]),
+        "machine": describe_machine(),
     }
 
 
@@ -148,9 +127,4 @@ def warnings(choices: dict[int, Choice]) -> list[str]:
 def deploy_line(args: BenchArgs, choice: Choice) -> str:
     """The command that starts the server of a choice, with *** for a key."""
     chosen = deploy_args(args, choice.num_speculative_tokens)
-    words = ["swiftlite", "deploy", "--infer_backend", chosen.infer_backend]
-    for name, option in options(DeployArgs).items():
-        value = vars(chosen)[name]
-        if value != option.default and name != "infer_backend":
-            words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else as_typed(value)]
-    return redact_text(shlex.join(words))
+    return command_line("deploy", DeployArgs, asdict(chosen), always=("infer_backend",))

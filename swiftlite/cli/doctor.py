@@ -54,6 +54,9 @@ def packages() -> dict[str, tuple[str, ...]]:
         "transformer-engine": ("transformer-engine", "transformer-engine-torch"),
         "flash-attn": ("flash-attn",),
         "tensorboard": ("tensorboard",),
+        "wandb": ("wandb",),
+        "swanlab": ("swanlab",),
+        "mlflow": ("mlflow", "mlflow-skinny"),
     }
 
 
@@ -76,7 +79,9 @@ def parts() -> list[Part]:
     for info in ENGINES.values():
         needed = () if info.is_required else (info.name,)
         found.append(Part(f"infer, {info.name}", needed, info.install, info.is_required))
-    return [*found, Part("tensorboard", ("tensorboard",), "pip install tensorboard")]
+    for name in ("tensorboard", "wandb", "swanlab", "mlflow"):
+        found.append(Part(f"report to {name}", (name,), f"pip install {name}"))
+    return found
 
 
 def run(args: DoctorArgs) -> int:

@@ -29,9 +29,12 @@ def overview(prefix: str = "") -> str:
 def command_help(command: Command) -> str:
     """Everything that a command takes."""
     width = min(shutil.get_terminal_size().columns, 110)
-    text = [f"swiftlite {command.words} [FILE.yaml|FILE.json] [--option value ...]", ""]
+    first = f"{command.first_option.upper()} ..." if command.first_option else "[FILE.yaml|FILE.json]"
+    text = [f"swiftlite {command.words} {first} [--option value ...]", ""]
     text += textwrap.wrap(title(command.args_class), width)
-    usage = "Options after the file override the file's; - and _ in names are the same."
+    usage = "- and _ in names are the same."
+    if not command.first_option:
+        usage = f"Options after the file override the file's; {usage}"
     if command.is_parallel:
         usage += " NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT start several processes."
     text += ["", *textwrap.wrap(usage, width)]

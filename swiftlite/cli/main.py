@@ -95,6 +95,8 @@ def _run(argv: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         return _show(command_help(command))
 
+    if command.first_option and rest and not rest[0].startswith("-"):
+        rest = [f"--{command.first_option}", *rest]
     args, notes = parse(command.args_class, rest, command.words, command.choices())
     processes = launch.read_environment(os.environ)
     world_size = processes.world_size if command.is_parallel else 1

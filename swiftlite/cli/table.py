@@ -14,6 +14,7 @@ from swiftlite.args.commands import (
     ExportArgs,
     InferArgs,
     RegenerateArgs,
+    ReportArgs,
     SftArgs,
 )
 from swiftlite.args.docs import Choices
@@ -32,6 +33,8 @@ class Command:
     line: str
     is_parallel: bool
     """Whether it can run as several processes."""
+    first_option: str = ""
+    """An option that words before any flag belong to; without one, the first word is a file of options."""
 
     def choices(self) -> Choices:
         """What its option that takes an engine's name takes, by the engines that there are now; {} without one."""
@@ -57,6 +60,7 @@ COMMANDS = (
         "evaluate", EvaluateArgs, "swiftlite.evaluate.command:run", "how often the heads are right, by channel", False
     ),
     Command("bench", BenchArgs, "swiftlite.bench.command:run", "how many tokens to draft, by measured speed", False),
+    Command("report", ReportArgs, "swiftlite.report.command:run", "runs to look at, in a browser", False, "runs"),
     Command("doctor", DoctorArgs, "swiftlite.cli.doctor:run", "what works here, and is this model whole", False),
 )
 # The option that takes an engine's name, and the names that it takes.

@@ -16,13 +16,15 @@ from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.figures import ModelFigures, table
+from swiftlite.evaluate.page import evaluation_page
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
+from swiftlite.report.page import render
 from swiftlite.runtime.distributed import session
 
 
 def run(args: EvaluateArgs) -> None:
-    """Measure, print a table, write evaluation.json and evaluation.svg.
+    """Measure, print a table, write evaluation.json, evaluation.svg and evaluation.html.
 
     Raises:
         UserError: rows that cannot be used, a model that is not whole.
@@ -69,7 +71,8 @@ def run(args: EvaluateArgs) -> None:
     report = {name: {"directory": names[name], **measured} for name, measured in results.items()}
     write_durably(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
     write_durably(output_dir / "evaluation.svg", draw(results))
-    logger.info("%s and evaluation.svg", output_dir / "evaluation.json")
+    write_durably(output_dir / "evaluation.html", render(evaluation_page(results, names)))
+    logger.info("%s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
 
 
 def _engine_config(args: EvaluateArgs, model: ServedModel) -> EngineConfig:

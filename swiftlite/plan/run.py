@@ -119,7 +119,7 @@ def render(args: SftArgs, plan: Plan, checkpoint: Heads, schedule: Schedule | No
     """
     sections = [
         ("model", _model_lines(args, plan, checkpoint)),
-        ("layout", _layout_lines(plan)),
+        ("layout", layout_lines(plan)),
         ("steps", _step_lines(args, plan, schedule)),
         ("writes", _written_lines(args, plan)),
     ]
@@ -162,7 +162,8 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
     return lines
 
 
-def _layout_lines(plan: Plan) -> list[tuple[str, str]]:
+def layout_lines(plan: Plan) -> list[tuple[str, str]]:
+    """How processes and batches are laid out, in words."""
     layout = plan.layout
     lines = [("processes", _processes(plan))]
     if layout.sequence_parallel:
@@ -245,9 +246,10 @@ def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
         ("checkpoint-N/", "weights, optimizer, data position; `export --to_hf` and `--resume` read them"),
         ("metrics.jsonl", f"losses, every {args.logging_steps} steps"),
         ("run_report.json", "rows kept and dropped, what changed"),
+        ("run_report.html", "all of it to look at, in a browser"),
     ]
     if plan.heads.layers and args.acceptance_samples:
         lines.append(("acceptance.json", f"draft acceptance before and after, on {args.acceptance_samples} prompts"))
-    if args.tensorboard:
+    if "tensorboard" in args.report_to:
         lines.append(("tensorboard/", "the same metrics, if tensorboard is installed"))
     return [(f"{args.output_dir}/{name}", value) for name, value in lines]

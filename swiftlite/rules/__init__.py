@@ -17,13 +17,14 @@ from swiftlite.args.commands import (
     ExportArgs,
     InferArgs,
     RegenerateArgs,
+    ReportArgs,
     SftArgs,
 )
 from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
 from swiftlite.plan.facts import Facts, config_directory, read_hf_config
-from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, sft
+from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, report, sft
 
 
 def check(args: Any, world_size: int = 1) -> list[str]:
@@ -42,9 +43,10 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     problems: list[Problem] = list(common.texts_can_be(args))
     if problems:  # no rule could look at them
         raise OptionError(problems)
-    facts = Facts(world_size, read_hf_config(config_directory(Path(args.model))) if args.model else {})
+    model = vars(args).get("model")  # `report` has none
+    facts = Facts(world_size, read_hf_config(config_directory(Path(model))) if model else {})
     if found := impossible_values(facts.hf_config):  # nor can a rule count with these
-        where = config_directory(Path(args.model)) / "config.json"
+        where = config_directory(Path(model)) / "config.json"
         raise OptionError([(f"{where}: {problem}", "copy it from the model's source again") for problem in found])
     for rule in _RULES[type(args)]:
         problems += rule(args, facts)
@@ -65,6 +67,7 @@ _RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {
     EvaluateArgs: evaluate.RULES,
     BenchArgs: bench.RULES,
     DoctorArgs: doctor.RULES,
+    ReportArgs: report.RULES,
 }
 _NOTES: dict[type, tuple[Callable[[Any, Facts], Iterator[str]], ...]] = {
     ExportArgs: export.NOTES,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.bounds import in_words, out_of_bounds
+from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import is_number_of_rows, split_sample
@@ -20,7 +21,7 @@ from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
-_PATHS += ("acceptance_json",)
+_PATHS += ("acceptance_json", "runs", "output")
 # Linux takes 255 and 4095. What is written beside a path has a longer name while it is written.
 _MAX_NAME = 235
 _MAX_PATH = 4000
@@ -205,10 +206,3 @@ def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str
     for name, (is_idle, why) in idle.items():
         if is_idle and values[name] != known[name].default:
             yield f"--{name} {as_typed(values[name])} has no effect: {why}"
-
-
-def as_typed(value: Any) -> str:
-    """The value as one would type it behind its flag."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
@@ -40,7 +41,7 @@ def plan_options_have_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     others = {"model", "plan", "engine", *OF_ENGINES, *owners()}
     for name, option in options(DoctorArgs).items():
         if name not in others and getattr(args, name) != option.default:
-            yield f"--{name} {common.as_typed(getattr(args, name))} without a plan", "add --plan"
+            yield f"--{name} {as_typed(getattr(args, name))} without a plan", "add --plan"
 
 
 def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -59,9 +60,9 @@ def engine_options_have_engine(args: DoctorArgs, facts: Facts) -> Iterator[Probl
         if name in own:
             owner = own[name].name
         if args.engine is None:
-            yield f"--{name} {common.as_typed(value)} without an engine", f"add --engine {owner}"
+            yield f"--{name} {as_typed(value)} without an engine", f"add --engine {owner}"
         elif args.engine != owner:
-            yield f"--{name} {common.as_typed(value)} with --engine {args.engine}", f"it is for --engine {owner}"
+            yield f"--{name} {as_typed(value)} with --engine {args.engine}", f"it is for --engine {owner}"
 
 
 def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:

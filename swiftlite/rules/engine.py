@@ -3,12 +3,12 @@
 import json
 from collections.abc import Iterator
 
+from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import DeployArgs, EvaluateArgs, GenerationCommand
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.plan.facts import Facts
-from swiftlite.rules.common import as_typed
 
 EngineCommand = DeployArgs | GenerationCommand
 

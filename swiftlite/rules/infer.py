@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
@@ -20,7 +21,7 @@ def speculative_options_have_speculation(args: GenerationCommand, facts: Facts) 
     if args.speculative == "mtp":
         return
     for name, value in engine.given_of_speculation(args).items():
-        yield f"--{name} {common.as_typed(value)} without speculation", "add --speculative mtp"
+        yield f"--{name} {as_typed(value)} without speculation", "add --speculative mtp"
 
 
 def what_is_measured_has_speculation(args: InferArgs, facts: Facts) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Rules of `megatron sft`: those of batches, optimizer and layout, and the list of all.
 
-By subject: `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_resume.py`.
+By subject: `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_report.py`, `sft_resume.py`.
 """
 
 import math
@@ -21,7 +21,7 @@ from swiftlite.plan.layout import (
     process_problems,
 )
 from swiftlite.plan.run import holds_out, packing_of
-from swiftlite.rules import common, sft_data, sft_heads, sft_resume
+from swiftlite.rules import common, sft_data, sft_heads, sft_report, sft_resume
 
 
 def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -151,6 +151,7 @@ RULES = (
     sft_heads.fit_has_something_to_fit_to,
     common.graft_has_heads,
     sft_heads.graft_is_asked_for_once,
+    sft_report.report_to_can_be,
 )
 NOTES = (
     sft_settings_without_effect,

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
 from swiftlite.json_file import read_json
 from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.plan.heads import heads_defaults
-from swiftlite.rules import common
 from swiftlite.runtime.lock import holder_of, in_use
 
 # What a run may change when it goes on: how often it reports and saves, and how its work is cut up.
@@ -88,7 +88,7 @@ def resume_keeps_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     for name, before, now in _changed_options(args, facts):
         if name not in _FREE:
             yield (
-                f"--resume with --{name} {common.as_typed(now)}, but this run began with {common.as_typed(before)}",
+                f"--resume with --{name} {as_typed(now)}, but this run began with {as_typed(before)}",
                 f"leave it as it was (all of it: {Path(args.output_dir) / 'args.json'}), or start another --output_dir",
             )
 

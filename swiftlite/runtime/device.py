@@ -1,6 +1,7 @@
 """The device of this process: one object, cuda or cpu, so that callers need no `if`."""
 
 import os
+import resource
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,13 @@ class Device:
         """Dense bfloat16 operations per second that the maker promises; None where that is not known here."""
         name = torch.cuda.get_device_name(self.torch_device) if self.is_cuda else ""
         return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+    @property
+    def peak_memory(self) -> int:
+        """Most bytes that tensors have had on a CUDA device so far; without one, that this process has had."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
 
     def synchronize(self) -> None:
         """Wait for the device's queue; a CPU has none."""

@@ -18,16 +18,17 @@ from swiftlite.args.config import write_config
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.dataset import Data
-from swiftlite.errors import UserError
+from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 from swiftlite.model.open import HfModel
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
-from swiftlite.plan.run import Plan, Schedule
+from swiftlite.plan.run import Plan, Schedule, layout_lines
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.surroundings import describe_machine, versions_of
 from swiftlite.train.batches import Batches, SampleRows
 from swiftlite.train.checkpoint import load_checkpoint, read_state
 from swiftlite.train.learner import Learner
@@ -36,6 +37,8 @@ from swiftlite.train.report import check_frozen, compare_tensors, write_report
 from swiftlite.train.source import describe_tensors, dtypes_of, source_tensors, write_source
 from swiftlite.train.trainer import Trainer, whole_parameters
 
+VERSIONS = ("torch", "megatron-core", "transformers")
+"""Packages that numbers depend on."""
 AfterStep = Callable[[int, LiveWeights], None]
 """What may be called on every rank after each step, with its number and the weights as they are then."""
 
@@ -125,7 +128,7 @@ def check_ranks_agree(args: SftArgs, data: Data, checkpoint: Path | None) -> Non
     """
     where = ("model", "mtp_graft_from", "output_dir", "dataset", "val_dataset")  # may differ from node to node
     options = {f"--{name}": str(value) for name, value in asdict(args).items() if name not in where}
-    versions = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
+    versions = {name: version(name) for name in VERSIONS}
     check_agreement(
         {
             **options,
@@ -205,6 +208,8 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
     evaluation = trainer.evaluate()
     trainer.log(run.schedule.steps, evaluation)
     measure("after", evaluation)
+    if run.is_first_rank:
+        trainer.summarize(held_out.summary())
     trainer.close()
     return Outcome(stopped_by, seconds, evaluation)
 
@@ -223,10 +228,24 @@ def report(run: Run, outcome: Outcome) -> None:
             "steps": run.schedule.steps,
             "seconds": round(outcome.seconds, 1),
             "evaluation": outcome.evaluation,
+            "layout": dict(layout_lines(run.plan)),
+            "versions": versions_of(VERSIONS),
+            "machine": describe_machine(),
         }
         write_report(run.output_dir, measured, run.data, learner.weights_report, tensors)
+        write_page(run)
     check_frozen(tensors, learner.trainable)
     logger.info("done. Next: swiftlite export --to_hf --model %s --output_dir %s-hf", run.output_dir, run.output_dir)
+
+
+def write_page(run: Run) -> None:
+    """run_report.html, on the first rank. A page that cannot be made is no reason for a run to fail."""
+    from swiftlite.report.run_page import write_run_page  # matplotlib: half a second that only the end needs
+
+    try:
+        logger.info("to look at in a browser: %s", write_run_page(run.output_dir))
+    except Exception as error:  # whatever a drawing or a disk comes up with
+        logger.warning("%s was not written: %s: %s", "run_report.html", type(error).__name__, reason_of(error))
 
 
 def hand_out_weights(run: Run, after_step: AfterStep) -> Callable[[int], None]:

@@ -5,14 +5,14 @@ Three names to keep apart: a `Trainable` says which parameters learn, a `Learner
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.acceptance.held_out import HeldOut
+from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, Encoder, load_train_val
@@ -28,6 +28,7 @@ from swiftlite.plan.flops import training_flops
 from swiftlite.plan.layout import sequence_multiple
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
+from swiftlite.redact import redact
 from swiftlite.runtime.agreement import digest
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
@@ -54,6 +55,8 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         trainer = make_trainer(prepared, state, after_step)
         outcome = phases.fit(prepared, trainer, state["step"], make_held_out(prepared))
         if outcome.stopped_by:
+            if prepared.is_first_rank:
+                phases.write_page(prepared)
             return 128 + outcome.stopped_by  # as a shell reports a command that a signal ended
         phases.report(prepared, outcome)
         return 0
@@ -120,7 +123,8 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
     checkpointer.clean_up()
     sinks = []
     if run.is_first_rank:
-        sinks = open_sinks(run.output_dir, state["step"], run.schedule.steps, args.tensorboard)
+        config = redact(asdict(args))
+        sinks = open_sinks(run.output_dir, state["step"], run.schedule.steps, args.report_to, config)
     return Trainer(
         mesh=run.mesh,
         model=learner.wrapped,
@@ -156,15 +160,20 @@ def make_held_out(run: phases.Run) -> HeldOut:
     """The first held-out prompts of the run, for acceptance.json."""
     args = run.args
     template = ChatTemplate(run.tokenizer)
-    conversations = run.data.val_conversations[: args.acceptance_samples]
+    prompts = []
+    for conversation in run.data.val_conversations[: args.acceptance_samples]:
+        asked = conversation.prompt()
+        token_ids = template.encode_prompt(asked.messages, asked.tools)
+        prompts.append(Prompt(token_ids, asked.messages[-1]["content"], asked.channel or ""))
     return HeldOut(
         path=run.output_dir / ACCEPTANCE_FILE,
         mesh=run.mesh,
         num_drafts=run.plan.heads.drafts,
-        prompts=[template.encode_prompt(chat.prompt().messages, chat.tools) for chat in conversations],
+        prompts=prompts,
         eos_token_ids=stop_token_ids(template, run.hf_model.directory),
         max_new_tokens=args.acceptance_max_new_tokens,
         max_length=run.hf_model.config["max_position_embeddings"],
+        tokenizer=run.tokenizer,
     )
 
 

@@ -1,4 +1,7 @@
-"""Where metrics go: a progress bar, metrics.jsonl, TensorBoard. Rank 0 opens them; other ranks have none."""
+"""Where metrics go: a progress bar, metrics.jsonl, TensorBoard, and trackers (`trackers.py`).
+
+Rank 0 opens them; other ranks have none.
+"""
 
 import json
 import sys
@@ -10,14 +13,17 @@ from tqdm import tqdm
 
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError, reason_of
-from swiftlite.json_file import parse_json
 from swiftlite.log import logger
+from swiftlite.report.metrics import METRICS_FILE, metrics_of
+from swiftlite.train.trackers import open_trackers
 
 
 class Sink(Protocol):
-    """One place that takes the metrics of a step."""
+    """One place that takes the metrics of a step, and what the whole run came to."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def summarize(self, figures: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -53,6 +59,9 @@ class ProgressBar:
     def _render(self, metrics: Mapping[str, float]) -> str:
         return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in metrics.items())
 
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """The log has said it."""
+
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
@@ -70,7 +79,7 @@ class MetricsFile:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is no regular file", "move it away")
         lines = path.read_bytes().splitlines() if path.exists() and first else []
-        written = [_metrics_of(line) for line in lines]
+        written = [metrics_of(line) for line in lines]
         if damaged := written.count(None):
             logger.warning("%s: %d lines were damaged, as by a full disk, and are left out", path, damaged)
         kept = []
@@ -92,22 +101,15 @@ class MetricsFile:
                 "make room or mend it; the same command with --resume goes on from the newest checkpoint",
             ) from None
 
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """It is in acceptance.json."""
+
     def close(self) -> None:
         self.file.close()
 
 
 def _is_evaluation(metrics: Mapping[str, float]) -> bool:
     return any(name.startswith("eval_") for name in metrics)
-
-
-def _metrics_of(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics; None for what a killed process or a full disk leaves: half a line, zeros."""
-    try:
-        content = parse_json(line.decode())
-    except ValueError:  # UnicodeDecodeError is one
-        return None
-    is_whole = isinstance(content, dict) and isinstance(content.get("step"), int)
-    return content if is_whole else None
 
 
 class TensorBoard:
@@ -122,16 +124,29 @@ class TensorBoard:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """TensorBoard has no place for it but a chart."""
+
     def close(self) -> None:
         self.writer.close()
 
 
-def open_sinks(output_dir: Path, first: int, last: int, tensorboard: bool) -> list[Sink]:
-    """All places for the steps after `first`."""
-    sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / "metrics.jsonl", first, last)]
-    if tensorboard:
+def open_sinks(
+    output_dir: Path, first: int, last: int, report_to: list[str], config: Mapping[str, Any] | None = None
+) -> list[Sink]:
+    """All places for the steps after `first`.
+
+    Args:
+        report_to: names of those that are left to choose.
+        config: the run's options, without keys.
+
+    Raises:
+        UserError: one of them cannot be opened.
+    """
+    sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / METRICS_FILE, first, last)]
+    if "tensorboard" in report_to:
         try:
             sinks.append(TensorBoard(output_dir / "tensorboard", first))
         except ImportError:
             logger.info("no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)")
-    return sinks
+    return [*sinks, *open_trackers(report_to, output_dir, config or {}, first)]

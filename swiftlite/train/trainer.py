@@ -149,6 +149,7 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "tokens_per_second": num_tokens / seconds,
             "tflops_per_second": flops_per_second / 1e12,
+            "peak_memory_gb": self.mesh.device.peak_memory / 1e9,
         }
         if peak := self.mesh.device.peak_flops:
             metrics["mfu"] = flops_per_second / peak
@@ -207,6 +208,11 @@ class Trainer:
         total = torch.tensor(values, device=self.mesh.device.torch_device)
         dist.all_reduce(total, group=self.mesh.dp)
         return total.tolist()
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """Tell all sinks what the run came to."""
+        for sink in self.sinks:
+            sink.summarize(figures)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give metrics to all sinks."""

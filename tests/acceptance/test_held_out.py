@@ -1,15 +1,18 @@
 """Held-out prompts before and after training, against an engine's walk that shares no code with ours."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from swiftlite.acceptance import greedy, held_out
-from swiftlite.acceptance.held_out import HeldOut
-from swiftlite.acceptance.report import read_acceptance
+from swiftlite.acceptance.held_out import HeldOut, Prompt
+from swiftlite.acceptance.report import read_acceptance, read_answers
 from swiftlite.model.open import open_model, read_hf_model
 from tests.engines.reference import Reference
+from tests.tiny import make_tiny_hf
 
 NEW_TOKENS = 12
 
@@ -19,7 +22,7 @@ def make_held_out(mesh, path, prompts, **changed) -> HeldOut:
         "path": path,
         "mesh": mesh,
         "num_drafts": 2,
-        "prompts": prompts,
+        "prompts": [Prompt(prompt) for prompt in prompts],
         "eos_token_ids": (),
         "max_new_tokens": NEW_TOKENS,
         "max_length": 64,
@@ -55,6 +58,32 @@ def test_the_file_has_what_an_engine_would_count(trained, model, prompts, mesh, 
     assert (generated["drafts"], generated["drafted"]) == (counts.drafts, counts.drafted)
     accepted = [rate * counts.drafts for rate in generated["acceptance_per_position"]]
     assert accepted == pytest.approx(counts.accepted_per_position)
+
+
+def test_channels_and_answers_are_those_of_their_prompts(trained, model, prompts, mesh, tmp_path, monkeypatch):
+    """The prompts are continued in the order of their lengths, and two of them are kept."""
+    monkeypatch.setattr(held_out, "NUM_ANSWERS", 2)
+    hf_dir, _ = trained("qwen3", 2)
+    reference = Reference.load(hf_dir, "qwen3", depth=2)
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_hf(tmp_path / "words", "qwen3", with_tokenizer=True))
+    named = [Prompt(ids, f"prompt {n}", ["known", "new", ""][n]) for n, ids in enumerate(prompts)]
+    unnamed = make_held_out(mesh, tmp_path / "acceptance.json", prompts)
+    replace(unnamed, prompts=named, tokenizer=tokenizer).measure(
+        "before", [model], {"eval_mtp_1_acceptance": 0.5, "eval_mtp_2_acceptance": 0.25}
+    )
+
+    channels = read_acceptance(tmp_path / "acceptance.json")["before"]["generated_by_channel"]
+    assert list(channels) == ["known", "new"]
+    for channel, prompt in zip(("known", "new"), prompts[:2], strict=True):
+        _, counts = reference.simulate([prompt], NEW_TOKENS, 2)
+        assert (channels[channel]["prompts"], channels[channel]["drafts"]) == (1, counts.drafts)
+        assert channels[channel]["accepted"] == sum(counts.accepted_per_position)
+    answers = read_answers(tmp_path)["before"]
+    assert [answer["prompt"] for answer in answers] == ["prompt 0", "prompt 1"]
+    for answer, prompt, channel in zip(answers, prompts[:2], ("known", "new"), strict=True):
+        text = "".join(token["text"] for token in answer["tokens"])
+        assert text == tokenizer.decode(reference.greedy(prompt, NEW_TOKENS))
+        assert sum(token["depth"] > 0 for token in answer["tokens"]) == channels[channel]["accepted"]
 
 
 def generated(mesh, path, model, prompts, **changed) -> dict:

@@ -3,10 +3,19 @@
 import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.acceptance.report import add_engine_acceptance, add_run_acceptance, read_acceptance
+from swiftlite.acceptance.report import (
+    MeasuredPrompts,
+    add_engine_acceptance,
+    add_run_acceptance,
+    add_run_answers,
+    read_acceptance,
+    read_answers,
+    read_summary,
+)
 from swiftlite.errors import UserError
 
 COUNTS = DraftCounts(drafts=4, drafted=8, accepted_per_position=(3, 1))
+MEASURED = MeasuredPrompts(3, COUNTS)
 BEFORE = """\
 {
   "depths": 2,
@@ -40,29 +49,29 @@ def path(tmp_path):
 
 
 def test_the_file_of_a_run(path):
-    add_run_acceptance(path, "before", [0.5, 0.25], 3, COUNTS)
+    add_run_acceptance(path, "before", [0.5, 0.25], MEASURED)
     assert path.read_text() == BEFORE
 
 
 def test_after_stands_beside_before_and_before_begins_anew(path):
-    add_run_acceptance(path, "before", [0.5, 0.25], 3, COUNTS)
+    add_run_acceptance(path, "before", [0.5, 0.25], MEASURED)
     before = read_acceptance(path)
-    add_run_acceptance(path, "after", [0.75, 0.5], 3, COUNTS)
+    add_run_acceptance(path, "after", [0.75, 0.5], MEASURED)
     both = read_acceptance(path)
     assert list(both) == ["depths", "before", "after"]
     assert both["before"] == before["before"]
     assert both["after"]["teacher_forced"] == {"acceptance_per_depth": [0.75, 0.5]}
-    add_run_acceptance(path, "before", [0.5, 0.25], 3, COUNTS)
+    add_run_acceptance(path, "before", [0.5, 0.25], MEASURED)
     assert read_acceptance(path) == before
 
 
 def test_a_run_that_has_no_figures_from_before_has_those_from_after(path):
-    add_run_acceptance(path, "after", [0.5], 3, COUNTS)
+    add_run_acceptance(path, "after", [0.5], MEASURED)
     assert list(read_acceptance(path)) == ["depths", "after"]
 
 
 def test_engines_stand_beside_each_other_and_replace_their_own(path):
-    add_run_acceptance(path, "after", [0.5, 0.25], 3, COUNTS)
+    add_run_acceptance(path, "after", [0.5, 0.25], MEASURED)
     of_the_run = read_acceptance(path)
     add_engine_acceptance(path, "vllm", 3, COUNTS)
     add_engine_acceptance(path, "sglang", 3, COUNTS)
@@ -92,3 +101,36 @@ def test_what_is_no_such_file_is_named_and_left_alone(path, content, problem):
         add_engine_acceptance(path, "vllm", 1, COUNTS)
     assert "--acceptance_json" in error.value.hint
     assert (path.read_text() if path.exists() else None) == content
+
+
+def test_channels_have_figures_of_their_own(path):
+    add_run_acceptance(path, "after", [0.5], MEASURED, {"tale": MEASURED, "sum": MEASURED})
+    after = read_acceptance(path)["after"]
+    assert list(after["generated_by_channel"]) == ["sum", "tale"]
+    assert after["generated_by_channel"]["sum"] == after["generated"] == {"prompts": 3, **COUNTS.to_json()}
+
+
+def test_the_summary_has_what_has_been_measured(path):
+    add_run_acceptance(path, "before", [0.5, 0.25], MEASURED)
+    assert read_summary(path) == {"acceptance_before": 0.5}
+    add_run_acceptance(path, "after", [0.5, 0.25], MeasuredPrompts(3, DraftCounts(4, 8, (4, 2))))
+    assert read_summary(path) == {"acceptance_before": 0.5, "acceptance_after": 0.75}
+
+
+def test_answers_before_and_after_and_before_begins_anew(path):
+    answer = {"prompt": "</script> \ud83d?", "channel": "", "tokens": [{"text": "a", "depth": 0}]}
+    readable = answer | {"prompt": "</script> ??"}
+    add_run_answers(path, "before", [answer])
+    add_run_answers(path, "after", [answer, answer])
+    assert read_answers(path.parent) == {"before": [readable], "after": [readable, readable]}
+    add_run_answers(path, "before", [])
+    assert read_answers(path.parent) == {"before": []}
+
+
+@pytest.mark.parametrize("content", [None, "half of a fi", "[]"])
+def test_answers_that_cannot_be_read_are_none(path, content):
+    if content is not None:
+        path.with_name("drafts.json").write_text(content)
+    assert read_answers(path.parent) == {}
+    add_run_answers(path, "after", [])
+    assert read_answers(path.parent) == {"after": []}

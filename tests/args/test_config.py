@@ -25,8 +25,8 @@ OPTIONS = options(SftArgs) | options(InferArgs) | {"concurrency": options(BenchA
         ("train_iters", None, None),
         ("min_lr", "null", None),
         ("mtp_mode", "heads_only", "heads_only"),
-        ("tensorboard", "False", False),
-        ("tensorboard", True, True),
+        ("async_save", "False", False),
+        ("async_save", True, True),
         ("dataset", ["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"]),
         ("dataset", "a.jsonl", ["a.jsonl"]),
         ("val_dataset", ["none"], []),
@@ -69,9 +69,9 @@ def test_none_is_a_choice_before_it_is_no_value():
         ("train_iters", "1.5", "takes a whole number, not '1.5'", ""),
         ("train_iters", 2.0, "takes a whole number, not 2.0", ""),
         ("micro_batch_size", None, "takes a whole number, not null", ""),
-        ("tensorboard", "maybe", "takes true or false, not 'maybe'", ""),
-        ("tensorboard", "yes", "takes true or false, not 'yes'", ""),
-        ("tensorboard", 1, "takes true or false, not 1", ""),
+        ("async_save", "maybe", "takes true or false, not 'maybe'", ""),
+        ("async_save", "yes", "takes true or false, not 'yes'", ""),
+        ("async_save", 1, "takes true or false, not 1", ""),
         ("mtp_mode", "jonit", "takes joint or heads_only, not 'jonit'", "did you mean joint?"),
         ("mtp_mode", 3, "takes joint or heads_only, not 3", ""),
         ("concurrency", "1,x", "takes a whole number, not 'x'", ""),
@@ -198,9 +198,7 @@ def test_all_problems_of_a_file_come_together(tmp_path):
 @pytest.mark.parametrize(
     "args",
     [
-        SftArgs(
-            model="m", dataset=["a", "b#5"], lr=1e-5, min_lr=None, mtp_num_layers=0, system="sys\n2", tensorboard=False
-        ),
+        SftArgs(model="m", dataset=["a", "b#5"], lr=1e-5, min_lr=None, mtp_num_layers=0, system="sys\n2", report_to=[]),
         InferArgs(model="模型", vllm_engine_kwargs={"a": None, "b": [1, {"c": 0.1}]}),
         ExportArgs(to_hf=True, max_shard_size_gb=0.1),
     ],

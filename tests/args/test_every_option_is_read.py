@@ -22,6 +22,7 @@ READERS = {
     "evaluate": ["evaluate"],
     "bench": ["bench", "args/commands.py"],
     "doctor": ["cli/doctor.py", "plan/memory.py", "engines"],
+    "report": ["report"],
     "deploy": ["serve/deploy.py", "engines"],
 }
 NAMES = {"args", "layout", "recompute", "distributed", "moe"}

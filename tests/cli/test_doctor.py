@@ -35,13 +35,16 @@ def test_versions_are_those_installed(capsys):
 def test_every_part_has_a_line(capsys):
     code = doctor.run(DoctorArgs())
     report = capsys.readouterr().out.split("\n\n")[1]
-    assert [line.split("  ")[0] for line in report.splitlines()[:6]] == [
+    assert [line.split("  ")[0] for line in report.splitlines()] == [
         "train",
         "export",
         "infer, transformers",
         "infer, vllm",
         "infer, sglang",
-        "tensorboard",
+        "report to tensorboard",
+        "report to wandb",
+        "report to swanlab",
+        "report to mlflow",
     ]
     # These tests need every core package, so a doctor that misses one is wrong.
     assert code == 0

@@ -14,10 +14,15 @@ def test_nothing_given_is_all_defaults():
 
 
 def test_every_way_to_write_a_flag():
-    argv = "--train-iters 3 --lr=1e-4 --mtp_mode heads_only --dataset a.jsonl b.jsonl#5 --resume --tensorboard false"
-    args, _ = parse(SftArgs, argv.split())
+    argv = "--train-iters 3 --lr=1e-4 --mtp_mode heads_only --dataset a.jsonl b.jsonl#5 --resume"
+    args, _ = parse(SftArgs, [*argv.split(), "--dataset_shuffle", "false"])
     assert args == SftArgs(
-        train_iters=3, lr=1e-4, mtp_mode="heads_only", dataset=["a.jsonl", "b.jsonl#5"], resume=True, tensorboard=False
+        train_iters=3,
+        lr=1e-4,
+        mtp_mode="heads_only",
+        dataset=["a.jsonl", "b.jsonl#5"],
+        resume=True,
+        dataset_shuffle=False,
     )
 
 
@@ -54,7 +59,7 @@ def test_flags_override_the_file(tmp_path, name, text):
 
 def test_all_problems_of_file_and_flags_come_together(tmp_path):
     (tmp_path / "run.yaml").write_text("sed: 7\n")
-    argv = f"{tmp_path}/run.yaml --modl m --lr fast --mtp_mode both --train_iters --no_tensorboard --xyzzy 1 2".split()
+    argv = f"{tmp_path}/run.yaml --modl m --lr fast --mtp_mode both --train_iters --no_packing --xyzzy 1 2".split()
     with pytest.raises(OptionError) as raised:
         parse(SftArgs, argv, "megatron sft")
     assert raised.value.problems == [
@@ -63,7 +68,7 @@ def test_all_problems_of_file_and_flags_come_together(tmp_path):
         ("--lr takes a number, not 'fast'", ""),
         ("--mtp_mode takes joint or heads_only, not 'both'", "for example --mtp_mode joint"),
         ("--train_iters needs a value", "write --train_iters VALUE"),
-        ("--no_tensorboard is no option of swiftlite megatron sft", "write --tensorboard false"),
+        ("--no_packing is no option of swiftlite megatron sft", "write --packing false"),
         ("--xyzzy is no option of swiftlite megatron sft", "swiftlite megatron sft --help lists all"),
     ]
     assert str(raised.value).startswith("7 problems with these options\n  ")

@@ -128,11 +128,11 @@ def sft(model, dataset) -> list[str]:
     return (
         f"megatron sft --model {model} --dataset {dataset} --torch_dtype float32 --micro_batch_size 2 "
         "--global_batch_size 4 --train_iters 12 --save_steps 4 --eval_steps 100 --eval_iters 1 --lr 1e-3 "
-        "--acceptance_samples 2 --acceptance_max_new_tokens 4 --tensorboard false"
+        "--acceptance_samples 2 --acceptance_max_new_tokens 4 --report_to none"
     ).split()
 
 
 def read_metrics(run: Path) -> list[dict]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith("per_second")} for line in lines]
+    return [{name: value for name, value in line.items() if not name.endswith(("per_second", "_gb"))} for line in lines]

@@ -69,7 +69,9 @@ def test_a_stop_signal_saves_and_ends_cleanly(commands, sft, tmp_path, number):
     assert "--resume" in errors
     assert "Traceback" not in errors
     (checkpoint,) = run.glob("checkpoint-*")
-    assert int(checkpoint.name.removeprefix("checkpoint-")) == read_metrics(run)[-1]["step"]
+    step = read_metrics(run)[-1]["step"]
+    assert int(checkpoint.name.removeprefix("checkpoint-")) == step
+    assert f"it has taken {step} steps" in (run / "run_report.html").read_text()
 
 
 def test_only_the_newest_checkpoints_are_kept(commands, sft, tmp_path):

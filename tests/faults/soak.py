@@ -132,7 +132,7 @@ def main() -> None:
             *("--model", model, "--dataset", rows, "--split_dataset_ratio", "0.1", "--torch_dtype", "float32"),
             *("--micro_batch_size", "1", "--global_batch_size", "2", "--lr", "1e-3", "--acceptance_samples", "0"),
             *("--async_save", "true", "--save_steps", str(STEPS_A_SAVE), "--save_total_limit", "2"),
-            *("--tensorboard", "false", "--eval_steps", "100000", "--logging_steps", "10"),
+            *("--report_to", "none", "--eval_steps", "100000", "--logging_steps", "10"),
         ]
         start_seconds, _ = unbroken([*command, "--train_iters", "1", "--output_dir", "start"], directory)
         mean_seconds = max(MEAN_SECONDS, 2 * start_seconds)

@@ -257,7 +257,7 @@ def test_it_trains_on_a_pipeline_and_is_exported(model, rows, tmp_path):
         save_steps=8,
         lr=1e-3,
         acceptance_samples=0,
-        tensorboard=False,
+        report_to=[],
         pipeline_model_parallel_size=2,
         decoder_first_pipeline_num_layers=1,
     )

@@ -149,7 +149,7 @@ def trained(model, rows, tmp_path_factory) -> Path:
         lr=1e-3,
         acceptance_samples=2,
         acceptance_max_new_tokens=4,
-        tensorboard=False,
+        report_to=[],
         tensor_model_parallel_size=2,
     )
     launch(2, run, make_known, sft.run, args, 2)

@@ -187,7 +187,9 @@ _PARTS = ("gradients", "weights")
 
 
 def _without_speed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: value for name, value in step.items() if not name.endswith("per_second")} for step in metrics]
+    return [
+        {name: value for name, value in step.items() if not name.endswith(("per_second", "_gb"))} for step in metrics
+    ]
 
 
 def compute_all(jobs: Sequence[Job], ports: Sequence[int]) -> list[list[dict[str, float]]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.acceptance.held_out import HeldOut
+from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance
 from swiftlite.args.commands import SftArgs
 from swiftlite.families import FAMILIES
@@ -86,7 +86,7 @@ def measure(job: Job) -> None:
             path=job.path,
             mesh=mesh,
             num_drafts=job.heads.drafts,
-            prompts=job.prompts,
+            prompts=[Prompt(prompt) for prompt in job.prompts],
             eos_token_ids=(),
             max_new_tokens=NEW_TOKENS,
             max_length=512,

@@ -34,7 +34,7 @@ def options(hf_dir, tmp_path) -> Callable[..., SftArgs]:
             "train_iters": 4,
             "lr": 1e-3,
             "acceptance_samples": 0,
-            "tensorboard": False,
+            "report_to": [],
         }
         return SftArgs(**usual | changed)
 

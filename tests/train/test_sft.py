@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from swiftlite.errors import UserError
+from swiftlite.log import logger
 from swiftlite.train import phases, sft
 from tests.tiny import make_tiny_hf
 
@@ -25,7 +27,7 @@ def train(args, mesh) -> Path:
 
 def metrics(run: Path) -> list[dict]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith("per_second")} for line in lines]
+    return [{name: value for name, value in line.items() if not name.endswith(("per_second", "_gb"))} for line in lines]
 
 
 def names(directory: Path) -> set[str]:
@@ -44,7 +46,8 @@ def test_each_phase_writes_its_own_files(options, mesh, tmp_path):
     trainer = sft.make_trainer(run, state)
     outcome = phases.fit(run, trainer, 0, sft.make_held_out(run))
     checkpoints = {"checkpoint-2", "checkpoint-4"}
-    assert names(run.output_dir) == {"source", "args.json", "metrics.jsonl", "acceptance.json", *checkpoints}
+    measured = {"acceptance.json", "drafts.json"}
+    assert names(run.output_dir) == {"source", "args.json", "metrics.jsonl", *measured, *checkpoints}
     lines = metrics(run.output_dir)
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]  # an evaluation after steps 2 and 4
     assert lines[-1] == {"step": 4, **outcome.evaluation}
@@ -58,6 +61,19 @@ def test_each_phase_writes_its_own_files(options, mesh, tmp_path):
     assert report["weights"] == {"loaded": num_parameters, "initialised": {}, "dropped": []}
     acceptance = json.loads((run.output_dir / "acceptance.json").read_text())
     assert list(acceptance) == ["depths", "before", "after"]
+    assert report["versions"]["megatron-core"] == version("megatron-core")
+    assert report["layout"]["processes"] == "1"
+    page = (run.output_dir / "run_report.html").read_text()
+    assert "What is " in page  # a prompt
+    assert f"{report['data']['train_samples']} samples were trained on" in page
+
+
+def test_a_page_that_cannot_be_written_fails_no_run(options, mesh, tmp_path, caplog):
+    (tmp_path / "run/run_report.html").mkdir(parents=True)
+    logger.propagate = True
+    run = train(options(), mesh)
+    assert (run / "run_report.json").is_file()
+    assert "run_report.html was not written: " in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -86,7 +86,7 @@ def test_a_resumed_run_hides_the_scalars_that_it_will_write_again(tmp_path):
 def test_tensorboard_is_left_out_where_it_is_not_installed(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", logger=logger.name)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as Python does for a module that is not there
-    sinks = open_sinks(tmp_path, 0, 10, tensorboard=True)
+    sinks = open_sinks(tmp_path, 0, 10, ["tensorboard"])
     assert [type(sink).__name__ for sink in sinks] == ["ProgressBar", "MetricsFile"]
     assert "pip install tensorboard" in caplog.text
     for sink in sinks:

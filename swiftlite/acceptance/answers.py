@@ -1,0 +1,78 @@
+"""Who wrote each token of a held-out answer: the trunk, or a head whose draft it accepted; for readers of a report."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.acceptance.counts import DraftStep
+
+MAX_PENDING = 4
+"""Tokens that may share one character: UTF-8 has at most 4 bytes."""
+
+
+class WrittenToken(NamedTuple):
+    """A token of an answer.
+
+    Attributes:
+        depth: of the head that drafted it; 0 is the trunk itself.
+        refused: the draft that the trunk did not take for this place; None where there was none.
+    """
+
+    token: int
+    depth: int
+    refused: int | None
+
+
+def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[WrittenToken]:
+    """The tokens of a greedy answer.
+
+    Args:
+        answer: its tokens; the first comes from the prompt alone.
+        steps: of an engine over the prompt's last token and the answer, `draft_steps(..., first=1)`.
+    """
+    written = [WrittenToken(token, 0, None) for token in answer]
+    for place, drafts, accepted in steps:
+        begin = place - 1  # the answer begins one token behind the row
+        for position in range(accepted):
+            written[begin + position] = WrittenToken(drafts[position], position + 1, None)
+        for refused in drafts[accepted:]:
+            written[begin + accepted] = WrittenToken(answer[begin + accepted], 0, refused)
+    return written
+
+
+def describe(tokenizer: PreTrainedTokenizerBase, answer: Sequence[WrittenToken]) -> list[dict[str, Any]]:
+    """The form of drafts.json: each token's text and depth, and the text of a draft that was refused for its place."""
+    texts = token_texts(tokenizer, [each.token for each in answer])
+    described = []
+    for text, (_, depth, refused) in zip(texts, answer, strict=True):
+        token: dict[str, Any] = {"text": text, "depth": depth}
+        if refused is not None:
+            token["refused"] = _decode(tokenizer, [refused])
+        described.append(token)
+    return described
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text; nothing where the next one completes its character.
+
+    Tokens are decoded behind the one before them: alone, some tokenizers leave out the space that they begin with.
+    """
+    texts: list[str] = []
+    before = 0
+    begin = 0
+    for end in range(1, len(tokens) + 1):
+        known = _decode(tokenizer, tokens[before:begin])
+        text = _decode(tokenizer, tokens[before:end])
+        is_half = text.endswith("\ufffd") and end - begin < MAX_PENDING and end < len(tokens)
+        if is_half:
+            texts.append("")
+            continue
+        texts.append(text[len(known) :])
+        before = begin
+        begin = end
+    return texts
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    return tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,41 @@
+"""Options as one would type them, the way back of `cli/parse.py`."""
+
+import json
+import shlex
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from swiftlite.args.docs import options
+from swiftlite.redact import redact_text
+
+
+def as_typed(value: Any) -> str:
+    """The value as one would type it behind its flag."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return str(value)
+
+
+def command_line(command: str, args_class: type, values: Mapping[str, Any], always: Collection[str] = ()) -> str:
+    """A command that says these options again, with *** for a key.
+
+    Args:
+        command: its words.
+        values: by name; those that are the class's own defaults are left out, and what is no option of it.
+        always: options that are named although they are defaults.
+    """
+    words = ["swiftlite", *command.split()]
+    for name, option in options(args_class).items():
+        value = values.get(name, option.default)
+        if value == option.default and name not in always:
+            continue
+        words.append(f"--{name}")
+        if isinstance(value, dict):
+            words.append(json.dumps(value))
+        elif isinstance(value, list):
+            words += map(str, value or ["none"])
+        else:
+            words.append(as_typed(value))
+    return redact_text(shlex.join(words))

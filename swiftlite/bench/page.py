@@ -1,0 +1,107 @@
+"""bench.html: the same as bench.json, to look at."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from swiftlite.args.command_line import as_typed
+from swiftlite.bench.measure import in_words
+from swiftlite.report.figure import Line, draw_lines, number
+from swiftlite.report.page import Figure, Page, Section, Table, Tile
+
+COLUMNS = (
+    "drafted",
+    "at once",
+    "tokens/s",
+    "slowest round",
+    "fastest round",
+    "first token, ms",
+    "per token, ms",
+    "tokens per step",
+    "answers equal",
+)
+AGAIN = "drafting nothing, again at the end"
+
+
+def bench_page(content: Mapping[str, Any]) -> Page:
+    """The page of what bench.json has, complete."""
+    servers = _named(content["servers"])
+    choices = content["recommendations"]
+    tiles = [
+        Tile(
+            f"{choice['concurrency']} at once",
+            f"draft {choice['num_speculative_tokens']}" if choice["num_speculative_tokens"] else "draft nothing",
+            choice["reason"],
+        )
+        for choice in choices
+    ]
+    lead = "How many tokens to draft, by the speed that was measured."
+    commands = list(dict.fromkeys(choice["command"] for choice in choices))
+    sections = [
+        Section("What to start", commands=commands),
+        Section("Speed", figures=_figures(servers), tables=[_table(servers, content["prompts"])]),
+        Section("How it was measured", tables=_surroundings(content)),
+    ]
+    return Page(f"Speed of {content['options']['model']}", lead, tiles, sections)
+
+
+def _named(servers: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What was measured of each server, by what it drafts."""
+    named = {in_words(server["num_speculative_tokens"]): server["measured"] for server in servers[:-1]}
+    return named | {AGAIN: servers[-1]["measured"]}
+
+
+def _figures(servers: Mapping[str, list[dict[str, Any]]]) -> list[Figure]:
+    drawn = (
+        ("tokens_per_second", "Tokens per second", "tokens/s"),
+        ("time_per_token_ms", "Time of a token, median", "ms"),
+        ("time_to_first_token_ms", "Time to the first token, median", "ms"),
+    )
+    figures = []
+    for name, title, y in drawn:
+        lines = []
+        for server, measured in servers.items():
+            points = [(each["concurrency"], _median(each[name])) for each in measured]
+            known = sorted((place, value) for place, value in points if value is not None)
+            if known:
+                lines.append(Line(server, known))
+        if lines:
+            figures.append(draw_lines(name, title, lines, x="requests at once", y=y, has_ticks=True))
+    return figures
+
+
+def _median(figures: float | Mapping[str, float] | None) -> float | None:
+    """Of rounds it is the figure itself; of requests one of several."""
+    return figures["p50"] if isinstance(figures, Mapping) else figures
+
+
+def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Table:
+    rows = []
+    for name, results in servers.items():
+        for measured in results:
+            speeds = measured["tokens_per_second_of_rounds"]
+            rows.append(
+                [
+                    name,
+                    str(measured["concurrency"]),
+                    number(measured["tokens_per_second"]),
+                    number(min(speeds)),
+                    number(max(speeds)),
+                    _milliseconds(measured["time_to_first_token_ms"]),
+                    _milliseconds(measured["time_per_token_ms"]),
+                    f"{measured['mean_accepted_length']:.2f}",
+                    f"{measured['answers_equal']} of {num_prompts}",
+                ]
+            )
+    return Table("Medians of rounds, and of requests with their 90th percentile", COLUMNS, rows)
+
+
+def _milliseconds(spread: Mapping[str, float] | None) -> str:
+    return f"{spread['p50']:.1f} ({spread['p90']:.1f})" if spread else ""
+
+
+def _surroundings(content: Mapping[str, Any]) -> list[Table]:
+    tables = []
+    for title, name in (("Options", "options"), ("Versions", "versions"), ("Machine", "machine")):
+        rows = [[key, as_typed(value)] for key, value in content[name].items()]
+        tables.append(Table(title, ["what", "value"], rows))
+    return tables

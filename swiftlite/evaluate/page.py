@@ -1,0 +1,88 @@
+"""evaluation.html: the same as evaluation.json, to look at."""
+
+from collections.abc import Mapping
+
+from swiftlite.acceptance.teacher_forced import ALL
+from swiftlite.evaluate.figures import ModelFigures, rates
+from swiftlite.report.figure import Bars, draw_bars, share
+from swiftlite.report.page import Figure, Page, Section, Table, Tile
+
+METHODS = {
+    "teacher_forced": "The share of labels where a head says what its trunk says.",
+    "replayed": "What an engine would accept that walks over the same rows and skips what it has accepted.",
+}
+"""What is said of each way to measure; of any other one: its own counters."""
+
+
+def evaluation_page(results: Mapping[str, ModelFigures], directories: Mapping[str, str]) -> Page:
+    """The page of what was measured.
+
+    Args:
+        results: by name: "model", and "baseline" where there is one.
+        directories: of the models, by the same names.
+    """
+    methods = list(results["model"])
+    tiles = []
+    for method in methods:
+        found = {name: _first(figures, method) for name, figures in results.items()}
+        before = found.get("baseline")
+        note = "" if before is None else f"{share(before)} in the baseline"
+        tiles.append(Tile(f"{_in_words(method)}, depth 1", share(found["model"]), note))
+    sections = [
+        Section(
+            _in_words(method).capitalize(),
+            METHODS.get(method, f"What {method} counted itself while it generated."),
+            figures=_figures(results, method),
+            tables=[_table(results, method)],
+        )
+        for method in methods
+    ]
+    lead = f"How often the heads of {directories['model']} are right"
+    if "baseline" in directories:
+        lead += f", beside those of {directories['baseline']}"
+    return Page("Evaluation of heads", f"{lead}.", tiles, sections)
+
+
+def _in_words(method: str) -> str:
+    return method.replace("_", "-")
+
+
+def _first(figures: ModelFigures, method: str) -> float | None:
+    """Acceptance of the first draft over all rows."""
+    found = figures.get(method, {}).get(ALL)
+    shares = rates(method, found) if found else []
+    return shares[0] if shares else None
+
+
+def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
+    """A figure for each depth: by channel, the baseline beside the model."""
+    channels = list(results["model"][method])
+    by_name = {name: _shares(figures, method, channels) for name, figures in results.items()}
+    depth = max(len(shares) for shares in by_name["model"])
+    drawn = []
+    for number in range(depth):
+        bars = []
+        for name, shares in by_name.items():
+            heights = [each[number] if number < len(each) else None for each in shares]
+            bars.append(Bars(name, heights))
+        title = f"{_in_words(method).capitalize()}, depth {number + 1}"
+        drawn.append(draw_bars(f"{method}-{number + 1}", title, channels, bars, what="channel", y="accepted"))
+    return drawn
+
+
+def _shares(figures: ModelFigures, method: str, channels: list[str]) -> list[list[float]]:
+    """By channel, then depth; nothing where a model has no such channel."""
+    found = figures.get(method, {})
+    return [rates(method, found[channel]) if channel in found else [] for channel in channels]
+
+
+def _table(results: Mapping[str, ModelFigures], method: str) -> Table:
+    rows = []
+    for name, figures in results.items():
+        for channel, found in figures.get(method, {}).items():
+            count = found["samples" if "samples" in found else "prompts"]
+            rows.append([channel, name, str(count), *map(share, rates(method, found))])
+    width = max(map(len, rows))
+    columns = ["channel", "model", "rows", *(f"depth {depth + 1}" for depth in range(width - 3))]
+    padded = [row + [""] * (width - len(row)) for row in rows]
+    return Table("All figures", columns, padded)

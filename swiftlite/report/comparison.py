@@ -1,0 +1,119 @@
+"""Several runs on one page: what they came to, in what their options differ, their curves over one another."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from swiftlite.args.command_line import as_typed
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.docs import options
+from swiftlite.report.figure import Line, draw_lines, number, share
+from swiftlite.report.metrics import curve
+from swiftlite.report.page import Figure, Page, Section, Table, Tile
+from swiftlite.report.run_files import RunFiles, read_run
+from swiftlite.report.run_page import held_out_agreement, lines_of, position_bars
+
+CURVES = (
+    ("loss", "Training loss of the trunk", "loss"),
+    ("eval_loss", "Held-out loss of the trunk", "loss"),
+    ("grad_norm", "Gradient norm", "norm"),
+    ("learning_rate", "Learning rate", "learning rate"),
+    ("tokens_per_second", "Speed", "tokens/s"),
+    ("peak_memory_gb", "Peak memory of the first rank", "GB"),
+)
+"""Metrics that every run has: name, title, what y is."""
+MISSING = "–"
+
+
+def comparison_page(directories: Sequence[Path]) -> Page:
+    """The page of the runs in these directories."""
+    runs = _named([(directory, read_run(directory)) for directory in directories])
+    measured = {name: run.generated("after") for name, run in runs.items() if run.generated("after")}
+    lead = "Acceptance of drafts was not measured in these runs."
+    if measured:
+        # Not by the share that is accepted, which is lower where more is drafted.
+        best = max(measured, key=lambda name: measured[name]["mean_accepted_length"])
+        length = measured[best]["mean_accepted_length"]
+        lead = f"{best} comes furthest in a step on held-out prompts: {length:.2f} tokens, of which one is the trunk's."
+    tiles = []
+    for name, counts in measured.items():
+        note = f"tokens per step; {share(counts['acceptance_rate'])} of drafts accepted"
+        tiles.append(Tile(name, f"{counts['mean_accepted_length']:.2f}", note))
+    sections = [
+        Section("What they came to", tables=[_final_figures(runs)]),
+        Section("What they were asked", tables=[_differences(runs)]),
+        Section("Curves", figures=_curves(runs)),
+    ]
+    return Page(f"{len(runs)} runs", lead, tiles, sections)
+
+
+def _named(runs: Sequence[tuple[Path, RunFiles]]) -> dict[str, RunFiles]:
+    """The runs by their directories' names, or by whole paths where names are not enough."""
+    names = {run.name for _, run in runs}
+    if len(names) == len(runs):
+        return {run.name: run for _, run in runs}
+    return {str(directory): run for directory, run in runs}
+
+
+def _final_figures(runs: dict[str, RunFiles]) -> Table:
+    """A row for each figure that one of the runs has."""
+    metrics = sorted({name for run in runs.values() for line in run.metrics for name in line} - {"step"})
+    rows = [["steps", *(number(run.last_step) for run in runs.values())]]
+    for name, title, show in (
+        ("acceptance_rate", "drafts accepted", share),
+        ("mean_accepted_length", "tokens per step", number),
+    ):
+        for when in ("before", "after"):
+            values = [run.generated(when).get(name) for run in runs.values()]
+            rows.append([f"{title} {when}", *(MISSING if value is None else show(value) for value in values)])
+    for metric in metrics:
+        show = share if metric.endswith("_acceptance") else number
+        values = [run.last(metric) for run in runs.values()]
+        rows.append([metric, *(MISSING if value is None else show(value) for value in values)])
+    filled = [row for row in rows if set(row[1:]) != {MISSING}]
+    return Table("Last figures of each run", ["figure", *runs], filled)
+
+
+def _differences(runs: dict[str, RunFiles]) -> Table:
+    """Options that are not the same in all of the runs; one that a run does not name has its default."""
+    known = options(SftArgs)
+    rows = []
+    for name, option in known.items():
+        if name == "output_dir":  # it has to differ
+            continue
+        values = [as_typed(run.options.get(name, option.default)) for run in runs.values()]
+        if len(set(values)) > 1:
+            rows.append([f"--{name}", *values])
+    return Table("Options that differ", ["option", *runs], rows)
+
+
+def _curves(runs: dict[str, RunFiles]) -> list[Figure]:
+    figures = []
+    after = {name: run.generated("after") for name, run in runs.items() if run.generated("after")}
+    if after:
+        figures.append(position_bars(after))
+    agreement = {name: held_out_agreement(run) for name, run in runs.items()}
+    for depth, lines in _by_name(agreement).items():
+        title = f"Agreement on held-out rows, {depth}"
+        place = depth.replace(" ", "-")
+        figures.append(draw_lines(f"agreement-{place}", title, lines, x="step", y="agreement", is_share=True))
+    heads = {name: lines_of(run, r"mtp_(\d+)_loss", "depth {}") for name, run in runs.items()}
+    for depth, lines in _by_name(heads).items():
+        place = depth.replace(" ", "-")
+        figures.append(draw_lines(f"loss-{place}", f"Training loss of {depth}", lines, x="step", y="loss"))
+    for metric, title, y in CURVES:
+        lines = []
+        for name, run in runs.items():
+            if points := curve(run.metrics, metric):
+                lines.append(Line(name, points))
+        if lines:
+            figures.append(draw_lines(metric, title, lines, x="step", y=y))
+    return figures
+
+
+def _by_name(lines_of_runs: dict[str, list[Line]]) -> dict[str, list[Line]]:
+    """For each name of a line, such as "depth 1", that of each run, by the run's name."""
+    found: dict[str, list[Line]] = {}
+    for run, lines in lines_of_runs.items():
+        for line in lines:
+            found.setdefault(line.name, []).append(Line(run, line.points))
+    return dict(sorted(found.items()))

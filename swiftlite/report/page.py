@@ -1,0 +1,123 @@
+"""What a page is made of, and its HTML. All text is escaped: prompts, tokens and options come from anywhere."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+import swiftlite
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text; the first column names its row."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with the numbers behind it.
+
+    Attributes:
+        name: tells it from other figures of the page.
+        text: what there is to see, in a sentence, for those who do not see it as well.
+        svg: from `figure.py`, which has escaped what it drew.
+        series: names of what is drawn, for the legend; one alone needs none.
+        is_bars: whether these are bars, else lines.
+    """
+
+    name: str
+    title: str
+    text: str
+    svg: Markup
+    series: Sequence[str]
+    table: Table
+    is_bars: bool = False
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure that counts most."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A held-out prompt and its answer, token by token (`swiftlite.acceptance.answers.describe`), after and before.
+
+    Attributes:
+        note: how many of the tokens were drafted.
+    """
+
+    prompt: str
+    channel: str
+    note: str
+    tokens: Sequence[Mapping[str, Any]]
+    before: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page under a heading; what it lacks is left out."""
+
+    title: str
+    text: str = ""
+    tiles: Sequence[Tile] = ()
+    figures: Sequence[Figure] = ()
+    answers: Sequence[Answer] = ()
+    tables: Sequence[Table] = ()
+    commands: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole page.
+
+    Attributes:
+        lead: what matters first, in a sentence or two.
+    """
+
+    title: str
+    lead: str
+    tiles: Sequence[Tile]
+    sections: Sequence[Section] = field(default_factory=list)
+
+
+def render(page: Page) -> bytes:
+    """The page as one HTML file."""
+    environment = Environment(
+        loader=PackageLoader("swiftlite.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["visible"] = _visible
+    environment.filters["folded"] = _folded
+    style = Markup(environment.get_template("style.css").render())  # ours: no data is in it
+    html = environment.get_template("page.html").render(page=page, style=style, version=swiftlite.__version__)
+    return html.encode(errors="replace") + b"\n"
+
+
+def _folded(command: str) -> str:
+    """A command line with each option on a line of its own; a shell reads it as before."""
+    lines: list[list[str]] = [[]]
+    for word in shlex.split(command):
+        if word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    return " \\\n    ".join(shlex.join(line) for line in lines)
+
+
+def _visible(text: str) -> str:
+    """White space alone, which could not be seen, as signs."""
+    return text if text.strip() else text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣") or "∅"

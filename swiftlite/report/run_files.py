@@ -1,0 +1,72 @@
+"""What a run of sft has left in its output_dir, read for a page. What is not there yet, or damaged, is empty."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance, read_answers
+from swiftlite.errors import UserError
+from swiftlite.json_file import read_json
+from swiftlite.redact import redact
+from swiftlite.report.metrics import curve, read_metrics
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of a run.
+
+    Attributes:
+        name: of its directory.
+        options: args.json, without keys.
+        report: run_report.json; empty before the run is finished.
+        acceptance: acceptance.json.
+        answers: drafts.json.
+        metrics: lines of metrics.jsonl.
+    """
+
+    name: str
+    options: dict[str, Any]
+    report: dict[str, Any]
+    acceptance: dict[str, Any]
+    answers: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+    @property
+    def last_step(self) -> int:
+        """The last one that metrics.jsonl knows."""
+        return max((line["step"] for line in self.metrics), default=0)
+
+    def generated(self, when: str) -> dict[str, Any]:
+        """The counts on held-out prompts "before" or "after" training; empty where they were not measured."""
+        return self.acceptance.get(when, {}).get("generated", {})
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        points = curve(self.metrics, name)
+        return points[-1][1] if points else None
+
+
+def read_run(directory: Path) -> RunFiles:
+    """The files of the run in a directory."""
+    acceptance: dict[str, Any] = {}
+    if (directory / ACCEPTANCE_FILE).exists():
+        try:
+            acceptance = read_acceptance(directory / ACCEPTANCE_FILE)
+        except UserError:
+            acceptance = {}
+    return RunFiles(
+        name=directory.absolute().name,
+        options=redact(_read_object(directory / "args.json")),
+        report=_read_object(directory / "run_report.json"),
+        acceptance=acceptance,
+        answers=read_answers(directory),
+        metrics=read_metrics(directory),
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

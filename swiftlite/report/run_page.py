@@ -1,0 +1,265 @@
+"""run_report.html: what a run has come to. First whether the heads got better, then how, then all that was counted."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from swiftlite.args.command_line import as_typed, command_line
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.docs import options
+from swiftlite.durable import write_durably
+from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, number, share
+from swiftlite.report.metrics import curve
+from swiftlite.report.page import Answer, Figure, Page, Section, Table, Tile, render
+from swiftlite.report.run_files import RunFiles, read_run
+
+PAGE_FILE = "run_report.html"
+WHENS = ("after", "before")
+"""In the order in which they matter."""
+MAX_BAD_ROWS = 50
+
+
+def write_run_page(directory: Path, path: Path | None = None) -> Path:
+    """Tell of the run in a directory.
+
+    Args:
+        path: of the page; beside run_report.json if there is none.
+
+    Returns:
+        Where the page is.
+    """
+    path = path or directory / PAGE_FILE
+    write_durably(path, render(run_page(read_run(directory))))
+    return path
+
+
+def run_page(run: RunFiles) -> Page:
+    """The page of one run."""
+    sections = [
+        _acceptance_section(run),
+        _answers_section(run),
+        _training_section(run),
+        _rows_section(run),
+        _run_section(run),
+    ]
+    filled = [section for section in sections if section is not None]
+    return Page(f"Run: {run.name}", lead(run), list(tiles(run)), filled)
+
+
+def lead(run: RunFiles) -> str:
+    """What matters first."""
+    state = "" if run.report else f" This run is not finished: it has taken {run.last_step} steps."
+    before = run.generated("before").get("acceptance_rate")
+    after = run.generated("after").get("acceptance_rate")
+    if after is not None and before is not None:
+        verb = "as much as" if after == before else "more than" if after > before else "less than"
+        return (
+            f"Of the tokens that the heads draft on held-out prompts, the model accepts {share(after)}, {verb} the "
+            f"{share(before)} before training.{state}"
+        )
+    if before is not None:
+        return f"Before training, the model accepted {share(before)} of the tokens drafted on held-out prompts.{state}"
+    if after is not None:
+        return f"Of the tokens that the heads draft on held-out prompts, the model accepts {share(after)}.{state}"
+    return f"Acceptance of drafts was not measured in this run.{state}"
+
+
+def tiles(run: RunFiles) -> Iterator[Tile]:
+    """The figures that count most."""
+    before, after = run.generated("before"), run.generated("after")
+    if before or after:
+        yield Tile("drafts accepted", _change(before, after, "acceptance_rate", share), _accepted(after or before))
+        yield Tile("tokens per step", _change(before, after, "mean_accepted_length", lambda value: f"{value:.2f}"))
+    for name, counts in run.acceptance.get("engines", {}).items():
+        yield Tile(f"accepted in {name}", share(counts["acceptance_rate"]), _accepted(counts))
+    for name, title in (("eval_loss", "held-out loss"), ("loss", "training loss")):
+        value = run.last(name)
+        if value is not None:
+            yield Tile(title, number(value))
+            break
+    speeds = sorted(value for _, value in curve(run.metrics, "tokens_per_second"))
+    if speeds:
+        yield Tile("training speed", f"{number(speeds[len(speeds) // 2])} tokens/s", "median of the logged steps")
+    if "seconds" in run.report:
+        yield Tile("time", _duration(run.report["seconds"]), f"{run.report['steps']} steps")
+
+
+def _change(before: dict[str, Any], after: dict[str, Any], name: str, show: Any) -> str:
+    shown = [show(counts[name]) for counts in (before, after) if counts]
+    return " → ".join(shown)
+
+
+def _accepted(counts: dict[str, Any]) -> str:
+    return f"{counts['accepted']} of {counts['drafted']} drafted tokens, {counts['prompts']} prompts"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _acceptance_section(run: RunFiles) -> Section | None:
+    figures: list[Figure] = []
+    held_out = held_out_agreement(run)
+    if held_out:
+        figures.append(
+            draw_lines("acceptance", "Agreement on held-out rows", held_out, x="step", y="agreement", is_share=True)
+        )
+    training = lines_of(run, r"mtp_(\d+)_acceptance", "depth {}")
+    if training:
+        title = "Agreement on training rows"
+        figures.append(draw_lines("agreement", title, training, x="step", y="agreement", is_share=True))
+    measured = {when: run.generated(when) for when in WHENS if run.generated(when)}
+    measured |= run.acceptance.get("engines", {})
+    if measured:
+        figures.append(position_bars(measured))
+    if channels := _channel_bars(run):
+        figures.append(channels)
+    if not figures:
+        return None
+    text = (
+        "Agreement is the share of labels where a head says what its trunk says. Accepted drafts are counted as an "
+        "engine counts them, along greedy answers to held-out prompts: a draft counts if all before it in its step "
+        "were accepted."
+    )
+    return Section("Acceptance", text, figures=figures)
+
+
+def held_out_agreement(run: RunFiles) -> list[Line]:
+    """The share of held-out labels where a head says what the trunk says, by depth.
+
+    metrics.jsonl has it from the first evaluation during training on, acceptance.json from before the first step.
+    """
+    before = run.acceptance.get("before", {}).get("teacher_forced", {}).get("acceptance_per_depth", [])
+    lines = []
+    for line in lines_of(run, r"eval_mtp_(\d+)_acceptance", "{}"):
+        depth = int(line.name)
+        start = [(0, before[depth - 1])] if depth <= len(before) else []
+        lines.append(Line(f"depth {depth}", [*start, *line.points]))
+    return lines
+
+
+def position_bars(measured: dict[str, dict[str, Any]]) -> Figure:
+    """Acceptance by draft position, a bar for each name."""
+    depth = max(len(counts["acceptance_per_position"]) for counts in measured.values())
+    bars = []
+    for name, counts in measured.items():
+        rates = counts["acceptance_per_position"]
+        bars.append(Bars(name, [*rates, *[None] * (depth - len(rates))]))
+    groups = [f"draft {position + 1}" for position in range(depth)]
+    return draw_bars("positions", "Accepted by position", groups, bars, what="position", y="accepted")
+
+
+def _channel_bars(run: RunFiles) -> Figure | None:
+    found = {when: run.acceptance.get(when, {}).get("generated_by_channel", {}) for when in WHENS}
+    found = {when: channels for when, channels in found.items() if channels}
+    if not found:
+        return None
+    names = sorted(set().union(*found.values()))
+    bars = []
+    for when, channels in found.items():
+        rates = [channels[name]["acceptance_rate"] if name in channels else None for name in names]
+        bars.append(Bars(when, rates))
+    return draw_bars("channels", "Accepted by channel", names, bars, what="channel", y="accepted")
+
+
+def _answers_section(run: RunFiles) -> Section | None:
+    after, before = run.answers.get("after", []), run.answers.get("before", [])
+    if not (after or before):
+        return None
+    answers = []
+    for place, answer in enumerate(after or before):
+        earlier = before[place]["tokens"] if after and place < len(before) else []
+        answers.append(
+            Answer(answer["prompt"], answer["channel"], _drafted(answer["tokens"]), answer["tokens"], earlier)
+        )
+    when = "after" if after else "before"
+    text = f"Greedy answers to held-out prompts {when} training, each token marked by who wrote it."
+    return Section("Who wrote each token", text, answers=answers)
+
+
+def _drafted(tokens: Sequence[dict[str, Any]]) -> str:
+    drafted = sum(token["depth"] > 0 for token in tokens)
+    refused = sum("refused" in token for token in tokens)
+    return f"{drafted} of {len(tokens)} tokens were drafted; {refused} drafts refused"
+
+
+def _training_section(run: RunFiles) -> Section | None:
+    trunk = [*lines_of(run, "loss", "training"), *lines_of(run, "eval_loss", "held out")]
+    heads = lines_of(run, r"mtp_(\d+)_loss", "depth {}")
+    heads += lines_of(run, r"eval_mtp_(\d+)_loss", "depth {}, held out")
+    drawn = [
+        ("loss", "Loss of the trunk", trunk, "loss"),
+        ("heads", "Loss of the heads", heads, "loss"),
+        ("norm", "Gradient norm", lines_of(run, "grad_norm", "gradient norm"), "norm"),
+        ("rate", "Learning rate", lines_of(run, "learning_rate", "learning rate"), "learning rate"),
+        ("speed", "Speed", lines_of(run, "tokens_per_second", "tokens/s"), "tokens/s"),
+        ("memory", "Peak memory of the first rank", lines_of(run, "peak_memory_gb", "GB"), "GB"),
+    ]
+    figures = [draw_lines(name, title, lines, x="step", y=y) for name, title, lines, y in drawn if lines]
+    return Section("Training", figures=figures) if figures else None
+
+
+def lines_of(run: RunFiles, pattern: str, name: str) -> list[Line]:
+    """A line for each metric whose whole name fits, named by what the pattern has found."""
+    names = sorted({key for line in run.metrics for key in line})
+    lines = []
+    for metric in names:
+        found = re.fullmatch(pattern, metric)
+        points = curve(run.metrics, metric) if found else []
+        if found and points:
+            lines.append(Line(name.format(*found.groups()), points))
+    return lines
+
+
+def _rows_section(run: RunFiles) -> Section | None:
+    data = run.report.get("data")
+    if not data:
+        return None
+    files = {"all files": data["total"]} | data["files"]
+    columns = ["file", *(name.replace("_", " ") for name in data["total"])]
+    rows = [[name, *map(number, counts.values())] for name, counts in files.items()]
+    tables = [Table("What became of every row", columns, rows)]
+    if notes := [[note] for note in data["notes"]]:
+        tables.append(Table("Notes", ["note"], notes))
+    if bad := data["bad_rows"]:
+        shown = [[row] for row in bad[:MAX_BAD_ROWS]]
+        title = f"Malformed rows: {len(shown)} of {len(bad)}; the others are in run_report.json"
+        tables.append(Table("Malformed rows" if len(shown) == len(bad) else title, ["where and what"], shown))
+    text = f"{data['train_samples']} samples were trained on, {data['val_samples']} were held out."
+    return Section("Rows", text, tables=tables)
+
+
+def _run_section(run: RunFiles) -> Section:
+    tables = []
+    for title, name in (("Layout", "layout"), ("Versions", "versions"), ("Machine", "machine")):
+        values = run.report.get(name)
+        if values:
+            tables.append(Table(title, ["what", "value"], [[key, _cell(value)] for key, value in values.items()]))
+    if weights := run.report.get("weights"):
+        rows = [["loaded", number(weights["loaded"])]]
+        for how, count in Counter(weights["initialised"].values()).items():
+            rows.append([f"initialised, {how}", number(count)])
+        rows.append(["dropped", number(len(weights["dropped"]))])
+        tables.append(Table("Tensors at the start; run_report.json has their names", ["from", "tensors"], rows))
+    if tensors := run.report.get("tensors"):
+        rows = [[name.replace("_", " "), _cell(value)] for name, value in tensors.items()]
+        tables.append(Table("Tensors that learned, and those that stayed", ["what", "value"], rows))
+    known = options(SftArgs)
+    changed = {name: value for name, value in run.options.items() if name in known and value != known[name].default}
+    if changed:
+        rows = [[f"--{name}", as_typed(value)] for name, value in changed.items()]
+        tables.append(Table("Options that are not the defaults", ["option", "value"], rows))
+    commands = [command_line("megatron sft", SftArgs, run.options)] if run.options else []
+    return Section("The run", commands=commands, tables=tables)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return number(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,37 @@
+"""Rules of `report`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.commands import ReportArgs
+from swiftlite.args.config import Problem
+from swiftlite.plan.facts import Facts, near_path
+from swiftlite.rules import common
+
+
+def there_are_runs(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.runs:
+        yield "--runs is required", "give the --output_dir of a run, or of several: swiftlite report run other-run"
+    for name in args.runs:
+        path = Path(name)
+        if path.is_file():
+            yield f"--runs {path} is a file", f"give the directory of the run: {path.parent}"
+        elif not path.exists():
+            yield f"--runs {path} does not exist", near_path(path)
+        elif not (path / "args.json").is_file():
+            yield f"--runs {path} has no args.json: it is no run", "give the --output_dir of megatron sft"
+    if len({Path(name).resolve() for name in args.runs}) < len(args.runs):
+        yield "--runs names a run twice", "name it once"
+
+
+def output_can_be(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.output is None:
+        return
+    path = Path(args.output)
+    if path.is_dir():
+        yield f"--output {path} is a directory", f"name a file: --output {path / 'runs.html'}"
+    elif not path.parent.is_dir():
+        yield f"--output {path}: there is no directory {path.parent}", "make it, or name another file"
+
+
+RULES = (there_are_runs, output_can_be, common.numbers_are_in_range)

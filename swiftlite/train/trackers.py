@@ -1,0 +1,222 @@
+"""Where people already look: metrics sent to wandb, SwanLab or MLflow through their own packages, which are optional.
+
+Addresses, accounts, projects and offline modes are set as each package wants it, by its environment variables. None is
+told the command line, the console or the environment: keys may stand there.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from swiftlite.durable import write_durably
+from swiftlite.errors import UserError, clip, reason_of
+from swiftlite.json_file import read_json
+from swiftlite.log import logger
+
+PROJECT = "swiftlite"
+"""Groups the runs of a tracker whose own variable names no project."""
+IDS_FILE = "trackers.json"
+"""In a run's output_dir, which run of each tracker is its own; a resumed run goes on in these."""
+MAX_PARAMETER = 500
+"""Characters of an option that MLflow takes in every release."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told.
+
+    Attributes:
+        config: the run's options, without keys.
+        known_ids: by name of a tracker, the run in which it goes on; empty for a new run.
+    """
+
+    output_dir: Path
+    config: Mapping[str, Any]
+    known_ids: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.output_dir.absolute().name
+
+
+class Tracker(Protocol):
+    """One run of a tracker.
+
+    Attributes:
+        id: by which it goes on after a stop.
+    """
+
+    id: str
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def summarize(self, figures: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Wandb:
+    """Weights & Biases."""
+
+    def __init__(self, run: TrackedRun):
+        import wandb
+
+        self.id = run.known_ids.get("wandb") or secrets.token_hex(4)
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            id=self.id,
+            resume="allow",
+            dir=os.environ.get("WANDB_DIR", run.output_dir),
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_meta=True),
+        )
+        # Its own steps may not go back, as those of a run do that goes on from a checkpoint.
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log({**metrics, "step": step})
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        self.run.summary.update(dict(figures))
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class SwanLab:
+    """SwanLab; it has no summary, so what a run came to is its last point."""
+
+    def __init__(self, run: TrackedRun):
+        import swanlab
+
+        self.id = run.known_ids.get("swanlab") or secrets.token_hex(8)
+        self.run = swanlab.init(
+            project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
+            name=run.name,
+            id=self.id,
+            resume="allow",
+            log_dir=os.environ.get("SWANLAB_LOG_DIR", str(run.output_dir / "swanlab")),
+            config=dict(run.config),
+            settings=swanlab.Settings(
+                probe={"runtime": False, "git": False},  # pyright: ignore[reportArgumentType]: pydantic makes the object
+                terminal={"proxy_type": "none"},  # pyright: ignore[reportArgumentType]
+            ),
+        )
+        self.step = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step = step
+        self.run.log(dict(metrics), step=step)
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        self.run.log(dict(figures), step=self.step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    """MLflow."""
+
+    def __init__(self, run: TrackedRun):
+        import mlflow
+
+        known = run.known_ids.get("mlflow")
+        if known is None:
+            mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        self.mlflow = mlflow
+        self.id = mlflow.start_run(run_id=known, run_name=run.name, log_system_metrics=False).info.run_id
+        if known is None:
+            mlflow.log_params({name: clip(str(value), MAX_PARAMETER) for name, value in run.config.items()})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.mlflow.log_metrics(dict(metrics), step=step)
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        self.mlflow.log_metrics(dict(figures))
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": Wandb, "swanlab": SwanLab, "mlflow": MLflow}
+
+
+class PatientTracker:
+    """A tracker that is left alone from its first failure on: training goes on without it."""
+
+    def __init__(self, name: str, tracker: Tracker):
+        self.name = name
+        self.tracker: Tracker | None = tracker
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._try(lambda tracker: tracker.log(step, metrics))
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        self._try(lambda tracker: tracker.summarize(figures))
+
+    def close(self) -> None:
+        self._try(lambda tracker: tracker.close())
+
+    def _try(self, tell: Callable[[Tracker], None]) -> None:
+        if self.tracker is None:
+            return
+        try:
+            tell(self.tracker)
+        except Exception as error:  # whatever a package, its server or the network comes up with
+            self.tracker = None
+            logger.warning("--report_to %s: %s; the run goes on without it", self.name, reason_of(error))
+
+
+def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any], first: int) -> list[PatientTracker]:
+    """The trackers among these names.
+
+    Args:
+        config: the run's options, without keys.
+        first: the last step that was taken; if it is not 0, each tracker goes on in the run that it had.
+
+    Raises:
+        UserError: one of a new run cannot be opened; for a run that goes on that is a warning.
+    """
+    path = output_dir / IDS_FILE
+    known = _known_ids(path) if first else {}
+    ids = dict(known)
+    trackers: list[PatientTracker] = []
+    for name in names:
+        if name not in TRACKERS:
+            continue
+        try:
+            tracker = TRACKERS[name](TrackedRun(output_dir, config, known))
+        except Exception as error:
+            if first:
+                logger.warning("--report_to %s: %s; the run goes on without it", name, reason_of(error))
+                continue
+            raise UserError(f"--report_to {name}: {reason_of(error)}", _OFFLINE[name]) from error
+        ids[name] = tracker.id
+        trackers.append(PatientTracker(name, tracker))
+    if trackers:
+        write_durably(path, json.dumps(ids, indent=2).encode() + b"\n")
+    return trackers
+
+
+_OFFLINE = {
+    "wandb": "log in with `wandb login`, or keep the run here with WANDB_MODE=offline",
+    "swanlab": "log in with `swanlab login`, or keep the run here with SWANLAB_MODE=local",
+    "mlflow": "set MLFLOW_TRACKING_URI to a server, or to a file: sqlite:///mlflow.db",
+}
+
+
+def _known_ids(path: Path) -> dict[str, str]:
+    """What a run has written; nothing where that is damaged: a tracker then begins a run of its own."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {name: value for name, value in content.items() if isinstance(value, str)}

@@ -1,0 +1,41 @@
+"""Rules of --report_to."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from swiftlite import rules
+from tests.rules.good import SFT, problems_of
+
+
+@pytest.mark.parametrize(
+    ("names", "problem", "hint"),
+    [
+        (
+            ["tensorbord"],
+            "--report_to tensorbord: tensorbord is none of tensorboard",
+            "did you mean tensorboard?",
+        ),
+        (["tensorboard", "none"], "none is none of", "none stands alone"),
+        (["tensorboard", "tensorboard"], "--report_to tensorboard tensorboard names a place twice", "name it once"),
+    ],
+)
+def test_places_are_known_and_named_once(here, names, problem, hint):
+    ((found, next_step),) = problems_of(dataclasses.replace(SFT, report_to=names))
+    assert problem in found
+    assert next_step == hint
+
+
+def test_a_package_that_is_not_installed_is_named(here, monkeypatch):
+    """A folder in which wandb has kept its runs does not count."""
+    monkeypatch.setattr(sys, "path", [str(here)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (here / "wandb").mkdir()
+    problems = problems_of(dataclasses.replace(SFT, report_to=["wandb"]))
+    assert problems == [("--report_to wandb: the wandb package is not installed", "pip install wandb")]
+
+
+def test_nothing_and_tensorboard_are_fine(here):
+    assert rules.check(dataclasses.replace(SFT, report_to=[])) == []
+    assert rules.check(dataclasses.replace(SFT, report_to=["tensorboard"])) == []
