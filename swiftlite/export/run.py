@@ -18,10 +18,12 @@ from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
 from swiftlite.export.gate import check_acceptance
 from swiftlite.heads import Heads
+from swiftlite.hub.model import identity_of, local_model, optional_model
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
 from swiftlite.plan.layout import layout_of
+from swiftlite.runtime.agreement import check_agreement
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
@@ -52,7 +54,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
     tensors = source_tensors(hf_model.directory)
     if args.mtp_graft_from:
-        tensors = with_heads_of(hf_model, tensors, args.mtp_graft_from)
+        tensors = with_heads_of(hf_model, tensors, local_model(args.mtp_graft_from))
     dtypes = dtypes_of(tensors)
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
@@ -81,6 +83,7 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
     Raises:
         UserError: the model cannot be read, or --output_dir cannot be written (nothing is left behind).
     """
+    check_agreement({"commit of --model": identity_of(args.model)})
     hf_model = read_hf_model(args.model)
     heads = _heads_of_result(args, hf_model.heads)
     declared = hf_model.config.get("dtype") or hf_model.config.get("torch_dtype")
@@ -94,11 +97,11 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
             dtype=getattr(torch, dtype),
             heads=heads,
             mtp_init="graft" if args.mtp_graft_from else "checkpoint",
-            graft_from=args.mtp_graft_from,
+            graft_from=optional_model(args.mtp_graft_from),
         )
         logger.info("%s", report.over_all_ranks())
         if dist.get_rank() == 0:
-            write_source(hf_model, writing, heads, args.mtp_graft_from)
+            write_source(hf_model, writing, heads, optional_model(args.mtp_graft_from))
         hint = "make room or mend it, and run the same command again"
         Checkpointer(writing, mesh, chunks, None, state, hint=hint).save(0)
     family = hf_model.family.name
@@ -110,7 +113,7 @@ def _heads_of_result(args: ExportArgs, own: Heads) -> Heads:
     if args.mtp == "strip":
         return Heads()
     if args.mtp_graft_from:
-        return Heads.from_config(read_config(Path(args.mtp_graft_from)))
+        return Heads.from_config(read_config(local_model(args.mtp_graft_from)))
     return own
 
 
@@ -121,7 +124,7 @@ def _open_checkpoint(
     chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads)
     load_checkpoint(checkpoint, mesh, chunks, with_heads=not args.mtp_graft_from)
     if args.mtp_graft_from:
-        graft_heads(chunks, args.mtp_graft_from, hf_model.family, hf_model.config)
+        graft_heads(chunks, local_model(args.mtp_graft_from), hf_model.family, hf_model.config)
     return chunks
 
 

@@ -6,14 +6,13 @@ file per command, `sft_*.py` for the subjects of the largest; `common.py` for wh
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import BenchArgs, DeployArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
-from swiftlite.plan.facts import Facts, config_directory, read_hf_config
+from swiftlite.plan.facts import Facts, read_hf_config
 from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, sft
 
 
@@ -33,9 +32,10 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     problems: list[Problem] = list(common.texts_can_be(args))
     if problems:  # no rule could look at them
         raise OptionError(problems)
-    facts = Facts(world_size, read_hf_config(config_directory(Path(args.model))) if args.model else {})
+    directory = common.directory_of_model(args)
+    facts = Facts(world_size, read_hf_config(directory) if args.model else {})
     if found := impossible_values(facts.hf_config):  # nor can a rule count with these
-        where = config_directory(Path(args.model)) / "config.json"
+        where = directory / "config.json"
         raise OptionError([(f"{where}: {problem}", "copy it from the model's source again") for problem in found])
     for rule in _RULES[type(args)]:
         problems += rule(args, facts)

@@ -6,12 +6,13 @@ from pathlib import Path
 from swiftlite.args.commands import InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
+from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine
 
 
 def speculation_has_heads(args: InferArgs, facts: Facts) -> Iterator[Problem]:
-    config = Path(args.model) / "config.json"
+    config = description_of(args.model) / "config.json"
     if args.speculative == "mtp" and config.is_file() and facts.hf_config and not facts.heads.layers:
         yield f"--speculative mtp, but {common.no_heads(args.model)}", f"leave it out, or {common.TRAIN_HEADS}"
 
@@ -55,7 +56,7 @@ def length_is_the_models(args: InferArgs, facts: Facts) -> Iterator[str]:
     if longest and args.max_model_len and args.max_model_len > longest:
         yield (
             f"--max_model_len {args.max_model_len} is beyond what the model was made for: max_position_embeddings "
-            f"{longest} in {Path(args.model) / 'config.json'}"
+            f"{longest} in {description_of(args.model) / 'config.json'}"
         )
 
 

@@ -12,6 +12,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.errors import UserError
+from swiftlite.hub.model import optional_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, open_model
 from swiftlite.plan.layout import group_of
@@ -60,7 +61,7 @@ def make_learner(
         dtype=dtype,
         heads=plan.heads,
         mtp_init=args.mtp_init,
-        graft_from=args.mtp_graft_from,
+        graft_from=optional_model(args.mtp_graft_from),
         seed=args.seed,
         freeze_trunk=trainable.freezes_trunk,
         recompute=group_of(args, RecomputeArgs),
