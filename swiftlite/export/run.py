@@ -16,9 +16,13 @@ from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import graft_heads, save_hf
 from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
+from swiftlite.export.card import model_card
 from swiftlite.export.gate import check_acceptance
+from swiftlite.export.origin import origin_of
 from swiftlite.heads import Heads
 from swiftlite.hub.model import identity_of, local_model, optional_model
+from swiftlite.hub.name import model_name
+from swiftlite.hub.push import push
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
@@ -38,6 +42,10 @@ def run(args: ExportArgs) -> None:
             to_hf(args, mesh)
         else:
             to_mcore(args, mesh)
+        is_first_rank = dist.get_rank() == 0
+    name = model_name(f"{args.push_to_hub}@main")
+    if is_first_rank and args.push_to_hub and name:  # a rule says that it is a name
+        push(Path(args.output_dir), name.at(""), is_private=args.hub_private_repo)
 
 
 def to_hf(args: ExportArgs, mesh: Mesh) -> None:
@@ -49,6 +57,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)
+    origin = origin_of(checkpoint) if args.push_to_hub else None
     hf_model = read_hf_model(checkpoint.parent / "source")
     state = read_state(checkpoint)
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
@@ -73,6 +82,9 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         if dist.get_rank() == 0:
             _audit(writing, hf_model, dtypes)
             check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
+            if args.push_to_hub and origin:
+                card = model_card(args.push_to_hub, checkpoint.parent, origin, heads)
+                (writing / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
 

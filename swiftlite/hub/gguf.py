@@ -103,7 +103,7 @@ def _write_description(file: Path, directory: Path) -> None:
 
 def _write_model(file: Path, directory: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(gguf_description(file), directory, dirs_exist_ok=True)
     try:
@@ -112,9 +112,9 @@ def _write_model(file: Path, directory: Path) -> None:
         )
     except Exception as error:
         raise _unreadable(file, error) from None
-    # transformers does not save what it has read from GGUF; the same parameters in a model of its own it does.
+    # transformers does not save a model that it has read from GGUF; it does save another one with the same parameters.
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     plain.load_state_dict(loaded.state_dict(), assign=True)
     plain.tie_weights()
     plain.save_pretrained(directory)

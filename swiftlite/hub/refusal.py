@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from swiftlite.errors import UserError, is_of_storage, reason_of
 from swiftlite.hub.name import HubName
 
-_LOG_IN = "hf auth login, or export HF_TOKEN=..., of an account that may read it"
+_LOG_IN = "hf auth login, or set HF_TOKEN, of an account that may read it"
 
 
 @contextmanager
@@ -35,7 +35,9 @@ def refusals(name: HubName, doing: str = "read") -> Iterator[None]:
     except errors.LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
             raise _not_cached(name) from None
-        raise _unreachable(name, error.__cause__ or error) from None
+        cause = error.__cause__ or error
+        is_refusal = isinstance(cause, errors.HfHubHTTPError)
+        raise (_refused(name, cause, doing) if is_refusal else _unreachable(name, cause)) from None
     except errors.OfflineModeIsEnabled:
         raise _not_cached(name) from None
     except errors.HfHubHTTPError as error:
@@ -72,12 +74,12 @@ def _unreachable(name: HubName, error: BaseException) -> UserError:
     )
 
 
-def _refused(name: HubName, error: Exception, doing: str) -> UserError:
+def _refused(name: HubName, error: BaseException, doing: str) -> UserError:
     from huggingface_hub import constants
 
     status = error.response.status_code  # pyright: ignore[reportAttributeAccessIssue]
     if status == 401:
-        return UserError(f"{constants.ENDPOINT} does not know this token", "hf auth login, or export another HF_TOKEN")
+        return UserError(f"{constants.ENDPOINT} does not know this token", "hf auth login, or set another HF_TOKEN")
     if status == 403:
         return UserError(
             f"this token may not {doing} {name.repository}", f"take another: {_LOG_IN.replace('read', doing)}"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ class Hub:
         authorizations: what requests said of themselves.
         cut: by file name, after how many bytes of it the connection breaks, and how many times yet.
         broken: a status that every request is answered with.
+        stalled: files of which half comes, and then nothing for a minute; `has_stalled` once that has happened.
     """
 
     url: str = ""
@@ -68,6 +70,8 @@ class Hub:
     uploads: dict[str, bytes] = field(default_factory=dict)
     cut: dict[str, list[int]] = field(default_factory=dict)
     broken: int = 0
+    stalled: set[str] = field(default_factory=set)
+    has_stalled: threading.Event = field(default_factory=threading.Event)
 
     def add(self, name: str, files: Files, kind: str = "models") -> Repository:
         """A repository with one commit."""
@@ -179,8 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
         revision = words[4] if len(words) > 4 else "main"
         sha = repository.resolve(revision)
         if action == "preupload":
-            files = [{**entry, "uploadMode": _mode(entry["path"])} for entry in json.loads(body)["files"]]
-            self._send(200, {"files": [{"path": entry["path"], "uploadMode": entry["uploadMode"]} for entry in files]})
+            files = [entry["path"] for entry in json.loads(body)["files"]]
+            self._send(200, {"files": [_upload(path) for path in files]})
         elif action == "commit":
             self._commit("/".join(words[1:3]), repository, body)
         elif sha is None:
@@ -233,6 +237,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return None
+        if name in self.hub.stalled:
+            self.wfile.write(part[: len(part) // 2])
+            self.hub.has_stalled.set()
+            time.sleep(60)
+            return None
         self.wfile.write(part)
         return None
 
@@ -248,6 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
         visibility = asked.get("visibility")
         private = asked.get("private") or visibility == "private"
         self.hub.repositories[key] = Repository(private=bool(private))
+        self.hub.repositories[key].commit({".gitattributes": b"*.safetensors filter=lfs\n"})
         return self._send(200, {"url": f"{self.hub.url}/{name}", "name": name})
 
     def _batch(self, asked: dict[str, Any]) -> None:
@@ -286,8 +296,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _mode(path: str) -> str:
-    return "lfs" if path.endswith(".safetensors") else "regular"
+def _upload(path: str) -> dict[str, Any]:
+    mode = "lfs" if path.endswith(".safetensors") else "regular"
+    return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None}
 
 
 def _entries(files: Files, folder: str, recursive: bool, exact: bool = False) -> list[dict[str, Any]]:
