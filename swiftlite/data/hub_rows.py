@@ -42,10 +42,11 @@ class HubRows:
         Raises:
             UserError: the dataset cannot be had.
         """
+        files = fetch_rows(self.dataset)
         from datasets import Dataset
 
         number = 0
-        for file in fetch_rows(self.dataset):
+        for file in files:
             for row in Dataset.from_file(file):
                 number += 1
                 row = cast(dict[str, Any], row)
@@ -100,7 +101,7 @@ def _load(name: HubName, commit: str) -> list[str]:
             dataset = cast(Dataset, builder.as_dataset(split=name.split))
         # Of a subset or split that is not there, of files that are no rows, of a script: the first line says which.
         except (ValueError, RuntimeError, DatasetsError) as error:
-            reason = clip(" ".join(str(error).split()), 400)
+            reason = clip(" ".join(str(error.__cause__ or error).split()), 400)
             hint = "ORG/NAME:SUBSET/SPLIT names both, ORG/NAME:/SPLIT the split alone"
             raise UserError(f"{name} cannot be read: {reason}", hint) from None
     return [file["filename"] for file in cast(list[dict[str, str]], dataset.cache_files)]

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from swiftlite.durable import flush_to_disk, sync
-from swiftlite.errors import UserError, is_of_storage, reason_of
+from swiftlite.errors import UserError, reason_of
 from swiftlite.log import logger
 
 PACKAGES = ("gguf", "accelerate")
@@ -77,9 +77,7 @@ def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> P
             if not directory.is_dir():  # another process may have been as far
                 writing.rename(directory)
                 sync(directory.parent)
-    except OSError as error:
-        if not is_of_storage(error) and not isinstance(error, PermissionError):
-            raise _unreadable(file, error) from None
+    except OSError as error:  # of writing; what reading raises is a UserError already
         raise UserError(
             f"{file} cannot be de-quantised into {directory.parent}: {reason_of(error)}",
             "make room, or export HF_HOME=DIR on another disk",
@@ -107,11 +105,13 @@ def _write_model(file: Path, directory: Path) -> None:
 
     shutil.copytree(gguf_description(file), directory, dirs_exist_ok=True)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=torch.float32, local_files_only=True
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except Exception as error:
         raise _unreadable(file, error) from None
+    if missing := sorted(report["missing_keys"]):  # transformers has drawn them at random
+        raise UserError(f"{file} lacks {len(missing)} tensors, such as {missing[0]}", "copy it from its source again")
     # transformers does not save a model that it has read from GGUF; it does save another one with the same parameters.
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)

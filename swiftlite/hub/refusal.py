@@ -38,8 +38,6 @@ def refusals(name: HubName, doing: str = "read") -> Iterator[None]:
         cause = error.__cause__ or error
         is_refusal = isinstance(cause, errors.HfHubHTTPError)
         raise (_refused(name, cause, doing) if is_refusal else _unreachable(name, cause)) from None
-    except errors.OfflineModeIsEnabled:
-        raise _not_cached(name) from None
     except errors.HfHubHTTPError as error:
         raise _refused(name, error, doing) from None
     except errors.HFValidationError as error:
@@ -52,6 +50,8 @@ def refusals(name: HubName, doing: str = "read") -> Iterator[None]:
                 f"{name} cannot be kept in {constants.HF_HOME}: {reason_of(error)}",
                 "make room, or export HF_HOME=DIR on another disk, and run the same command again",
             ) from None
+        if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):
+            raise _not_cached(name) from None
         raise _unreachable(name, error) from None
 
 
