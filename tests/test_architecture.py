@@ -15,6 +15,7 @@ LEVELS = (
     {"chart", "errors", "heads", "json_file", "redact", "surroundings", "table"},
     {"durable", "log"},
     {"args"},
+    {"hub"},
     {"bridge", "data"},
     {"families"},
     {"plan"},

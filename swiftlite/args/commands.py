@@ -53,6 +53,11 @@ class ConversionArgs:
     """Directory of the Hugging Face model for --max_regression. Unset: the one that the run began with."""
     force: bool = False
     """Write the export although the two options refuse it; say so."""
+    push_to_hub: str | None = None
+    """With --to_hf: repository of the hub (ORG/NAME) to which the export is uploaded, with a model card, once it is
+    complete and audited."""
+    hub_private_repo: bool = True
+    """Whether a repository that --push_to_hub makes is private; one that is there stays as it is."""
 
 
 @dataclass(frozen=True)

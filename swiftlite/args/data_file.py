@@ -1,6 +1,9 @@
-"""`FILE` and `FILE#N`, as --dataset and --val_dataset take them."""
+"""`FILE` and `FILE#N`, as --dataset and --val_dataset take them; NAME#N of the hub (hub/name.py) is cut the same."""
 
 from pathlib import Path
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+"""Of files with rows."""
 
 MAX_DIGITS = 15
 """More rows than that has no file, and int() refuses 5000 digits."""

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.engines.index import ENGINES
+from swiftlite.hub.model import description_of, local_model
 from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.layout import data_parallel_size
@@ -91,9 +92,10 @@ def run(args: DoctorArgs) -> int:
         return 0 if _report_plan(args) else 1
     is_well = _report_machine()
     if args.model is not None:
-        is_well = _report_model(Path(args.model)) and is_well
+        directory = local_model(args.model)
+        is_well = _report_model(directory) and is_well
         if args.engine is not None:
-            is_well = _report_engine(args, Path(args.model)) and is_well
+            is_well = _report_engine(args, directory) and is_well
     return 0 if is_well else 1
 
 
@@ -275,7 +277,7 @@ _COLUMNS = ("stage", "parameters", "weights", "gradients", "optimizer", "activat
 def _report_plan(args: DoctorArgs) -> bool:
     """What a rank of each pipeline stage needs, whether that fits, and what to change if not."""
     assert args.model is not None  # a rule says so
-    hf_config = read_hf_config(Path(args.model))
+    hf_config = read_hf_config(description_of(args.model))
     setup = memory.planned_setup(args, hf_config)
     stages = memory.estimate(hf_config, setup)
     print(f"{args.model}\n{_describe(setup)}\n\nGB (1e9 bytes) on one rank of each pipeline stage")

@@ -118,6 +118,7 @@ def start(processes: Processes, argv: list[str]) -> NoReturn:
     env = dict(os.environ)
     # torchrun would set 1 and warn; one process alone would take all cores.
     env.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes.nproc_per_node)))
+    env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # what the hub has is here now; ranks only look it up
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, torchrun_command(processes, argv), env)

@@ -16,11 +16,13 @@ from swiftlite import log, rules
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.data_file import split_sample
 from swiftlite.cli import failure, launch
+from swiftlite.cli.fetch import fetch, hold_commits
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import COMMANDS, Command, find
 from swiftlite.errors import UserError, is_of_storage, reason_of
 from swiftlite.heads import Heads
+from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.run import make_plan, make_schedule, render
 from swiftlite.redact import redact_text
@@ -102,6 +104,7 @@ def _run(argv: list[str]) -> int:
     world_size = processes.world_size if command.is_parallel else 1
     rank = processes.rank or 0
     log.setup(rank)
+    hold_commits(args)
     # One rank speaks for all; another one might find files that rank 0, past its check, has written already.
     if rank == 0:
         notes += rules.check(args, world_size)
@@ -110,6 +113,8 @@ def _run(argv: list[str]) -> int:
             return 0
         _log(notes, command, processes)
         return _show(_dry_run(args, world_size))
+    if rank == 0:
+        fetch(args)
     if processes.must_start and command.is_parallel:
         launch.start(processes, argv)
     if rank == 0:
@@ -138,7 +143,7 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
 
 
 def _dry_run(args: SftArgs, world_size: int) -> str:
-    heads = Heads.from_config(read_hf_config(Path(args.model)))
+    heads = Heads.from_config(read_hf_config(description_of(args.model)))
     num_rows = None if args.packing else _count_rows(args.dataset)
     schedule = make_schedule(args, num_rows) if num_rows else None
     return render(args, make_plan(args, world_size, heads), heads, schedule)

@@ -16,7 +16,7 @@ import numpy as np
 from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.conversation import BadRow, Conversation, RowError
 from swiftlite.data.sample import Sample, digest, truncate
-from swiftlite.data.sources import find_file, read_file
+from swiftlite.data.sources import find_rows, read_rows
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from swiftlite.log import logger
@@ -244,9 +244,9 @@ class _Rows:
 
 def _read(specs: Sequence[str], report: DataReport, system: str | None, seed: int, needs_answer: bool = True) -> _Rows:
     rows = _Rows()
-    files = [(spec, find_file(spec)) for spec in specs]  # a misspelt last name shows before the first file is read
+    files = [(spec, find_rows(spec)) for spec in specs]  # a misspelt last name shows before the first file is read
     for spec, file in files:
-        read = read_file(file, system=system, needs_answer=needs_answer, seed=seed)
+        read = read_rows(file, system=system, needs_answer=needs_answer, seed=seed)
         rows.specs += [spec] * len(read.conversations)
         rows.conversations += read.conversations
         rows.bad_rows += read.bad_rows

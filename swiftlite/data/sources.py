@@ -1,4 +1,5 @@
-"""Data files to conversations: .jsonl, .json, .parquet, .csv, and `FILE#500` for a random sample of 500 rows.
+"""Data files to conversations: .jsonl, .json, .parquet, .csv, and `FILE#500` for a random sample of 500 rows. Datasets
+of the hub (`hub_rows.py`) come the same way.
 
 Every row knows its `file:line`. A bad row is returned beside the good ones, never dropped in silence; how many are
 allowed is decided in `dataset.py`. What a row may hold is in `conversation.py`.
@@ -18,7 +19,10 @@ import numpy as np
 
 from swiftlite.args.data_file import is_number_of_rows, split_sample
 from swiftlite.data.conversation import BadRow, Conversation, RowError, parse_row
+from swiftlite.data.hub_rows import HubRows
+from swiftlite.data.padding import padding_error
 from swiftlite.errors import UserError
+from swiftlite.hub.name import dataset_name
 from swiftlite.json_file import decode_json, parse_json, skip_space
 
 
@@ -28,6 +32,15 @@ class DataFile:
 
     path: Path
     sample: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What stands before the line of a row."""
+        return str(self.path)
+
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        """(line, row), as its reader gives them."""
+        return READERS[self.path.suffix.lower()](self.path)
 
 
 @dataclass
@@ -41,27 +54,33 @@ class FileRows:
     note: str = ""
 
 
-def find_file(spec: str) -> DataFile:
-    """Take `FILE` or `FILE#N` apart. Whether one can write it so, rules have looked at, on the first rank.
+def find_rows(spec: str) -> DataFile | HubRows:
+    """Take `FILE`, `FILE#N` or a name of the hub apart. Whether one can write it so, rules have looked at, on the first
+    rank.
 
     Raises:
         UserError: no such file.
     """
     name, sample = split_sample(spec)
     path = Path(name)
+    dataset = dataset_name(name)
+    if dataset is not None and (not sample or is_number_of_rows(sample)):
+        return HubRows(dataset, int(sample) if sample else None)
     if not path.is_file() or (sample and not is_number_of_rows(sample)):
         raise UserError(f"{spec} does not exist", "every node reads the files of its own disk")
     return DataFile(path, int(sample) if sample else None)
 
 
-def read_file(file: DataFile, *, system: str | None = None, needs_answer: bool = True, seed: int = 42) -> FileRows:
-    """Read, check and, for `FILE#N`, sample the rows of one file.
+def read_rows(
+    file: DataFile | HubRows, *, system: str | None = None, needs_answer: bool = True, seed: int = 42
+) -> FileRows:
+    """Read, check and, for `FILE#N`, sample the rows of one file or dataset.
 
     The sample is drawn from the good rows and keeps their order; it depends on the seed and the file alone, not on
     the other files of the run.
 
     Args:
-        file: from `find_file`.
+        file: from `find_rows`.
         system: system prompt for rows that bring none.
         needs_answer: whether each row must end with the assistant's turn.
         seed: of the sample.
@@ -69,19 +88,19 @@ def read_file(file: DataFile, *, system: str | None = None, needs_answer: bool =
         UserError: a file that is not what its suffix says, or holds no rows.
     """
     rows = FileRows()
-    for line, row in READERS[file.path.suffix.lower()](file.path):
+    for line, row in file.rows():
         rows.num_rows += 1
-        parsed = check_row(row, f"{file.path}:{line}", system=system, needs_answer=needs_answer)
+        parsed = check_row(row, f"{file.name}:{line}", system=system, needs_answer=needs_answer)
         if isinstance(parsed, BadRow):
             rows.bad_rows.append(parsed)
         else:
             rows.conversations.append(parsed)
     if not rows.num_rows:
-        raise UserError(f"{file.path} holds no rows")
+        raise UserError(f"{file.name} holds no rows")
     if file.sample is not None:
         num_good = len(rows.conversations)
         if file.sample > num_good:
-            rows.note = f"{file.path}#{file.sample}: the file has {num_good} good rows; all are taken"
+            rows.note = f"{file.name}#{file.sample}: it has {num_good} good rows; all are taken"
         # RandomState, because numpy promises its stream for good and Generator's only within a version.
         order = np.random.RandomState(seed).permutation(num_good)[: file.sample]
         rows.conversations = [rows.conversations[i] for i in np.sort(order)]
@@ -193,7 +212,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
             for batch in file.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, _padding_error(row) or row
+                    yield number, padding_error(row) or row
     # Damage shows as an error of pyarrow or of the disk, text that is not UTF-8 and dates before the year 1 as these.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         place = f"{path}: after row {number}" if number else f"{path}"
@@ -206,40 +225,6 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".parquet": _read_parquet,
     ".csv": _read_csv,
 }
-
-
-def _padding_error(row: dict[str, Any]) -> RowError | None:
-    """Parquet gives every struct of a column the same fields, so fields of other rows' tools come as nulls in this one.
-
-    Returns:
-        The error of a row that holds such nulls.
-    """
-    nested = [("tools", row.get("tools"))]
-    for number, message in enumerate(_list(row.get("messages"))):
-        for call in _list(_dict(message).get("tool_calls")):
-            function = _dict(_dict(call).get("function"))
-            nested.append((f"messages[{number}].tool_calls", function.get("arguments")))
-    for path, value in nested:
-        if value is not None and _holds_null(value):
-            problem = "has nulls: Parquet has padded it with fields of other rows"
-            return RowError(path, problem, "store it as JSON text (json.dumps) in a text column")
-    return None
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _holds_null(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_null, value.values()))
-    if isinstance(value, list):
-        return any(map(_holds_null, value))
-    return value is None
 
 
 def _decode(path: Path) -> str:

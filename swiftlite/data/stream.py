@@ -13,7 +13,7 @@ from swiftlite.data.conversation import BadRow
 from swiftlite.data.dataset import Encoder, special_token_note
 from swiftlite.data.packing import Numbered, RowStream
 from swiftlite.data.sample import Sample
-from swiftlite.data.sources import READERS, check_row, find_file
+from swiftlite.data.sources import check_row, find_rows
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 
@@ -46,7 +46,7 @@ class Stream(Iterator[list[Sample]]):
         system: str | None = None,
         state: dict[str, Any] | None = None,
     ):
-        self._paths = [find_file(name).path for name in files]
+        self._files = [find_rows(name) for name in files]
         self._encoder = encoder
         self._max_bad_rows = max_bad_rows
         self._system = system
@@ -86,9 +86,9 @@ class Stream(Iterator[list[Sample]]):
 
     def _one_pass(self) -> Iterator[tuple[object, str]]:
         """Rows of all files, and where they stand."""
-        for path in self._paths:
-            for line, row in READERS[path.suffix.lower()](path):
-                yield row, f"{path}:{line}"
+        for file in self._files:
+            for line, row in file.rows():
+                yield row, f"{file.name}:{line}"
 
     def _read(self) -> Iterator[Numbered]:
         """The samples of rows that were not read yet, epoch after epoch; rows are numbered through all epochs.

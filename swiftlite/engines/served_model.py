@@ -18,6 +18,7 @@ from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.errors import UserError
 from swiftlite.families import Family
 from swiftlite.heads import Heads
+from swiftlite.hub.model import local_model
 from swiftlite.log import logger
 
 
@@ -37,14 +38,17 @@ class ServedModel:
     heads: Heads
 
 
-def read_model(directory: str | Path) -> ServedModel:
-    """Look at a directory without reading a tensor.
+def read_model(name: str | Path) -> ServedModel:
+    """Look at a model without reading a tensor.
+
+    Args:
+        name: a directory, or what `local_model` makes one of.
 
     Raises:
         UserError: no Hugging Face model there (a training run has a message of its own), an unknown family, or a file
             that is damaged, which engines report by a traceback.
     """
-    directory = Path(directory)
+    directory = local_model(str(name))
     if not directory.is_dir():
         raise UserError(f"--model {directory} is not a directory", "give the directory of a Hugging Face model")
     is_checkpoint = (directory.parent / "args.json").is_file() and not (directory / "config.json").is_file()

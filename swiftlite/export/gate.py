@@ -7,6 +7,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.errors import UserError
 from swiftlite.evaluate.figures import rates
 from swiftlite.evaluate.rows import load_rows
+from swiftlite.hub.model import local_model
 from swiftlite.log import logger
 from swiftlite.plan.facts import model_of_run
 from swiftlite.runtime.mesh import Mesh
@@ -27,13 +28,13 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
             f"the heads agree with the trunk on {found:.1%} of the tokens, under --min_acceptance {args.min_acceptance}"
         )
     if args.max_regression is not None:
-        baseline = Path(args.baseline) if args.baseline else model_of_run(Path(args.model))
+        baseline = args.baseline or model_of_run(Path(args.model))
         if baseline is None:  # the option check found it; exporting took a while
             raise UserError(
                 "--max_regression compares with the model that the run began with, and that is not there any more",
                 "nothing was written; add --baseline DIR",
             )
-        before = _mean(args, baseline, torch_dtype, mesh)
+        before = _mean(args, local_model(baseline), torch_dtype, mesh)
         logger.info("acceptance on --val_dataset: %.1f %%, of %s %.1f %%", 100 * found, baseline, 100 * before)
         if before - found > args.max_regression:
             problems.append(

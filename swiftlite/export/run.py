@@ -16,12 +16,18 @@ from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import graft_heads, save_hf
 from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
+from swiftlite.export.card import model_card
 from swiftlite.export.gate import check_acceptance
+from swiftlite.export.origin import origin_of
 from swiftlite.heads import Heads
+from swiftlite.hub.model import identity_of, local_model, optional_model
+from swiftlite.hub.name import model_name
+from swiftlite.hub.push import push
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
 from swiftlite.plan.layout import layout_of
+from swiftlite.runtime.agreement import check_agreement
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
@@ -36,6 +42,10 @@ def run(args: ExportArgs) -> None:
             to_hf(args, mesh)
         else:
             to_mcore(args, mesh)
+        is_first_rank = dist.get_rank() == 0
+    name = model_name(f"{args.push_to_hub}@main")
+    if is_first_rank and args.push_to_hub and name:  # a rule says that it is a name
+        push(Path(args.output_dir), name.at(""), is_private=args.hub_private_repo)
 
 
 def to_hf(args: ExportArgs, mesh: Mesh) -> None:
@@ -47,12 +57,13 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)
+    origin = origin_of(checkpoint) if args.push_to_hub else None
     hf_model = read_hf_model(checkpoint.parent / "source")
     state = read_state(checkpoint)
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
     tensors = source_tensors(hf_model.directory)
     if args.mtp_graft_from:
-        tensors = with_heads_of(hf_model, tensors, args.mtp_graft_from)
+        tensors = with_heads_of(hf_model, tensors, local_model(args.mtp_graft_from))
     dtypes = dtypes_of(tensors)
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
@@ -71,6 +82,9 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
         if dist.get_rank() == 0:
             _audit(writing, hf_model, dtypes)
             check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
+            if args.push_to_hub and origin:
+                card = model_card(args.push_to_hub, checkpoint.parent, origin, heads)
+                (writing / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
 
@@ -81,6 +95,7 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
     Raises:
         UserError: the model cannot be read, or --output_dir cannot be written (nothing is left behind).
     """
+    check_agreement({"commit of --model": identity_of(args.model)})
     hf_model = read_hf_model(args.model)
     heads = _heads_of_result(args, hf_model.heads)
     declared = hf_model.config.get("dtype") or hf_model.config.get("torch_dtype")
@@ -94,11 +109,11 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
             dtype=getattr(torch, dtype),
             heads=heads,
             mtp_init="graft" if args.mtp_graft_from else "checkpoint",
-            graft_from=args.mtp_graft_from,
+            graft_from=optional_model(args.mtp_graft_from),
         )
         logger.info("%s", report.over_all_ranks())
         if dist.get_rank() == 0:
-            write_source(hf_model, writing, heads, args.mtp_graft_from)
+            write_source(hf_model, writing, heads, optional_model(args.mtp_graft_from))
         hint = "make room or mend it, and run the same command again"
         Checkpointer(writing, mesh, chunks, None, state, hint=hint).save(0)
     family = hf_model.family.name
@@ -110,7 +125,7 @@ def _heads_of_result(args: ExportArgs, own: Heads) -> Heads:
     if args.mtp == "strip":
         return Heads()
     if args.mtp_graft_from:
-        return Heads.from_config(read_config(Path(args.mtp_graft_from)))
+        return Heads.from_config(read_config(local_model(args.mtp_graft_from)))
     return own
 
 
@@ -121,7 +136,7 @@ def _open_checkpoint(
     chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads)
     load_checkpoint(checkpoint, mesh, chunks, with_heads=not args.mtp_graft_from)
     if args.mtp_graft_from:
-        graft_heads(chunks, args.mtp_graft_from, hf_model.family, hf_model.config)
+        graft_heads(chunks, local_model(args.mtp_graft_from), hf_model.family, hf_model.config)
     return chunks
 
 

@@ -11,6 +11,7 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import MtpInit, WeightsReport, load_hf
 from swiftlite.families.family import Family
 from swiftlite.heads import Heads
+from swiftlite.hub.model import local_model
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.mesh import Mesh
@@ -34,14 +35,18 @@ class HfModel:
         return Heads.from_config(self.config)
 
 
-def read_hf_model(directory: str | Path) -> HfModel:
+def read_hf_model(name: str | Path) -> HfModel:
     """Read config.json and find the family.
+
+    Args:
+        name: a directory, or what `local_model` makes one of.
 
     Raises:
         UserError: there is no config.json, or its model cannot be computed here.
     """
+    directory = local_model(str(name))
     config = read_config(directory)
-    return HfModel(Path(directory), config, families.get(config, directory))
+    return HfModel(directory, config, families.get(config, directory))
 
 
 def build_hf_model(

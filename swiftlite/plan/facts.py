@@ -8,6 +8,9 @@ from swiftlite.args.config import near
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
+from swiftlite.hub.commits import read_commits
+from swiftlite.hub.model import description_of
+from swiftlite.hub.name import model_name
 from swiftlite.json_file import read_json
 
 
@@ -70,12 +73,20 @@ def near_path(path: Path) -> str:
     return f"did you mean {path.parent / suggestion}?" if suggestion else ""
 
 
-def model_of_run(run: Path) -> Path | None:
-    """The Hugging Face model that a run, or the run of a checkpoint, began with, if it is still there."""
+def model_of_run(run: Path) -> str | None:
+    """The Hugging Face model that a run, or the run of a checkpoint, began with, if it is still there; a name of the
+    hub with the run's own commit.
+
+    Raises:
+        UserError: it is a name, and the hub or its cache does not have it.
+    """
     if run.name.startswith("checkpoint-"):
         run = run.parent
     try:
         model = read_json(run / "args.json")["model"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Path(model) if (Path(model) / "config.json").is_file() else None
+    name = model_name(model)
+    if name is not None:
+        model = str(name.at(read_commits(run).get(name.key, name.revision)))
+    return model if (description_of(model) / "config.json").is_file() else None

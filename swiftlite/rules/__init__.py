@@ -6,7 +6,6 @@ file per command, `sft_*.py` for the subjects of the largest; `common.py` for wh
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import (
@@ -23,7 +22,7 @@ from swiftlite.args.commands import (
 from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
-from swiftlite.plan.facts import Facts, config_directory, read_hf_config
+from swiftlite.plan.facts import Facts, read_hf_config
 from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, report, sft
 
 
@@ -43,10 +42,10 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     problems: list[Problem] = list(common.texts_can_be(args))
     if problems:  # no rule could look at them
         raise OptionError(problems)
-    model = vars(args).get("model")  # `report` has none
-    facts = Facts(world_size, read_hf_config(config_directory(Path(model))) if model else {})
-    if found := impossible_values(facts.hf_config):  # nor can a rule count with these
-        where = config_directory(Path(model)) / "config.json"
+    directory = common.directory_of_model(args)
+    facts = Facts(world_size, read_hf_config(directory) if directory else {})
+    if directory and (found := impossible_values(facts.hf_config)):  # nor can a rule count with these
+        where = directory / "config.json"
         raise OptionError([(f"{where}: {problem}", "copy it from the model's source again") for problem in found])
     for rule in _RULES[type(args)]:
         problems += rule(args, facts)

@@ -1,7 +1,6 @@
 """Rules that more than one command has."""
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,18 @@ from swiftlite.args.bounds import in_words, out_of_bounds
 from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.data_file import is_number_of_rows, split_sample
+from swiftlite.args.data_file import DATA_SUFFIXES, is_number_of_rows, split_sample
 from swiftlite.args.docs import options
+from swiftlite.data.hub_rows import commit_of_dataset
 from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
 from swiftlite.heads import DEPTH_KEY, Heads
-from swiftlite.plan.facts import Facts, is_run, near_path, read_hf_config, run_checkpoints
+from swiftlite.hub.model import description_of
+from swiftlite.hub.name import dataset_name, model_name
+from swiftlite.plan.facts import Facts, config_directory, is_run, near_path, read_hf_config, run_checkpoints
 from swiftlite.plan.heads import heads_of
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
 _PATHS += ("acceptance_json", "runs", "output")
 # Linux takes 255 and 4095. What is written beside a path has a longer name while it is written.
@@ -51,11 +52,27 @@ def _is_too_long(path: str) -> bool:
     return len(path.encode()) > _MAX_PATH or any(len(name.encode()) > _MAX_NAME for name in Path(path).parts)
 
 
+def directory_of_model(args: Any) -> Path | None:
+    """Where the config.json of --model lies, or would; None without --model. A run that `export --to_hf` reads is never a name of the hub.
+
+    Raises:
+        UserError: it is a name, and cannot be had.
+    """
+    given = vars(args).get("model")  # `report` has none
+    if not given:
+        return None
+    is_of_run = isinstance(args, ExportArgs) and not args.to_mcore
+    return config_directory(Path(given) if is_of_run else description_of(given))
+
+
 def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
     if not args.model:
-        yield "--model is required", "give the directory of a Hugging Face model: config.json, safetensors, tokenizer"
+        yield (
+            "--model is required",
+            "give a directory (config.json, safetensors, tokenizer), a name of the hub (ORG/NAME), or a GGUF file",
+        )
         return
-    path = Path(args.model)
+    path = description_of(args.model)
     if not path.exists():
         yield _absent_model(args.model)
     elif path.is_file():
@@ -72,20 +89,16 @@ def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
             f"{path / 'config.json'} is no JSON object with a model's settings",
             "copy config.json from the model's source again",
         )
-    elif not any(path.glob("*.safetensors")):
+    elif path == Path(args.model) and not any(path.glob("*.safetensors")):
         hint = "save it with transformers' save_pretrained, which writes safetensors" if any(path.glob("*.bin")) else ""
         yield f"--model {path} has no *.safetensors file", hint or "download the weights beside config.json"
 
 
 def _absent_model(model: str) -> Problem:
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
-        local = model.split("/")[1]
-        return (
-            f"--model {model} is no directory here",
-            f"download it, then give the directory: hf download {model} --local-dir {local}",
-        )
-    download = "give the directory of a Hugging Face model; to download one: hf download ORG/NAME --local-dir DIR"
-    return f"--model {model} does not exist", near_path(Path(model)) or download
+    hub = "give the directory of a Hugging Face model, or a name of the hub: ORG/NAME"
+    if model_name(f"{model}@main"):
+        hub = f"{Path(model).parent} is a directory here; if a name of the hub is meant: --model {model}@main"
+    return f"--model {model} does not exist", near_path(Path(model)) or hub
 
 
 def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
@@ -93,7 +106,7 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config:
         return  # another rule says so
     try:
-        get_family(facts.hf_config, args.model)
+        get_family(facts.hf_config, description_of(args.model))
     except UserError as error:
         yield error.problem, error.hint
 
@@ -102,16 +115,22 @@ def file_problems(flag: str, name: str) -> Iterator[Problem]:
     """What keeps one data file, FILE or FILE#N, from being read."""
     file, sample = split_sample(name)
     path = Path(file)
+    dataset = dataset_name(file)
     if file != name and not (is_number_of_rows(sample) and int(sample) > 0):
         yield f"{flag} {name}: after # comes the number of rows to take", f"for example {file}#500"
-    if path.is_dir():
+    if dataset is not None:
+        try:
+            commit_of_dataset(dataset)
+        except UserError as error:
+            yield f"{flag} {error.problem}", error.hint
+    elif path.is_dir():
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in DATA_SUFFIXES)
         hint = f"name the files: {' '.join(str(path / entry) for entry in inside[:3])}" if inside else ""
         yield f"{flag} {file} is a directory", hint or f"name files that end in {', '.join(DATA_SUFFIXES)}"
     elif not path.exists():
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", file) and not path.suffix and not path.parent.exists()
-        hint = f"download it first: hf download --repo-type dataset {file} --local-dir DIR" if hub else near_path(path)
-        yield f"{flag} {file} does not exist", hint
+        is_name = dataset_name(f"{file}@main") is not None
+        hub = f"if a dataset of the hub is meant: {flag} {file}@main" if is_name else ""
+        yield f"{flag} {file} does not exist", near_path(path) or hub
     elif path.suffix not in DATA_SUFFIXES:
         yield f"{flag} {file} ends in none of {', '.join(DATA_SUFFIXES)}", "rename it, or convert it to JSON lines"
     elif path.stat().st_size == 0:
@@ -134,11 +153,11 @@ def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
 
 def no_heads(model: str) -> str:
     """What the config.json of this model lacks, in words."""
-    return f"{Path(model) / 'config.json'} promises no MTP layer ({DEPTH_KEY})"
+    return f"{description_of(model) / 'config.json'} promises no MTP layer ({DEPTH_KEY})"
 
 
 def baseline_is_a_model(args: EvaluateArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
-    if args.baseline is not None and not (Path(args.baseline) / "config.json").is_file():
+    if args.baseline is not None and not (description_of(args.baseline) / "config.json").is_file():
         yield f"--baseline {args.baseline} has no config.json", "give the directory of a Hugging Face model"
 
 
@@ -146,7 +165,7 @@ def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Proble
     """--mtp_graft_from names a model of the same type that promises heads."""
     if args.mtp_graft_from is None:
         return
-    base = Path(args.mtp_graft_from)
+    base = description_of(args.mtp_graft_from)
     config = read_hf_config(base)
     if not base.is_dir():
         yield f"--mtp_graft_from {base} is not a directory", near_path(base)

@@ -9,6 +9,7 @@ from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
+from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.memory import planned_setup
@@ -16,7 +17,7 @@ from swiftlite.rules import common, engine
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
-    if args.model is not None and not Path(args.model).is_dir():
+    if args.model is not None and not description_of(args.model).is_dir():
         path = Path(args.model)
         near = "" if path.exists() else near_path(path)
         yield f"--model {path} is no directory", near or "give the directory of a Hugging Face model"
@@ -70,7 +71,7 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         return
     if args.model is None:
         yield "--plan needs a model", "add --model DIRECTORY, a Hugging Face model's; its config.json is enough"
-    elif Path(args.model).is_dir() and not facts.hf_config:
+    elif description_of(args.model).is_dir() and not facts.hf_config:
         yield (
             f"--model {args.model} has no config.json that is a JSON object with a model's settings",
             "give a Hugging Face model's",

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import Problem
+from swiftlite.hub.name import model_name
+from swiftlite.hub.push import has_token, is_offline
 from swiftlite.plan.facts import Facts, is_run, model_of_run, near_path, run_checkpoints
 from swiftlite.rules import common
 
@@ -84,10 +86,26 @@ def acceptance_can_be_measured(args: ExportArgs, facts: Facts) -> Iterator[Probl
         )
 
 
+def push_can_be_tried(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.push_to_hub is None:
+        return
+    flag = f"--push_to_hub {args.push_to_hub}"
+    is_bare = "@" not in args.push_to_hub and model_name(f"{args.push_to_hub}@main") is not None
+    if not is_bare:
+        yield f"{flag} is no name of a repository", "for example --push_to_hub ORG/NAME"
+    elif not args.to_hf:
+        yield f"{flag} without --to_hf", "add --to_hf: the hub takes Hugging Face models"
+    elif not has_token():
+        yield f"{flag} needs a token that may write", "hf auth login, or set HF_TOKEN"
+    elif is_offline():
+        yield f"{flag}, but HF_HUB_OFFLINE forbids to ask the hub", "unset HF_HUB_OFFLINE"
+
+
 def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[str]:
     unmeasured = (args.min_acceptance is None and args.max_regression is None, "no acceptance is asked for")
     not_compared = (args.max_regression is None, "--max_regression is not given")
-    idle = {"val_dataset": unmeasured, "force": unmeasured, "baseline": not_compared}
+    not_pushed = (args.push_to_hub is None, "--push_to_hub is not given")
+    idle = {"val_dataset": unmeasured, "force": unmeasured, "baseline": not_compared, "hub_private_repo": not_pushed}
     yield from common.without_effect(args, idle)
 
 
@@ -107,5 +125,6 @@ RULES = (
     acceptance_can_be_measured,
     common.graft_has_heads,
     graft_is_not_stripped,
+    push_can_be_tried,
 )
 NOTES = (export_settings_without_effect,)

@@ -7,12 +7,13 @@ from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
+from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine
 
 
 def speculation_has_heads(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
-    config = Path(args.model) / "config.json"
+    config = description_of(args.model) / "config.json"
     if args.speculative == "mtp" and config.is_file() and facts.hf_config and not facts.heads.layers:
         yield f"--speculative mtp, but {common.no_heads(args.model)}", f"leave it out, or {common.TRAIN_HEADS}"
 
@@ -61,7 +62,7 @@ def length_is_the_models(args: GenerationCommand, facts: Facts) -> Iterator[str]
     if longest and args.max_model_len and args.max_model_len > longest:
         yield (
             f"--max_model_len {args.max_model_len} is beyond what the model was made for: max_position_embeddings "
-            f"{longest} in {Path(args.model) / 'config.json'}"
+            f"{longest} in {description_of(args.model) / 'config.json'}"
         )
 
 

@@ -1,11 +1,11 @@
 """Rules of `megatron sft` on MTP heads: whether there are any, and where their weights come from."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.heads import Heads
+from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, read_hf_config
 from swiftlite.plan.heads import LR_OF_HEADS, heads_of, mtp_init_of, why_no_fit
 
@@ -78,7 +78,7 @@ def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         )
     elif args.mtp_graft_from is not None and facts.hf_config:
         wanted = heads_of(args, facts.heads).layers
-        present = Heads.from_config(read_hf_config(Path(args.mtp_graft_from))).layers
+        present = Heads.from_config(read_hf_config(description_of(args.mtp_graft_from))).layers
         if wanted and present and wanted != present:
             yield (
                 f"--mtp_graft_from {args.mtp_graft_from} has MTP depth {present}, this run {wanted}",

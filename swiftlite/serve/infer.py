@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import GenerationCommand, InferArgs
+from swiftlite.args.data_file import split_sample
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import load_prompts
-from swiftlite.data.sources import find_file
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.durable import write_durably
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, start_engine
@@ -292,7 +292,7 @@ def _check_result_path(args: InferArgs) -> None:
         raise UserError(f"--result_path {path} is a directory", f"name a file: --result_path {path / 'answers.jsonl'}")
     if not path.parent.is_dir():
         raise UserError(f"--result_path {path}: the directory {path.parent} does not exist", "make it, or name another")
-    if path.resolve() in {find_file(name).path.resolve() for name in args.val_dataset}:
+    if path.resolve() in {Path(split_sample(name)[0]).resolve() for name in args.val_dataset}:
         raise UserError(f"--result_path {path} is a file of --val_dataset", "name another for the answers")
     if not args.val_dataset:
         _check_chat_path(path)

@@ -13,6 +13,7 @@ from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
+from swiftlite.hub.model import optional_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, open_model
 from swiftlite.plan.layout import group_of
@@ -71,7 +72,7 @@ def make_learner(
         dtype=dtype,
         heads=plan.heads,
         mtp_init=plan.mtp_init,
-        graft_from=args.mtp_graft_from,
+        graft_from=optional_model(args.mtp_graft_from),
         seed=args.seed,
         freeze_trunk=trainable.freezes_trunk,
         recompute=group_of(args, RecomputeArgs),

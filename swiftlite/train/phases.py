@@ -19,6 +19,9 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.dataset import Data
 from swiftlite.errors import UserError, reason_of
+from swiftlite.hub.commits import check_commits, write_commits
+from swiftlite.hub.model import identity_of, local_model, optional_model
+from swiftlite.hub.name import hub_names
 from swiftlite.log import logger
 from swiftlite.model.open import HfModel
 from swiftlite.plan.facts import run_checkpoints
@@ -94,7 +97,7 @@ def open_session(args: SftArgs) -> AbstractContextManager[Mesh]:
     """The processes of the run, connected and laid out."""
     return session(
         layout_of(args),
-        tied_embeddings=bool(read_config(args.model).get("tie_word_embeddings")),
+        tied_embeddings=bool(read_config(local_model(args.model)).get("tie_word_embeddings")),
         seed=args.seed,
         timeout_minutes=args.distributed_timeout_minutes,
     )
@@ -134,7 +137,8 @@ def check_ranks_agree(args: SftArgs, data: Data, checkpoint: Path | None) -> Non
             **options,
             **versions,
             "rows of the dataset": data.digest[:16],
-            "tensors of --model": digest(describe(Path(args.model))),
+            "tensors of --model": digest(describe(local_model(args.model))),
+            "commit of --model": identity_of(args.model),
             "checkpoint": checkpoint.name if checkpoint else "none",
         }
     )
@@ -151,9 +155,11 @@ def restore(run: Run) -> dict[str, Any]:
     """
     if run.checkpoint is None:
         if run.is_first_rank:
-            write_source(run.hf_model, run.output_dir, run.plan.heads, run.args.mtp_graft_from)
+            write_source(run.hf_model, run.output_dir, run.plan.heads, optional_model(run.args.mtp_graft_from))
             write_config(run.args, run.output_dir / "args.json")
+            write_commits(run.output_dir, hub_names(run.args))
         return {"step": 0}
+    check_commits(run.output_dir)
     state = read_state(run.checkpoint)
     if state["step"] > run.schedule.steps:
         raise UserError(
@@ -180,7 +186,7 @@ def check_run_files(run: Run) -> None:
         read_config(source)
     except UserError as error:
         logger.warning("%s; written again from --model", error.problem)
-        write_source(run.hf_model, run.output_dir, run.plan.heads, run.args.mtp_graft_from)
+        write_source(run.hf_model, run.output_dir, run.plan.heads, optional_model(run.args.mtp_graft_from))
     acceptance = run.output_dir / ACCEPTANCE_FILE
     if acceptance.exists():
         try:
@@ -250,6 +256,6 @@ def write_page(run: Run) -> None:
 
 def hand_out_weights(run: Run, after_step: AfterStep) -> Callable[[int], None]:
     """What a trainer calls after each step, so that `after_step` gets the weights, in the precision of an export."""
-    dtypes = dtypes_of(describe_tensors(run.hf_model, run.args.mtp_graft_from))
+    dtypes = dtypes_of(describe_tensors(run.hf_model, optional_model(run.args.mtp_graft_from)))
     weights = LiveWeights(run.learner.wrapped, run.hf_model, dtypes)
     return lambda step: after_step(step, weights)

@@ -5,14 +5,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from swiftlite.data.sources import find_file, read_file
+from swiftlite.data.sources import find_rows, read_rows
 from swiftlite.errors import UserError
 
 ROWS = [{"query": f"q{i}", "response": f"a{i}"} for i in range(4)]
 
 
 def read(spec, **options):
-    return read_file(find_file(str(spec)), **options)
+    return read_rows(find_rows(str(spec)), **options)
 
 
 def write(path: Path, data: str | bytes) -> Path:
@@ -131,13 +131,13 @@ def test_sample_is_drawn_from_good_rows_and_says_when_there_are_too_few(tmp_path
     assert (len(rows.conversations), rows.note) == (4, "")
     rows = read(f"{path}#9")
     assert len(rows.conversations) == 4
-    assert rows.note == f"{path}#9: the file has 4 good rows; all are taken"
+    assert rows.note == f"{path}#9: it has 4 good rows; all are taken"
 
 
 def test_a_number_sign_may_be_part_of_a_name(tmp_path):
     path = write(tmp_path / "c#1.jsonl", JSON_LINES)
-    assert find_file(str(path)).sample is None
-    assert find_file(f"{path}#2").sample == 2
+    assert find_rows(str(path)).sample is None
+    assert find_rows(f"{path}#2").sample == 2
 
 
 def test_bad_rows_are_named_and_the_others_read(tmp_path):
@@ -205,7 +205,7 @@ def test_misnamed_file(tmp_path, monkeypatch, spec):
     write(tmp_path / "train.jsonl", JSON_LINES)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="does not exist\n    every node reads the files of its own disk"):
-        find_file(spec)
+        find_rows(spec)
 
 
 def table(path: Path, columns: dict) -> Path:

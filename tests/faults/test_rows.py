@@ -12,7 +12,7 @@ from hypothesis import example, given
 
 from swiftlite.data.conversation import FIELDS, ORDER, SHAREGPT_ROLES
 from swiftlite.data.dataset import Encoder
-from swiftlite.data.sources import FileRows, find_file, read_file
+from swiftlite.data.sources import FileRows, find_rows, read_rows
 from swiftlite.data.template import ChatTemplate
 from tests.data.templates import CHATML, QWEN3, train_bytes
 from tests.faults.fuzzing import answer, damaged, fuzz, junk, texts
@@ -57,7 +57,7 @@ def encoder(request) -> Encoder:
 
 def check(path: Path, encoder: Encoder) -> None:
     """Every row of the file has gone somewhere, and what went to training can train."""
-    read = answer(read_file, find_file(str(path)), names=str(path))
+    read = answer(read_rows, find_rows(str(path)), names=str(path))
     if read is None:
         return
     assert isinstance(read, FileRows)

@@ -12,15 +12,12 @@ from tests.rules.good import SFT, change_config, problems_of
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),
     [
-        ({"model": ""}, "--model is required", "config.json, safetensors, tokenizer"),
+        ({"model": ""}, "--model is required", "a directory (config.json, safetensors, tokenizer), a name of the hub"),
         ({"model": "plian"}, "--model plian does not exist", "did you mean plain?"),
-        ({"model": "nope"}, "--model nope does not exist", "hf download ORG/NAME --local-dir DIR"),
+        ({"model": "nope"}, "--model nope does not exist", "a name of the hub: ORG/NAME"),
         ({"model": "no/such/dir"}, "--model no/such/dir does not exist", "the directory no/such does not exist either"),
-        (
-            {"model": "Qwen/Qwen3-0.6B"},
-            "--model Qwen/Qwen3-0.6B is no directory here",
-            "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B",
-        ),
+        ({"model": "run/sourse"}, "--model run/sourse does not exist", "did you mean run/source?"),
+        ({"model": "plain/x"}, "--model plain/x does not exist", "if a name of the hub is meant: --model plain/x@main"),
         ({"model": "plain/config.json"}, "--model plain/config.json is a file", "--model plain"),
         (
             {"model": "run"},

@@ -26,7 +26,6 @@ def test_good_options_pass_without_a_note(here, args):
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),
     [
-        ({"model": "Qwen/Qwen3-0.6B"}, "is no directory here", "hf download"),
         ({"model": "run"}, "holds megatron-core checkpoints", "export --to_hf"),
         ({"model": "plain"}, "--speculative mtp, but plain/config.json promises no MTP layer", "megatron sft"),
         ({"val_dataset": ["vall.jsonl"]}, "--val_dataset vall.jsonl does not exist", "did you mean val.jsonl?"),

@@ -31,9 +31,9 @@ MOCK = {
         ({"dataset": ["plain"]}, "--dataset plain is a directory", "config.json"),
         ({"dataset": ["plain/model.safetensors"]}, "ends in none of .jsonl, .json, .parquet, .csv", "JSON lines"),
         (
-            {"dataset": ["AI-ModelScope/alpaca"]},
-            "does not exist",
-            "hf download --repo-type dataset AI-ModelScope/alpaca",
+            {"dataset": ["run/alpaca"]},
+            "--dataset run/alpaca does not exist",
+            "if a dataset of the hub is meant: --dataset run/alpaca@main",
         ),
         ({"val_dataset": ["vla.jsonl"]}, "--val_dataset vla.jsonl does not exist", "did you mean val.jsonl?"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import InferArgs
-from swiftlite.data.sources import find_file, read_file
+from swiftlite.data.sources import find_rows, read_rows
 from swiftlite.engines.engine import Completion
 from swiftlite.errors import UserError
 from swiftlite.serve.infer import Answers, run, summary
@@ -64,7 +64,7 @@ def test_answers_to_stdout_are_rows_that_can_be_trained_on(model, dataset, tmp_p
 
     again = tmp_path / "again.jsonl"
     again.write_text("\n".join(lines))
-    assert len(read_file(find_file(str(again))).conversations) == 3
+    assert len(read_rows(find_rows(str(again))).conversations) == 3
 
 
 def test_comparison_acceptance_and_summary(model, dataset, tmp_path, said, capsys):

@@ -1,0 +1,39 @@
+"""Before a command starts: what its options name on the hub is brought here, once for all processes of this machine."""
+
+from pathlib import Path
+from typing import Any
+
+from swiftlite.args.commands import DoctorArgs, SftArgs
+from swiftlite.data.hub_rows import fetch_rows
+from swiftlite.hub import commits
+from swiftlite.hub.model import local_model
+from swiftlite.hub.name import dataset_names, models_in
+from swiftlite.log import logger
+
+
+def hold_commits(args: Any) -> None:
+    """A run that goes on keeps the commits that it began with, whatever its names stand for by now.
+
+    Raises:
+        UserError: what it noted of them is damaged.
+    """
+    if not isinstance(args, SftArgs) or not args.resume:
+        return
+    begun_with = commits.read_commits(Path(args.output_dir))
+    commits.keep(begun_with)
+    for key, commit in begun_with.items():
+        logger.info("--resume: %s stays at commit %s", key, commit)
+
+
+def fetch(args: Any) -> None:
+    """Bring weights and rows here; what is here already is not asked for. Rules have accepted the options.
+
+    Raises:
+        UserError: it cannot be had.
+    """
+    if isinstance(args, DoctorArgs):  # a plan needs no weights
+        return
+    for name in models_in(args):
+        local_model(name)
+    for name in dataset_names(args):
+        fetch_rows(name)

@@ -1,0 +1,53 @@
+"""What a run was made from, by its own args.json and commits.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftlite.args.data_file import split_sample
+from swiftlite.errors import UserError
+from swiftlite.hub.commits import read_commits
+from swiftlite.hub.name import HubName, dataset_name, model_name
+from swiftlite.json_file import read_json
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A model and data, as names of the hub or as paths.
+
+    Attributes:
+        commits: by `HubName.key`.
+        steps: that the checkpoint has taken.
+    """
+
+    model: HubName | str
+    datasets: tuple[HubName | str, ...]
+    commits: Mapping[str, str]
+    steps: int
+    heads_only: bool
+
+
+def origin_of(checkpoint: Path) -> Origin:
+    """Read what the run of a checkpoint began with.
+
+    Raises:
+        UserError: its args.json cannot be read; what `export --to_mcore` wrote has none.
+    """
+    run = checkpoint.parent
+    try:
+        args: dict[str, Any] = read_json(run / "args.json")
+        model = str(args["model"])
+        given = [str(name) for name in args["dataset"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"--push_to_hub: {run / 'args.json'}, which says what the model was made from, is not there or damaged",
+            "export without it, and push by hand: hf upload ORG/NAME DIR",
+        ) from None
+    return Origin(
+        model=model_name(model) or model,
+        datasets=tuple(dataset_name(split_sample(name)[0]) or name for name in given),
+        commits=read_commits(run),
+        steps=int(checkpoint.name.removeprefix("checkpoint-")),
+        heads_only=args.get("mtp_mode") == "heads_only",
+    )

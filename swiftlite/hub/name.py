@@ -1,0 +1,91 @@
+"""What a user may write: `org/name`, `org/name@revision`; of a dataset also `org/name:subset/split@revision`."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from swiftlite.args.data_file import DATA_SUFFIXES, split_sample
+
+_MODEL_OPTIONS = ("model", "mtp_graft_from", "baseline")
+_DATASET_OPTIONS = ("dataset", "val_dataset")
+
+_REPOSITORY = r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
+_REVISION = r"(?:@(?P<revision>[\w][\w./-]*))?"
+_SUBSET = r"(?::(?P<subset>[\w.-]*)(?:/(?P<split>[\w.-]+))?)?"
+_MODEL = re.compile(_REPOSITORY + _REVISION)
+_DATASET = re.compile(_REPOSITORY + _SUBSET + _REVISION)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository of the hub, as a user named it.
+
+    Attributes:
+        repository: `org/name`.
+        revision: branch, tag or commit; empty: main.
+        subset: of a dataset; empty: the one that it has by default.
+        split: of a dataset.
+    """
+
+    kind: Literal["model", "dataset"]
+    repository: str
+    revision: str = ""
+    subset: str = ""
+    split: str = "train"
+
+    def __str__(self) -> str:
+        subset = self.subset if self.split == "train" else f"{self.subset}/{self.split}"
+        return self.repository + (f":{subset}" if subset else "") + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def key(self) -> str:
+        """Repository and revision alone, under which its commit is kept."""
+        return f"{self.kind}s/{self.repository}@{self.revision or 'main'}"
+
+    def at(self, commit: str) -> Self:
+        """The same, at a commit."""
+        return replace(self, revision=commit)
+
+
+def model_name(text: str) -> HubName | None:
+    """The model of the hub that this names; None where it is a path."""
+    found = _MODEL.fullmatch(text)
+    if found is None or text.endswith(".gguf") or _is_path(text):
+        return None
+    return HubName("model", found["repository"], found["revision"] or "")
+
+
+def dataset_name(text: str) -> HubName | None:
+    """The dataset of the hub that this names, without its #N; None where it is a file."""
+    found = _DATASET.fullmatch(text)
+    if found is None or text.endswith(DATA_SUFFIXES) or _is_path(text):
+        return None
+    return HubName(
+        "dataset", found["repository"], found["revision"] or "", found["subset"] or "", found["split"] or "train"
+    )
+
+
+def models_in(args: Any) -> list[str]:
+    """What a command's options say of models: paths and names."""
+    values = vars(args)
+    return [values[option] for option in _MODEL_OPTIONS if values.get(option)]
+
+
+def dataset_names(args: Any) -> list[HubName]:
+    """The datasets of the hub that a command's options name."""
+    given = [text for option in _DATASET_OPTIONS for text in vars(args).get(option, ())]
+    names = [dataset_name(split_sample(text)[0]) for text in given]
+    return [name for name in names if name is not None]
+
+
+def hub_names(args: Any) -> list[HubName]:
+    """All models and datasets of the hub that a command's options name."""
+    models = [model_name(text) for text in models_in(args)]
+    return [name for name in models if name is not None] + dataset_names(args)
+
+
+def _is_path(text: str) -> bool:
+    """What exists is a path. So is what would lie in a directory that is here: a slip in a path asks no network."""
+    is_bare = not {"@", ":"} & set(text)
+    return Path(text).exists() or (is_bare and Path(text).parent.exists())

@@ -1,0 +1,142 @@
+"""The real `datasets` against a hub on this machine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.hub.asking import answers
+from tests.hub.server import TOKEN, running_hub
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: data/train.jsonl}
+  - {split: test_sft, path: data/test.jsonl}
+- config_name: small
+  data_files: [{split: train, path: small/*.jsonl}]
+---
+"""
+
+
+def lines(*rows: dict) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.fixture
+def hub():
+    """org/rows with two subsets, one of two splits; org/script with a Python file of the same name."""
+    with running_hub() as hub:
+        hub.add(
+            "org/rows",
+            {
+                "README.md": CARD.encode(),
+                "data/train.jsonl": lines(*({"query": f"q{number}", "response": "a"} for number in range(20))),
+                "data/test.jsonl": lines({"query": "q", "response": "a"}, {"query": "q", "response": None}),
+                "small/0.jsonl": lines({"instruction": "small", "input": "", "output": "s"}),
+            },
+            kind="datasets",
+        )
+        mixed = {"a.jsonl": lines({"query": "q"}), "b.jsonl": lines({"text": "t"})}
+        hub.add("org/mixed", mixed, kind="datasets")
+        hub.add("org/script", {"script.py": b"raise SystemExit('it ran')"}, kind="datasets")
+        yield hub
+
+
+def read(spec: str) -> tuple[str, str]:
+    return (f"{__name__}:shown", spec)
+
+
+def shown(spec: str) -> str:
+    """What `read_rows` makes of a name, as JSON."""
+    from swiftlite.data.sources import find_rows, read_rows
+
+    rows = read_rows(find_rows(spec))
+    found = [[chat.source, chat.messages[0]["content"]] for chat in rows.conversations]
+    return json.dumps({"rows": rows.num_rows, "found": found, "bad": [bad.source for bad in rows.bad_rows]})
+
+
+def test_subsets_splits_and_samples(hub, tmp_path):
+    specs = ("org/rows", "org/rows:small", "org/rows:/test_sft", "org/rows#5", "org/rows:default/train@main#3")
+    found = answers(hub, tmp_path / "home", *map(read, specs))
+    assert [answer for answer in found if answer.startswith("UserError")] == []
+    train, small, test, sample, spelt_out = map(json.loads, found)
+    assert train["rows"] == 20
+    assert train["found"][:2] == [["org/rows:1", "q0"], ["org/rows:2", "q1"]]
+    assert small["found"] == [["org/rows:small:1", "small"]]
+    assert test == {"rows": 2, "found": [["org/rows:/test_sft:1", "q"]], "bad": ["org/rows:/test_sft:2"]}
+    assert len(sample["found"]) == 5
+    assert all(row in train["found"] for row in sample["found"])
+    assert [source.rpartition(":")[0] for source, _ in spelt_out["found"]] == ["org/rows:default@main"] * 3
+
+
+def test_what_is_here_is_read_without_network_and_at_its_commit(hub, tmp_path):
+    """Where `datasets` alone would take whatever it had last."""
+    home = tmp_path / "home"
+    (first,) = answers(hub, home, read("org/rows"))
+    repository = hub.repositories["datasets/org/rows"]
+    commit = repository.resolve("main")
+    newer = lines({"query": "new", "response": "a"})
+    repository.commit(repository.commits[commit] | {"data/train.jsonl": newer})
+    pinned = json.dumps({"datasets/org/rows@main": commit})
+    hub.asked.clear()
+    offline, of_a_rank = answers(hub, home, read("org/rows"), read(f"org/rows@{commit}"), HF_HUB_OFFLINE="1")
+    assert offline == first
+    assert json.loads(of_a_rank)["rows"] == 20
+    (resumed,) = answers(hub, home, read("org/rows"), SWIFTLITE_COMMITS=pinned)
+    assert resumed == first
+    assert hub.asked == []
+    (now,) = answers(hub, home, read("org/rows"))
+    assert json.loads(now)["found"] == [["org/rows:1", "new"]]
+    (old,) = answers(hub, home, read(f"org/rows@{commit}"), HF_HUB_OFFLINE="1")
+    assert json.loads(old)["rows"] == 20
+
+
+def test_what_cannot_be_had_says_what_to_type(hub, tmp_path):
+    hub.add("org/gated", {"README.md": b"", "a.jsonl": b"{}"}, kind="datasets").gated = True
+    specs = ("org/nope", "org/rows@v9", "org/rows:large", "org/rows:/test", "org/script", "org/gated", "org/mixed")
+    missing, revision, subset, split, script, gated, mixed = answers(hub, tmp_path / "home", *map(read, specs))
+    assert f"{hub.url} has no dataset org/nope, or it is private" in missing
+    assert "org/rows has no revision v9" in revision
+    assert "org/rows:large cannot be read: BuilderConfig 'large' not found. Available: ['default', 'small']" in subset
+    assert "org/rows:/test cannot be read: Unknown split \"test\". Should be one of ['train', 'test_sft']." in split
+    assert "ORG/NAME:/SPLIT the split alone" in split
+    assert "org/script cannot be read: Dataset scripts are no longer supported" in script
+    assert "it ran" not in script
+    assert "org/gated is gated" in gated
+    assert f"ask for access at {hub.url}/datasets/org/gated" in gated
+    assert "org/mixed cannot be read: Couldn't cast" in mixed
+
+
+def test_no_network_and_nothing_in_the_cache(tmp_path):
+    (offline,) = answers(None, tmp_path / "home", read("org/rows"), HF_HUB_OFFLINE="1")
+    assert "org/rows is not in the cache as a whole" in offline
+    assert "hf download --repo-type dataset org/rows" in offline
+
+
+def test_a_private_dataset_and_a_missing_package(hub, tmp_path):
+    hub.repositories["datasets/org/rows"].private = True
+    (private,) = answers(hub, tmp_path / "home", read("org/rows"), HF_TOKEN=TOKEN)
+    assert json.loads(private)["rows"] == 20
+    (missing,) = answers(hub, tmp_path / "home", (f"{__name__}:shown_without_datasets", "org/rows"))
+    problem, hint = missing.splitlines()
+    assert problem == "UserError: org/rows is a dataset of the hub, which the package datasets reads"
+    assert hint == "    pip install datasets"
+
+
+def shown_without_datasets(spec: str) -> str:
+    import sys
+
+    sys.modules["datasets"] = None  # pyright: ignore[reportArgumentType]
+    return shown(spec)
+
+
+def test_a_damaged_note_is_written_again(hub, tmp_path):
+    home = tmp_path / "home"
+    (first,) = answers(hub, home, read("org/rows"))
+    (note,) = (home / "datasets").glob("swiftlite-*.json")
+    note.write_text("{")
+    (again,) = answers(hub, home, read("org/rows"))
+    assert again == first
+    assert [Path(file).suffix for file in json.loads(note.read_text())] == [".arrow"]

