@@ -415,7 +415,7 @@ def _unequal(hf_key: str, copy_key: str, head: int | None) -> UserError:
     return UserError(
         f"{copy_key} differs from {hf_key}: MTP head {head} was trained with a tensor of its own, and megatron-core's "
         "MTP layers share the trunk's",
-        "use --mtp_num_layers 0 to drop the heads, or --mtp_init copy_last_layer to train others",
+        "use --mtp_num_layers 0 to drop the heads, or --mtp_init fit_last_layer to train others",
     )
 
 
@@ -456,7 +456,7 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_co
     hf_dir = checkpoint.hf_dir
     promised = Heads.from_config(hf_config).layers
     on_disk = mtp_keys(checkpoint.entries, family, hf_config)
-    start_anew = "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random"
+    start_anew = "add --mtp_init fit_last_layer to start from its last layer, or --mtp_init random"
     if not on_disk:
         promise = f" (its config.json promises {promised} MTP layers)" if promised else ""
         raise UserError(f"--mtp_num_layers {depth}, but {hf_dir} has no MTP weights{promise}", start_anew)

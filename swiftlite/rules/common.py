@@ -53,7 +53,9 @@ def _is_too_long(path: str) -> bool:
 
 
 def directory_of_model(args: Any) -> Path | None:
-    """Where the config.json of --model lies, or would; None without --model. A run that `export --to_hf` reads is never a name of the hub.
+    """Where the config.json of --model lies, or would; None without --model.
+
+    A run that `export --to_hf` reads is never a name of the hub.
 
     Raises:
         UserError: it is a name, and cannot be had.

@@ -325,7 +325,7 @@ def test_mtp_asked_for_but_not_there(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3")
     message = refusal(build(source, mesh, depth=1), source)
     assert f"--mtp_num_layers 1, but {source} has no MTP weights" in message
-    assert "add --mtp_init copy_last_layer to start from its last block, or --mtp_init random" in message
+    assert "add --mtp_init fit_last_layer to start from its last layer, or --mtp_init random" in message
 
 
 def test_mtp_promised_but_not_there(tmp_path, mesh):

@@ -147,7 +147,7 @@ def test_every_broken_rule_is_told_at_once(swiftlite, model):
         "      use 12, 18 or 24\n"
         "  --mtp_num_layers 2, but the checkpoint has MTP depth 1\n"
         "      leave --mtp_num_layers out to train its 1, "
-        "or make all 2 anew with --mtp_init copy_last_layer or random\n"
+        "or make all 2 anew with --mtp_init fit_last_layer or random\n"
     )
 
 
