@@ -59,13 +59,15 @@ def ask_all(
     """Ask for what is missing.
 
     Args:
+        config: names its max_model_len, from which follows whether a prompt leaves room for an answer.
         file: holds what `dialogues` holds; each answer is appended as it is finished.
         sampling: an answer is drawn with its place among all requests as its number.
 
     Returns:
         The new answers, in the order in which they were asked for. None if nothing was missing; no engine was started.
     """
-    rounds = _rounds(dialogues, template, config.max_model_len or 0)
+    assert config.max_model_len is not None
+    rounds = _rounds(dialogues, template, config.max_model_len)
     first = next(rounds, None)
     if first is None:
         return None

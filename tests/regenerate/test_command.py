@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,19 @@ def test_the_same_command_again_starts_no_engine(model, dataset, tmp_path, said,
     assert json.loads(files(tmp_path / "out")["report.json"])["rows"]["gold_fraction"] == 0.5
 
 
+def test_progress(model, dataset, said, capsys):
+    """Of five answers two are asked for when three have been given; all are in one bar."""
+    run(args(model, dataset))
+    shown = re.findall(
+        r"answers: +(\d+)%\|[^|]*\| (\d)/(\d) \[[^]]*<[^]]*answer/s, (\d+) tokens/s\]", capsys.readouterr().err
+    )
+    assert shown
+    assert shown[-1][:3] == ("100", "5", "5")
+    assert {total for _, _, total, _ in shown} == {"5"}
+    assert all(int(rate) > 0 for *_, rate in shown)
+    assert "5 answers, 40 tokens, " in said()
+
+
 @pytest.mark.parametrize("kept_lines", [0, 1, 4, 7, 9])
 def test_it_goes_on_with_what_is_there(model, dataset, tmp_path, kept_lines):
     """Also in the middle of the second turns, and behind half a line."""
@@ -181,6 +195,11 @@ def test_heads_may_draft(model, dataset, tmp_path, said):
     run(dataclasses.replace(args(model, dataset, speculative="mtp"), output_dir=str(tmp_path / "drafted")))
     assert files(tmp_path / "drafted")["dataset.jsonl"] == plain
     assert "drafted " in said()
+
+
+def test_more_tokens_than_heads_says_what_happens(model, dataset, said):
+    run(args(model, dataset, speculative="mtp", num_speculative_tokens=3))
+    assert "drafting 3 tokens with heads that were trained for 1" in said()
 
 
 def test_answers_that_are_cut_can_be_left_out(model, dataset, tmp_path, said):

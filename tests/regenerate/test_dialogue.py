@@ -77,6 +77,7 @@ def test_the_same_prompts_are_asked_once():
         chat([SYSTEM, *ASKED]),
         chat(ASKED, tools=tools),
         chat(ASKED[:2]),
+        chat([{"content": "q1", "role": "user"}]),  # as the one before it
     ]
     assert list(distinct(dict(enumerate(chats)))) == [0, 3, 4, 5]
 
