@@ -31,9 +31,9 @@ def test_help_fits_the_terminal(monkeypatch):
 
 def test_defaults_are_as_they_would_be_typed():
     known = options(COMMANDS[0].args_class)
-    texts = {name: default_text(known[name]) for name in ("lr", "adam_eps", "clip_grad", "resume", "seed", "mtp_mode")}
+    texts = {name: default_text(known[name]) for name in ("adam_beta1", "adam_eps", "clip_grad", "resume", "seed", "mtp_mode")}
     assert texts == {
-        "lr": "1e-5",
+        "adam_beta1": "0.9",
         "adam_eps": "1e-8",
         "clip_grad": "1",
         "resume": "false",
