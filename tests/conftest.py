@@ -99,3 +99,13 @@ def synced(monkeypatch) -> list[Path]:
 
     monkeypatch.setattr(os, "fsync", record)
     return paths
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """A real one; tests that use it are skipped where there is none."""
+    from tests.browser import Browser
+
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

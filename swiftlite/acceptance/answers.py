@@ -1,7 +1,7 @@
 """Who wrote each token of a held-out answer: the trunk, or a head whose draft it accepted; for readers of a report."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -75,4 +75,5 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    return tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return cast(str, text)  # a list it is for a batch

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup, escape
 from matplotlib import figure as mpl_figure
@@ -29,7 +30,7 @@ SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116")
 VARIABLES = {INK: "--ink", GRID: "--line"} | {color: f"--series-{n + 1}" for n, color in enumerate(SERIES)}
 DASHES = ("-", "--", ":", "-.", "-", "--")
 HATCHES = ("", "////", "---", "", "xxx", "...")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a channel may be named $x$
     "font.size": 11,

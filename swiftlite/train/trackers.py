@@ -63,7 +63,7 @@ class Wandb:
     """Weights & Biases."""
 
     def __init__(self, run: TrackedRun):
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         self.id = run.known_ids.get("wandb") or secrets.token_hex(4)
         self.run = wandb.init(
@@ -92,7 +92,7 @@ class SwanLab:
     """SwanLab; it has no summary, so what a run came to is its last point."""
 
     def __init__(self, run: TrackedRun):
-        import swanlab
+        import swanlab  # pyright: ignore[reportMissingImports]
 
         self.id = run.known_ids.get("swanlab") or secrets.token_hex(8)
         self.run = swanlab.init(
@@ -103,8 +103,8 @@ class SwanLab:
             log_dir=os.environ.get("SWANLAB_LOG_DIR", str(run.output_dir / "swanlab")),
             config=dict(run.config),
             settings=swanlab.Settings(
-                probe={"runtime": False, "git": False},  # pyright: ignore[reportArgumentType]: pydantic makes the object
-                terminal={"proxy_type": "none"},  # pyright: ignore[reportArgumentType]
+                probe={"runtime": False, "git": False},
+                terminal={"proxy_type": "none"},
             ),
         )
         self.step = 0
@@ -124,7 +124,7 @@ class MLflow:
     """MLflow."""
 
     def __init__(self, run: TrackedRun):
-        import mlflow
+        import mlflow  # pyright: ignore[reportMissingImports]
 
         known = run.known_ids.get("mlflow")
         if known is None:

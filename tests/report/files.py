@@ -41,9 +41,10 @@ def write_run(run: Path, *, text: str = "What is it?", steps: int = 6, **options
     )
     write_metrics(run, steps)
     path = run / "acceptance.json"
-    for when, counts in (("before", NOTHING), ("after", COUNTS)):
-        measured = MeasuredPrompts(2, counts)
-        add_run_acceptance(path, when, [0.5, 0.4, 0.3], measured, {text: measured, "tale": measured})
+    nothing = MeasuredPrompts(2, NOTHING)
+    measured = MeasuredPrompts(2, COUNTS)
+    add_run_acceptance(path, "before", [0.5, 0.4, 0.3], nothing, {text: nothing, "tale": nothing})
+    add_run_acceptance(path, "after", [0.5, 0.4, 0.3], measured, {text: measured, "tale": measured})
     add_engine_acceptance(path, "vllm", 2, COUNTS)
     written = tokens(("It", 0), (" is", 1), (text, 2), (" so", 3), ("!", 0, text), ("\n", 0, " "), (" end", 1))
     answer = {"prompt": text, "channel": text, "tokens": written}

@@ -63,7 +63,7 @@ BLOCK = 32768
 
 def wandb_records(path: Path) -> list:
     """What is in a .wandb file: LevelDB's log format behind 7 bytes, a protobuf message in each record."""
-    from wandb.proto import wandb_internal_pb2
+    from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
 
     content = path.read_bytes()
     assert content.startswith(b":W&B")

@@ -1,0 +1,56 @@
+"""bench.html: what it says, and in a browser."""
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from swiftlite.bench.page import bench_page
+from swiftlite.bench.report import to_json
+from swiftlite.report.page import Page, render
+from tests.bench.test_report import ARGS, SERVERS
+from tests.browser import CHROMIUM, HOW_TO_GET_IT
+from tests.report.look import VIEWS, listen, look
+
+SURROUNDINGS = {
+    "options": {"model": "a model", "concurrency": [1, 8], "system": None},
+    "versions": {"torch": "2"},
+    "machine": {"cpus": 2, "gpus": []},
+    "prompts": 1,
+}
+
+
+@pytest.fixture
+def page() -> Page:
+    return bench_page(SURROUNDINGS | to_json(ARGS, SERVERS, is_complete=True))
+
+
+def test_what_was_chosen_comes_first(page):
+    assert [(tile.name, tile.value) for tile in page.tiles] == [
+        ("1 at once", "draft 1"),
+        ("8 at once", "draft nothing"),
+    ]
+    assert page.tiles[0].note == "2.00x the tokens/s of drafting nothing"
+    assert [command.split("--speculative ")[1].split()[0] for command in page.sections[0].commands] == ["mtp", "none"]
+
+
+def test_each_server_has_a_line_in_each_figure_and_rows_in_the_table(page):
+    names = ["drafting nothing", "drafting 1", "drafting 2", "drafting nothing, again at the end"]
+    figures = page.sections[1].figures
+    assert [list(figure.series) for figure in figures] == [names] * 3
+    assert figures[0].table.rows == [
+        ["1", "99.9", "199.6", "124.8", "99.9"],
+        ["8", "199.6", "166.4", "99.9", "199.6"],
+    ]
+    rows = page.sections[1].tables[0].rows
+    assert [row[:2] for row in rows] == [[name, number] for name in names for number in "18"]
+    assert rows[2][-2:] == ["2.00", "1 of 1"]
+    assert rows[4][-1] == "0 of 1"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=HOW_TO_GET_IT)
+def test_the_page_in_a_browser(browser, page, tmp_path, tmp_path_factory):
+    path = tmp_path / "bench.html"
+    path.write_bytes(render(page))
+    for name, view in VIEWS.items():
+        look(browser, path, view, 3, tmp_path_factory.getbasetemp() / f"screenshots/bench-{name}.png")
+    listen(browser)
