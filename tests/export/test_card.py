@@ -19,8 +19,8 @@ ORIGIN = Origin(MODEL, (DATA, "/home/someone/private/rows.jsonl#50"), {MODEL.key
 
 def test_the_card_says_what_it_was_made_from(tmp_path):
     text = model_card("me/new", tmp_path, ORIGIN, Heads(layers=1, unroll=3))
-    data = ModelCard(text).data
-    assert (data.base_model, data.datasets, data.library_name) == ("org/base", ["org/rows"], "transformers")
+    data = ModelCard(text).data.to_dict()
+    assert (data["base_model"], data["datasets"], data["library_name"]) == ("org/base", ["org/rows"], "transformers")
     assert f"- Base model: [org/base@v1](https://huggingface.co/org/base) at commit `{COMMIT}`" in text
     assert "- Data: [org/rows:small](https://huggingface.co/datasets/org/rows), `rows.jsonl`" in text
     assert "someone" not in text
@@ -49,7 +49,7 @@ def test_a_model_without_heads_promises_no_drafts(tmp_path):
     text = model_card("me/new", tmp_path, Origin("base", (), {}, steps=1, heads_only=False), Heads())
     assert "speculative" not in text
     assert "- Data: random tokens" in text
-    assert ModelCard(text).data.tags == ["swiftlite"]
+    assert ModelCard(text).data.to_dict()["tags"] == ["swiftlite"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model": "m"}', '{"model": "m", "dataset": 1}', None])

@@ -74,20 +74,3 @@ def test_a_push_that_fails_says_how_to_go_on(hub, tiny, tmp_path):
     assert f"{tiny} is written, but not pushed: this token may not write to other/new" in foreign
     assert f"then: hf upload other/new {tiny}" in foreign
     assert "hf_" not in unknown + foreign
-
-
-@pytest.mark.parametrize(
-    ("words", "variables", "says"),
-    [
-        (("me/new",), {}, "--push_to_hub me/new needs a token that may write"),
-        (("me/new",), {"HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1"}, "but HF_HUB_OFFLINE forbids to ask the hub"),
-        (("new",), {"HF_TOKEN": TOKEN}, "--push_to_hub new is no name of a repository"),
-        (("me/new@main",), {"HF_TOKEN": TOKEN}, "--push_to_hub me/new@main is no name of a repository"),
-    ],
-)
-def test_what_can_be_known_before_is_said_before(hub, here, words, variables, says):
-    done = start(hub, here, *EXPORT, *words, **variables)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert hub.asked == []
-    assert not (here / "hf").exists()

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
-from tests.hub.asking import start
+from swiftlite.plan.facts import model_of_run
+from tests.hub.asking import answers, start
 from tests.hub.conftest import ROWS, SFT
 from tests.hub.server import files_of
 
@@ -38,6 +40,18 @@ def test_a_resumed_run_keeps_its_commits(hub, tiny, run, tmp_path):
         assert f"--resume: {key} stays at commit {commit}" in done.stderr
     assert hub.asked == []
     assert json.loads((tmp_path / "run" / "commits.json").read_text()) == began_with
+
+
+def began(run: str) -> str | None:
+    return model_of_run(Path(run))
+
+
+def test_the_model_that_a_run_began_with_is_the_one_of_its_commit(hub, run, tmp_path):
+    began_with = json.loads((run / "run" / "commits.json").read_text())["models/org/tiny@main"]
+    shutil.copytree(run / "home", tmp_path / "home")
+    (name,) = answers(hub, tmp_path / "home", (f"{__name__}:began", str(run / "run")))
+    assert name == f"org/tiny@{began_with}"
+    assert hub.asked == []
 
 
 def test_a_resumed_run_takes_no_other_name(hub, run, tmp_path):
