@@ -58,7 +58,12 @@ PROMISES = {
     "A conversation of more than": [
         "tests/data/test_sandbox.py::test_a_conversation_of_more_than_ten_million_characters_is_a_bad_row"
     ],
-    "No command asks the network": ["tests/test_security.py::test_no_command_asks_the_network"],
+    "No command asks the network": [
+        "tests/test_security.py::test_no_command_asks_the_network",
+        "tests/hub/test_name.py::test_names_of_models",
+        "tests/hub/test_name.py::test_names_of_datasets",
+        "tests/hub/test_model.py::test_a_directory_stays_what_it_is",
+    ],
     "Ranks on one machine": ["tests/test_security.py::test_ranks_on_one_machine_listen_to_it_alone"],
     "The servers of": [
         "tests/serve/test_deploy.py::test_sglang_is_told_all_three_numbers",
@@ -75,7 +80,10 @@ PROMISES = {
     "A single key for vLLM's server": [
         "tests/serve/test_deploy.py::test_a_key_is_not_logged_and_not_in_the_process_list",
     ],
-    "Environment variables such as": ["tests/test_security.py::test_a_token_in_the_environment_stays_there"],
+    "Environment variables such as": [
+        "tests/test_security.py::test_a_token_in_the_environment_stays_there",
+        "tests/hub/test_push.py::test_an_export_is_pushed_with_its_card",
+    ],
     "Rows, prompts and answers": ["tests/test_security.py::test_rows_and_answers_are_not_logged"],
 }
 

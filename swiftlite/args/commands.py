@@ -28,7 +28,8 @@ class ConversionArgs:
     """Conversion"""
 
     model: str = ""
-    """--to_hf: a run's output_dir (newest checkpoint) or a checkpoint-N. --to_mcore: a Hugging Face model directory."""
+    """--to_hf: a run's output_dir (newest checkpoint) or a checkpoint-N. --to_mcore: a Hugging Face model, as for
+    megatron sft."""
     output_dir: str = ""
     """Directory to write; it must not exist or be empty."""
     to_hf: bool = False
@@ -38,19 +39,19 @@ class ConversionArgs:
     mtp: Literal["keep", "strip"] = "keep"
     """keep: the export has exactly the heads that were trained. strip: no heads, and a config that promises none."""
     mtp_graft_from: str | None = None
-    """Directory of a Hugging Face model whose MTP heads the result gets instead, as in megatron sft."""
+    """A Hugging Face model whose MTP heads the result gets instead, as in megatron sft."""
     torch_dtype: Literal["bfloat16", "float32"] | None = None
     """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
     max_shard_size_gb: PositiveFloat = 5.0
     """Largest safetensors file, in GB (1e9 bytes)."""
     val_dataset: list[str] = field(default_factory=list)
-    """Files of rows for the next two options."""
+    """Files or datasets of the hub with rows for the next two options."""
     min_acceptance: Fraction | None = None
     """Refuse an export whose heads agree with its trunk on a smaller share of those rows (mean over depths, 0 to 1)."""
     max_regression: Fraction | None = None
     """Refuse an export whose share is lower than that of --baseline by more than this (0 to 1)."""
     baseline: str | None = None
-    """Directory of the Hugging Face model for --max_regression. Unset: the one that the run began with."""
+    """The Hugging Face model for --max_regression. Unset: the one that the run began with."""
     force: bool = False
     """Write the export although the two options refuse it; say so."""
     push_to_hub: str | None = None
@@ -134,7 +135,7 @@ class ExaminationArgs:
     """Examination"""
 
     model: str | None = None
-    """Directory of a Hugging Face model to audit: shards, index, MTP depth, config. With --plan config.json is
+    """A Hugging Face model, as for megatron sft, to audit: shards, index, MTP depth, config. With --plan config.json is
     enough."""
     engine: str | None = None
     """Also run this engine's own configuration and weight loaders on --model, without starting it: what stays random,

@@ -22,7 +22,8 @@ class ModelArgs:
     """Model"""
 
     model: str = ""
-    """Directory of a Hugging Face model: config.json, safetensors, tokenizer."""
+    """A Hugging Face model: a directory (config.json, safetensors, tokenizer), a name of the hub (ORG/NAME or
+    ORG/NAME@REVISION), or a GGUF file."""
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the parameters in the forward pass. With bfloat16, optimizer state and main weights are float32."""
     trust_remote_code: bool = False
@@ -41,8 +42,8 @@ class MtpArgs:
     projection that is fitted to some training rows (fit_last_layer), or the model that --mtp_graft_from names. Unset:
     the checkpoint; with heads_only where it has no heads, fit_last_layer."""
     mtp_graft_from: str | None = None
-    """With --mtp_init graft: directory of a Hugging Face model whose MTP heads are taken over, such as the one that the
-    trunk was fine-tuned from. Same family and shapes."""
+    """With --mtp_init graft: a Hugging Face model, as for --model, whose MTP heads are taken over, such as the one that
+    the trunk was fine-tuned from. Same family and shapes."""
     mtp_mode: MtpMode = "joint"
     """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
     mtp_loss_scaling_factor: bounds.PositiveFloat = 0.1
@@ -62,9 +63,10 @@ class DataArgs:
     """Data"""
 
     dataset: list[str] = field(default_factory=list)
-    """Files (.jsonl, .json, .parquet, .csv); FILE#500 takes a random sample of 500 rows. Several files are mixed."""
+    """Files (.jsonl, .json, .parquet, .csv) or datasets of the hub (ORG/NAME:SUBSET/SPLIT@REVISION; ORG/NAME is the
+    split train of main). #500 behind one takes a random sample of 500 rows. Several are mixed."""
     val_dataset: list[str] = field(default_factory=list)
-    """Held-out files. Unset: split from --dataset by --split_dataset_ratio."""
+    """Held-out files or datasets of the hub. Unset: split from --dataset by --split_dataset_ratio."""
     split_dataset_ratio: bounds.ProperFraction = 0.05
     """Part of --dataset held out for evaluation when --val_dataset is not given; 0 holds out nothing."""
     max_length: bounds.Length = 2048
@@ -307,9 +309,10 @@ class EvaluationArgs:
     """Evaluation"""
 
     dataset: list[str] = field(default_factory=list)
-    """Files of rows with answers (as for sft) that the model was not trained on; their channels are told apart."""
+    """Files or datasets of the hub (as for sft) with answers that the model was not trained on; their channels are told
+    apart."""
     baseline: str | None = None
-    """Directory of a Hugging Face model to compare with, such as the one before training."""
+    """A Hugging Face model, as for --model, to compare with, such as the one before training."""
     output_dir: str = ""
     """Directory for evaluation.json, evaluation.svg and evaluation.html; it may exist."""
     infer_backend: str = "none"
@@ -331,7 +334,7 @@ class BenchmarkArgs:
     """Benchmark"""
 
     val_dataset: list[str] = field(default_factory=list)
-    """Files with prompts (rows as for sft; the last assistant turn is left out)."""
+    """Files or datasets of the hub with prompts (rows as for sft; the last assistant turn is left out)."""
     output_dir: str = ""
     """Directory for bench.json, bench.svg, bench.html and the servers' logs; it may exist."""
     infer_backend: str = "vllm"
@@ -380,7 +383,8 @@ class AnswerArgs:
     """Prompts and answers"""
 
     val_dataset: list[str] = field(default_factory=list)
-    """Files with prompts (rows as for sft; the last assistant turn is left out). Unset: chat on stdin."""
+    """Files or datasets of the hub with prompts (rows as for sft; the last assistant turn is left out). Unset: chat on
+    stdin."""
     result_path: str | None = None
     """JSON-lines file for the answers, each as it is finished; the same command goes on. Unset: stdout."""
     compare: bool = False
@@ -394,7 +398,8 @@ class RegenerationArgs:
     """Rows and their new answers"""
 
     dataset: list[str] = field(default_factory=list)
-    """Files of rows (as for sft) whose assistant's turns the model answers anew; FILE#500 takes a random sample."""
+    """Files or datasets of the hub (as for sft) whose assistant's turns the model answers anew; FILE#500 takes a random
+    sample."""
     output_dir: str = ""
     """Directory for dataset.jsonl, report.json and the answers so far; the same command goes on with those."""
     num_answers: bounds.PositiveInt = 1

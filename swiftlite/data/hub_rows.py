@@ -47,7 +47,7 @@ class HubRows:
 
         number = 0
         for file in files:
-            for row in Dataset.from_file(file):
+            for row in Dataset.from_file(str(file)):
                 number += 1
                 row = cast(dict[str, Any], row)
                 yield number, padding_error(row) or row
@@ -64,7 +64,7 @@ def commit_of_dataset(name: HubName) -> str:
     return snapshot(replace(name, subset="", split="train"), _CARD).name
 
 
-def fetch_rows(name: HubName) -> list[str]:
+def fetch_rows(name: HubName) -> list[Path]:
     """The Arrow files of the split, in order; fetched if they are not here.
 
     Raises:
@@ -73,20 +73,21 @@ def fetch_rows(name: HubName) -> list[str]:
     commit = commit_of_dataset(name)
     from datasets import config
 
+    cache = Path(config.HF_DATASETS_CACHE)
     digest = hashlib.sha256(str(name.at(commit)).encode()).hexdigest()[:16]
-    listed = Path(config.HF_DATASETS_CACHE) / f"swiftlite-{digest}.json"
+    note = cache / f"swiftlite-{digest}.json"
     try:
-        files = read_json(listed)
-    except (OSError, ValueError):
+        files = [cache / file for file in read_json(note)]
+    except (OSError, ValueError, TypeError):
         files = []
-    if files and all(Path(file).is_file() for file in files):
-        return files
-    files = _load(name, commit)
-    write_durably(listed, json.dumps(files).encode())
+    if not files or not all(file.is_file() for file in files):
+        files = _load(name, commit)
+        listed = [str(file.relative_to(cache)) for file in files]  # so that a cache may be moved
+        write_durably(note, json.dumps(listed).encode())
     return files
 
 
-def _load(name: HubName, commit: str) -> list[str]:
+def _load(name: HubName, commit: str) -> list[Path]:
     """Let `datasets` fetch a split and write its Arrow files."""
     from datasets import Dataset, DownloadConfig, load_dataset_builder
     from datasets.exceptions import DatasetsError
@@ -104,4 +105,4 @@ def _load(name: HubName, commit: str) -> list[str]:
             reason = clip(" ".join(str(error.__cause__ or error).split()), 400)
             hint = "ORG/NAME:SUBSET/SPLIT names both, ORG/NAME:/SPLIT the split alone"
             raise UserError(f"{name} cannot be read: {reason}", hint) from None
-    return [file["filename"] for file in cast(list[dict[str, str]], dataset.cache_files)]
+    return [Path(file["filename"]) for file in cast(list[dict[str, str]], dataset.cache_files)]

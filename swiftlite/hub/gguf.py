@@ -6,11 +6,13 @@ A directory is found by the content of the file and the release of transformers 
 import hashlib
 import importlib.util
 import shutil
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, cast
+
+from filelock import FileLock
 
 from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError, reason_of
@@ -63,26 +65,35 @@ def _digest(file: Path, size: int, modified: int) -> str:
 
 
 def _make(file: Path, directory: Path, write: Callable[[Path, Path], None]) -> Path:
-    """Let `write` fill a directory beside its place, then give it its name."""
+    """Let `write` fill a directory beside its place, then give it its name; other processes wait and take the same."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{file} cannot be read without {' and '.join(missing)}", f"pip install {' '.join(missing)}")
+    writing = directory.with_name(f".{directory.name}.writing")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory.parent) as place:
-            writing = Path(place) / directory.name
-            writing.mkdir()
-            write(file, writing)
-            flush_to_disk(writing)
-            if not directory.is_dir():  # another process may have been as far
-                writing.rename(directory)
-                sync(directory.parent)
+        with FileLock(writing.with_suffix(".lock")):
+            if not directory.is_dir():
+                _write_whole(file, directory, writing, write)
     except OSError as error:  # of writing; what reading raises is a UserError already
         raise UserError(
             f"{file} cannot be de-quantised into {directory.parent}: {reason_of(error)}",
             "make room, or export HF_HOME=DIR on another disk",
         ) from None
     return directory
+
+
+def _write_whole(file: Path, directory: Path, writing: Path, write: Callable[[Path, Path], None]) -> None:
+    """Fill `writing`, and rename it to `directory` once it is whole."""
+    shutil.rmtree(writing, ignore_errors=True)  # of a process that was killed
+    try:
+        writing.mkdir()
+        write(file, writing)
+        flush_to_disk(writing)
+        writing.rename(directory)
+        sync(directory.parent)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
 
 
 def _write_description(file: Path, directory: Path) -> None:
@@ -105,11 +116,12 @@ def _write_model(file: Path, directory: Path) -> None:
 
     shutil.copytree(gguf_description(file), directory, dirs_exist_ok=True)
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
+        read = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except Exception as error:
         raise _unreadable(file, error) from None
+    loaded, report = cast(tuple[Any, dict[str, Any]], read)
     if missing := sorted(report["missing_keys"]):  # transformers has drawn them at random
         raise UserError(f"{file} lacks {len(missing)} tensors, such as {missing[0]}", "copy it from its source again")
     # transformers does not save a model that it has read from GGUF; it does save another one with the same parameters.

@@ -66,6 +66,12 @@ def dataset_name(text: str) -> HubName | None:
     )
 
 
+def served_name(text: str) -> str | None:
+    """What an engine's server calls a model of the hub; None where its directory is the name, as engines have it."""
+    name = model_name(text)
+    return name and name.repository
+
+
 def models_in(args: Any) -> list[str]:
     """What a command's options say of models: paths and names."""
     values = vars(args)

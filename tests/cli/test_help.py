@@ -31,7 +31,10 @@ def test_help_fits_the_terminal(monkeypatch):
 
 def test_defaults_are_as_they_would_be_typed():
     known = options(COMMANDS[0].args_class)
-    texts = {name: default_text(known[name]) for name in ("adam_beta1", "adam_eps", "clip_grad", "resume", "seed", "mtp_mode")}
+    texts = {
+        name: default_text(known[name])
+        for name in ("adam_beta1", "adam_eps", "clip_grad", "resume", "seed", "mtp_mode")
+    }
     assert texts == {
         "adam_beta1": "0.9",
         "adam_eps": "1e-8",

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.hub.server import Hub, environment
 
@@ -21,7 +22,7 @@ for function, *arguments in json.loads(sys.stdin.read()):
 """
 
 
-def answers(hub: Hub | None, home: Path, *calls: tuple[str, ...], **changes: str) -> list[str]:
+def answers(hub: Hub | None, home: Path, *calls: tuple[Any, ...], **changes: str) -> list[str]:
     """What each call (module:function, arguments...) returned, as text, or "UserError: ..."."""
     done = subprocess.run(
         [sys.executable, "-c", CALLS],
@@ -42,3 +43,15 @@ def local_model(name: str) -> tuple[str, str]:
 
 def description_of(name: str) -> tuple[str, str]:
     return ("swiftlite.hub.model:description_of", name)
+
+
+def start(hub: Hub | None, directory: Path, *argv: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """swiftlite as a user types it, in this directory; its cache is `home` in there."""
+    return subprocess.run(
+        [sys.executable, "-m", "swiftlite", *argv],
+        env=environment(hub, directory / "home", **changes),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )

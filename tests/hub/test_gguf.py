@@ -75,11 +75,24 @@ def test_a_real_file_computes_what_transformers_makes_of_it():
 
     assert description_of(str(FILE)) == local_model(str(FILE)) == directory
     assert identity_of(str(FILE)) == directory.name
-    assert sorted(path.name for path in directory.parent.iterdir()) == [directory.name, "descriptions"]
+    kept = [path.name for path in directory.parent.iterdir() if path.is_dir()]
+    assert sorted(kept) == [directory.name, "descriptions"]
 
 
 def of_file() -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(FILE.parent), "gguf_file": FILE.name}
+
+
+def test_what_a_killed_process_left_is_swept_away(tmp_path, home):
+    file = str(write_gguf(tmp_path / "a.gguf", "llama"))
+    directory = description_of(file)
+    writing = directory.with_name(f".{directory.name}.writing")
+    directory.rename(writing)
+    (writing / "half a file").write_text("")
+    again = description_of(file)
+    assert again == directory
+    assert not (again / "half a file").exists()
+    assert not writing.exists()
 
 
 def test_the_description_of_a_file_needs_no_tensor(tmp_path, home):
@@ -135,6 +148,7 @@ def test_damaged_files_leave_nothing_behind(tmp_path, home):
     with pytest.raises(UserError, match=r"whole.gguf lacks \d+ tensors, such as "):
         local_model(str(whole))  # it has no tensors
     left = [path for path in (home / "swiftlite" / "gguf").rglob("*") if path.is_file()]
+    left = [path for path in left if path.suffix != ".lock"]
     assert all("whole" in str(path) and "descriptions" in path.parts for path in left)
 
 

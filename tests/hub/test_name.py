@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from swiftlite.hub.name import HubName, dataset_name, hub_names, model_name
+from swiftlite.hub.name import HubName, dataset_name, hub_names, model_name, served_name
 from tests.rules.good import SFT
 
 
@@ -56,6 +56,11 @@ def test_names_of_datasets(text, name):
     assert dataset_name(text) == name
     if name is not None:
         assert str(name) == text
+
+
+def test_a_server_calls_a_model_of_the_hub_by_its_name():
+    assert served_name("org/name@v1") == "org/name"
+    assert served_name("runs/hf") is None
 
 
 def test_all_names_of_a_command():

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from swiftlite import rules
 from swiftlite.args.commands import ExportArgs
@@ -106,3 +107,32 @@ def test_export_to_mcore_wants_a_hugging_face_model(here):
 def test_export_reads_the_run_s_model_for_tensor_parallel(here):
     ((problem, _),) = problems_of(dataclasses.replace(EXPORT, tensor_model_parallel_size=3), world_size=3)
     assert problem == "--tensor_model_parallel_size 3 does not divide the model's num_key_value_heads, 2"
+
+
+@pytest.mark.parametrize(
+    ("change", "token", "problem", "hint"),
+    [
+        ({"push_to_hub": "me/new"}, "", "--push_to_hub me/new needs a token that may write", "hf auth login"),
+        ({"push_to_hub": "new"}, "hf_x", "--push_to_hub new is no name of a repository", "--push_to_hub ORG/NAME"),
+        ({"push_to_hub": "me/new@main"}, "hf_x", "--push_to_hub me/new@main is no name of a repository", "ORG/NAME"),
+        ({"push_to_hub": "me/new"}, "hf_x", "--push_to_hub me/new, but HF_HUB_OFFLINE forbids", "unset HF_HUB_OFFLINE"),
+        (
+            {"push_to_hub": "me/new", "model": "plain", "to_hf": False, "to_mcore": True},
+            "hf_x",
+            "--push_to_hub me/new without --to_hf",
+            "add --to_hf",
+        ),
+    ],
+)
+def test_what_a_push_needs_is_asked_before_the_export(here, monkeypatch, change, token, problem, hint):
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(here / "no token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", "OFFLINE" in problem)
+    ((found, next_step),) = problems_of(dataclasses.replace(EXPORT, **change))
+    assert problem in found
+    assert hint in next_step
+
+
+def test_a_private_repository_is_made_by_a_push_alone(here):
+    (note,) = rules.check(dataclasses.replace(EXPORT, hub_private_repo=False))
+    assert note == "--hub_private_repo false has no effect: --push_to_hub is not given"

@@ -8,6 +8,7 @@ from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.options import cpu_options, cpu_variables, speculative_options
+from swiftlite.hub.name import served_name
 
 
 def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> ServerCommand:
@@ -18,6 +19,7 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> Server
     """
     given: dict[str, Any] = {
         "model_path": str(model.directory.absolute()),
+        "served_model_name": served_name(args.model),
         "host": args.host,
         "port": args.port,
         "dtype": args.torch_dtype,

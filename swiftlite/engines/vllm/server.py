@@ -10,6 +10,7 @@ from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.vllm import options
 from swiftlite.engines.vllm.info import VLLM
+from swiftlite.hub.name import served_name
 from swiftlite.log import logger
 
 
@@ -28,6 +29,7 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> Server
     speculative = options.speculative_config(model, config)
     given: dict[str, Any] = {
         "model": str(model.directory.absolute()),
+        "served_model_name": served_name(args.model),
         "host": args.host,
         "port": args.port,
         "dtype": args.torch_dtype,
