@@ -223,7 +223,7 @@ def compute(job: Job) -> list[dict[str, float]]:
             moe=group_of(args, MoeArgs),
             freeze_trunk=args.mtp_mode == "heads_only",
             drafting=family.mtp.drafting,
-            mtp_loss=args.mtp_loss,
+            mtp_loss=plan.mtp_loss,
         )
         if args.mtp_mode == "heads_only":
             HEADS_ONLY.apply(model)

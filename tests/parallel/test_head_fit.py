@@ -68,8 +68,9 @@ def fit(job: Job) -> None:
         fit_heads(chunks, mesh, batches)
         for chunk in chunks:
             if chunk.mtp_process and mesh.dp_cp.rank() == 0:
-                for depth, layer in enumerate(chunk.mtp.layers):
-                    torch.save(layer.eh_proj.weight.detach(), f"{job.path}-{depth}-{mesh.tp.rank()}")
+                for depth in range(DEPTH):
+                    weight = chunk.get_parameter(f"mtp.layers.{depth}.eh_proj.weight")
+                    torch.save(weight.detach(), f"{job.path}-{depth}-{mesh.tp.rank()}")
 
 
 def read_projection(path: Path, depth: int) -> torch.Tensor:
