@@ -88,12 +88,12 @@ def content_of_run(out: Path) -> dict[str, object]:
     """Everything in a run that does not depend on the clock."""
     checkpoints = {path.name: digest_of_checkpoint(path) for path in sorted(out.glob("run/checkpoint-*"))}
     metrics = read_metrics(out / "run")
-    acceptance = json.loads((out / "run/acceptance.json").read_text())
+    measured = [json.loads((out / "run" / name).read_text()) for name in ("acceptance.json", "drafts.json")]
     # Whether the file of the lock can be deleted does not matter: the lock is the kernel's. Nor does the page: a run
     # that cannot write it says so and ends well, and its speeds are never the same.
     left_out = (".lock", "run_report.html")
     names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.name not in left_out)
-    return {"checkpoints": checkpoints, "metrics": metrics, "acceptance": acceptance, "names": names}
+    return {"checkpoints": checkpoints, "metrics": metrics, "measured": measured, "names": names}
 
 
 OF_ONE_SAVE = (".metadata", "SHA256SUMS")
