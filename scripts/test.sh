@@ -21,8 +21,8 @@ case $tier in
 esac
 
 case $tier in
-    all | engine) use_environment core vllm sglang dev ;;
-    *) use_environment core dev ;;
+    all | engine) use_environment core vllm sglang model dev ;;
+    *) use_environment core model dev ;;
 esac
 # Nothing here may go to the network: a test that tries to should fail at once. One thread per process: the models are
 # tiny, and many tests start several processes.
