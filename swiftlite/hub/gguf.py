@@ -53,7 +53,7 @@ def _directory(file: Path) -> Path:
 
     status = file.stat()
     digest = _digest(file.resolve(), status.st_size, status.st_mtime_ns)
-    name = f"{file.stem[:100]}-{digest[:16]}-transformers-{version('transformers')}"
+    name = f"{digest[:32]}-transformers-{version('transformers')}"
     return Path(constants.HF_HOME) / "swiftlite" / "gguf" / name
 
 
