@@ -54,12 +54,16 @@ def fit_heads(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) 
         chunks: the stages of the model on this rank. One stage has the last decoder layer and all heads.
         batches: this rank's micro-batches, equally many on every data-parallel rank.
     """
+    for chunk in chunks:
+        chunk.eval()  # routers count no load
     for depth in range(chunks[0].config.mtp_num_layers or 0):
         fits = [_Fit(chunk, depth, mesh) for chunk in chunks if chunk.mtp_process]
         with mesh.active():
             _run(chunks, mesh, batches, fits)
         for fit in fits:
             fit.finish()
+    for chunk in chunks:
+        chunk.train()
 
 
 def _run(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], fits: Sequence["_Fit"]) -> None:
