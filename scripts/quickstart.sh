@@ -2,7 +2,7 @@
 # From a fresh clone to a model that drafts its own tokens, on a machine without a GPU: install, give a pretrained model
 # an MTP head, export to Hugging Face format, serve with vLLM. Run it again whenever you like.
 #
-#   bash scripts/quickstart.sh          SmolLM2-135M-Instruct; about 10 minutes after the installation on 2 cores
+#   bash scripts/quickstart.sh          SmolLM2-135M-Instruct; 6 to 10 minutes after the installation on 2 cores
 #   bash scripts/quickstart.sh --tiny   a model of 5 million parameters made on the spot; about 3 minutes
 #
 #   MODEL            another model: a name of the Hugging Face hub (org/name), a directory, a GGUF file
