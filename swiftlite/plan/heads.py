@@ -14,8 +14,9 @@ from swiftlite.plan.layout import layout_of, mtp_is_with_last_layer
 
 LR = 1e-5
 """Peak learning rate where the trunk learns."""
-LR_OF_HEADS = 1e-3
-"""Peak learning rate where heads alone learn."""
+LR_OF_NEW_HEADS = 1e-3
+"""Peak learning rate where heads alone learn, and start anew; measured on SmolLM2-135M. Heads that somebody has trained
+already would be thrown back by it."""
 
 
 def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
@@ -57,19 +58,24 @@ def mtp_loss_of(args: SftArgs) -> MtpLoss:
     return "kl" if args.mtp_mode == "heads_only" else "ce"
 
 
-def lr_of(args: SftArgs) -> float:
+def new_heads_learn_alone(args: SftArgs, checkpoint: Heads) -> bool:
+    """Whether nothing learns but heads that nobody has trained yet."""
+    return args.mtp_mode == "heads_only" and mtp_init_of(args, checkpoint) not in ("checkpoint", "graft")
+
+
+def lr_of(args: SftArgs, checkpoint: Heads) -> float:
     """The peak learning rate."""
     if args.lr is not None:
         return args.lr
-    return LR_OF_HEADS if args.mtp_mode == "heads_only" else LR
+    return LR_OF_NEW_HEADS if new_heads_learn_alone(args, checkpoint) else LR
 
 
 def heads_defaults(args: SftArgs, checkpoint: Heads) -> dict[str, Any]:
     """What the run does where these options are unset, by name."""
-    unset = replace(args, mtp_num_layers=None, mtp_init=None, mtp_loss=None, lr=None)
+    unset = replace(args, mtp_num_layers=None, mtp_init=None, mtp_loss=None)
     return {
         "mtp_num_layers": heads_of(unset, checkpoint).layers,
         "mtp_init": mtp_init_of(unset, checkpoint),
         "mtp_loss": mtp_loss_of(unset),
-        "lr": lr_of(unset),
+        "lr": lr_of(replace(args, lr=None), checkpoint),
     }

@@ -71,8 +71,8 @@ def make_plan(args: SftArgs, world_size: int, checkpoint: Heads) -> Plan:
         heads=heads_of(args, checkpoint),
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
-        lr=lr_of(args),
-        min_lr=_min_lr(args),
+        lr=lr_of(args, checkpoint),
+        min_lr=_min_lr(args, lr_of(args, checkpoint)),
         save_steps=args.save_steps,
         eval_steps=args.eval_steps or args.save_steps,
     )
@@ -91,8 +91,7 @@ def packing_of(args: SftArgs) -> Packing:
     return "micro_batch" if args.padding_free else "none"
 
 
-def _min_lr(args: SftArgs) -> float:
-    lr = lr_of(args)
+def _min_lr(args: SftArgs, lr: float) -> float:
     if args.lr_decay_style == "constant":
         return lr
     return lr / 10 if args.min_lr is None else args.min_lr

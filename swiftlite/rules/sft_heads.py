@@ -7,7 +7,7 @@ from swiftlite.args.config import Problem
 from swiftlite.heads import Heads
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, read_hf_config
-from swiftlite.plan.heads import LR_OF_HEADS, heads_of, mtp_init_of, why_no_fit
+from swiftlite.plan.heads import LR_OF_NEW_HEADS, heads_of, mtp_init_of, new_heads_learn_alone, why_no_fit
 
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -64,8 +64,10 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
 
 
 def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:
-    if args.mtp_mode == "heads_only" and args.lr is not None and args.lr < LR_OF_HEADS / 30:
-        yield f"--lr {args.lr:g} is small for heads alone, which hardly move with it; left out, it is {LR_OF_HEADS:g}"
+    if args.lr is None or args.lr >= LR_OF_NEW_HEADS / 30:
+        return
+    if new_heads_learn_alone(args, facts.heads):
+        yield f"--lr {args.lr:g} is small for new heads, which hardly move with it; left out, it is {LR_OF_NEW_HEADS:g}"
 
 
 def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ of depth k is given at position s, x[s] what the last decoder layer is given the
 
     eh_proj = argmin  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * N * |W|^2
 
-Measured on SmolLM2-135M-Instruct and its own answers: before any step the head agrees with the trunk at 35 % of the
+Measured on SmolLM2-135M-Instruct and its own answers: before any step the head agrees with the trunk at 38 % of the
 held-out tokens; with `copy_last_layer` or `random` at less than 0.2 %.
 
 Shapes: S sequence, B batch, H hidden size, N tokens.
@@ -55,7 +55,7 @@ def fit_heads(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) 
         batches: this rank's micro-batches, equally many on every data-parallel rank.
     """
     for chunk in chunks:
-        chunk.eval()  # routers count no load
+        chunk.eval()  # so that nothing is recomputed
     for depth in range(chunks[0].config.mtp_num_layers or 0):
         fits = [_Fit(chunk, depth, mesh) for chunk in chunks if chunk.mtp_process]
         with mesh.active():

@@ -20,7 +20,7 @@ from swiftlite.plan.heads import heads_defaults, heads_of, lr_of, mtp_init_of, m
         (
             {"mtp_mode": "heads_only"},
             2,
-            {"mtp_num_layers": 2, "mtp_init": "checkpoint", "mtp_loss": "kl", "lr": 1e-3},
+            {"mtp_num_layers": 2, "mtp_init": "checkpoint", "mtp_loss": "kl", "lr": 1e-5},
         ),
     ],
 )
@@ -46,4 +46,9 @@ def test_fit_only_where_the_last_layer_and_rows_are_at_hand(options):
 def test_what_is_given_stays():
     args = SftArgs(mtp_mode="heads_only", mtp_num_layers=0, mtp_init="random", mtp_loss="ce", lr=1e-4)
     assert heads_of(args, Heads()).layers == 0
-    assert (mtp_init_of(args, Heads()), mtp_loss_of(args), lr_of(args)) == ("random", "ce", 1e-4)
+    assert (mtp_init_of(args, Heads()), mtp_loss_of(args), lr_of(args, Heads())) == ("random", "ce", 1e-4)
+
+
+@pytest.mark.parametrize(("mtp_init", "lr"), [("random", 1e-3), ("copy_last_layer", 1e-3), ("graft", 1e-5)])
+def test_trained_heads_are_not_thrown_back(mtp_init, lr):
+    assert lr_of(SftArgs(mtp_mode="heads_only", mtp_init=mtp_init), Heads(1)) == lr
