@@ -53,12 +53,12 @@ def make_learner(
     plan: Plan,
     schedule: Schedule,
     trainable: Trainable,
-    rows_to_fit: Sequence[Batch] = (),
+    rows_to_fit: Sequence[Batch] | None = None,
 ) -> Learner:
     """Open --model as the options say, and make everything that training it needs; collective.
 
     Args:
-        rows_to_fit: micro-batches that the projections of new heads are fitted to; none where the heads need no fit.
+        rows_to_fit: micro-batches that the projections of new heads are fitted to; None where the heads need no fit.
 
     Raises:
         UserError: the directory cannot be read, does not match the model, or has heads that nothing asked for and
@@ -81,7 +81,7 @@ def make_learner(
     )
     report = report.over_all_ranks()
     _check_no_head_is_forgotten(args, hf_model, plan, report)
-    if rows_to_fit:
+    if rows_to_fit is not None:
         fit_heads(chunks, mesh, rows_to_fit)
     trainable.apply(chunks)
     hashes = hash_tensors(chunks)

@@ -83,8 +83,9 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
 
     checkpoint = phases.checkpoint_to_resume(args)
     phases.check_ranks_agree(args, data, checkpoint)
-    needs_fit = checkpoint is None and plan.mtp_init == "fit_last_layer"
-    rows_to_fit = batches.evaluation(samples_to_fit(data.train, hf_model.config["hidden_size"])) if needs_fit else ()
+    rows_to_fit = None
+    if checkpoint is None and plan.mtp_init == "fit_last_layer":
+        rows_to_fit = batches.evaluation(samples_to_fit(data.train, hf_model.config["hidden_size"]))
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit)
     if checkpoint is None:  # so the weights of this report are those that training starts from
         logger.info("%s", learner.weights_report)
