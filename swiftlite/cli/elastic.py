@@ -44,6 +44,8 @@ GRACE_SECONDS = 20
 STOPPED_SECONDS = 20
 # Seconds in which a node that only lost connections waits for the one that broke them to say so.
 REASON_SECONDS = 5
+# Seconds in which a node that failed reaches the store of node 0, to say so there.
+CONNECT_SECONDS = 60
 
 
 def main(argv: list[str]) -> int:
@@ -191,6 +193,7 @@ class _Nodes:
         self.is_first = options.node_rank == 0
         self.store = None
         self.heard: dict | None = None
+        self.connected = threading.Event()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
@@ -210,6 +213,7 @@ class _Nodes:
     def publish(self, reason: dict) -> None:
         """Let the other launchers know why this node ends."""
         self.over.set()
+        self.connected.wait(CONNECT_SECONDS)  # ranks may fail before this thread's own connection stands
         if self.store is None:
             return
         with suppress(RuntimeError):  # node 0 is gone: the others see that
@@ -233,6 +237,8 @@ class _Nodes:
             )
         except RuntimeError:
             return  # torchrun meets the same, and says so
+        finally:
+            self.connected.set()
         while self.heard is None:
             if self.over.wait(POLL_SECONDS):
                 return

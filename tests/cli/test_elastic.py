@@ -294,3 +294,22 @@ def test_a_node_that_notices_nothing_ends_with_the_other(tmp_path, rank):
     assert time.monotonic() - began < 60
     assert [node.returncode for node in nodes] == [7, 7]
     assert f"rank {rank} on {socket.gethostname()} ended first, with exit code 7" in errors[1 - rank // 2]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_node_whose_ranks_fail_before_it_listens_still_says_so(tmp_path, rank):
+    lines = (
+        "import sys, time",
+        "from swiftlite.cli import elastic",
+        "listen = elastic._Nodes._listen",
+        "def late(self):",
+        "    time.sleep(10)",
+        "    listen(self)",
+        "elastic._Nodes._listen, elastic.GRACE_SECONDS = late, 1",
+        "sys.exit(elastic.main(sys.argv[1:]))",
+    )
+    body = f"sys.exit(7) if rank == {rank} else time.sleep(600)\n"
+    nodes = start_nodes(tmp_path, body, launcher=("-c", "\n".join(lines)))
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [7, 7]
+    assert f"rank {rank} on {socket.gethostname()} ended first, with exit code 7" in errors[1 - rank // 2]

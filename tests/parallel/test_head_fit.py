@@ -139,24 +139,23 @@ def test_samples_are_spread_over_all_files():
     assert len(samples_to_fit(samples[:3], hidden_size=32)) == 3
 
 
-def test_fit_changes_nothing_else(tmp_path):
+def test_fit_changes_nothing_else(tmp_path, mesh):
     hf_dir = make_tiny_hf(tmp_path / "hf", "glm4_moe", depth=0)
     samples = [make_sample(row, np.ones(len(row))) for row in make_rows()[:4]]
-    with session() as mesh:
-        chunks, _ = open_model(
-            read_hf_model(hf_dir),
-            mesh,
-            dtype=torch.float32,
-            heads=Heads(1),
-            mtp_init="fit_last_layer",
-            moe=MoeArgs(moe_router_bias_update_rate=0.1),
-        )
-        (model,) = chunks
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor is not None}
-        before |= {name: tensor.clone() for name, tensor in model.named_buffers()}
-        fit_heads(chunks, mesh, [collate(samples, 0, num_drafts=1)])
-        after = {name: tensor for name, tensor in model.state_dict().items() if tensor is not None}
-        after |= dict(model.named_buffers())
-        changed = [name for name in before if not torch.equal(before[name], after[name])]
-        assert changed == ["mtp.layers.0.eh_proj.weight"]
-        assert model.training
+    chunks, _ = open_model(
+        read_hf_model(hf_dir),
+        mesh,
+        dtype=torch.float32,
+        heads=Heads(1),
+        mtp_init="fit_last_layer",
+        moe=MoeArgs(moe_router_bias_update_rate=0.1),
+    )
+    (model,) = chunks
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor is not None}
+    before |= {name: tensor.clone() for name, tensor in model.named_buffers()}
+    fit_heads(chunks, mesh, [collate(samples, 0, num_drafts=1)])
+    after = {name: tensor for name, tensor in model.state_dict().items() if tensor is not None}
+    after |= dict(model.named_buffers())
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed == ["mtp.layers.0.eh_proj.weight"]
+    assert model.training
