@@ -23,7 +23,13 @@ ALL = "all"
 
 @torch.no_grad()
 def teacher_forced(
-    hf_dir: Path, samples: Sequence[Sample], *, torch_dtype: str, mesh: Mesh, row_length: int = 4096
+    hf_dir: Path,
+    samples: Sequence[Sample],
+    *,
+    torch_dtype: str,
+    mesh: Mesh,
+    row_length: int = 4096,
+    num_drafts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The rows of one model, by channel, and `all` of them together.
 
@@ -31,6 +37,7 @@ def teacher_forced(
         hf_dir: a Hugging Face model.
         mesh: not split: this rank holds the whole model.
         row_length: most tokens of a forward pass, or the longest sample if that has more.
+        num_drafts: tokens drafted in each step of the walk; unset: as many as the heads were trained for.
 
     Returns:
         For each channel `samples`, `loss`, and per MTP depth `targets`, `loss` and `acceptance`: the share of its
@@ -48,7 +55,7 @@ def teacher_forced(
     walks: dict[str, DraftCounts] = {}
     for channel, chosen in sorted(by_channel.items()):
         rows = pack([len(sample) for sample in chosen], max(row_length, *map(len, chosen)))
-        parts = [_measure(model, [chosen[i] for i in row.tolist()], heads.drafts, mesh) for row in rows]
+        parts = [_measure(model, [chosen[i] for i in row.tolist()], heads.drafts, num_drafts, mesh) for row in rows]
         sums[channel] = torch.stack([rows for rows, _ in parts]).sum(dim=0)
         walks[channel] = reduce(add, (walk for _, walk in parts))
     counts = {channel: len(chosen) for channel, chosen in by_channel.items()}
@@ -58,13 +65,13 @@ def teacher_forced(
 
 
 def _measure(
-    model: torch.nn.Module, samples: Sequence[Sample], num_drafts: int, mesh: Mesh
+    model: torch.nn.Module, samples: Sequence[Sample], depth: int, num_drafts: int | None, mesh: Mesh
 ) -> tuple[torch.Tensor, DraftCounts]:
-    """One packed row: its statistics, and an engine's walk."""
-    batch = collate_packed(samples, 0, num_drafts=num_drafts).map(lambda tensor: tensor.to(mesh.device.torch_device))
+    """One packed row: its statistics, and the walk of an engine that drafts `num_drafts` of the `depth` tokens."""
+    batch = collate_packed(samples, 0, num_drafts=depth).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
     rows = sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
-    if not num_drafts:
+    if not depth:
         return rows, DraftCounts(0, 0, ())
     trunk_BS = losses.main.prediction_BS
     agrees = []
@@ -72,7 +79,7 @@ def _measure(
         trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=batch.cu_seqlens)
         agrees.append(head.prediction_BS[0] == trunk_BS[0])
     counted_KS = torch.stack([head.prediction_BS[0] != -1 for head in losses.mtp])
-    return rows, replay(torch.stack(agrees).cpu(), counted_KS.cpu())
+    return rows, replay(torch.stack(agrees)[:num_drafts].cpu(), counted_KS[:num_drafts].cpu())
 
 
 def _describe(rows: torch.Tensor, walk: DraftCounts, num_samples: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What an engine accepts of the heads' drafts, by its own counters and by channel."""
+"""What an engine accepts of the heads' drafts, by its own counters and by channel, and what it answered."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from operator import add
@@ -11,10 +11,26 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.data.conversation import Conversation
+from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate, stop_token_ids
-from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt, needed_length
 from swiftlite.engines.served_model import read_model
+
+
+@dataclass(frozen=True)
+class EngineFigures:
+    """What one engine did.
+
+    Attributes:
+        by_channel: `prompts` and `DraftCounts.to_json` for each channel, and for `all` together.
+        answers: its prompts and what it answered, token by token; the answers are what is to be learned.
+        num_speculative_tokens: drafted in each step.
+    """
+
+    by_channel: dict[str, dict[str, object]]
+    answers: list[Sample]
+    num_speculative_tokens: int
 
 
 def by_engine(
@@ -25,8 +41,8 @@ def by_engine(
     *,
     max_new_tokens: int,
     max_prompts: int,
-) -> dict[str, dict[str, object]]:
-    """`DraftCounts.to_json` for each channel, and for `all` together; the engine is started once.
+) -> EngineFigures:
+    """Start the engine once, and let it answer.
 
     Args:
         config: its max_model_len is found here.
@@ -43,13 +59,23 @@ def by_engine(
     ids = list(chain(*prompts.values()))
     max_model_len = needed_length(read_model(config.model), asked, ids, max_new_tokens, config.num_speculative_tokens)
     sampling = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model))
-    counts = _count(backend, replace(config, max_model_len=max_model_len), prompts, sampling)
-    num_prompts = {channel: len(chosen) for channel, chosen in prompts.items()}
-    result = {ALL: _describe(reduce(add, counts.values()), sum(num_prompts.values()))}
+    engine = start_engine(backend, replace(config, max_model_len=max_model_len))
+    counts: dict[str, DraftCounts] = {}
+    answers: list[Sample] = []
+    try:
+        for channel in sorted(prompts):
+            before = engine.draft_counts()
+            completions = engine.generate(prompts[channel], sampling)
+            counts[channel] = engine.draft_counts().since(before)
+            answers += _samples(prompts[channel], completions, channel or None)
+        num_speculative_tokens = engine.num_speculative_tokens
+    finally:
+        engine.close()
+    result = {ALL: _describe(reduce(add, counts.values()), len(answers))}
     for channel, found in counts.items():
         if channel:
-            result[channel] = _describe(found, num_prompts[channel])
-    return result
+            result[channel] = _describe(found, len(prompts[channel]))
+    return EngineFigures(result, answers, num_speculative_tokens)
 
 
 def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: int) -> dict[str, list[Conversation]]:
@@ -62,20 +88,13 @@ def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: i
     return chats
 
 
-def _count(
-    backend: str, config: EngineConfig, prompts: dict[str, list[list[int]]], sampling: Sampling
-) -> dict[str, DraftCounts]:
-    """What one engine counts while it answers each channel's prompts."""
-    counts: dict[str, DraftCounts] = {}
-    engine = start_engine(backend, config)
-    try:
-        for channel in sorted(prompts):
-            before = engine.draft_counts()
-            engine.generate(prompts[channel], sampling)
-            counts[channel] = engine.draft_counts().since(before)
-    finally:
-        engine.close()
-    return counts
+def _samples(prompts: Sequence[Sequence[int]], completions: Sequence[Completion], channel: str | None) -> list[Sample]:
+    """Prompts and answers as rows; their text, tokenised again, might become other tokens."""
+    samples = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        weights = [0.0] * len(prompt) + [1.0] * len(completion.token_ids)
+        samples.append(make_sample([*prompt, *completion.token_ids], weights, channel=channel))
+    return samples
 
 
 def _describe(counts: DraftCounts, num_prompts: int) -> dict[str, object]:

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.acceptance.teacher_forced import teacher_forced
+from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.data.dataset import Data
 from swiftlite.durable import check_writable, write_durably
@@ -14,13 +15,14 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.evaluate.acceptance_chart import draw
-from swiftlite.evaluate.by_engine import by_engine
-from swiftlite.evaluate.figures import ModelFigures, table
+from swiftlite.evaluate.by_engine import EngineFigures, by_engine
+from swiftlite.evaluate.figures import REPLAYED, ModelFigures, compare_with_engine, table
 from swiftlite.evaluate.page import evaluation_page
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
 from swiftlite.report.page import render
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.mesh import Mesh
 
 
 def run(args: EvaluateArgs) -> None:
@@ -33,40 +35,22 @@ def run(args: EvaluateArgs) -> None:
     models = {name: read_model(directory) for name, directory in names.items()}
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
-    results: dict[str, ModelFigures] = {}
-    tokenizers: dict[str, PreTrainedTokenizerBase] = {}
-    data: dict[str, Data] = {}
-    with session() as mesh:
-        for name, model in models.items():
-            tokenizers[name], data[name] = load_rows(
-                model.directory,
-                args.dataset,
-                offered=vars(args),
-                trust_remote_code=args.trust_remote_code,
-                max_length=args.max_length,
-                max_bad_rows=args.max_bad_rows,
-                system=args.system,
-            )
-            forced = teacher_forced(model.directory, data[name].val, torch_dtype=args.torch_dtype, mesh=mesh)
-            replayed = {
-                channel: {"samples": figures["samples"], **figures.pop("replayed")}
-                for channel, figures in forced.items()
-            }
-            results[name] = {"teacher_forced": forced, "replayed": replayed}
+    rows = {name: _read_rows(args, model) for name, model in models.items()}
+    served: dict[str, EngineFigures] = {}
     if args.infer_backend in ENGINES:
         for name, model in models.items():
-            if not model.heads.layers:
+            if model.heads.layers:
+                served[name] = _serve(args, model, *rows[name])
+            else:
                 logger.info("%s has no heads: no engine is started for it", model.directory)
-                continue
-            with ends_at_sigterm():
-                results[name][args.infer_backend] = by_engine(
-                    args.infer_backend,
-                    _engine_config(args, model),
-                    data[name].val_conversations,
-                    tokenizers[name],
-                    max_new_tokens=args.max_new_tokens,
-                    max_prompts=args.max_prompts,
-                )
+    results: dict[str, ModelFigures] = {}
+    with session() as mesh:
+        for name, model in models.items():
+            data = rows[name][1]
+            forced = teacher_forced(model.directory, data.val, torch_dtype=args.torch_dtype, mesh=mesh)
+            results[name] = {"teacher_forced": forced, "replayed": _take_walks(forced)}
+            if name in served:
+                results[name] |= _beside_the_engine(args, model, served[name], mesh)
     print(table(results))
     report = {name: {"directory": names[name], **measured} for name, measured in results.items()}
     write_durably(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
@@ -75,11 +59,62 @@ def run(args: EvaluateArgs) -> None:
     logger.info("%s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
 
 
-def _engine_config(args: EvaluateArgs, model: ServedModel) -> EngineConfig:
-    return EngineConfig(
+def _read_rows(args: EvaluateArgs, model: ServedModel) -> tuple[PreTrainedTokenizerBase, Data]:
+    """The rows, as this model reads them."""
+    return load_rows(
+        model.directory,
+        args.dataset,
+        offered=vars(args),
+        trust_remote_code=args.trust_remote_code,
+        max_length=args.max_length,
+        max_bad_rows=args.max_bad_rows,
+        system=args.system,
+    )
+
+
+def _serve(args: EvaluateArgs, model: ServedModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> EngineFigures:
+    """What the engine answers, and what it accepts meanwhile."""
+    config = EngineConfig(
         model=model.directory,
         torch_dtype=args.torch_dtype,
         trust_remote_code=args.trust_remote_code,
         num_speculative_tokens=args.num_speculative_tokens,
-        in_this_process=True,
     )
+    with ends_at_sigterm():
+        return by_engine(
+            args.infer_backend,
+            config,
+            data.val_conversations,
+            tokenizer,
+            max_new_tokens=args.max_new_tokens,
+            max_prompts=args.max_prompts,
+        )
+
+
+def _beside_the_engine(args: EvaluateArgs, model: ServedModel, served: EngineFigures, mesh: Mesh) -> ModelFigures:
+    """What the engine counted and, where its drafts are those the heads were trained for, the walk over its answers."""
+    engine = args.infer_backend
+    counted = served.by_channel
+    if served.num_speculative_tokens > model.heads.drafts:
+        logger.info(
+            "%s drafts %d tokens, the heads learned %d: no walk over its answers",
+            engine,
+            served.num_speculative_tokens,
+            model.heads.drafts,
+        )
+        return {engine: counted}
+    forced = teacher_forced(
+        model.directory,
+        served.answers,
+        torch_dtype=args.torch_dtype,
+        mesh=mesh,
+        num_drafts=served.num_speculative_tokens,
+    )
+    walks = _take_walks(forced)
+    logger.info("%s", compare_with_engine(engine, counted[ALL], walks[ALL], args.torch_dtype))
+    return {engine: counted, f"{engine}{REPLAYED}": walks}
+
+
+def _take_walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The walks by channel, out of what `teacher_forced` found, which keeps the rest."""
+    return {channel: {"samples": found["samples"], **found.pop("replayed")} for channel, found in forced.items()}

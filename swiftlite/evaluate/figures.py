@@ -5,7 +5,10 @@ from typing import Any
 from swiftlite.table import text_table
 
 ModelFigures = dict[str, dict[str, dict[str, Any]]]
-"""Method (teacher_forced, replayed, or an engine's name) -> channel -> figures, as evaluation.json has them."""
+"""Method (teacher_forced, replayed, an engine's name, or that and `REPLAYED`) -> channel -> figures, as evaluation.json
+has them."""
+REPLAYED = "_replayed"
+"""Behind an engine's name: the walk over the answers that this engine gave, token by token."""
 
 
 def rates(method: str, figures: dict[str, Any]) -> list[float]:
@@ -13,6 +16,18 @@ def rates(method: str, figures: dict[str, Any]) -> list[float]:
     if method == "teacher_forced":
         return [head["acceptance"] for head in figures["heads"]]
     return figures["acceptance_per_position"]
+
+
+def compare_with_engine(engine: str, counted: dict[str, Any], walk: dict[str, Any], torch_dtype: str) -> str:
+    """One sentence: what an engine counted, and what the model itself accepts over the same answers."""
+    its, own = (f"{each['accepted']} of {each['drafted']}" for each in (counted, walk))
+    if its == own:
+        return f"{engine} accepted {its} drafted tokens; so does the model itself over the same answers"
+    if torch_dtype == "float32":
+        advice = f"in float32 they should be equal: ask swiftlite doctor --engine {engine}"
+    else:
+        advice = f"two programs round {torch_dtype} differently: compare with --torch_dtype float32"
+    return f"{engine} accepted {its} drafted tokens, the model itself over the same answers {own}; {advice}"
 
 
 def table(results: dict[str, ModelFigures]) -> str:

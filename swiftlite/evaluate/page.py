@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from swiftlite.acceptance.teacher_forced import ALL
-from swiftlite.evaluate.figures import ModelFigures, rates
+from swiftlite.evaluate.figures import REPLAYED, ModelFigures, rates
 from swiftlite.report.figure import Bars, draw_bars, share
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 
@@ -11,7 +11,7 @@ METHODS = {
     "teacher_forced": "The share of labels where a head says what its trunk says.",
     "replayed": "What an engine would accept that walks over the same rows and skips what it has accepted.",
 }
-"""What is said of each way to measure; of any other one: its own counters."""
+"""What is said of a way to measure; see `_meaning` for the others."""
 
 
 def evaluation_page(results: Mapping[str, ModelFigures], directories: Mapping[str, str]) -> Page:
@@ -31,7 +31,7 @@ def evaluation_page(results: Mapping[str, ModelFigures], directories: Mapping[st
     sections = [
         Section(
             _in_words(method).capitalize(),
-            METHODS.get(method, f"What {method} counted itself while it generated."),
+            _meaning(method),
             figures=_figures(results, method),
             tables=[_table(results, method)],
         )
@@ -41,6 +41,15 @@ def evaluation_page(results: Mapping[str, ModelFigures], directories: Mapping[st
     if "baseline" in directories:
         lead += f", beside those of {directories['baseline']}"
     return Page("Evaluation of heads", f"{lead}.", tiles, sections)
+
+
+def _meaning(method: str) -> str:
+    if method in METHODS:
+        return METHODS[method]
+    if method.endswith(REPLAYED):
+        engine = method.removesuffix(REPLAYED)
+        return f"The same walk over the answers that {engine} gave: what it should have counted."
+    return f"What {method} counted itself while it generated."
 
 
 def _in_words(method: str) -> str:

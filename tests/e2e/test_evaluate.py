@@ -65,9 +65,10 @@ def test_one_pass_over_its_own_answers_says_what_vllm_counts(commands, vllm_host
     with_vllm.ok("infer", *common, "--val_dataset", prompts, "--result_path", "own.jsonl")
     with_vllm.ok("evaluate", *common, "--dataset", "own.jsonl", "--max_prompts", 60, "--output_dir", "out")
     measured = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]
-    replayed, counted = (measured[how]["all"] for how in ("replayed", "vllm"))
+    replayed, counted, of_its_answers = (measured[how]["all"] for how in ("replayed", "vllm", "vllm_replayed"))
     assert counted["drafts"] > 200
     assert 0.2 < counted["acceptance_rate"] < 0.95
     # The mean over all predictions is another figure: 0.86 where an engine counts 0.79.
     same = ("drafts", "drafted", "accepted", "acceptance_per_position")
     assert [replayed[name] for name in same] == [counted[name] for name in same]
+    assert [of_its_answers[name] for name in same] == [counted[name] for name in same]

@@ -19,7 +19,7 @@ from swiftlite.engines.engine import EngineConfig
 from swiftlite.errors import UserError
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
-from swiftlite.evaluate.figures import table
+from swiftlite.evaluate.figures import compare_with_engine, table
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
@@ -84,7 +84,8 @@ def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     tokenizer, data = load_rows(hf_dir, [rows])
     config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
-    found = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=2)
+    served = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=2)
+    found = served.by_channel
     assert {channel: each["prompts"] for channel, each in found.items()} == {"all": 6, "sum": 2, "tale": 2}
     named = [found["sum"]["drafts"], found["tale"]["drafts"]]
     assert all(isinstance(number, int) and number > 0 for number in named)
@@ -95,8 +96,12 @@ def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
         tokenizer,
         max_new_tokens=8,
         max_prompts=2,
-    )
+    ).by_channel
     assert again["tale"] == again["all"] == found["tale"]
+    walks = teacher_forced(hf_dir, served.answers, torch_dtype="float32", mesh=mesh)
+    for channel in found:
+        walk = walks[channel]["replayed"]
+        assert {name: found[channel][name] for name in walk} == walk
 
 
 def test_a_prompt_that_leaves_no_room_is_named(tmp_path, mesh):
@@ -138,6 +143,19 @@ def test_an_error_names_only_options_that_the_command_has(tmp_path, command, bad
     begin, end = cut.split("... ")
     assert raised.value.problem.startswith(begin)
     assert raised.value.hint == end
+
+
+@pytest.mark.parametrize(
+    ("accepted", "torch_dtype", "says"),
+    [
+        (5, "float32", "vllm accepted 5 of 9 drafted tokens; so does the model itself over the same answers"),
+        (4, "float32", "over the same answers 4 of 9; in float32 they should be equal: ask swiftlite doctor"),
+        (4, "bfloat16", "over the same answers 4 of 9; two programs round bfloat16 differently: compare with"),
+    ],
+)
+def test_an_engine_beside_the_model(accepted, torch_dtype, says):
+    its, own = {"accepted": 5, "drafted": 9}, {"accepted": accepted, "drafted": 9}
+    assert says in compare_with_engine("vllm", its, own, torch_dtype)
 
 
 def test_table_and_picture():
