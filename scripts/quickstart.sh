@@ -31,6 +31,8 @@ case "$*" in
     *) die "no option '$*'" "nothing, or --tiny" ;;
 esac
 
+# Read when torch loads: what vLLM's workers say of the machine's memory is no concern of a newcomer.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 step "environment"
 use_environment core vllm
 if [ "$is_tiny" = false ] && [ -z "${MODEL:-}" ]; then

@@ -187,21 +187,22 @@ class _Progress:
         self.num_done = 0
         self.num_tokens = 0
         self.begun = self.shown = time.perf_counter()
-        self._log(0, 0.0)
+        self._log(f"continuing {num_prompts} held-out prompts")
 
     def show(self, num_done: int, num_tokens: int) -> None:
         """Prompts and new tokens of the present batch."""
         now = time.perf_counter()
         if now - self.shown >= PROGRESS_SECONDS:
             self.shown = now
-            self._log(self.num_done + num_done, (self.num_tokens + num_tokens) / (now - self.begun))
+            speed = (self.num_tokens + num_tokens) / (now - self.begun)
+            done = f"{self.num_done + num_done} of {self.num_prompts} held-out prompts continued"
+            self._log(f"{done}, {speed:.0f} tokens/s")
 
     def add(self, num_done: int, num_tokens: int) -> None:
         """Those of a batch that is finished."""
         self.num_done += num_done
         self.num_tokens += num_tokens
 
-    def _log(self, num_done: int, speed: float) -> None:
+    def _log(self, what: str) -> None:
         if not dist.get_rank():
-            prompts = f"{num_done} of {self.num_prompts} held-out prompts continued"
-            logger.info("acceptance %s training: %s, %.0f tokens/s", self.when, prompts, speed)
+            logger.info("acceptance %s training: %s", self.when, what)

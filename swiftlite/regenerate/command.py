@@ -11,12 +11,9 @@ from pathlib import Path
 from swiftlite.args.commands import RegenerateArgs
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import load_prompts
-from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.durable import check_writable, write_durably
-from swiftlite.engines.engine import Sampling
 from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt, sequence_length
-from swiftlite.engines.served_model import log_untrained_drafts, read_model
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.regenerate.ask import ask_all, names_of, read_answers
@@ -24,7 +21,7 @@ from swiftlite.regenerate.dialogue import Dialogues, answered_turns, distinct, l
 from swiftlite.regenerate.report import in_words, make_report
 from swiftlite.regenerate.rows import NumberedRow, gold_rows, make_rows
 from swiftlite.serve.answers import AnswersFile, as_line, describe
-from swiftlite.serve.infer import engine_config, says_how_to_go_on, summary
+from swiftlite.serve.infer import engine_config, read_for_asking, says_how_to_go_on, summary
 
 ANSWERS, DATASET, REPORT = "answers.jsonl", "dataset.jsonl", "report.json"
 
@@ -35,13 +32,7 @@ def run(args: RegenerateArgs) -> None:
     Raises:
         UserError: before any engine starts, where that is possible.
     """
-    model = read_model(args.model)
-    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
-    template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
-    stops = stop_token_ids(template, model.directory)
-    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
-    if args.speculative == "mtp":
-        log_untrained_drafts(model, args.num_speculative_tokens)
+    model, template, sampling = read_for_asking(args)
     chats = load_prompts(args.dataset, system=args.system, seed=args.seed, max_bad_rows=args.max_bad_rows)
     asking = _asking(chats)
     gold = _gold(chats, args.gold_fraction)

@@ -64,21 +64,26 @@ def run(args: InferArgs) -> None:
     Raises:
         UserError: before any engine starts, where that is possible.
     """
-    model = read_model(args.model)
-    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
-    template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
-    stops = stop_token_ids(template, model.directory)
-    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
+    model, template, sampling = read_for_asking(args)
     _check_result_path(args)
     if args.acceptance_json:
         read_acceptance(Path(args.acceptance_json))
-    if args.speculative == "mtp":
-        log_untrained_drafts(model, args.num_speculative_tokens)
     with ends_at_sigterm():
         if args.val_dataset:
             _answer_files(args, model, template, sampling)
         else:
             _chat(args, model, template, sampling)
+
+
+def read_for_asking(args: GenerationCommand) -> tuple[ServedModel, ChatTemplate, Sampling]:
+    """The model, how its prompts are written, and how its answers are drawn."""
+    model = read_model(args.model)
+    tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
+    template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
+    stops = stop_token_ids(template, model.directory)
+    if args.speculative == "mtp":
+        log_untrained_drafts(model, args.num_speculative_tokens)
+    return model, template, Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
 
 
 def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:

@@ -146,7 +146,7 @@ def test_nothing_is_computed_twice_and_logits_are_made_where_they_are_read(mesh,
 def test_progress_is_told(mesh, tmp_path, model, prompts, monkeypatch, caplog):
     caplog.set_level("INFO", logger="swiftlite")
     generated(mesh, tmp_path / "quick", model, prompts)
-    assert "acceptance before training: 0 of 3 held-out prompts continued" in caplog.messages[0]
+    assert "acceptance before training: continuing 3 held-out prompts" in caplog.messages[0]
     assert len(caplog.messages) == 2  # that, and the result
     caplog.clear()
     monkeypatch.setattr(held_out, "PROGRESS_SECONDS", 0)

@@ -4,6 +4,7 @@ vLLM keeps its own worker processes; this process only sends token ids. What vLL
 `plugin.py`. Measured with vLLM 0.32.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ class VllmEngine:
         # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of its processes; torch is loaded in this one
+        # It looks for Triton before it has read its own level.
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         from vllm import LLM
 
         os.environ.update(memory_on_cpu())
