@@ -68,9 +68,18 @@ def family(launcher: subprocess.Popen) -> list[psutil.Process]:
     """The launcher, and all that it or its ranks have started."""
     try:
         process = psutil.Process(launcher.pid)
-        return [process, *process.children(recursive=True)]
+        processes = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+    return [process for process in processes if _is_alive(process)]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Not a zombie either: one that has ended, and whose parent has not asked how."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def start(command: list[str], directory: Path, log: Path) -> subprocess.Popen:
@@ -109,11 +118,12 @@ def _kill_one(launcher: subprocess.Popen, chance: random.Random) -> str:
     processes = family(launcher)
     number = chance.randrange(len(processes))
     name = ("launcher", "rank 0", "rank 1")[number] if number < 3 else "another process"
-    killed = f"{name} ({' '.join(processes[number].cmdline())[-200:]})"
+    killed = f"{name} ({processes[number]})"
     processes[number].send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(processes, SECONDS_TO_END)
+    _, left = psutil.wait_procs(processes, SECONDS_TO_END)
+    alive = [process for process in left if _is_alive(process)]
     if alive:
-        doing = "\n".join(f"{process}: {' '.join(process.cmdline())[-200:]}" for process in alive)
+        doing = "\n".join(map(str, alive))
         sys.exit(f"{killed} was killed, and {SECONDS_TO_END} s later these live:\n{doing}")
     launcher.wait()
     return name
