@@ -12,13 +12,13 @@ open files of the unbroken run's ranks grew.
 import argparse
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -108,25 +108,36 @@ def broken(command: list[str], directory: Path, mean_seconds: float, chance: ran
             launcher.wait(chance.uniform(5, 2 * mean_seconds - 5))
         except subprocess.TimeoutExpired:
             yield _kill_one(launcher, chance)
-            continue
+            if launcher.wait():
+                continue
         assert launcher.returncode == 0, (directory / "broken.log").read_text()[-3000:]
         return
 
 
 def _kill_one(launcher: subprocess.Popen, chance: random.Random) -> str:
-    """Kill one process of a run, and wait until all of them are gone."""
+    """Kill one process of a run, wait until all of them are gone, and return its name."""
     processes = family(launcher)
+    if not processes:
+        return "nothing: it had just ended"
     number = chance.randrange(len(processes))
-    name = ("launcher", "rank 0", "rank 1")[number] if number < 3 else "another process"
-    killed = f"{name} ({processes[number]})"
-    processes[number].send_signal(signal.SIGKILL)
-    _, left = psutil.wait_procs(processes, SECONDS_TO_END)
-    alive = [process for process in left if _is_alive(process)]
+    name = ("launcher", "rank 0", "rank 1")[number] if number < 3 else "writer"
+    alive = _kill(processes[number], processes)
+    if alive and name == "writer":
+        name = "writer that had done its part"  # so the run goes on
+        processes = family(launcher)
+        alive = _kill(processes[0], processes)
     if alive:
         doing = "\n".join(map(str, alive))
-        sys.exit(f"{killed} was killed, and {SECONDS_TO_END} s later these live:\n{doing}")
-    launcher.wait()
+        sys.exit(f"{name} was killed, and {SECONDS_TO_END} s later these live:\n{doing}")
     return name
+
+
+def _kill(victim: psutil.Process, processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Kill one of the processes, and return those that live long after."""
+    with suppress(psutil.NoSuchProcess):  # it ended just now
+        victim.kill()
+    _, left = psutil.wait_procs(processes, SECONDS_TO_END)
+    return [process for process in left if _is_alive(process)]
 
 
 def main() -> None:
