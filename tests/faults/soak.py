@@ -121,23 +121,27 @@ def _kill_one(launcher: subprocess.Popen, chance: random.Random) -> str:
         return "nothing: it had just ended"
     number = chance.randrange(len(processes))
     name = ("launcher", "rank 0", "rank 1")[number] if number < 3 else "writer"
-    alive = _kill(processes[number], processes)
+    alive = _kill(processes[number], launcher)
     if alive and name == "writer":
         name = "writer that had done its part"  # so the run goes on
-        processes = family(launcher)
-        alive = _kill(processes[0], processes)
+        alive = _kill(psutil.Process(launcher.pid), launcher)
     if alive:
         doing = "\n".join(map(str, alive))
         sys.exit(f"{name} was killed, and {SECONDS_TO_END} s later these live:\n{doing}")
     return name
 
 
-def _kill(victim: psutil.Process, processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Kill one of the processes, and return those that live long after."""
+def _kill(victim: psutil.Process, launcher: subprocess.Popen) -> list[psutil.Process]:
+    """Kill one process of a run, and return those of them all that live long after."""
+    processes = family(launcher)
     with suppress(psutil.NoSuchProcess):  # it ended just now
         victim.kill()
-    _, left = psutil.wait_procs(processes, SECONDS_TO_END)
-    return [process for process in left if _is_alive(process)]
+    deadline = time.monotonic() + SECONDS_TO_END
+    while alive := [process for process in processes if _is_alive(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return alive
 
 
 def main() -> None:
