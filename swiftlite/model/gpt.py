@@ -304,7 +304,7 @@ class GPTModel(McoreGPTModel):
         token_N = torch.empty_like(predicted)
         for start in range(0, len(predicted), MAX_POSITIONS):
             some = slice(start, start + MAX_POSITIONS)
-            logits_NV = self.logits(hidden_NH[some, None])[:, 0]
+            logits_NV = self.logits(hidden_NH[some, None]).squeeze(1)
             token_N[some] = vocab_parallel_argmax(logits_NV, self.pg_collection.tp)
         return token_N
 
@@ -501,14 +501,14 @@ class GPTModel(McoreGPTModel):
         trunk_NH = trunk_TBH[positions_S[place_N], row_N]
 
         def trunk_logits(rows: slice) -> torch.Tensor:
-            return self.logits(trunk_NH[rows][:, None])[:, 0]
+            return self.logits(trunk_NH[rows][:, None]).squeeze(1)
 
         return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, picked_BS, self.pg_collection.tp)
 
     def _picked_logits(self, hidden_SBH: torch.Tensor, picked_BS: torch.Tensor) -> torch.Tensor:
         """[N, V]: only positions that have a target meet the vocabulary; prompts and padding are often half of them."""
         hidden_NH = self.whole_sequence(hidden_SBH).transpose(0, 1)[picked_BS]
-        return self.logits(hidden_NH[:, None])[:, 0]
+        return self.logits(hidden_NH[:, None]).squeeze(1)
 
     def _whole_rows(
         self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None

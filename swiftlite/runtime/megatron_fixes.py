@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import multi_latent_attention, transformer_block
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.utils import local_multi_tensor_scale
 
 
 def define_te_general_gemm() -> None:
@@ -52,9 +54,23 @@ def start_no_results_server() -> None:
     filesystem_async._results_queue = filesystem_async._results_queue or object()
 
 
+def scale_gradients_in_place() -> None:
+    """optimizer/clip_grads.py:175 scales gradients through utils.py:1215 where neither Transformer Engine nor Apex is
+    installed: it makes a copy of each and copies that back, which passes over all weights twice more in every step."""
+    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = _scale
+
+
+def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
+    """The second list becomes the first one times `scale`."""
+    for source, target in zip(*tensor_lists, strict=True):
+        torch.mul(source, scale, out=target)
+
+
 def install() -> None:
     """Mend what is broken in this installation; a second call changes nothing."""
     define_te_general_gemm()
     disbelieve_mocked_te()
     let_blocks_recompute()
     start_no_results_server()
+    scale_gradients_in_place()
