@@ -1,4 +1,5 @@
-"""Trains for an hour while a random process of the run is killed every half minute, and compares with an unbroken run.
+"""Trains for an hour while a random process of the run is killed every half minute, and compares with an unbroken run
+that trains beside it.
 
     python -m tests.faults.soak                  # an hour or so on 2 cores
     python -m tests.faults.soak --steps 6000
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,13 +165,17 @@ def main() -> None:
         mean_seconds = max(MEAN_SECONDS, 2 * start_seconds)
         print(f"a start takes {start_seconds:.0f} s; a death every {mean_seconds:.0f} s", flush=True)
         command += ["--train_iters", str(args.steps)]
-        took, growth = unbroken([*command, "--output_dir", "unbroken"], directory)
-        print(f"unbroken: {took:.0f} s; {growth}", flush=True)
         begin = time.monotonic()
         chance = random.Random(args.seed)
-        deaths = Counter(broken([*command, "--output_dir", "broken"], directory, mean_seconds, chance))
-        took = time.monotonic() - begin
-        print(f"broken: {took:.0f} s, {deaths.total()} kills ({dict(deaths)}), no process was left over", flush=True)
+        with ThreadPoolExecutor() as beside:
+            reference = beside.submit(unbroken, [*command, "--output_dir", "unbroken"], directory)
+            deaths = Counter(broken([*command, "--output_dir", "broken"], directory, mean_seconds, chance))
+            took = time.monotonic() - begin
+            print(
+                f"broken: {took:.0f} s, {deaths.total()} kills ({dict(deaths)}), no process was left over", flush=True
+            )
+            took, growth = reference.result()
+        print(f"unbroken, beside it: {took:.0f} s; {growth}", flush=True)
         last = f"checkpoint-{args.steps}"
         same = digest_of_checkpoint(directory / "unbroken" / last) == digest_of_checkpoint(directory / "broken" / last)
         left = sorted(path.name for path in (directory / "broken").glob(".*"))
