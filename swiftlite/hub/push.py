@@ -44,8 +44,9 @@ def push(directory: Path, name: HubName, *, is_private: bool) -> None:
                 delete_patterns=["*.safetensors", "*.index.json"],
             )
     except UserError as error:
+        private = " --private" if is_private else ""
         raise UserError(
-            f"{directory} is written, but not pushed: {error.problem}",
-            f"{error.hint}\n    then: hf upload {name.repository} {directory}",
+            f"{directory} is whole, but not pushed to {name.repository}: {error.problem}",
+            f"{error.hint}\n    then: hf upload{private} {name.repository} {directory}",
         ) from None
     logger.info("pushed %s to %s", directory, commit.commit_url)

@@ -37,13 +37,13 @@ def refusals(name: HubName, doing: str = "read") -> Iterator[None]:
             raise _not_cached(name) from None
         cause = error.__cause__ or error
         is_refusal = isinstance(cause, errors.HfHubHTTPError)
-        raise (_refused(name, cause, doing) if is_refusal else _unreachable(name, cause)) from None
+        raise (_refused(name, cause, doing) if is_refusal else _unreachable(name, cause, doing)) from None
     except errors.HfHubHTTPError as error:
         raise _refused(name, error, doing) from None
     except errors.HFValidationError as error:
         raise UserError(f"{name} is no name that the hub could have: {reason_of(error)}", "ORG/NAME") from None
     except errors.HTTPError as error:  # of a connection  # pyright: ignore[reportPrivateImportUsage]
-        raise _unreachable(name, error) from None
+        raise _unreachable(name, error, doing) from None
     except OSError as error:
         if is_of_storage(error):
             raise UserError(
@@ -52,7 +52,7 @@ def refusals(name: HubName, doing: str = "read") -> Iterator[None]:
             ) from None
         if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):
             raise _not_cached(name) from None
-        raise _unreachable(name, error) from None
+        raise _unreachable(name, error, doing) from None
 
 
 def _not_cached(name: HubName) -> UserError:
@@ -64,9 +64,14 @@ def _not_cached(name: HubName) -> UserError:
     )
 
 
-def _unreachable(name: HubName, error: BaseException) -> UserError:
+def _unreachable(name: HubName, error: BaseException, doing: str) -> UserError:
     from huggingface_hub import constants
 
+    if doing != "read":
+        return UserError(
+            f"{constants.ENDPOINT} cannot be reached: {reason_of(error)}",
+            "look at the network (HTTPS_PROXY, HF_ENDPOINT)",
+        )
     return UserError(
         f"{name} cannot be fetched from {constants.ENDPOINT}: {reason_of(error)}",
         "look at the network (HTTPS_PROXY, HF_ENDPOINT) and run the same command again: what is there is not fetched "
@@ -86,4 +91,4 @@ def _refused(name: HubName, error: BaseException, doing: str) -> UserError:
         )
     if status == 429:
         return UserError(f"{constants.ENDPOINT} has had too many requests from here", "wait some minutes; log in")
-    return _unreachable(name, error)
+    return _unreachable(name, error, doing)

@@ -70,7 +70,10 @@ def near_path(path: Path) -> str:
     if not path.parent.is_dir():
         return f"the directory {path.parent} does not exist either"
     suggestion = near(path.name, sorted(entry.name for entry in path.parent.iterdir()))
-    return f"did you mean {path.parent / suggestion}?" if suggestion else ""
+    # The same ending alone makes no name near: nosuch.jsonl is not ok.jsonl.
+    if not suggestion or not near(path.stem, [Path(suggestion).stem]):
+        return ""
+    return f"did you mean {path.parent / suggestion}?"
 
 
 def model_of_run(run: Path) -> str | None:

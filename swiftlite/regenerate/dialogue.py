@@ -64,8 +64,8 @@ def answered_turns(chat: Conversation) -> list[int]:
 def prompt_behind(chat: Conversation, answers: Sequence[str]) -> Conversation:
     """What the model is asked when it has given these answers to the first turns of a conversation.
 
-    Its answers train, and the assistant's other turns, calls of tools, do not: the model did not say them. What the row
-    says of the weights of its own answers was not meant for these.
+    Its answers train, and the assistant's other turns, calls of tools, do not: the model did not say them. The row's
+    loss weights belong to the row's own answers, so they are not used for new ones.
     """
     turns = answered_turns(chat)
     end = turns[len(answers)]
@@ -90,7 +90,7 @@ def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
     """Of the conversations that ask the same, the first.
 
     Args:
-        chats: by the number of their row; each asks something.
+        chats: the key is the number of the row; each asks something.
     """
     found: dict[str, int] = {}
     for row, chat in chats.items():
@@ -103,7 +103,7 @@ class Dialogues:
     """Conversations while the model answers them.
 
     Args:
-        chats: by the number of their row.
+        chats: the key is the number of the row.
         num_answers: times that each is answered, from its first turn on.
         drop_truncated: whether an answer that was cut ends its conversation, and is left out.
 
@@ -160,7 +160,7 @@ class Dialogues:
         return sum((request.row, request.answer) in open_rows for request in missing)
 
     def prompt(self, request: Request) -> Conversation | None:
-        """What to ask; None for a conversation that has not come to this turn."""
+        """What to ask; None for a conversation that has not come to this turn, or has ended before it."""
         kept = self.kept(request.row, request.answer)
         if len(kept) < request.turn:
             return None

@@ -70,7 +70,9 @@ def in_words(report: dict[str, Any], args: RegenerateArgs) -> list[str]:
         f"p90 {tokens['p90']}, max {tokens['max']}"
     )
     if answers["length"]:
-        what = "left out" if args.drop_truncated else "kept; --drop_truncated leaves them out"
+        what = (
+            "left out" if args.drop_truncated else "kept, heads learn from them too; --drop_truncated leaves them out"
+        )
         lines.append(f"answers cut at --max_new_tokens {args.max_new_tokens}: {answers['length']}, {what}")
     if ends["empty"]:
         lines.append(f"conversations that end at an empty answer: {ends['empty']}; the answer is left out")

@@ -78,7 +78,12 @@ def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
     if not path.exists():
         yield _absent_model(args.model)
     elif path.is_file():
-        yield f"--model {path} is a file", f"give the directory that holds it: --model {path.parent}"
+        is_of_a_model = (path.parent / "config.json").is_file()
+        there = f"give the directory that holds it: --model {path.parent}"
+        yield (
+            f"--model {path} is a file",
+            there if is_of_a_model else "give a directory with config.json, ORG/NAME or a .gguf file",
+        )
     elif is_run(path) or (is_run(path.parent) and path in run_checkpoints(path.parent)):
         yield (
             f"--model {path} holds megatron-core checkpoints, not a Hugging Face model",

@@ -23,7 +23,7 @@ def there_are_heads(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
 
 def output_dir_can_be(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if not args.output_dir:
-        yield "--output_dir is required", "evaluation.json and evaluation.svg go there: --output_dir evaluation"
+        yield "--output_dir is required", "evaluation.json, .svg and .html go there: --output_dir evaluation"
     elif Path(args.output_dir).is_file():
         yield f"--output_dir {args.output_dir} is a file", "name a directory"
 

@@ -17,7 +17,7 @@ def there_are_runs(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
         if path.is_file():
             yield f"--runs {path} is a file", f"give the directory of the run: {path.parent}"
         elif not path.exists():
-            yield f"--runs {path} does not exist", near_path(path)
+            yield f"--runs {path} does not exist", near_path(path) or "give the --output_dir of megatron sft"
         elif not (path / "args.json").is_file():
             yield f"--runs {path} has no args.json: it is no run", "give the --output_dir of megatron sft"
     if len({Path(name).resolve() for name in args.runs}) < len(args.runs):

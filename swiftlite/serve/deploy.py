@@ -33,6 +33,7 @@ def run(args: DeployArgs) -> None:
         return
     check_address(args.host, args.port)
     logger.info("starting %s", command.as_typed())
+    logger.info("when it says that startup is complete, it answers at port %d; Ctrl-C ends it", args.port)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command.words[0], command.words, {**os.environ, **command.variables})

@@ -218,7 +218,10 @@ def summary(result: Answers, plain: Answers | None = None) -> list[str]:
     if plain is not None:
         same = sum(a.token_ids == b.token_ids for a, b in zip(result.completions, plain.completions, strict=True))
         ratio = result.tokens_per_second / plain.tokens_per_second
-        lines.append(f"without speculation {plain.tokens_per_second:.1f} tokens/s: speculation is {ratio:.2f}x as fast")
+        line = f"without speculation {plain.tokens_per_second:.1f} tokens/s: speculation is {ratio:.2f}x as fast"
+        if counts.drafts and ratio > 1 + counts.accepted / counts.drafts:
+            line += ", more than its tokens per step can give: the machine was busy with something else"
+        lines.append(line)
         total = len(plain.completions)
         lines.append(f"answers equal: {same} of {total}" + ("" if same == total else f"; {total - same} differ"))
     return lines

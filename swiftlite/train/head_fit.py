@@ -1,11 +1,12 @@
-"""`--mtp_init fit_last_layer`: a copied head gets what its original is used to.
+"""`--mtp_init fit_last_layer`: a copied block is fed inputs like those of the layer that it was copied from.
 
 The head's block is a copy of the last decoder layer, so it can do something with what that layer is given, and with
-little else. Its input comes from the projection `eh_proj`; this begins as the one that makes, of the token's embedding
-and the state before, an input as near as possible to the last layer's own at that token. With a[s] what the projection
-of depth k is given at position s, x[s] what the last decoder layer is given there, over N tokens of training rows:
+little else. Its input comes from the projection `eh_proj`. The projection starts as the linear map from the embedding
+of a token and the state before it whose output is nearest to the last layer's input at that token. With a[s] what the
+projection of depth k = 1, 2, ... is given at position s, x[s] what the last decoder layer is given there, over N tokens
+of training rows:
 
-    eh_proj = argmin  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * N * |W|^2
+    eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * N * |W|^2
 
 Measured on SmolLM2-135M-Instruct and its own answers: before any step the head agrees with the trunk at 38 % of the
 held-out tokens; with `copy_last_layer` or `random` at less than 0.2 %.
@@ -40,7 +41,9 @@ RIDGE = 0.01
 
 
 def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
-    """As many samples as the fit needs, spread evenly over all: files may stand one behind the other."""
+    """At least as many samples as the fit needs, if there are so many; spread evenly over all, since files may stand
+    one behind the other.
+    """
     num_tokens = sum(len(sample) for sample in samples)
     stride = max(num_tokens // (2 * hidden_size * TOKENS_PER_INPUT), 1)
     return [samples[index] for index in range(0, len(samples), stride)]
@@ -51,7 +54,8 @@ def fit_heads(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) 
     """Fit the projection of each head, one depth after the other, as each is fed by the one before; collective.
 
     Args:
-        chunks: the stages of the model on this rank. One stage has the last decoder layer and all heads.
+        chunks: the stages of the model on this rank. One stage has the last decoder layer and all heads:
+            `why_no_fit` has refused other layouts.
         batches: this rank's micro-batches, equally many on every data-parallel rank.
     """
     for chunk in chunks:
@@ -122,11 +126,12 @@ class _Fit:
 
     def _see_input(self, projection: nn.Module, args: tuple) -> None:
         if self.target_SBH is None:
-            return  # an unrolled layer comes back to its projection; the first step counts
+            return  # with --mtp_unroll the projection runs once in each step, and is fitted to the first
         input_SBH = self._whole(args[0])
         sequence_SB = whole_rows(self.batch.sequence_KBS[self.depth + 1], self.mesh, self.batch.cu_seqlens).T
         is_token_SB = sequence_SB >= 0
-        # [s] of the target is what the last layer was given at s + depth + 1, inside the same sequence.
+        # [s] of the target is what the last layer was given at s + depth + 1, inside the same sequence. What `roll`
+        # brings round from the beginning is masked: no sequence goes on there.
         target_NH = self.target_SBH.roll(-self.depth - 1, dims=0)[is_token_SB].double()
         input_NH = input_SBH[is_token_SB].double()
         self.squares += input_NH.T @ input_NH

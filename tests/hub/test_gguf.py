@@ -118,7 +118,7 @@ def test_families_that_are_not_known_are_refused_by_name(tmp_path, monkeypatch):
     bert = write_gguf(tmp_path / "bert.gguf", "bert")
     with pytest.raises(UserError, match="GGUF model with architecture bert is not supported yet") as refused:
         description_of(str(bert))
-    assert "take the model's safetensors instead" in refused.value.hint
+    assert "take the model's safetensors: --model" in refused.value.hint
     phi3 = write_gguf(tmp_path / "phi3.gguf", "phi3")
     with pytest.raises(OptionError, match="model_type 'phi3' is not a family that swiftlite knows"):
         check(SFT.__class__(model=str(phi3), output_dir=str(tmp_path / "run"), dataset=[str(rows(tmp_path))]))

@@ -59,9 +59,9 @@ def test_figures_have_the_numbers_of_the_files(run):
 def test_each_answer_says_how_much_of_it_was_drafted(run):
     (section,) = [each for each in run_page(read_run(run)).sections if each.answers]
     first, second = section.answers
-    assert first.note == "4 of 7 tokens were drafted; 2 drafts refused"
+    assert first.note == "4 of 7 tokens are accepted drafts; 2 drafts were refused"
     assert first.before
-    assert second.note == "0 of 1 tokens were drafted; 1 drafts refused"
+    assert second.note == "0 of 1 tokens are accepted drafts; 1 drafts were refused"
     assert not second.before
 
 

@@ -33,7 +33,6 @@ class VllmEngine:
         # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of its processes; torch is loaded in this one
         # It looks for Triton before it has read its own level.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         from vllm import LLM
