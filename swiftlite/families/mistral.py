@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers without biases; 7B v0.1 lets a token see 4,096 others alone, the releases after it see all."""
+"""Mistral: Llama's layers without biases; 7B v0.1 lets a token see 4,096 others alone, later ones see all."""
 
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig

@@ -5,8 +5,8 @@ from typing import Literal
 from swiftlite.engines.convention import Convention
 from swiftlite.families import Family
 
-# HF model_type -> the class that drafts, and which of several heads do. The classes of Llama, Mistral and the Qwens are our
-# plugin's (models.py), which run each head at its own step on a GPU alone.
+# HF model_type -> the class that drafts, and which of several heads do. The classes of Llama, Mistral and the Qwens are
+# our plugin's (models.py), which run each head at its own step on a GPU alone.
 _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
     "llama": ("LlamaMTPModel", "each"),
     "mistral": ("MistralMTPModel", "each"),

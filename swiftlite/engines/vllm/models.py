@@ -1,4 +1,5 @@
-"""vLLM's Llama, Mistral, Qwen2, Qwen3 and Qwen3 MoE, opened from checkpoints with MTP heads, and the drafts that run the heads.
+"""vLLM's Llama, Mistral, Qwen2, Qwen3 and Qwen3 MoE, opened from checkpoints with MTP heads, and the drafts that run
+the heads.
 
 Registered by `plugin.py`; nothing else imports this file.
 
