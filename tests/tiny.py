@@ -107,7 +107,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
-VLLM_LATENT_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+# Engines norm latents with rms_norm_eps, transformers with 1e-6 whatever config.json says.
+VLLM_LATENT_SIZES: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+}
 # Families whose heads are numbered after the trunk's layers, and repeat its embedding and output layer.
 NEXT_LAYER_HEADS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 CHATML = """\

@@ -1,5 +1,8 @@
 """GLM-4.7-Flash: DeepSeek-V3's attention and mixture, with MTP heads that GLM-4.5's engines run.
 
+transformers, and so swiftlite, norms the latents with an epsilon of 1e-6; vLLM and SGLang take `rms_norm_eps`, which is
+1e-5 in GLM-4.7-Flash.
+
 Which layers are dense stands in `mlp_layer_types`, and in `first_k_dense_replace` for engines.
 """
 
