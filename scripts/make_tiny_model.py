@@ -21,8 +21,12 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -58,6 +62,8 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
 }
 EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 SHARED_AND_ROUTED = EXPERTS | {
@@ -66,27 +72,29 @@ SHARED_AND_ROUTED = EXPERTS | {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+# Latent attention: vLLM's CPU kernel takes a latent of 512 and 64 alone.
+LATENT = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "topk_method": "noaux_tc",  # vLLM asks for it
+}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"num_experts": 8},
     "glm4_moe": SHARED_AND_ROUTED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
-    "deepseek_v3": SHARED_AND_ROUTED
-    | {
-        "n_group": 2,
-        "topk_group": 1,
-        "scoring_func": "sigmoid",  # vLLM asks for these two
-        "topk_method": "noaux_tc",
-        "q_lora_rank": 128,
-        "kv_lora_rank": 512,  # vLLM's CPU kernel takes 512 and 64 alone
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    },
+    # vLLM asks for scoring_func too.
+    "deepseek_v3": SHARED_AND_ROUTED | LATENT | {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
+    "glm4_moe_lite": SHARED_AND_ROUTED | LATENT,
+    "mistral": {"sliding_window": None},
 }
 # Names of two norms before the projection, of the projection, and of the norm behind the decoder layer.
 MTP_NAMES = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "glm4_moe": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "deepseek_v3": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "glm4_moe_lite": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
 }
 MIMO_CODE = """\
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -133,7 +141,7 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
         "intermediate_size": 3 * args.hidden_size,
         "num_hidden_layers": args.num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads if family == "deepseek_v3" else max(1, num_heads // 2),
+        "num_key_value_heads": num_heads if "kv_lora_rank" in OWN_SIZES.get(family, {}) else max(1, num_heads // 2),
         "head_dim": 64,  # vLLM's CPU kernels take 32, 64 and 128
         "max_position_embeddings": 1024,
         "tie_word_embeddings": args.tie_word_embeddings,

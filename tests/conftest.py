@@ -64,13 +64,13 @@ def trained(shared) -> Trained:
     does, and prompts on which they are often right, not always (`write_trained`). It is to be read only.
     """
     from tests.engines.reference import convention, follow, write_trained
-    from tests.tiny import VLLM_LATENT_SIZES
+    from tests.tiny import LATENT, VLLM_LATENT_SIZES
 
     def get(family: str, depth: int, engine: str = "transformers") -> tuple[Path, list[list[int]]]:
         drafting = convention(engine, family).drafting
         is_tied = (engine, family) == ("vllm", "llama")
         unroll = 3 if depth == 1 else 1
-        sizes = VLLM_LATENT_SIZES if family == "deepseek_v3" and engine != "transformers" else {}
+        sizes = VLLM_LATENT_SIZES if family in LATENT and engine != "transformers" else {}
 
         def make(directory: Path) -> None:
             def draft_as(reference):

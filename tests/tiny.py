@@ -17,8 +17,12 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -38,6 +42,8 @@ CLASSES: dict[str, tuple[type, type]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
 }
 # What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -82,11 +88,35 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         },
         "num_nextn_predict_layers": 0,
     },
+    "glm4_moe_lite": EXPERTS
+    | {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.8,
+        "topk_method": "noaux_tc",
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "rope_theta": 10000.0,
+        "num_nextn_predict_layers": 0,
+    },
+    "mistral": {"sliding_window": None},
 }
+LATENT = ("deepseek_v3", "glm4_moe_lite")
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
-VLLM_LATENT_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+# Engines norm latents with rms_norm_eps, transformers with 1e-6 whatever config.json says.
+VLLM_LATENT_SIZES: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+}
 # Families whose heads are numbered after the trunk's layers, and repeat its embedding and output layer.
-NEXT_LAYER_HEADS = ("glm4_moe", "deepseek_v3")
+NEXT_LAYER_HEADS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 CHATML = """\
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
@@ -211,7 +241,7 @@ def make_tiny_model(
     }
     values |= OWN_SIZES.get(family, {})
     values |= config
-    if family == "deepseek_v3":  # no groups of queries; transformers takes head_dim for that of the rotary part
+    if family in LATENT:  # no groups of queries; transformers takes head_dim for that of the rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
     model = model_class(config_class(**values)).to(dtype).eval()
     with torch.no_grad():

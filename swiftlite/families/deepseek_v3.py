@@ -15,7 +15,6 @@ _REQUIRED = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
-    "first_k_dense_replace",
     "n_group",
     "topk_group",
     "n_shared_experts",
@@ -25,6 +24,11 @@ _REQUIRED = (
 
 
 def _check(hf_config: HfConfig) -> None:
+    dense.refuse(hf_config, dense.missing_numbers(hf_config, ["first_k_dense_replace"]) + problems_of(hf_config))
+
+
+def problems_of(hf_config: HfConfig) -> list[str]:
+    """One line for every setting of latent attention and mixture that would be ignored, or that makes no sense."""
     problems = dense.missing_numbers(hf_config, _REQUIRED)
     if "q_lora_rank" not in hf_config:
         problems.append("q_lora_rank is missing; it is null in models without a query latent")
@@ -40,7 +44,7 @@ def _check(hf_config: HfConfig) -> None:
             topk_method=("noaux_tc",),
         )
         problems += moe.mixture_problems(hf_config)
-    dense.refuse(hf_config, problems)
+    return problems
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:

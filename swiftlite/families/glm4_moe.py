@@ -27,10 +27,12 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(dense.attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), moe.mlp(hf_config, number))
 
 
+HEADS = replace(moe.NEXT_LAYER_HEADS, drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True))
+
 GLM4_MOE = Family(
     name="glm4_moe",
     check=_check,
     layer=_layer,
     outside=dense.outside,
-    mtp=replace(moe.NEXT_LAYER_HEADS, drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True)),
+    mtp=HEADS,
 )

@@ -8,8 +8,10 @@ from swiftlite.families.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.dense import refuse
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.glm4_moe import GLM4_MOE
+from swiftlite.families.glm4_moe_lite import GLM4_MOE_LITE
 from swiftlite.families.llama import LLAMA
 from swiftlite.families.mimo import MIMO
+from swiftlite.families.mistral import MISTRAL
 from swiftlite.families.qwen2 import QWEN2
 from swiftlite.families.qwen3 import QWEN3
 from swiftlite.families.qwen3_moe import QWEN3_MOE
@@ -19,8 +21,10 @@ from swiftlite.families.values import value_problems
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "llama": LLAMA,
     "mimo": MIMO,
+    "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,

@@ -20,7 +20,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
-from tests.tiny import make_tiny_hf, mtp_names
+from tests.tiny import NEXT_LAYER_HEADS, make_tiny_hf, mtp_names
 
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
@@ -374,7 +374,7 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, mesh, family):
     source = make_tiny_hf(tmp_path / "in", family, depth=2)
     original = read_all(source)
     report = load(model := build(source, mesh, depth=0), source)
-    behind_the_trunk = family in ("glm4_moe", "deepseek_v3")
+    behind_the_trunk = family in NEXT_LAYER_HEADS
     prefixes = ("model.layers.2.", "model.layers.3.") if behind_the_trunk else ("mtp.", "model.mtp_layers.")
     assert set(report.dropped) == {key for key in original if key.startswith(prefixes)}
     save(model, source, tmp_path / "out")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.conftest import Commands
-from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
+from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +32,7 @@ def served(request, vllm_host, tmp_path_factory) -> tuple[Commands, str, Path]:
     family = request.param
     directory = tmp_path_factory.mktemp(family)
     commands = Commands(directory, vllm_host)
-    sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
+    sizes: dict[str, Any] = VLLM_LATENT_SIZES if family in LATENT else {}
     make_tiny_hf(directory / "model", family, depth=0 if family == "qwen3" else 1, with_tokenizer=True, **sizes)
     rows = [json.dumps({"query": query, "response": response}) for query, response in ROWS]
     (directory / "rows.jsonl").write_text("\n".join(rows))

@@ -27,7 +27,7 @@ from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server_command import ServerCommand
 from tests.engines.reference import Reference, convention, follow, write_trained
 from tests.stand_ins import sglang_environment
-from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
+from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
 
 pytestmark = [
     pytest.mark.engine,
@@ -81,7 +81,7 @@ def served(tmp_path_factory) -> dict[Any, Any]:
     folder = tmp_path_factory.mktemp("models")
     models: dict[str, tuple[Path, list[list[int]]]] = {}
     for family in dict.fromkeys(family for family, _ in CASES):
-        sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
+        sizes: dict[str, Any] = VLLM_LATENT_SIZES if family in LATENT else {}
         models[family] = folder / family, write_trained(folder / family, family, depth=1, **sizes)
     damaged = make_tiny_hf(folder / "damaged", "mimo", depth=1)
     tensors = load_file(damaged / "model.safetensors")

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny import VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
+from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
 
 Tensors = dict[str, torch.Tensor]
 
 
 def make(directory: Path, family: str, depth: int, **options: Any) -> Path:
-    sizes: dict[str, Any] = VLLM_LATENT_SIZES if family == "deepseek_v3" else {}
+    sizes: dict[str, Any] = VLLM_LATENT_SIZES if family in LATENT else {}
     return make_tiny_hf(directory, family, depth, **sizes, **options)
 
 

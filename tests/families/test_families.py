@@ -11,7 +11,7 @@ from swiftlite import families
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.errors import UserError
 from swiftlite.families import dense
-from tests.tiny import CLASSES, OWN_SIZES, make_tiny_model, mtp_names, per_expert, random_mtp_tensors
+from tests.tiny import CLASSES, LATENT, OWN_SIZES, make_tiny_model, mtp_names, per_expert, random_mtp_tensors
 
 # What does not change what a model computes from tokens to logits: training, generation, bookkeeping.
 HARMLESS = {
@@ -63,6 +63,25 @@ OWN_NEUTRAL = {
     "qwen3_moe": {"attention_bias"},
     "glm4_moe": set(),
     "deepseek_v3": {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"},
+    "glm4_moe_lite": {"attention_bias", "topk_method"},
+    "mistral": set(),
+}
+OF_LATENT = {
+    "kv_lora_rank",
+    "moe_intermediate_size",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "q_lora_rank",
+    "qk_head_dim",  # the sum of the next two
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "rope_interleave",
+    "routed_scaling_factor",
+    "topk_group",
+    "v_head_dim",
 }
 OWN_READ = {
     "qwen3_moe": {
@@ -86,26 +105,11 @@ OWN_READ = {
         "topk_group",
         "use_qk_norm",
     },
-    "deepseek_v3": {
-        "first_k_dense_replace",
-        "kv_lora_rank",
-        "moe_intermediate_size",
-        "n_group",
-        "n_routed_experts",
-        "n_shared_experts",
-        "norm_topk_prob",
-        "num_experts_per_tok",
-        "q_lora_rank",
-        "qk_head_dim",  # the sum of the next two
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "rope_interleave",
-        "routed_scaling_factor",
-        "topk_group",
-        "v_head_dim",
-    },
+    "deepseek_v3": OF_LATENT | {"first_k_dense_replace"},
+    "glm4_moe_lite": OF_LATENT | {"first_k_dense_replace", "mlp_layer_types"},
+    "mistral": {"sliding_window"},
 }
-MOE = sorted(OWN_READ)
+MOE = sorted(OWN_READ.keys() - {"mistral"})
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -128,13 +132,22 @@ LATENT_ATTENTION: dict[str, dict[str, Any]] = {
         "rope_interleave": True,
     }
 }
+LATENT_ATTENTION["glm4_moe_lite"] = LATENT_ATTENTION["deepseek_v3"] | {
+    "v_head_dim": 20,
+    "kv_channels": 20,
+    "hf_rope": {
+        **LATENT_ATTENTION["deepseek_v3"]["hf_rope"],
+        "max_position_embeddings": 202752,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     """A config.json as transformers writes it, with changes."""
     config: PreTrainedConfig = CLASSES[family][0](
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4 if family == "deepseek_v3" else 2, head_dim=8 if family == "deepseek_v3" else 16,
+        num_key_value_heads=4 if family in LATENT else 2, head_dim=8 if family in LATENT else 16,
         **OWN_SIZES.get(family, {}),
     )  # fmt: skip
     return config.to_dict() | {"model_type": family} | changes
@@ -296,6 +309,12 @@ REFUSED = [
     ("deepseek_v3", "scoring_func", "softmax"),
     ("deepseek_v3", "topk_method", "greedy"),
     ("deepseek_v3", "topk_group", 3),
+    *[("glm4_moe_lite", key, None) for key in sorted(OF_LATENT - {"qk_head_dim", "q_lora_rank", "rope_interleave"})],
+    ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense"]),
+    ("glm4_moe_lite", "mlp_layer_types", ["dense"]),
+    ("glm4_moe_lite", "first_k_dense_replace", 0),
+    ("glm4_moe_lite", "topk_method", "greedy"),
+    ("mistral", "sliding_window", 4096),
     ("llama", "pretraining_tp", 2),
     ("llama", "attention_bias", True),
     ("llama", "mlp_bias", True),
@@ -384,7 +403,7 @@ def test_unknown_family(model_type, tmp_path):
     with pytest.raises(UserError) as raised:
         families.get({"model_type": model_type}, tmp_path)
     assert f"{tmp_path / 'config.json'}: model_type {model_type!r} is not a family" in str(raised.value)
-    assert "known: deepseek_v3, glm4_moe, llama, mimo, qwen2, qwen3, qwen3_moe" in str(raised.value)
+    assert f"known: {', '.join(sorted(families.FAMILIES))};" in str(raised.value)
 
 
 def test_rotary_buffers_of_old_files_are_derived():

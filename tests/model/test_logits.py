@@ -18,7 +18,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.trainable import HEADS_ONLY
-from tests.tiny import CLASSES, make_tiny_hf, mtp_names
+from tests.tiny import CLASSES, LATENT, make_tiny_hf, mtp_names
 
 ROPES = {
     "none": None,
@@ -43,7 +43,7 @@ ROPES = {
 }
 
 
-MOE = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+MOE = ("qwen3_moe", "glm4_moe", *LATENT)
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
@@ -93,9 +93,9 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family == "glm4_moe":
         parameters["partial_rotary_factor"] = 0.5
-    if family == "deepseek_v3" and rope == "longrope":
+    if family in LATENT and rope == "longrope":
         parameters["factor"] = 4.0  # which transformers reads for the scale of the scores, whatever the kind of rope
-    rotary_dim = {"glm4_moe": 16, "deepseek_v3": 8}.get(family, 32)
+    rotary_dim = {"glm4_moe": 16, **dict.fromkeys(LATENT, 8)}.get(family, 32)
     for factors in parameters.keys() & {"short_factor", "long_factor"}:
         parameters[factors] = parameters[factors][: rotary_dim // 2]
     directory = make_tiny_hf(

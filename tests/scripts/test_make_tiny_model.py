@@ -10,6 +10,7 @@ from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.families import FAMILIES, index
 from swiftlite.heads import Heads
+from tests.tiny import LATENT, NEXT_LAYER_HEADS
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_it_is_whole_and_of_the_family_it_says(tiny):
     hf_config = read_config(tiny)
     family = index.get(hf_config, tiny)
     assert audit_hf(tiny, family) == []
-    assert Heads.from_config(hf_config).layers == (2 if family.name in ("mimo", "glm4_moe", "deepseek_v3") else 0)
+    assert Heads.from_config(hf_config).layers == (2 if family.name in ("mimo", *NEXT_LAYER_HEADS) else 0)
 
 
 def test_transformers_opens_it_and_random_weights_are_no_constant(tiny):
@@ -68,7 +69,7 @@ def test_the_tokenizer_round_trips_and_the_template_marks_the_answer(tiny):
 
 def test_vllm_s_cpu_kernels_take_its_heads(tiny):
     hf_config = read_config(tiny)
-    if hf_config["model_type"] == "deepseek_v3":
+    if hf_config["model_type"] in LATENT:
         assert (hf_config["kv_lora_rank"], hf_config["qk_rope_head_dim"]) == (512, 64)
         return
     with safe_open(tiny / "model.safetensors", "pt") as weights:

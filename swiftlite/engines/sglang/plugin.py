@@ -1,4 +1,5 @@
-"""What SGLang lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Qwen2 and Qwen3.
+"""What SGLang lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama,
+Mistral, Qwen2 and Qwen3.
 
 SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`, so
 
@@ -20,6 +21,7 @@ from swiftlite.engines.mimo_config import MiMoConfig
 # architecture of the trunk -> architecture of its draft; both are classes of models/
 DRAFTS = {
     "LlamaForCausalLM": "LlamaForCausalLMMTP",
+    "MistralForCausalLM": "MistralForCausalLMMTP",
     "Qwen2ForCausalLM": "Qwen2ForCausalLMMTP",
     "Qwen3ForCausalLM": "Qwen3ForCausalLMMTP",
 }

@@ -1,4 +1,5 @@
-"""vLLM's Llama, Qwen2, Qwen3 and Qwen3 MoE, opened from checkpoints with MTP heads, and the drafts that run the heads.
+"""vLLM's Llama, Mistral, Qwen2, Qwen3 and Qwen3 MoE, opened from checkpoints with MTP heads, and the drafts that run
+the heads.
 
 Registered by `plugin.py`; nothing else imports this file.
 
@@ -16,7 +17,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models import llama, qwen2, qwen3, qwen3_moe
+from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
@@ -25,6 +26,10 @@ from swiftlite.engines.vllm.plugin import check_draft_steps
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+
+class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
 
 
@@ -163,6 +168,13 @@ class LlamaMTPModel(MtpDraft):
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         return llama.LlamaDecoderLayer(vllm_config, prefix, self.config)
+
+
+class MistralMTPModel(MtpDraft):
+    """Draft of a Mistral."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        return mistral.MistralDecoderLayer(vllm_config, prefix, self.config)
 
 
 class Qwen2MTPModel(MtpDraft):

@@ -11,6 +11,7 @@ from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.served_model import ServedModel, require_heads
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.errors import UserError
+from swiftlite.families.attention import LatentAttention
 from swiftlite.log import logger
 
 
@@ -85,6 +86,16 @@ def verifies_greedily_only() -> bool:
     from vllm.triton_utils import HAS_TRITON
 
     return is_on_cpu() and not HAS_TRITON
+
+
+def latent_attention_on_cpu(model: ServedModel) -> dict[str, Any] | None:
+    """vLLM's `compilation_config` without which it computes latent attention wrongly on a CPU; None where it does not.
+
+    Its rotary kernel there takes the rotary part of a query for a whole tensor: with 0.32 every token behind the first
+    has other logits. Angles of yarn are not computed by that kernel.
+    """
+    is_latent = isinstance(model.family.layer(model.hf_config, 0).attention, LatentAttention)
+    return {"custom_ops": ["-rotary_embedding"]} if is_latent and is_on_cpu() else None
 
 
 def memory_on_cpu() -> dict[str, str]:

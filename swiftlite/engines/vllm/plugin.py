@@ -1,5 +1,5 @@
-"""What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Qwen2, Qwen3 and
-Qwen3 MoE, and a way to take new weights while it runs on a CPU.
+"""What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Mistral, Qwen2,
+Qwen3 and Qwen3 MoE, and a way to take new weights while it runs on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
 
@@ -26,6 +26,7 @@ WEIGHT_TRANSFER = "swiftlite"  # a backend of vLLM's weight-transfer API, see we
 # architecture of the trunk -> architecture of its draft; both are classes of _MODELS
 DRAFTS = {
     "LlamaForCausalLM": "LlamaMTPModel",
+    "MistralForCausalLM": "MistralMTPModel",
     "Qwen2ForCausalLM": "Qwen2MTPModel",
     "Qwen3ForCausalLM": "Qwen3MTPModel",
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",

@@ -1,4 +1,4 @@
-"""SGLang's Llama, Qwen2 and Qwen3, opened from checkpoints with an MTP head, and the drafts that run the head.
+"""SGLang's Llama, Mistral, Qwen2 and Qwen3, opened from checkpoints with an MTP head, and the drafts that run the head.
 
 Nothing but SGLang imports this file.
 
@@ -16,13 +16,17 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.models import llama, qwen2, qwen3
+from sglang.srt.models import llama, mistral, qwen2, qwen3
 from torch import nn
 
 from swiftlite.engines.head_weights import Trunk, Weights, fill, heads_of
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):
+    """The trunk, opened from a checkpoint that has an MTP head as well."""
+
+
+class MistralForCausalLM(Trunk, mistral.MistralForCausalLM):
     """The trunk, opened from a checkpoint that has an MTP head as well."""
 
 
@@ -117,6 +121,10 @@ class LlamaForCausalLMMTP(MtpDraft):
     layer_class = llama.LlamaDecoderLayer
 
 
+class MistralForCausalLMMTP(LlamaForCausalLMMTP):
+    """Draft of a Mistral, whose layers are Llama's."""
+
+
 class Qwen2ForCausalLMMTP(MtpDraft):
     """Draft of a Qwen2."""
 
@@ -131,9 +139,11 @@ class Qwen3ForCausalLMMTP(MtpDraft):
 
 EntryClass = [
     LlamaForCausalLM,
+    MistralForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     LlamaForCausalLMMTP,
+    MistralForCausalLMMTP,
     Qwen2ForCausalLMMTP,
     Qwen3ForCausalLMMTP,
 ]
