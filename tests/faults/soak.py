@@ -148,7 +148,7 @@ def _kill(victim: psutil.Process, launcher: subprocess.Popen) -> list[psutil.Pro
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=36_000, help="of the run (default: 36000)")
+    parser.add_argument("--steps", type=int, default=44_000, help="of the run (default: 44000)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
