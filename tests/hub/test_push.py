@@ -70,7 +70,7 @@ def test_a_push_that_fails_says_how_to_go_on(hub, tiny, tmp_path):
     home = tmp_path / "home"
     (unknown,) = answers(hub, home, pushing(tiny, "me/new"), HF_TOKEN="hf_anotherTokenOfNobody")
     (foreign,) = answers(hub, home, pushing(tiny, "other/new"), HF_TOKEN=TOKEN)
-    assert unknown.startswith(f"UserError: {tiny} is whole, but not pushed to me/new: {hub.url} does not know this token")
+    assert unknown.startswith(f"UserError: {tiny} is whole, but not pushed to me/new: {hub.url} does not know")
     assert f"{tiny} is whole, but not pushed to other/new: this token may not write to other/new" in foreign
     assert f"then: hf upload --private other/new {tiny}" in foreign
     assert "hf_" not in unknown + foreign
