@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import types
@@ -114,6 +115,20 @@ def test_answers_come_without_heavy_imports(model, argv, code):
     )
     assert result.returncode == code, result.stderr
     assert result.stderr.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])
+def test_threads_wait_without_spinning_unless_the_user_says_so(model, given, found):
+    """torch reads the variable as it loads."""
+    script = (
+        "import os, sys; from swiftlite.cli.main import main; main(['doctor']); "
+        "print(os.environ['OMP_WAIT_POLICY'], file=sys.stderr)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=model.parent, env=environment, check=True)
+    assert result.stderr.splitlines()[-1] == found
 
 
 def test_help_does_not_wait_for_pydantic(tmp_path):

@@ -51,4 +51,7 @@ def test_a_config_json_that_cannot_be_read_is_empty(tmp_path, text):
 def test_near_paths(run):
     assert near_path(run.parent / "modle") == f"did you mean {run.parent / 'model'}?"
     assert near_path(run.parent / "xyz") == ""
+    (run.parent / "ok.jsonl").touch()
+    assert near_path(run.parent / "nosuch.jsonl") == ""  # the ending alone is no likeness
+    assert near_path(run.parent / "okk.jsonl") == f"did you mean {run.parent / 'ok.jsonl'}?"
     assert near_path(run.parent / "no" / "such") == f"the directory {run.parent / 'no'} does not exist either"

@@ -101,6 +101,14 @@ def test_summary_counts_answers_that_differ():
     ]
 
 
+def test_a_ratio_that_cannot_be_is_doubted():
+    """One token and half a draft in each step give no more than 1.5 times the speed."""
+    plain = Answers([Completion([1, 2, 3], "stop")], 2.0, DraftCounts(0, 0, ()))
+    result = Answers(plain.completions, 1.0, DraftCounts(2, 2, (1,)))
+    line = summary(result, plain)[2]
+    assert "speculation is 2.00x as fast, more than its tokens per step can give" in line
+
+
 def test_chat_on_a_pipe_keeps_the_conversation(model, tmp_path, monkeypatch, capsys):
     result = tmp_path / "chat.jsonl"
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nand again\n"))
