@@ -27,6 +27,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -44,6 +46,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
 }
 # What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -104,6 +107,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "mistral": {"sliding_window": None},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48},
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).

@@ -13,6 +13,7 @@ from swiftlite.families.llama import LLAMA
 from swiftlite.families.mimo import MIMO
 from swiftlite.families.mistral import MISTRAL
 from swiftlite.families.qwen2 import QWEN2
+from swiftlite.families.qwen2_moe import QWEN2_MOE
 from swiftlite.families.qwen3 import QWEN3
 from swiftlite.families.qwen3_moe import QWEN3_MOE
 from swiftlite.families.rank import Rank
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
     "mimo": MIMO,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
 }

@@ -68,6 +68,7 @@ class Mixture:
         topk: experts that it chooses for a token.
         ffn: width of an expert.
         shared_ffn: width of the MLP that sees every token (of several shared experts, the sum); 0 for none.
+        shared_gate: whether that MLP's output is weighed, for each token, by the sigmoid of one more row of weights.
         expert_bias: whether a bias, which no gradient reaches, levels the router's choice.
         router: how the router scores and chooses, as arguments of megatron-core's TransformerConfig.
     """
@@ -80,6 +81,7 @@ class Mixture:
     topk: int
     ffn: int
     shared_ffn: int = 0
+    shared_gate: bool = False
     expert_bias: bool = False
     router: Mapping[str, Any] = field(default_factory=dict)
 
@@ -100,6 +102,8 @@ class Mixture:
         }
         if self.shared_ffn:
             config["moe_shared_expert_intermediate_size"] = self.shared_ffn
+        if self.shared_gate:
+            config["moe_shared_expert_gate"] = True
         if self.expert_bias:
             config["moe_router_enable_expert_bias"] = True
         return config | dict(self.router)
@@ -113,18 +117,20 @@ class Mixture:
             rows += gated_rows(names[0], self.hidden, self.ffn, mcore_prefix=names[1])
         if self.shared_ffn:
             rows += gated_rows("mlp.shared_experts.", self.hidden, self.shared_ffn)
+        if self.shared_gate:
+            rows.append(Row("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": (1, self.hidden)}))
         return rows
 
     def parameters(self, rank: Rank) -> ParameterCount:
         router = self.experts * self.hidden
-        shared = _matrices(self.hidden, self.shared_ffn // rank.tp)
+        shared = _matrices(self.hidden, self.shared_ffn // rank.tp) + self.shared_gate * self.hidden
         one_expert = _matrices(self.hidden, self.ffn // rank.etp)
         return ParameterCount(router + shared, self.experts // rank.ep * one_expert)
 
     def macs_per_token(self) -> int:
         router = self.experts * self.hidden
         chosen = self.topk * _matrices(self.hidden, self.ffn)
-        return router + chosen + _matrices(self.hidden, self.shared_ffn)
+        return router + chosen + _matrices(self.hidden, self.shared_ffn) + self.shared_gate * self.hidden
 
     def kept(self, rank: Rank) -> int:
         """As if the router gave every rank the same number of tokens."""
@@ -134,7 +140,8 @@ class Mixture:
         # As the MLP, once more times the router's weight.
         per_choice = rank.itemsize * (self.hidden + 6 * (self.ffn // rank.etp)) + FLOAT32
         experts = rank.sequence_tokens * rank.etp * self.topk * per_choice
-        return scores + experts + _kept_gated(rank, self.shared_ffn // rank.tp)
+        gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score, before they meet
+        return scores + experts + _kept_gated(rank, self.shared_ffn // rank.tp) + gate
 
 
 def gated_rows(hf_prefix: str, hidden: int, ffn: int, mcore_prefix: str | None = None) -> list[Row]:

@@ -3,7 +3,7 @@
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
-from swiftlite.families.mlp import Mixture
+from swiftlite.families.mlp import Mixture, Mlp
 
 
 def _num_experts(hf_config: HfConfig) -> int:
@@ -17,8 +17,12 @@ def _is_moe_layer(hf_config: HfConfig, layer: int) -> bool:
 
 
 def _check(hf_config: HfConfig) -> None:
-    problems = dense.problems_of(hf_config, attention_bias=(False, None))
-    problems += dense.missing_numbers(hf_config, ("num_experts_per_tok", "moe_intermediate_size"))
+    dense.refuse(hf_config, dense.problems_of(hf_config, attention_bias=(False, None)) + mixture_problems(hf_config))
+
+
+def mixture_problems(hf_config: HfConfig) -> list[str]:
+    """Settings of the mixture that megatron-core does not compute, one line each."""
+    problems = dense.missing_numbers(hf_config, ("num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers"))
     experts = hf_config.get("num_experts", hf_config.get("num_local_experts"))
     if not isinstance(experts, int) or experts < 1:
         problems.append(f"num_experts {experts!r} is not a number of experts")
@@ -30,15 +34,20 @@ def _check(hf_config: HfConfig) -> None:
             problems.append("decoder_sparse_step and mlp_only_layers leave no layer with experts")
         if topk == 1 and hf_config.get("norm_topk_prob", False):
             problems.append("norm_topk_prob True is not supported with num_experts_per_tok 1: no router would learn")
-    dense.refuse(hf_config, problems)
+    return problems
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:
-    mlp = _mixture(hf_config) if _is_moe_layer(hf_config, number) else dense.mlp(hf_config)
-    return Layer(dense.attention(hf_config, qk_norm=True), mlp)
+    return Layer(dense.attention(hf_config, qk_norm=True), mlp(hf_config, number))
 
 
-def _mixture(hf_config: HfConfig) -> Mixture:
+def mlp(hf_config: HfConfig, number: int) -> Mlp | Mixture:
+    """The MLP of decoder layer `number`, from 0; a mixture where `decoder_sparse_step` says so."""
+    return mixture(hf_config) if _is_moe_layer(hf_config, number) else dense.mlp(hf_config)
+
+
+def mixture(hf_config: HfConfig) -> Mixture:
+    """The mixture with the sizes of a config.json, without shared experts."""
     return Mixture(
         hidden=hf_config["hidden_size"],
         experts=_num_experts(hf_config),

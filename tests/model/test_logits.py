@@ -43,7 +43,7 @@ ROPES = {
 }
 
 
-MOE = ("qwen3_moe", "glm4_moe", *LATENT)
+MOE = ("qwen2_moe", "qwen3_moe", "glm4_moe", *LATENT)
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
