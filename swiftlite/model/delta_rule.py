@@ -1,0 +1,117 @@
+"""The gated delta rule, linear attention's recurrence, in plain torch on any device.
+
+A head keeps a state S [D, E] that answers keys with values. Each token lets it fade, corrects what it says to the
+token's key, and reads it with the token's query:
+
+    S = exp(g) S
+    S = S + beta * k (v - k S)
+    out = q S
+
+Token by token that is slow, so tokens are taken in chunks of C. Inside a chunk all corrections follow from one
+triangular system (the WY form of Yang et al., Gated Delta Networks, 2024), for all chunks at once; only the state goes
+from chunk to chunk. No chunk holds tokens of two sequences, so packed rows are exact.
+
+Shapes: T tokens of all sequences, M chunks, C tokens of a chunk, N heads, D key channels, E value channels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+CHUNK = 64
+"""Tokens of a chunk: more make larger matrices, and a triangular system that grows with the square."""
+
+
+def gated_delta_rule(
+    query_TND: torch.Tensor,
+    key_TND: torch.Tensor,
+    value_TNE: torch.Tensor,
+    log_decay_TN: torch.Tensor,
+    beta_TN: torch.Tensor,
+    lengths: Sequence[int],
+    states: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each token reads, and the state behind each sequence; computed in float32.
+
+    Args:
+        query_TND: of one sequence behind the other.
+        log_decay_TN: g, at most 0.
+        beta_TN: how much of the correction is made, from 0 to 1.
+        lengths: of the sequences; their sum is T.
+        states: [number of sequences, N, D, E] before their first tokens; zeros if there are none.
+
+    Returns:
+        [T, N, E] in the dtype of the values, and states as above in float32.
+    """
+    place_MC, is_token_MC, turn_M = _chunks(lengths, query_TND.device)
+    query, key, value, decay, beta = (
+        _take(tensor, place_MC, is_token_MC) for tensor in (query_TND, key_TND, value_TNE, log_decay_TN, beta_TN)
+    )
+    # [M, N, C]: log of what fades from the beginning of the chunk to each token, the token's own part included.
+    faded = decay.cumsum(dim=-1)
+    # [M, N, C, C]: what is left at token i of what token j wrote; 0 where j comes later.
+    left = (faded[..., :, None] - faded[..., None, :]).tril().exp().tril()
+    written = torch.cat([value * beta[..., None], key * (beta * faded.exp())[..., None]], dim=-1)
+    new_value, old_key = _corrected(written, key, left, beta).split([value.size(-1), key.size(-1)], dim=-1)
+    inside = (query @ key.transpose(-1, -2)) * left
+    from_state = query * faded.exp()[..., None]
+    to_end = key * (faded[..., -1:] - faded).exp()[..., None]
+
+    num_heads, key_size, value_size = key.size(1), key.size(-1), value.size(-1)
+    if states is None:
+        states = key.new_zeros(len(lengths), num_heads, key_size, value_size)
+    states = states.float()
+    read = []
+    for chunks, sequences in turn_M:
+        state = states[sequences]
+        written = new_value[chunks] - old_key[chunks] @ state
+        read.append(from_state[chunks] @ state + inside[chunks] @ written)
+        fade = faded[chunks][..., -1].exp()[..., None, None]
+        state = state * fade + to_end[chunks].transpose(-1, -2) @ written
+        states = states.index_copy(0, sequences, state)
+    order = torch.cat([chunks for chunks, _ in turn_M])
+    out = torch.cat(read)[order.argsort()]
+    return out.transpose(1, 2)[is_token_MC].to(value_TNE.dtype), states
+
+
+def _corrected(written: torch.Tensor, key: torch.Tensor, left: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """What each token of a chunk writes [M, N, C, *] when those before it in the chunk have written.
+
+    Token i corrects by its own value less what the state says to its key, to which every token j before it has added
+    beta_i * left[i, j] * (k_i k_j): a triangular system with ones on its diagonal.
+    """
+    overlap = (key @ key.transpose(-1, -2)) * left * beta[..., None]
+    return torch.linalg.solve_triangular(overlap.tril(-1), written, upper=False, unitriangular=True)
+
+
+def _chunks(
+    lengths: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Where the tokens of each chunk are, which places of it hold one, and who takes part in each turn.
+
+    Example: sequences of 100 and 30 tokens make chunks of tokens 0 to 63, 64 to 99 and 100 to 129. In the first turn
+    chunks 0 and 2 go on from the states of sequences 0 and 1, in the second turn chunk 1 from that of sequence 0.
+    """
+    places, filled = [], []
+    turns: list[list[tuple[int, int]]] = []
+    begin = 0
+    for sequence, length in enumerate(lengths):
+        for turn, offset in enumerate(range(0, length, CHUNK)):
+            size = min(CHUNK, length - offset)
+            first = begin + offset
+            if turn == len(turns):
+                turns.append([])
+            turns[turn].append((len(places), sequence))
+            places.append([*range(first, first + size), *[first] * (CHUNK - size)])
+            filled.append([True] * size + [False] * (CHUNK - size))
+        begin += length
+    as_tensors = [torch.tensor(turn, device=device).unbind(1) for turn in turns]
+    pairs = [(chunks, sequences) for chunks, sequences in as_tensors]
+    return torch.tensor(places, device=device), torch.tensor(filled, device=device), pairs
+
+
+def _take(tensor_TN: torch.Tensor, place_MC: torch.Tensor, is_token_MC: torch.Tensor) -> torch.Tensor:
+    """[T, N, ...] as [M, N, C, ...] in float32; places without a token are 0, so they write nothing and keep all."""
+    taken = tensor_TN[place_MC].float()
+    is_token = is_token_MC.view(*is_token_MC.shape, *[1] * (taken.dim() - 2))
+    return taken.masked_fill(~is_token, 0.0).transpose(1, 2).contiguous()

@@ -1,0 +1,81 @@
+"""The gated delta rule against its definition, token by token in float64."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from swiftlite.model.delta_rule import CHUNK, gated_delta_rule
+
+HEADS, KEYS, VALUES = 3, 8, 12
+
+
+def inputs(num_tokens: int) -> Any:
+    """Query, key, value, log decay, beta, as a layer makes them: keys and queries of length 1."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    query, key = (torch.randn(num_tokens, HEADS, KEYS, generator=generator) for _ in range(2))
+    value = torch.randn(num_tokens, HEADS, VALUES, generator=generator)
+    decay = -torch.rand(num_tokens, HEADS, generator=generator) * 2
+    beta = torch.rand(num_tokens, HEADS, generator=generator)
+    normed = [tensor / tensor.norm(dim=-1, keepdim=True) for tensor in (query, key)]
+    return [*normed, value, decay, beta]
+
+
+def cut(parts: Any, begin: int, end: int) -> Any:
+    return [tensor[begin:end] for tensor in parts]
+
+
+def definition(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, decay, beta = (tensor.double() for tensor in parts)
+    read, states, begin = [], [], 0
+    for length in lengths:
+        state = torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64)
+        for t in range(begin, begin + length):
+            state = state * decay[t].exp()[:, None, None]
+            said = torch.einsum("nd,nde->ne", key[t], state)
+            state = state + torch.einsum("n,nd,ne->nde", beta[t], key[t], value[t] - said)
+            read.append(torch.einsum("nd,nde->ne", query[t], state))
+        states.append(state)
+        begin += length
+    return torch.stack(read), torch.stack(states)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (CHUNK,), (CHUNK + 1,), (7, 3 * CHUNK, 1, CHUNK + 30), (5,) * 20])
+def test_chunks_compute_the_definition(lengths):
+    parts = inputs(sum(lengths))
+    out, states = gated_delta_rule(*parts, lengths)
+    expected, last = definition(parts, lengths)
+    # float32 against float64; values are about 1.
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(states.double(), last, rtol=0, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_definition():
+    lengths = (CHUNK + 5, 9)
+    parts: Any = [tensor.requires_grad_() for tensor in inputs(sum(lengths))]
+    weight = torch.randn(sum(lengths), HEADS, VALUES, generator=torch.Generator().manual_seed(0))
+    found = torch.autograd.grad((gated_delta_rule(*parts, lengths)[0] * weight).sum(), parts)
+    expected = torch.autograd.grad((definition(parts, lengths)[0] * weight).sum(), parts)
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sequence_does_not_see_another():
+    """Bit for bit: another first sequence changes nothing of the second."""
+    lengths = (CHUNK + 3, 50)
+    parts = inputs(sum(lengths))
+    changed: Any = [tensor.clone() for tensor in parts]
+    for tensor in changed[:3]:
+        tensor[: lengths[0]] += 1
+    mine, other = (gated_delta_rule(*each, lengths)[0][lengths[0] :] for each in (parts, changed))
+    assert torch.equal(mine, other)
+
+
+def test_a_sequence_goes_on_from_its_state():
+    parts = inputs(150)
+    whole, last = gated_delta_rule(*parts, (150,))
+    first, state = gated_delta_rule(*cut(parts, 0, 70), (70,))
+    rest, end = gated_delta_rule(*cut(parts, 70, 150), (80,), state)
+    torch.testing.assert_close(torch.cat([first, rest]), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(end, last, rtol=0, atol=1e-5)
