@@ -34,7 +34,7 @@ install_once() {
     if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ]; then
         return
     fi
-    echo "installing $name into $venv (core and vllm are 3 GB together; minutes each)"
+    echo "installing $name into $venv (core and vllm take minutes)"
     "$@" || die "could not install $name" "the lines above say why; run the same command again to go on from here"
     echo "$fingerprint" >"$stamp"
 }

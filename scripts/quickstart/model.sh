@@ -58,8 +58,8 @@ def said(beginning: str) -> list[str]:
 
 print("three answers, each written with the head's drafts")
 rows = [json.loads(line) for line in (out / "served.jsonl").read_text().splitlines()]
-whole = [row for row in rows if row["finish_reason"] == "stop"]
-for row in (whole + rows)[:3]:
+rows.sort(key=lambda row: row["finish_reason"] != "stop")  # those first that are not cut
+for row in rows[:3]:
     question, answer = row["messages"][-2:]
     print(f"\n    > {shorten(question['content'], 200, placeholder=' …')}")
     for paragraph in answer["content"][:500].splitlines():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures what docs/en/results.md says, on a pretrained model: about two hours on 2 CPU cores. What is there already is
-# not measured again, so the same command goes on after a break; speed is measured last and wants the machine alone.
+# Measures what docs/en/results.md says, on a pretrained model: an evening on 2 CPU cores. What is there already is not
+# measured again, so the same command goes on after a break; speed is measured last and wants the machine alone.
 #
 #   bash scripts/results/measure.sh && python scripts/results/page.py out/results
 #

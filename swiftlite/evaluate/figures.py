@@ -21,7 +21,7 @@ def rates(method: str, figures: dict[str, Any]) -> list[float]:
 def compare_with_engine(engine: str, counted: dict[str, Any], walk: dict[str, Any], torch_dtype: str) -> str:
     """One sentence: what an engine counted, and what the model itself accepts over the same answers."""
     its, own = (f"{each['accepted']} of {each['drafted']}" for each in (counted, walk))
-    if its == own:
+    if all(counted[name] == walk[name] for name in ("drafts", "drafted", "acceptance_per_position")):
         return f"{engine} accepted {its} drafted tokens; so does the model itself over the same answers"
     if torch_dtype == "float32":
         advice = f"in float32 they should be equal: ask swiftlite doctor --engine {engine}"

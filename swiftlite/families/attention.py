@@ -90,7 +90,7 @@ class GroupedQueryAttention:
         else:
             # Queries, keys and the result; the values are a view of what the projection made, so all of that stays.
             core = 2 * queries + keys + (queries + 2 * keys)
-        kept = rank.itemsize * (_angles(rank, self.rotary) + rank.tokens * core)
+        kept = rank.itemsize * rank.tokens * core
         kept += _softmax_statistics(rank, self.heads)
         if self.qk_norm:
             kept += self._kept_norms(rank)
@@ -213,7 +213,7 @@ class LatentAttention:
         if "mla_up_proj" in rank.recomputed:
             up = 0
         result = heads * self.v_head_dim
-        core = rank.itemsize * (_angles(rank, self.rotary) + rank.tokens * (up + result))
+        core = rank.itemsize * rank.tokens * (up + result)
         return down + core + _softmax_statistics(rank, self.heads)
 
     @property
@@ -235,11 +235,6 @@ class LatentAttention:
             matrices = queries * hidden
         matrices += self._key_latents // rank.tp * hidden + keys_and_values * self.kv_lora_rank
         return matrices + hidden * heads * self.v_head_dim
-
-
-def _angles(rank: Rank, rotary: int) -> int:
-    """Cosines and sines, of queries and of keys."""
-    return 4 * rank.length * rotary
 
 
 def _softmax_statistics(rank: Rank, heads: int) -> int:

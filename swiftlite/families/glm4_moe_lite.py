@@ -24,6 +24,8 @@ def _check(hf_config: HfConfig) -> None:
         kinds = hf_config.get("mlp_layer_types")
         if kinds not in (None, ["dense"] * num_dense + ["sparse"] * (layers - num_dense)):
             problems.append(f"mlp_layer_types is not some 'dense', then 'sparse' up to {layers} layers")
+        if num_dense >= layers:
+            problems.append("mlp_layer_types leaves no layer with experts")
         if hf_config.get("first_k_dense_replace", num_dense) != num_dense:
             stated = hf_config["first_k_dense_replace"]
             problems.append(f"first_k_dense_replace {stated}, but mlp_layer_types has {num_dense} dense layers")

@@ -20,6 +20,7 @@ _SIZES = {
     "num_key_value_heads": (1, 2_000),
     "head_dim": (1, 10_000),
     "max_position_embeddings": (1, 10**9),
+    "sliding_window": (0, 10**9),
     "num_experts": (1, 5_000),
     "num_local_experts": (1, 5_000),
     "n_routed_experts": (1, 5_000),
@@ -56,7 +57,7 @@ _FLAGS = (
     "rope_interleave",
     "use_sliding_window",
 )
-_LISTS = {"mlp_only_layers": int, "layer_types": str}
+_LISTS = {"mlp_only_layers": int, "layer_types": str, "mlp_layer_types": str}
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig as McoreTransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
 from swiftlite.errors import OptionError
@@ -13,7 +13,7 @@ from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mla import MLATransformerConfig
-from swiftlite.model.rope import RotaryEmbedding, TransformerConfig
+from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.plan.layout import (
     decoder_layers_per_stage,
@@ -42,13 +42,11 @@ def build_config(
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
-    attention_scaling: float = 1.0,
-) -> McoreTransformerConfig:
+) -> TransformerConfig:
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
     Args:
         mcore_config: arguments of TransformerConfig from `Architecture.mcore_config`.
-        attention_scaling: `RotaryEmbedding`'s.
     """
     layout = layout or ParallelLayout()
     recompute = recompute or RecomputeArgs()
@@ -59,7 +57,6 @@ def build_config(
     is_full = recompute.recompute_granularity == "full"
     return config_class(
         **of_architecture,
-        attention_scaling=attention_scaling,
         mtp_num_layers=mtp_num_layers or None,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -150,7 +147,7 @@ def build_model(
     chunks = []
     for vp_stage in range(num_virtual_stages(mesh.layout) or 1):
         # Latent attention turns only a part of each head, and states what turns it apart from all else.
-        rotary_pos_emb = RotaryEmbedding(mcore_config.get("hf_rope", hf_config), mesh.cp)
+        rotary_pos_emb = RotaryEmbedding(mcore_config.get("hf_rope", hf_config), mesh.device.torch_device, dtype)
         # One for each stage: megatron-core's schedules leave notes in it.
         config = build_config(
             mcore_config,
@@ -160,7 +157,6 @@ def build_model(
             layout=mesh.layout,
             recompute=recompute,
             moe=moe,
-            attention_scaling=rotary_pos_emb.attention_scaling,
         )
         with mesh.active():
             stage = GPTModel(
@@ -179,7 +175,7 @@ def build_model(
 
 
 def _stage(
-    config: McoreTransformerConfig,
+    config: TransformerConfig,
     architecture: Architecture,
     mesh: Mesh,
     vp_stage: int,
@@ -198,7 +194,7 @@ def _stage(
     return {
         "vocab_size": architecture.outside.vocab,
         "share_embeddings_and_output_weights": architecture.outside.is_tied,
-        "position_embedding_type": "rope",
+        "position_embedding_type": "none",
         "transformer_layer_spec": decoder_spec(config, layers, drafting),
         "mtp_block_spec": mtp_spec(config, architecture.mtp_block, heads.unroll > 1) if has_mtp else None,
         "pre_process": stage == 0,

@@ -85,7 +85,7 @@ class GPTModel(McoreGPTModel):
     it from the caller (gpt_model.py:611-661 of 0.16.1). Here each stage returns what it made.
 
     Args:
-        rotary_pos_emb: makes the angles of all layers.
+        rotary_pos_emb: makes cosines and sines for all layers.
         transformer_layer_spec: the decoder layers of this stage and the norm behind the last one.
         pg_collection: the groups of the model's mesh.
         heads: the MTP heads.
@@ -285,8 +285,8 @@ class GPTModel(McoreGPTModel):
             fed_SBH = cache.kept(FED, input_ids.size(1))
             if self.config.sequence_parallel:
                 fed_SBH = scatter_to_sequence_parallel_region(fed_SBH, group=self.pg_collection.tp)
-            angles = self._angles(position_ids, None, cache=cache)
-            return self.forward_mtp(fed_SBH, list(mtp_input_ids), position_ids, angles, cache=cache)
+            turns = self._turns(position_ids, None, cache=cache)
+            return self.forward_mtp(fed_SBH, list(mtp_input_ids), position_ids, turns, cache=cache)
         if self.pre_process:  # nothing to say, and the next stage waits for something
             return [torch.zeros(1, 1, self.config.hidden_size, dtype=self.config.pipeline_dtype, device=cache.device)]
         return list(received.chunk(self.heads.drafts)) if self._is_behind_heads else [received]
@@ -316,7 +316,7 @@ class GPTModel(McoreGPTModel):
         tokens: RoutedTokens | None = None,
         cache: Cache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trunk's states behind this stage's layers, see the top of this file; and rotary angles."""
+        """The trunk's states behind this stage's layers, see the top of this file; and what turns queries and keys."""
         with self._frozen():
             hidden_SBH, rotary_pos_emb = self.forward_preprocess(input_ids, position_ids, packed_seq_params, cache)
             hidden_SBH = self.forward_decoder(hidden_SBH, rotary_pos_emb, packed_seq_params, tokens, cache)
@@ -331,13 +331,11 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         cache: Cache | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Embeddings [S, B, H], on the first pipeline stage, and rotary angles: [S, 1, 1, D], or of a packed row
-        `RotaryEmbedding.packed`.
-        """
+        """Embeddings [S, B, H], on the first pipeline stage, and `RotaryEmbedding`'s cosines and sines."""
         hidden_SBH = None
         if self.pre_process:
             hidden_SBH = self.embedding(input_ids=input_ids, position_ids=position_ids)
-        return hidden_SBH, self._angles(position_ids, packed_seq_params, cache=cache)
+        return hidden_SBH, self._turns(position_ids, packed_seq_params, cache=cache)
 
     def forward_decoder(
         self,
@@ -413,7 +411,7 @@ class GPTModel(McoreGPTModel):
         return layer.forward_steps(
             hidden_SBH,
             embeddings_SBH,
-            [self._angles(position_ids, packed_seq_params, step, cache) for step in range(self.heads.unroll)],
+            [self._turns(position_ids, packed_seq_params, step, cache) for step in range(self.heads.unroll)],
             packed_seq_params,
             tokens,
             cache=cache,
@@ -428,20 +426,22 @@ class GPTModel(McoreGPTModel):
         is_first_SB1 = self._on_this_sequence_rank((position_ids == 0).T[..., None])
         return embeddings_SBH.masked_fill(is_first_SB1, 0)
 
-    def _angles(
+    def _turns(
         self,
         position_ids: torch.Tensor,
         packed_seq_params: PackedSeqParams | None,
         offset: int = 0,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Rotary angles of rows that begin at position `offset`, as `forward_preprocess` gives them."""
+        """What turns the tokens of this rank, of sequences that begin at position `offset`: [2, S, 1, 1, R]."""
         if cache is not None:
-            return self.rotary_pos_emb(cache.capacity, offset=offset, packed_seq=True)[position_ids[0]]
-        cu_seqlens = padded_cu_seqlens(packed_seq_params)
-        if cu_seqlens is not None:
-            return self.rotary_pos_emb.packed(cu_seqlens, offset)
-        return self.rotary_pos_emb(position_ids.size(1) * self.pg_collection.cp.size(), offset=offset)
+            return self.rotary_pos_emb([cache.capacity], offset)[:, position_ids[0]]
+        group: Any = self.pg_collection.cp
+        lengths = sequence_lengths(position_ids.size(1) * group.size(), padded_cu_seqlens(packed_seq_params))
+        row = self.rotary_pos_emb(lengths, offset)
+        if group.size() == 1:
+            return row
+        return row[:, zigzag_positions(lengths, group.rank(), group.size(), row.device)]
 
     def forward_postprocess(
         self,
@@ -507,7 +507,10 @@ class GPTModel(McoreGPTModel):
 
     def _picked_logits(self, hidden_SBH: torch.Tensor, picked_BS: torch.Tensor) -> torch.Tensor:
         """[N, V]: only positions that have a target meet the vocabulary; prompts and padding are often half of them."""
-        hidden_NH = self.whole_sequence(hidden_SBH).transpose(0, 1)[picked_BS]
+        hidden_SBH = self.whole_sequence(hidden_SBH)
+        row_N, place_N = picked_BS.nonzero(as_tuple=True)
+        # One index into S * B states: picked from [B, S] the gradient would be laid out so, and every layer would copy.
+        hidden_NH = hidden_SBH.flatten(0, 1)[place_N * hidden_SBH.size(1) + row_N]
         return self.logits(hidden_NH[:, None]).squeeze(1)
 
     def _whole_rows(

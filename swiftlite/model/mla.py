@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -23,10 +22,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention as
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
 
-from swiftlite.model.context_parallel import padded_cu_seqlens
 from swiftlite.model.norm import RMSNorm
-from swiftlite.model.rope import rope_config
-from swiftlite.runtime.compat import ROTARY_IN_PAIRS
+from swiftlite.model.rope import rope_config, rotate
 
 
 @dataclass
@@ -40,12 +37,10 @@ class MLATransformerConfig(McoreMLATransformerConfig):
         hf_rope: the keys of config.json that fix the frequencies, as RotaryEmbedding takes them, for a head of
             `qk_pos_emb_head_dim`.
         rope_interleave: channels 2i and 2i + 1 turn together, as in DeepSeek's files; otherwise i and i + R / 2.
-        attention_scaling: factor on cos and sin, `RotaryEmbedding`'s.
     """
 
     hf_rope: dict[str, Any] = field(default_factory=dict)
     rope_interleave: bool = True
-    attention_scaling: float = 1.0
 
     def __post_init__(self):
         # megatron-core's defaults are those of one model.
@@ -72,7 +67,7 @@ class MLASelfAttention(McoreMLASelfAttention):
     Takes padded rows [S, B, H] and packed ones [S, 1, H] with `packed_seq_params`; with sequence parallelism S is this
     rank's part, with context parallelism the row is laid out in megatron-core's zigzag. No inference cache.
 
-    Rotary angles are handed in, as to all other attention.
+    Cosines and sines are handed in, as to all other attention.
     """
 
     config: MLATransformerConfig
@@ -87,11 +82,11 @@ class MLASelfAttention(McoreMLASelfAttention):
     ) -> tuple[Any, Any]:
         """Outputs [S, B, H], and no bias.
 
-        The stock method refuses angles, each of its layers makes its own. What it hands on unseen to
-        `get_query_key_value_tensors` are position ids; the angles take their place.
+        The stock method refuses them, each of its layers makes its own. What it hands on unseen to
+        `get_query_key_value_tensors` are position ids; cosines and sines take their place.
 
         Args:
-            rotary_pos_emb: `RotaryEmbedding`'s, of the whole row or of a packed one.
+            rotary_pos_emb: `RotaryEmbedding`'s, of this rank's part of the row.
             kwargs: as megatron-core's layers call attention.
         """
         result: Any = super().forward(hidden_states, attention_mask, position_ids=rotary_pos_emb, **kwargs)
@@ -108,7 +103,6 @@ class MLASelfAttention(McoreMLASelfAttention):
         """Query [T, N, D], key [T, N, D] and value [T, N, V] of the whole sequence; the latents of queries and keys."""
         assert not any(inference.values())
         config = self.config
-        cu_seqlens = padded_cu_seqlens(packed_seq_params)
 
         query_latent = hidden_states
         if config.q_lora_rank is not None:
@@ -118,10 +112,13 @@ class MLASelfAttention(McoreMLASelfAttention):
         )
         latent = self._scatter(latent)
         # Each rank's gradient is that of its own heads; the up-projections sum theirs themselves. The sum is left out
-        # in silence where a gradient is not contiguous (mappings.py:20); that of the rotation below always is.
+        # in silence where a gradient is not contiguous (mappings.py:20).
         key_pos = copy_to_tensor_model_parallel_region(key_pos, group=self.tp_group)
+        if key_pos.requires_grad:
+            key_pos.register_hook(torch.Tensor.contiguous)
         if packed_seq_params is not None:
             query_latent, latent, key_pos = (tensor.squeeze(1) for tensor in (query_latent, latent, key_pos))
+            rotary_pos_emb = rotary_pos_emb.squeeze(2)
         if config.q_lora_rank is not None:
             query_latent = self.q_layernorm(query_latent)  # pyright: ignore[reportCallIssue]
         latent = self.kv_layernorm(latent)  # pyright: ignore[reportCallIssue]
@@ -130,8 +127,8 @@ class MLASelfAttention(McoreMLASelfAttention):
             up_proj = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
             query, query_pos = self._split_heads(up_proj(query_latent)[0], config.qk_pos_emb_head_dim)
             key, value = self._split_heads(self.linear_kv_up_proj(latent)[0], config.v_head_dim)
-            query_pos = self._rotate(query_pos, rotary_pos_emb, cu_seqlens)
-            key_pos = self._rotate(key_pos[..., None, :], rotary_pos_emb, cu_seqlens)
+            query_pos = self._rotate(query_pos, rotary_pos_emb)
+            key_pos = self._rotate(key_pos[..., None, :], rotary_pos_emb)
             key_pos = key_pos.expand(*key.shape[:-1], -1)
             return torch.cat([query, query_pos], dim=-1), torch.cat([key, key_pos], dim=-1), value.contiguous()
 
@@ -165,16 +162,8 @@ class MLASelfAttention(McoreMLASelfAttention):
         first, second = heads.split([self.config.qk_head_dim, last], dim=-1)
         return first, second
 
-    def _rotate(self, pos: torch.Tensor, rotary_pos_emb: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        if not self.config.rope_interleave:
-            # megatron-core begins by taking even and odd channels apart; this cancels it.
-            pos = pos.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
-        return apply_rotary_pos_emb(
-            pos,
-            rotary_pos_emb,
-            config=self.config,
-            cu_seqlens=cu_seqlens,
-            mscale=self.config.attention_scaling,
-            cp_group=self.pg_collection.cp,
-            **ROTARY_IN_PAIRS,
-        )
+    def _rotate(self, pos: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """Turn channels; those that turn in pairs are taken apart before, of queries and keys alike."""
+        if self.config.rope_interleave:
+            pos = pos.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
+        return rotate(pos, turns)

@@ -139,7 +139,7 @@ class UnrolledLayer(MultiTokenPredictionLayer):
         Args:
             hidden_SBH: the trunk's.
             decoder_inputs_SBH: of each step, embeddings of the tokens j places further on.
-            rotary_pos_embs: of each step, angles from position j - 1 on.
+            rotary_pos_embs: of each step, `RotaryEmbedding`'s from position j - 1 on.
             tokens: of each step, what the router is told.
             cache: as `GPTModel.forward` takes it, of whole rows.
             recycles_before_norm: a step continues from the state before the output norm, not from the one after it.

@@ -46,7 +46,7 @@ def checkpoint(
 ) -> torch.Tensor:
     """`function(hidden_states, *others)`, keeping nothing but its arguments.
 
-    Arguments are what carries gradients; masks, rotary angles and packing descriptors belong in the closure, where
+    Arguments are what carries gradients; masks, cosines and sines and packing descriptors belong in the closure, where
     they need not be tensors. With `distribute_saved_activations` tensor-parallel ranks share what is kept of
     `hidden_states`.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear as McoreColumnParallelLinear
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -37,6 +37,7 @@ from swiftlite.model.mla import LatentRMSNorm, MLASelfAttention
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.norm import KeepingRMSNorm, RMSNorm
 from swiftlite.model.router import MoELayer, TopKRouter
+from swiftlite.model.self_attention import SelfAttention
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 

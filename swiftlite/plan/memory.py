@@ -252,9 +252,9 @@ class _Model:
         states = 0 if self.is_trunk_frozen else self.hidden * self.rank.itemsize
         return self.rank.tokens * (states + 14)
 
-    def kept_angles(self) -> int:
-        """Rotary angles of all positions, which every span that is recomputed takes."""
-        return self.rank.length * max(layer.attention.rotary for layer in self.layers) * FLOAT32
+    def kept_turns(self) -> int:
+        """Cosines and sines of all positions, of which all layers take the same."""
+        return 2 * self.rank.length * max(layer.attention.rotary for layer in self.layers) * self.rank.itemsize
 
 
 def _rank_of(setup: Setup) -> Rank:
@@ -320,8 +320,8 @@ class _VirtualStage:
     def forward_pass(self) -> "_ForwardPass":
         model, rank = self.model, self.model.rank
         kept, recomputed = self._kept_layers()
-        if recomputed:
-            kept += model.kept_angles()
+        if self.layers or self.num_mtp_layers:
+            kept += model.kept_turns()
         if not model.is_trunk_frozen:
             if self.is_first:
                 kept += 8 * rank.tokens  # ids

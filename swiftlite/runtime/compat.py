@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from packaging.version import Version
 
 MCORE_VERSION = Version(version("megatron-core"))
@@ -20,14 +19,6 @@ MCORE_VERSION = Version(version("megatron-core"))
 # The decoder layer inside an MTP layer, renamed in 0.17 (transformer/multi_token_prediction.py). Checkpoints keep the
 # old name: since 0.17 the layer's sharded_state_dict maps it back.
 MTP_INNER_LAYER = "transformer_layer" if Version("0.17") > MCORE_VERSION else "mtp_model_layer"
-
-# Rotary channels 2i and 2i + 1 of latent attention turn together: an argument since 0.19, until then always so
-# (models/common/embeddings/rope_utils.py).
-ROTARY_IN_PAIRS: dict[str, Any] = (
-    {"mla_rotary_interleaved": True}
-    if "mla_rotary_interleaved" in inspect.signature(apply_rotary_pos_emb).parameters
-    else {}
-)
 
 # Who writes an asynchronous checkpoint: since 0.19 another package unless megatron-core's own writer is asked for
 # (dist_checkpointing/serialization.py).

@@ -21,14 +21,9 @@ def device_literal(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": CPU} if "cuda" in str(kwargs.get("device", "")) else kwargs
 
 
-def pinned_memory(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`pin_memory=True` is dropped: models/common/embeddings/rope_utils.py:62, under context parallelism."""
-    return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
-
-
 def tensor_cuda(tensor: torch.Tensor) -> torch.Tensor:
     """`Tensor.cuda()` gives the tensor itself: models/common/language_module/language_module.py:244 with pipeline
-    stages, rope_utils.py:64 with context parallelism, optimizer/distrib_optimizer.py:1089."""
+    stages, optimizer/distrib_optimizer.py:1089."""
     return tensor
 
 
@@ -46,11 +41,11 @@ class _CudaLiterals(TorchFunctionMode):
             return tensor_type(func(*args))
         if func is torch.Tensor.cuda:
             return tensor_cuda(args[0])
-        return func(*args, **pinned_memory(device_literal(kwargs))) if kwargs else func(*args)
+        return func(*args, **device_literal(kwargs)) if kwargs else func(*args)
 
 
 def patch_current_device() -> None:
-    """models/common/embeddings/rotary_pos_embedding.py:162, optimizer and schedules ask for the current CUDA device."""
+    """optimizer/optimizer.py:1141, its checkpoints and pipeline schedules ask for the current CUDA device."""
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
 
 

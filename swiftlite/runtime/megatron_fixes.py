@@ -56,7 +56,8 @@ def start_no_results_server() -> None:
 
 def scale_gradients_in_place() -> None:
     """optimizer/clip_grads.py:175 scales gradients through utils.py:1215 where neither Transformer Engine nor Apex is
-    installed: it makes a copy of each and copies that back, which passes over all weights twice more in every step."""
+    installed: it makes a copy of each and copies that back, which passes over all gradients twice more in every step
+    that is clipped."""
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
         clip_grads.multi_tensor_scale_impl = _scale
 

@@ -80,6 +80,19 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family)
         assert [round(head["acceptance"] * head["targets"]) for head in heads] == hits[channel]
 
 
+def test_a_walk_drafts_as_many_tokens_as_the_engine(tmp_path, mesh, rows):
+    hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=2, with_tokenizer=True)
+    tokenizer, data = load_rows(hf_dir, [rows])
+    for num_drafts in (1, 2):
+        config = EngineConfig(hf_dir, "float32", num_speculative_tokens=num_drafts)
+        served = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=4)
+        assert served.num_speculative_tokens == num_drafts
+        walks = teacher_forced(hf_dir, served.answers, torch_dtype="float32", mesh=mesh, num_drafts=num_drafts)
+        walk = walks["all"]["replayed"]
+        assert len(walk["acceptance_per_position"]) == num_drafts
+        assert {name: served.by_channel["all"][name] for name in walk} == walk
+
+
 def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     tokenizer, data = load_rows(hf_dir, [rows])
@@ -154,7 +167,7 @@ def test_an_error_names_only_options_that_the_command_has(tmp_path, command, bad
     ],
 )
 def test_an_engine_beside_the_model(accepted, torch_dtype, says):
-    its, own = {"accepted": 5, "drafted": 9}, {"accepted": accepted, "drafted": 9}
+    its, own = (DraftCounts(9, 9, (hits,)).to_json() for hits in (5, accepted))
     assert says in compare_with_engine("vllm", its, own, torch_dtype)
 
 

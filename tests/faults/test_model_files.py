@@ -84,6 +84,8 @@ def test_any_value_in_a_config(model, mesh, data):
         ("qwen3", "rms_norm_eps", float("inf")),
         ("qwen3", "layer_types", 5),
         ("qwen3_moe", "decoder_sparse_step", None),
+        ("glm4_moe_lite", "mlp_layer_types", 5),
+        ("mistral", "sliding_window", "x"),
     ],
     indirect=["model"],
 )

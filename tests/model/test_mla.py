@@ -55,19 +55,13 @@ def run_hf(attention: DeepseekV3Attention, hidden_SBH: torch.Tensor) -> torch.Te
 
 
 def mcore_attention(theirs: DeepseekV3Attention, mesh) -> tuple[MLASelfAttention, RotaryEmbedding]:
-    """Ours, with the same weights, and what makes its angles."""
+    """Ours, with the same weights, and what makes its cosines and sines."""
     hf_config = theirs.config.to_dict()
     kind = deepseek_v3.attention(hf_config)
     architecture = Architecture(dense.outside(hf_config), (Layer(kind, dense.mlp(hf_config)),))
     mcore_config = architecture.mcore_config()
-    rotary = RotaryEmbedding(mcore_config["hf_rope"], mesh.cp)
-    config = build_config(
-        mcore_config,
-        device=mesh.device,
-        dtype=torch.float32,
-        mtp_num_layers=0,
-        attention_scaling=rotary.attention_scaling,
-    )
+    rotary = RotaryEmbedding(mcore_config["hf_rope"], mesh.device.torch_device, torch.float32)
+    config = build_config(mcore_config, device=mesh.device, dtype=torch.float32, mtp_num_layers=0)
     attention = build_module(attention_spec(kind), config=config, layer_number=1)
     weights = theirs.state_dict(prefix="self_attn.")
     renamed = {row.mcore: weights.pop(name) for row in kind.rows() for name in row.hf}
@@ -84,7 +78,7 @@ def test_output_equals_transformers_bit_for_bit(mesh, q_lora_rank, interleave, r
     hidden_SBH = torch.randn(48, 2, 64)  # beyond the original 32 positions
     with torch.no_grad():
         attention, rotary = mcore_attention(theirs, mesh)
-        ours, _ = attention(hidden_SBH, None, rotary_pos_emb=rotary(len(hidden_SBH)))
+        ours, _ = attention(hidden_SBH, None, rotary_pos_emb=rotary([len(hidden_SBH)]))
         assert torch.equal(ours, run_hf(theirs, hidden_SBH)), (ours - run_hf(theirs, hidden_SBH)).abs().max()
 
 
@@ -101,14 +95,13 @@ def test_packed_rows_get_the_queries_keys_and_values_they_get_alone(mesh):
     ours, rotary = mcore_attention(theirs, mesh)
     rows = [torch.randn(length, 1, 64) for length in (5, 9, 2)]
     cu_seqlens = torch.tensor([0, 5, 14, 16], dtype=torch.int32)
-    for max_seqlen in (9, 12):  # the longest row, or more; 16 would be wrong: it means one row to megatron-core
-        packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen)
-        with torch.no_grad():
-            together = ours.get_query_key_value_tensors(torch.cat(rows), None, rotary.packed(cu_seqlens), packed)[:3]
-            alone = [ours.get_query_key_value_tensors(row, None, rotary(len(row)))[:3] for row in rows]
-        for part, parts in zip(together, zip(*alone, strict=True), strict=True):
-            # Matrix products of other sizes may round otherwise.
-            torch.testing.assert_close(part, torch.cat(parts)[:, 0], rtol=1e-5, atol=1e-6)
+    packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=9, max_seqlen_kv=9)
+    with torch.no_grad():
+        together = ours.get_query_key_value_tensors(torch.cat(rows), None, rotary([5, 9, 2]), packed)[:3]
+        alone = [ours.get_query_key_value_tensors(row, None, rotary([len(row)]))[:3] for row in rows]
+    for part, parts in zip(together, zip(*alone, strict=True), strict=True):
+        # Matrix products of other sizes may round otherwise.
+        torch.testing.assert_close(part, torch.cat(parts)[:, 0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")

@@ -143,7 +143,7 @@ def test_padding_mask_reaches_every_layer(mesh, monkeypatch, method, block):
         layer.register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["padding_mask"]), with_kwargs=True)
     padding_mask = torch.zeros(2, 12, dtype=torch.bool)
     hidden = torch.randn(12, 2, 32, requires_grad=True)
-    model.decoder(hidden, None, rotary_pos_emb=model.rotary_pos_emb(12), padding_mask=padding_mask)
+    model.decoder(hidden, None, rotary_pos_emb=model.rotary_pos_emb([12]), padding_mask=padding_mask)
     assert len(masks) == 4
     # Of the stock class's two layers that `block` does not recompute, none gets it, up to megatron-core 0.17.
     lost = 2 if block is StockBlock and method == "block" and BEFORE_18 else 0
@@ -189,7 +189,7 @@ def packed_mtp(model: GPTModel) -> list[torch.Tensor]:
         hidden,
         embeddings,
         attention_mask=None,
-        rotary_pos_emb=model.rotary_pos_emb(18),
+        rotary_pos_emb=model.rotary_pos_emb([5, 1, 18]),
         packed_seq_params=packed,
     )
     out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))

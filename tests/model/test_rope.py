@@ -1,6 +1,7 @@
 """What config.json says of rotary frequencies, where it makes none."""
 
 import pytest
+import torch
 
 from swiftlite.errors import UserError
 from swiftlite.model.rope import RotaryEmbedding
@@ -24,8 +25,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
         ([1], "no rotary frequencies follow from it"),
     ],
 )
-def test_frequencies_that_do_not_exist_are_one_error(mesh, rope, problem):
+def test_frequencies_that_do_not_exist_are_one_error(rope, problem):
     with pytest.raises(UserError, match=problem) as caught:
-        RotaryEmbedding(CONFIG | {"rope_parameters": rope}, mesh.cp)
+        RotaryEmbedding(CONFIG | {"rope_parameters": rope}, torch.device("cpu"), torch.float32)
     assert "config.json" in caught.value.problem
     assert "\n" not in caught.value.problem

@@ -111,7 +111,15 @@ def test_vllm_is_told_what_its_heads_can_draft(tmp_path):
     assert flags["--max-num-seqs"] == "4"
     assert flags["--model"] == str(model)
     plain = command(model, infer_backend="vllm", speculative="none")
-    assert not {"--speculative-config", "--override-generation-config"} & set(plain)
+    assert not {"--speculative-config", "--override-generation-config", "--compilation-config"} & set(plain)
+
+
+@needs_vllm
+@pytest.mark.engine
+def test_vllm_is_kept_from_its_wrong_rotary_kernel(tmp_path):
+    """On a CPU, with latent attention; tests/e2e/test_engines.py fails for glm4_moe_lite without it."""
+    words = command(make_tiny_hf(tmp_path, "glm4_moe_lite", 1), infer_backend="vllm")
+    assert words[words.index("--compilation-config") + 1] == '{"custom_ops": ["-rotary_embedding"]}'
 
 
 @needs_vllm

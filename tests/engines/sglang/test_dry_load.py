@@ -41,9 +41,9 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
         for number, (name, (depth, promised, change)) in enumerate(BROKEN.items()):
             asked[family, name] = make(folder / f"{family}-broken-{number}", family, depth)
             damage(asked[family, name], family, promised, change)
-    # SGLang's Mistral is a Llama by another name, for which neither SGLang nor the plugin has a draft.
+    # SGLang's InternLM3 is a Llama by another name, for which neither SGLang nor the plugin has a draft.
     asked["itself"] = make(folder / "itself", "llama", 0)
-    damage(asked["itself"], "llama", 1, None, architectures=["MistralForCausalLM"])
+    damage(asked["itself"], "llama", 1, None, architectures=["InternLM3ForCausalLM"])
 
     questions = json.dumps([(str(directory), {}) for directory in asked.values()])
     command = [sys.executable, "-c", LOAD_ALL, questions]
@@ -102,4 +102,4 @@ def test_the_report_names_what_is_wrong(reports, family, name, words):
 
 def test_a_target_that_drafts_for_itself(reports):
     problems = "\n".join(reports["itself"].problems)
-    assert "the target drafts for itself: the draft is another MistralForCausalLM" in problems
+    assert "the target drafts for itself: the draft is another InternLM3ForCausalLM" in problems
