@@ -33,6 +33,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 # transformers has no MiMo: its trunk is Qwen2's.
@@ -42,6 +44,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
@@ -107,9 +110,23 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "mistral": {"sliding_window": None},
+    # Two value heads to each of two key heads.
+    "qwen3_next": EXPERTS
+    | {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000.0,
+    },
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48},
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
+HYBRID = ("qwen3_next",)
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
 # Engines norm latents with rms_norm_eps, transformers with 1e-6 whatever config.json says.
 VLLM_LATENT_SIZES: dict[str, Any] = {

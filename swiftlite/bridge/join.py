@@ -76,6 +76,67 @@ class Interleave:
 
 
 @dataclass(frozen=True)
+class InterleaveBlocks:
+    """As `Interleave`, of HF tensors that are blocks laid end to end, each of which is cut into `units` equal parts.
+
+    With two units, one HF tensor of the blocks q0 q1, k0 k1 and v0 v1 v2 v3 is q0 k0 v0 v1 q1 k1 v2 v3.
+
+    Args:
+        blocks: lengths of the blocks of each HF tensor.
+    """
+
+    units: int
+    blocks: tuple[tuple[int, ...], ...]
+    axis: int = 0
+
+    def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
+        ranges = []
+        for unit in range(self.units):
+            for source, blocks in enumerate(self.blocks):
+                ranges += self._parts(source, blocks, unit)
+        return ranges
+
+    def _parts(self, source: int, blocks: Sequence[int], unit: int) -> list[SourceRange]:
+        """Part number `unit` of each block of one HF tensor."""
+        parts = []
+        block_start = 0
+        for length in blocks:
+            part = length // self.units
+            parts.append(SourceRange(source, block_start + unit * part, part))
+            block_start += length
+        return parts
+
+
+@dataclass(frozen=True)
+class GatedQkv:
+    """megatron-core's `linear_qkv` with gates: [queries of the group, their gates, its key, its value], group by group.
+
+    The first HF tensor has each query with its gate, the others keys and values. With two groups, 4 queries and their
+    gates, 2 keys and 2 values are q0 q1 g0 g1 k0 v0 q2 q3 g2 g3 k1 v1.
+
+    Args:
+        groups: key-value heads.
+        head_dim: size of a head.
+    """
+
+    groups: int
+    head_dim: int
+    axis: int = 0
+
+    def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
+        size = self.head_dim
+        queries = lengths[0] // (2 * size) // self.groups  # of a group
+        ranges = []
+        for group in range(self.groups):
+            first = group * queries
+            for offset in (0, size):
+                for query in range(first, first + queries):
+                    ranges.append(SourceRange(0, 2 * query * size + offset, size))
+            ranges += [SourceRange(source, group * size, size) for source in (1, 2)]
+        return ranges
+
+
+@dataclass(frozen=True)
 class SwapHalves:
     """The second half of the one HF tensor, then the first."""
 

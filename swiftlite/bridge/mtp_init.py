@@ -21,7 +21,7 @@ Fill = Callable[[Shard], None]
 
 def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
     """Rows that fill blocks and output norms of `depth` heads from the trunk's own HF tensors."""
-    trunk, last_layer = family.rows(hf_config, 0), f"decoder.layers.{hf_config['num_hidden_layers'] - 1}."
+    trunk, last_layer = family.rows(hf_config, 0), f"decoder.layers.{family.mtp_block_number(hf_config)}."
     rows = []
     for head in range(depth):
         for row in trunk:
@@ -35,24 +35,28 @@ def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
     return rows
 
 
-def pass_through(depth: int) -> dict[str, Fill]:
+def pass_through(depth: int, norm_start: float) -> dict[str, Fill]:
     """How heads begin where `copied_rows` gives them nothing, by Megatron name."""
+
+    def start(shard: Shard) -> None:
+        shard.tensor.fill_(norm_start)
+
     fills: dict[str, Fill] = {}
     for head in range(depth):
-        fills[f"mtp.layers.{head}.enorm.weight"] = _ones
-        fills[f"mtp.layers.{head}.hnorm.weight"] = _ones
+        fills[f"mtp.layers.{head}.enorm.weight"] = start
+        fills[f"mtp.layers.{head}.hnorm.weight"] = start
         fills[f"mtp.layers.{head}.eh_proj.weight"] = _pass_through
     return fills
 
 
-def random_tensors(row: Row, std: float, seed: int) -> dict[str, torch.Tensor]:
-    """A row's HF tensors as if they came from a file: norms one, biases zero, matrices normal.
+def random_tensors(row: Row, std: float, seed: int, norm_start: float) -> dict[str, torch.Tensor]:
+    """A row's HF tensors as if they came from a file: norms `norm_start`, biases zero, matrices normal.
 
     HF tensors and not Megatron's are drawn, because the order in a Megatron parameter depends on the tensor-parallel
     size (gate and up); each from a generator of its own, so neither the order nor the rank matters.
     """
     if row.mcore.endswith("norm.weight"):
-        return {key: torch.ones(shape) for key, shape in row.hf.items()}
+        return {key: torch.full(shape, norm_start) for key, shape in row.hf.items()}
     if row.mcore.endswith("bias"):  # a router's expert_bias too
         return {key: torch.zeros(shape) for key, shape in row.hf.items()}
     tensors = {}
@@ -60,10 +64,6 @@ def random_tensors(row: Row, std: float, seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))
         tensors[key] = torch.randn(shape, generator=generator) * std
     return tensors
-
-
-def _ones(shard: Shard) -> None:
-    shard.tensor.fill_(1.0)
 
 
 def _pass_through(shard: Shard) -> None:

@@ -60,6 +60,15 @@ class RowTable(Protocol):
     `hf_config` is the content of config.json.
     """
 
+    @property
+    def norm_start(self) -> float:
+        """What norms have before anything is learned."""
+        ...
+
+    def mtp_block_number(self, hf_config: HfConfig, /) -> int:
+        """The decoder layer (from 0) whose kinds an MTP head has."""
+        ...
+
     def head_of(self, hf_config: HfConfig, hf_key: str, /) -> int | None:
         """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
         ...

@@ -117,7 +117,7 @@ def load_hf(
         )
         drawn_bindings = _bind_heads(shards, sources.drawn)
         _read(bindings, checkpoint, family, hf_config)
-    _draw(drawn_bindings, std=hf_config.get("initializer_range") or 0.02, seed=seed)
+    _draw(drawn_bindings, hf_config.get("initializer_range") or 0.02, seed, family.norm_start)
     for shard in shards:
         fill = sources.fills.get(shard.name)
         if fill is not None:
@@ -233,7 +233,8 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
     dropped = derived + mtp_keys(checkpoint.entries, family, hf_config)
     if mtp_init in ("copy_last_layer", "fit_last_layer"):
         borrowed = fresh_heads.copied_rows(family, hf_config, depth)
-        return _Sources(trunk, borrowed=borrowed, fills=fresh_heads.pass_through(depth), dropped=dropped)
+        fills = fresh_heads.pass_through(depth, family.norm_start)
+        return _Sources(trunk, borrowed=borrowed, fills=fills, dropped=dropped)
     heads = _head_rows(family, hf_config, depth)
     if mtp_init == "graft":
         return _Sources(trunk, grafted=[row.mcore for row in heads], dropped=dropped)
@@ -251,10 +252,10 @@ def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
         raise UserError(f"{checkpoint.hf_dir} cannot be read:\n  {lines}", "give the model before its quantisation")
 
 
-def _draw(bindings: Sequence[Binding], std: float, seed: int) -> None:
+def _draw(bindings: Sequence[Binding], std: float, seed: int, norm_start: float) -> None:
     """Fill the parameters with numbers drawn for their HF tensors, of which each rank takes its slices."""
     for binding in bindings:
-        tensors = fresh_heads.random_tensors(binding.row, std, seed)
+        tensors = fresh_heads.random_tensors(binding.row, std, seed, norm_start)
         for shard, local_index, hf_key, hf_index in binding.slices():
             assert hf_key is not None
             shard.tensor[local_index] = tensors[hf_key][hf_index]

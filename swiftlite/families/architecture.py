@@ -65,9 +65,15 @@ class Architecture:
     layers: tuple[Layer, ...]
 
     @property
+    def mtp_block_number(self) -> int:
+        """The decoder layer (from 0) whose kinds an MTP head has: the last one that looks back at every token."""
+        numbers = [number for number, layer in enumerate(self.layers) if not layer.attention.is_recurrent]
+        return numbers[-1]
+
+    @property
     def mtp_block(self) -> Layer:
-        """The decoder layer inside an MTP head: of the kind of the last one, as megatron-core builds it."""
-        return self.layers[-1]
+        """The decoder layer inside an MTP head."""
+        return self.layers[self.mtp_block_number]
 
     @cached_property
     def sublayers(self) -> list[Sublayer]:

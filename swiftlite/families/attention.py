@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from swiftlite.bridge.join import Interleave
+from swiftlite.bridge.join import GatedQkv, Interleave, Join
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 
@@ -25,12 +25,15 @@ class GroupedQueryAttention:
         rotary: channels of a head that rotary angles turn.
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether each head's query and key are normalised.
+        output_gate: whether each head's result is weighed by the sigmoid of a gate, one for each channel, that is
+            projected along with its query.
     """
 
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
     needs_sequence_parallel: ClassVar[str] = ""
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
+    is_recurrent: ClassVar[bool] = False
 
     hidden: int
     heads: int
@@ -39,24 +42,26 @@ class GroupedQueryAttention:
     rotary: int
     qkv_bias: bool = False
     qk_norm: bool = False
+    output_gate: bool = False
 
     @property
     def tensor_split(self) -> dict[str, int]:
         return {"num_attention_heads": self.heads, "num_key_value_heads": self.groups}
 
     def mcore_config(self) -> dict[str, Any]:
-        return {
+        config = {
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups,
             "kv_channels": self.head_dim,
             "add_qkv_bias": self.qkv_bias,
             "qk_layernorm": self.qk_norm,
         }
+        return config | {"attention_output_gate": True} if self.output_gate else config
 
     def rows(self) -> list[Row]:
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
-        qkv = Interleave(self.groups)
-        channels = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        qkv: Join = GatedQkv(self.groups, self.head_dim) if self.output_gate else Interleave(self.groups)
+        channels = {"q_proj": queries * (1 + self.output_gate), "k_proj": keys, "v_proj": keys}
         weights = {f"{name}.weight": (number, self.hidden) for name, number in channels.items()}
         rows = [
             Row("linear_qkv.weight", weights, qkv),
@@ -91,6 +96,8 @@ class GroupedQueryAttention:
             # Queries, keys and the result; the values are a view of what the projection made, so all of that stays.
             core = 2 * queries + keys + (queries + 2 * keys)
         kept = rank.itemsize * rank.tokens * core
+        if self.output_gate:
+            kept += rank.tokens * 2 * queries * rank.itemsize  # its sigmoid, and the product
         kept += _softmax_statistics(rank, self.heads)
         if self.qk_norm:
             kept += self._kept_norms(rank)
@@ -102,7 +109,7 @@ class GroupedQueryAttention:
 
     def _matrices(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
-        return 2 * (queries + keys) * self.hidden
+        return (2 * (queries + keys) + self.output_gate * queries) * self.hidden
 
     def _kept_norms(self, rank: Rank) -> int:
         _, keys = self._widths(rank)
@@ -134,6 +141,7 @@ class LatentAttention:
     needs_sequence_parallel: ClassVar[str] = "latent attention"
     takes_packed_rows: ClassVar[bool] = True
     takes_parts_of_rows: ClassVar[bool] = True
+    is_recurrent: ClassVar[bool] = False
 
     hidden: int
     heads: int

@@ -49,11 +49,18 @@ def check(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> None:
     refuse(hf_config, problems_of(hf_config, **neutral))
 
 
-def problems_of(hf_config: HfConfig, *, reads: Collection[str] = (), **neutral: tuple[Any, ...]) -> list[str]:
+def problems_of(
+    hf_config: HfConfig,
+    *,
+    reads: Collection[str] = (),
+    layer_types: Collection[str] = ("full_attention",),
+    **neutral: tuple[Any, ...],
+) -> list[str]:
     """One line for every setting of the Llama shape that would be ignored, or that makes no sense.
 
     Args:
         reads: keys of NEUTRAL that the family computes, whatever their value.
+        layer_types: the kinds of layers that it has, by transformers' names.
         neutral: the family's own keys, with the values it can take; a key that is absent has its default, which is one
             of them.
     """
@@ -71,8 +78,9 @@ def problems_of(hf_config: HfConfig, *, reads: Collection[str] = (), **neutral: 
     depth = hf_config.get(DEPTH_KEY)
     if depth is not None and (not isinstance(depth, int) or depth < 0):
         problems.append(f"{DEPTH_KEY} {depth!r} is not a number of layers")
-    other_layers = set(hf_config.get("layer_types") or []) - {"full_attention"}
-    problems += [f"layer_types has {kind!r}; only 'full_attention' is supported" for kind in sorted(other_layers)]
+    known = " and ".join(repr(kind) for kind in layer_types)
+    other_layers = set(hf_config.get("layer_types") or []) - set(layer_types)
+    problems += [f"layer_types has {kind!r}; only {known} is supported" for kind in sorted(other_layers)]
     if not problems:
         heads, groups = hf_config["num_attention_heads"], num_query_groups(hf_config)
         if heads % groups:
@@ -122,7 +130,9 @@ def layer(hf_config: HfConfig, number: int, *, qkv_bias: bool = False, qk_norm: 
     return Layer(attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), mlp(hf_config))
 
 
-def attention(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> GroupedQueryAttention:
+def attention(
+    hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False, output_gate: bool = False
+) -> GroupedQueryAttention:
     """Grouped-query attention with the sizes of a config.json."""
     size = head_dim(hf_config)
     return GroupedQueryAttention(
@@ -133,6 +143,7 @@ def attention(hf_config: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = Fa
         rotary=int(size * (partial_rotary_factor(hf_config) or 1)),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        output_gate=output_gate,
     )
 
 

@@ -45,6 +45,7 @@ class Family:
         layer: decoder layer number n (from 0): its kind of attention and its kind of MLP, with their sizes.
         outside: what is outside the layers: embedding, final norm, output layer.
         mtp: names of the MTP heads.
+        norm_start: what norms have before anything is learned: 1, or 0 where the weight is what is added to 1.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Family:
     layer: Callable[[HfConfig, int], Layer]
     outside: Callable[[HfConfig], Outside]
     mtp: MtpLayout
+    norm_start: float = 1.0
 
     def architecture(self, hf_config: HfConfig) -> Architecture:
         """The model without MTP heads. Not checked: what `check` refuses is left out in silence."""
@@ -61,6 +63,10 @@ class Family:
     def trunk_rows(self, hf_config: HfConfig) -> list[Row]:
         """Everything but MTP."""
         return self.architecture(hf_config).rows()
+
+    def mtp_block_number(self, hf_config: HfConfig) -> int:
+        """The decoder layer whose kinds an MTP head has."""
+        return self.architecture(hf_config).mtp_block_number
 
     def block_rows(self, hf_config: HfConfig) -> list[Row]:
         """The decoder layer inside an MTP head, names relative to the layer."""

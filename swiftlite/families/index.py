@@ -16,6 +16,7 @@ from swiftlite.families.qwen2 import QWEN2
 from swiftlite.families.qwen2_moe import QWEN2_MOE
 from swiftlite.families.qwen3 import QWEN3
 from swiftlite.families.qwen3_moe import QWEN3_MOE
+from swiftlite.families.qwen3_next import QWEN3_NEXT
 from swiftlite.families.rank import Rank
 from swiftlite.families.values import value_problems
 
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
 }
 
 

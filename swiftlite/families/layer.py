@@ -54,6 +54,8 @@ class Attention(Sublayer, Protocol):
     """Whether it keeps the sequences of a packed row apart."""
     takes_parts_of_rows: ClassVar[bool]
     """Whether context-parallel ranks may each have a part of a row."""
+    is_recurrent: ClassVar[bool]
+    """Whether it keeps a state of fixed size in the place of keys and values."""
 
     @property
     def hidden(self) -> int:

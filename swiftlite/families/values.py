@@ -36,6 +36,13 @@ _SIZES = {
     "qk_nope_head_dim": (1, 10_000),
     "qk_rope_head_dim": (1, 10_000),
     "v_head_dim": (1, 10_000),
+    "shared_expert_intermediate_size": (1, 1_000_000),
+    "full_attention_interval": (1, 1_000),
+    "linear_num_key_heads": (1, 2_000),
+    "linear_num_value_heads": (1, 2_000),
+    "linear_key_head_dim": (1, 10_000),
+    "linear_value_head_dim": (1, 10_000),
+    "linear_conv_kernel_dim": (2, 100),
     DEPTH_KEY: (0, 100),
     UNROLL_KEY: (0, 1_000),
 }

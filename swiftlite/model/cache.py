@@ -88,6 +88,25 @@ class Cache:
         kept = self._kept[name]
         return self._padded(kept[self._row_T, self._position_T], num_tokens)
 
+    def keep_behind_rows(self, name: Name, new: torch.Tensor) -> None:
+        """Put what a module has behind the last token of each span, [spans, ...], in the place of what it had."""
+        kept = self._kept.get(name)
+        if kept is None:
+            kept = self._kept[name] = new.new_zeros(self.num_rows, *new.shape[1:])
+        kept[self._span_rows()] = new
+
+    def behind_rows(self, name: Name, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """What was kept so of the rows of this pass, [spans, *shape]; zeros of rows that begin."""
+        kept = self._kept.get(name)
+        if kept is None:
+            return torch.zeros(len(self.spans), *shape, dtype=dtype, device=self.device)
+        begins = torch.tensor([span.start == 0 for span in self.spans], device=self.device)
+        found = kept[self._span_rows()]
+        return found.masked_fill(begins.view(-1, *[1] * len(shape)), 0)
+
+    def _span_rows(self) -> torch.Tensor:
+        return torch.tensor([span.row for span in self.spans], dtype=torch.int64, device=self.device)
+
     def is_used_by(self, layer: torch.nn.Module) -> bool:
         """Whether a part of the layer has kept something."""
         keepers = {name[0] for name in self._kept if isinstance(name, tuple)}

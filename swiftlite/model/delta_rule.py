@@ -18,8 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-CHUNK = 64
-"""Tokens of a chunk: more make larger matrices, and a triangular system that grows with the square."""
+from swiftlite.families.linear_attention import CHUNK
 
 
 def gated_delta_rule(
@@ -51,8 +50,12 @@ def gated_delta_rule(
     faded = decay.cumsum(dim=-1)
     # [M, N, C, C]: what is left at token i of what token j wrote; 0 where j comes later.
     left = (faded[..., :, None] - faded[..., None, :]).tril().exp().tril()
-    written = torch.cat([value * beta[..., None], key * (beta * faded.exp())[..., None]], dim=-1)
-    new_value, old_key = _corrected(written, key, left, beta).split([value.size(-1), key.size(-1)], dim=-1)
+    # Each token corrects by its own value less what the state says to its key, to which every token j before it in the
+    # chunk has added beta_i * left[i, j] * (k_i k_j): a triangular system with ones on its diagonal.
+    weighed_key = key * beta[..., None]
+    overlap = ((weighed_key @ key.transpose(-1, -2)) * left).tril(-1)
+    new_value = _solve(overlap, value * beta[..., None])
+    old_key = _solve(overlap, weighed_key * faded.exp()[..., None])
     inside = (query @ key.transpose(-1, -2)) * left
     from_state = query * faded.exp()[..., None]
     to_end = key * (faded[..., -1:] - faded).exp()[..., None]
@@ -74,14 +77,8 @@ def gated_delta_rule(
     return out.transpose(1, 2)[is_token_MC].to(value_TNE.dtype), states
 
 
-def _corrected(written: torch.Tensor, key: torch.Tensor, left: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-    """What each token of a chunk writes [M, N, C, *] when those before it in the chunk have written.
-
-    Token i corrects by its own value less what the state says to its key, to which every token j before it has added
-    beta_i * left[i, j] * (k_i k_j): a triangular system with ones on its diagonal.
-    """
-    overlap = (key @ key.transpose(-1, -2)) * left * beta[..., None]
-    return torch.linalg.solve_triangular(overlap.tril(-1), written, upper=False, unitriangular=True)
+def _solve(overlap: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
 
 
 def _chunks(
@@ -92,18 +89,19 @@ def _chunks(
     Example: sequences of 100 and 30 tokens make chunks of tokens 0 to 63, 64 to 99 and 100 to 129. In the first turn
     chunks 0 and 2 go on from the states of sequences 0 and 1, in the second turn chunk 1 from that of sequence 0.
     """
+    chunk = min(CHUNK, max(lengths))
     places, filled = [], []
     turns: list[list[tuple[int, int]]] = []
     begin = 0
     for sequence, length in enumerate(lengths):
-        for turn, offset in enumerate(range(0, length, CHUNK)):
-            size = min(CHUNK, length - offset)
+        for turn, offset in enumerate(range(0, length, chunk)):
+            size = min(chunk, length - offset)
             first = begin + offset
             if turn == len(turns):
                 turns.append([])
             turns[turn].append((len(places), sequence))
-            places.append([*range(first, first + size), *[first] * (CHUNK - size)])
-            filled.append([True] * size + [False] * (CHUNK - size))
+            places.append([*range(first, first + size), *[first] * (chunk - size)])
+            filled.append([True] * size + [False] * (chunk - size))
         begin += length
     as_tensors = [torch.tensor(turn, device=device).unbind(1) for turn in turns]
     pairs = [(chunks, sequences) for chunks, sequences in as_tensors]

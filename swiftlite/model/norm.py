@@ -10,11 +10,14 @@ class RMSNorm(nn.Module):
 
     The stock WrappedTorchNorm refuses sequence parallelism, and multiplies by the weight before rounding to the
     input's precision, where transformers rounds first.
+
+    With `layernorm_zero_centered_gamma` the weight is what is added to 1; of such models transformers rounds last.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # megatron-core sums the gradients of such parameters over tensor-parallel ranks (finalize_model_grads.py).
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -23,7 +26,10 @@ class RMSNorm(nn.Module):
         """Normalise [..., hidden_size]; the result has the input's dtype."""
         hidden_fp32 = hidden.float()
         variance = hidden_fp32.pow(2).mean(-1, keepdim=True)
-        return self.weight * (hidden_fp32 * torch.rsqrt(variance + self.eps)).to(hidden.dtype)
+        normed = hidden_fp32 * torch.rsqrt(variance + self.eps)
+        if self.is_zero_centered:
+            return (normed * (1.0 + self.weight.float())).to(hidden.dtype)
+        return self.weight * normed.to(hidden.dtype)
 
 
 class KeepingRMSNorm(RMSNorm):

@@ -39,5 +39,9 @@ class SelfAttention(McoreSelfAttention):
     ) -> tuple[torch.Tensor, ...]:
         """Query [S, B, N, D], key and value [S, B, G, D] of the whole sequence."""
         made: Any = super().get_query_key_value_tensors(hidden_states, None, **kwargs)  # always split: see upstream
-        query, key, *others = made
+        query, key, *others = made  # the value, and the output gate where there is one
         return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """The result weighed by its gate, in the model's precision as in transformers and vLLM."""
+        return x * gate.reshape(x.shape).sigmoid()

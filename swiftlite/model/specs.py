@@ -28,10 +28,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.drafting import Drafting
 from swiftlite.families.layer import Attention, Layer
+from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import Mixture, Mlp
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.draft_attention import DraftAttention
 from swiftlite.model.experts import SequentialMLP
+from swiftlite.model.gated_delta_net import GatedDeltaNet
 from swiftlite.model.linear import ColumnParallelLinear
 from swiftlite.model.mla import LatentRMSNorm, MLASelfAttention
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
@@ -75,6 +77,10 @@ def _latent(attention: LatentAttention, core_attention: type[CoreAttention]) -> 
     )
 
 
+def _gated_delta_net(sizes: GatedDeltaNetSizes, core_attention: type[CoreAttention]) -> ModuleSpec:
+    return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
+
+
 _GATED = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
@@ -99,6 +105,7 @@ def _mixture(mixture: Mixture) -> ModuleSpec:
 ATTENTION_SPECS: dict[type, Callable[[Any, type[CoreAttention]], ModuleSpec]] = {
     GroupedQueryAttention: _grouped_query,
     LatentAttention: _latent,
+    GatedDeltaNetSizes: _gated_delta_net,
 }
 MLP_SPECS: dict[type, Callable[[Any], ModuleSpec]] = {Mlp: _mlp, Mixture: _mixture}
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.families import index
@@ -18,7 +17,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.trainable import HEADS_ONLY
-from tests.tiny import CLASSES, LATENT, make_tiny_hf, mtp_names
+from tests.tiny import CLASSES, HYBRID, LATENT, make_tiny_hf, mtp_names
 
 ROPES = {
     "none": None,
@@ -43,16 +42,18 @@ ROPES = {
 }
 
 
-MOE = ("qwen2_moe", "qwen3_moe", "glm4_moe", *LATENT)
+MOE = ("qwen2_moe", "qwen3_moe", "glm4_moe", *LATENT, *HYBRID)
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
     """Bit for bit; only float32 mixtures are off by roundings, because megatron-core takes the softmax over the chosen
     experts where transformers divides by their sum, and sums tokens in another order: measured up to 5.8 roundings of
-    the largest logit (1e-5 of 18). Another expert for one token is 1e5 of them."""
+    the largest logit (1e-5 of 18). Another expert for one token is 1e5 of them. A second head enlarges what the first
+    is off by (up to 15.6), and so do the norms behind linear attention, before which the last bit of a SiLU depends on
+    its place in memory (up to 14.9)."""
     if family in MOE and ours.dtype is torch.float32:
         rounding = torch.finfo(ours.dtype).eps * theirs.abs().max().item()
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=8 * rounding)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=(24 if family in ("qwen2_moe", *HYBRID) else 8) * rounding)
     else:
         assert torch.equal(ours, theirs), (ours - theirs).abs().max()
 
@@ -93,9 +94,11 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family == "glm4_moe":
         parameters["partial_rotary_factor"] = 0.5
+    if family in HYBRID:
+        parameters["partial_rotary_factor"] = 0.25
     if family in LATENT and rope == "longrope":
         parameters["factor"] = 4.0  # which transformers reads for the scale of the scores, whatever the kind of rope
-    rotary_dim = {"glm4_moe": 16, **dict.fromkeys(LATENT, 8)}.get(family, 32)
+    rotary_dim = {"glm4_moe": 16, **dict.fromkeys((*LATENT, *HYBRID), 8)}.get(family, 32)
     for factors in parameters.keys() & {"short_factor", "long_factor"}:
         parameters[factors] = parameters[factors][: rotary_dim // 2]
     directory = make_tiny_hf(
@@ -164,7 +167,7 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     names, block = mtp_names(family, k)
 
     def norm(role: str, states: torch.Tensor) -> torch.Tensor:
-        module = Qwen2RMSNorm(states.size(-1), hf.config.rms_norm_eps)
+        module = type(hf.model.norm)(states.size(-1), hf.config.rms_norm_eps)
         module.weight.data = tensors[names[role]]
         return module(states)
 

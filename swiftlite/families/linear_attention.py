@@ -1,0 +1,141 @@
+"""Linear attention, a kind of attention that keeps a state of fixed size in the place of keys and values.
+
+What computes it is `model/gated_delta_net.py`. Next: `attention.py`, the kinds that look back at every token.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from swiftlite.bridge.join import Interleave, InterleaveBlocks
+from swiftlite.bridge.rows import Row, lift
+from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
+
+CHUNK = 64
+"""Tokens that are computed together: more make larger matrices, and a triangular system that grows with the square."""
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Qwen3-Next's linear attention: a short convolution, the gated delta rule, a norm behind a gate.
+
+    Heads come in groups: a key head with its query, and `value_heads / key_heads` value heads. Everything that heads
+    have of their own stands group by group in Megatron's parameters, so tensor-parallel ranks share groups:
+
+        in_proj_qkvz of a group    query, key, values, gates of the values
+        in_proj_ba of a group      beta and decay of each value
+        conv1d of a group          query, key, values
+
+    Attributes:
+        hidden: size of the model's states.
+        key_heads: heads of queries and keys.
+        value_heads: heads of values, a multiple of `key_heads`.
+        key_head_dim: channels of a query and of a key.
+        value_head_dim: channels of a value.
+        kernel: tokens that the convolution sees.
+        hf_is_grouped: whether files have the projections group by group too (Qwen3-Next); otherwise all queries, then
+            all keys, and so on (Qwen3.5).
+    """
+
+    recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
+    needs_sequence_parallel: ClassVar[str] = ""
+    takes_packed_rows: ClassVar[bool] = True
+    takes_parts_of_rows: ClassVar[bool] = True
+    is_recurrent: ClassVar[bool] = True
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel: int
+    hf_is_grouped: bool = True
+
+    @property
+    def rotary(self) -> int:
+        return 0
+
+    @property
+    def tensor_split(self) -> dict[str, int]:
+        return {"linear_num_key_heads": self.key_heads}
+
+    def mcore_config(self) -> dict[str, Any]:
+        """Nothing: the module is told its sizes by this value."""
+        return {}
+
+    def rows(self) -> list[Row]:
+        keys, values = self._widths(Rank())
+        convolved = 2 * keys + values
+        by_group = InterleaveBlocks(self.key_heads, ((keys, keys, values),))
+        rows = [
+            *self._projections(),
+            Row("conv1d.weight", {"conv1d.weight": (convolved, 1, self.kernel)}, by_group),
+            Row("A_log", {"A_log": (self.value_heads,)}),
+            Row("dt_bias", {"dt_bias": (self.value_heads,)}),
+            Row("norm.weight", {"norm.weight": (self.value_head_dim,)}),
+            Row("out_proj.weight", {"out_proj.weight": (self.hidden, values)}),
+        ]
+        return lift(rows, "self_attention.", "linear_attn.")
+
+    def _projections(self) -> list[Row]:
+        keys, values = self._widths(Rank())
+        hidden, heads = self.hidden, self.value_heads
+        if self.hf_is_grouped:
+            return [
+                Row("in_proj_qkvz.weight", {"in_proj_qkvz.weight": (2 * (keys + values), hidden)}),
+                Row("in_proj_ba.weight", {"in_proj_ba.weight": (2 * heads, hidden)}),
+            ]
+        qkv = {"in_proj_qkv.weight": (2 * keys + values, hidden), "in_proj_z.weight": (values, hidden)}
+        per_head = {"in_proj_b.weight": (heads, hidden), "in_proj_a.weight": (heads, hidden)}
+        by_group = InterleaveBlocks(self.key_heads, ((keys, keys, values), (values,)))
+        return [
+            Row("in_proj_qkvz.weight", qkv, by_group),
+            Row("in_proj_ba.weight", per_head, Interleave(self.key_heads)),
+        ]
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        keys, values = self._widths(rank)
+        per_head = 2 * (self.value_heads // rank.tp)
+        convolution = (2 * keys + values) * self.kernel
+        return ParameterCount(self._matrices(rank) + convolution + per_head + self.value_head_dim)
+
+    def macs_per_token(self) -> int:
+        keys, values = self._widths(Rank())
+        convolution = (2 * keys + values) * self.kernel
+        # Of a head, for each token: within its chunk the products of keys with keys and with queries, the triangular
+        # system and what is read through them; with the state, what it says to the key and to the query, and what is
+        # written. Half of each square is zero, but computed.
+        key, value = self.key_head_dim, self.value_head_dim
+        within = CHUNK * (2 * key + (key + value) / 2 + value)
+        with_state = 3 * key * value
+        return self._matrices(Rank()) + convolution + int(self.value_heads * (within + with_state))
+
+    def macs_per_pair(self) -> int:
+        return 0
+
+    def kept(self, rank: Rank) -> int:
+        keys, values = self._widths(rank)
+        heads = self.value_heads // rank.tp
+        tokens = rank.tokens * rank.cp  # all context-parallel ranks compute whole rows
+        projected = 2 * (keys + values) + 2 * heads
+        convolution = 2 * (2 * keys + values)  # before and behind it
+        norms = (FLOAT32 + rank.itemsize) * values
+        gated = rank.itemsize * 2 * values + FLOAT32 * values
+        kept = tokens * (rank.itemsize * (projected + convolution) + norms + gated)
+        return kept if "core_attn" in rank.recomputed else kept + tokens * heads * self._kept_per_head()
+
+    def _kept_per_head(self) -> int:
+        """Bytes that the rule keeps of a token for each value head, in float32."""
+        key, value = self.key_head_dim, self.value_head_dim
+        vectors = 9 * key + 6 * value
+        squares = 6 * CHUNK
+        state = 3 * key * value // CHUNK
+        return FLOAT32 * (vectors + squares + state)
+
+    def _widths(self, rank: Rank) -> tuple[int, int]:
+        """Channels of all keys on a rank, and of all values; queries have as many as keys."""
+        return self.key_heads // rank.tp * self.key_head_dim, self.value_heads // rank.tp * self.value_head_dim
+
+    def _matrices(self, rank: Rank) -> int:
+        keys, values = self._widths(rank)
+        heads = self.value_heads // rank.tp
+        return (2 * keys + 3 * values + 2 * heads) * self.hidden
