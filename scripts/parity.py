@@ -1,12 +1,12 @@
 """The parity table: every parallel layout and every kind of recomputation against one process.
 
-    python scripts/parity.py                                       # 6 families, gloo on this machine
+    python scripts/parity.py                                       # 7 families, gloo on this machine
     python scripts/parity.py --families qwen3 --cases PP2 CP2 --depth 2 --tied
     python scripts/parity.py --device cuda --dtype bfloat16        # what one GPU can show: recomputation
 
 Each cell trains the same tiny model for 5 steps on the same rows. It shows the largest relative difference from one
 process over all that is compared (losses of trunk and MTP at each step, gradient norm at the first and the last, each
-gradient of the first step, each weight after the last), in units of what float32 rounding explains (BOUNDS in
+gradient of the first step, each weight after the last), in units of what float32 rounding explains (`bounds_of` in
 tests/parallel/parity.py): below 1 is rounding. parity.json has every number; parity.md the table.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FAMILIES = ["llama", "qwen3", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+FAMILIES = ["llama", "qwen3", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"]
 
 
 def parse() -> argparse.Namespace:
@@ -76,22 +76,23 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def render(table: dict[str, dict[str, Any]]) -> str:
     """Markdown: cases down, families across, footnotes for cells that cannot be."""
-    from tests.parallel.parity import BOUNDS
+    from tests.parallel.parity import BOUNDS, bounds_of
 
     footnotes: list[str] = []
 
-    def cell(value: dict[str, float] | str) -> str:
+    def cell(family: str, value: dict[str, float] | str) -> str:
         if isinstance(value, str):
             if value not in footnotes:
                 footnotes.append(value)
             return f"[{footnotes.index(value) + 1}]"
-        name = max(value, key=lambda name: value[name] / BOUNDS[name])
-        return f"{value[name] / BOUNDS[name]:.2f} ({name} {value[name]:.0e})" if value[name] else "0"
+        bounds = bounds_of(family)
+        name = max(value, key=lambda name: value[name] / bounds[name])
+        return f"{value[name] / bounds[name]:.2f} ({name} {value[name]:.0e})" if value[name] else "0"
 
     families = list(table)
     lines = ["| | " + " | ".join(families) + " |", "|---" * (1 + len(families)) + "|"]
     for case in table[families[0]]:
-        lines.append(f"| {case} | " + " | ".join(cell(table[family][case]) for family in families) + " |")
+        lines.append(f"| {case} | " + " | ".join(cell(family, table[family][case]) for family in families) + " |")
     lines += ["", "Bounds: " + ", ".join(f"{name} {bound:.0e}" for name, bound in BOUNDS.items()), ""]
     worst = {
         name: max((v[name] for row in table.values() for v in row.values() if not isinstance(v, str)), default=0.0)
@@ -104,14 +105,14 @@ def render(table: dict[str, dict[str, Any]]) -> str:
 
 def problems(table: dict[str, dict[str, Any]], is_exact: bool) -> list[str]:
     """Cells above the bounds; recomputation must not change a bit."""
-    from tests.parallel.parity import BOUNDS, CASES
+    from tests.parallel.parity import BOUNDS, CASES, bounds_of
 
     found = []
     for family, row in table.items():
         for case, cell in row.items():
             if isinstance(cell, str):
                 continue
-            bounds = dict.fromkeys(BOUNDS, 0.0) if is_exact and CASES[case].num_processes == 1 else BOUNDS
+            bounds = dict.fromkeys(BOUNDS, 0.0) if is_exact and CASES[case].num_processes == 1 else bounds_of(family)
             found += [f"{family}, {case}: {name} {cell[name]:.1e}" for name in cell if not cell[name] <= bounds[name]]
     return found
 

@@ -10,8 +10,16 @@ from typing import Any
 
 DEPTH_KEY = "num_nextn_predict_layers"
 """config.json: MTP layers of the model; engines read it."""
+QWEN3_5_DEPTH_KEY = "mtp_num_hidden_layers"
+"""The same of Qwen3.5 and 3.6."""
 UNROLL_KEY = "mtp_unroll"
 """config.json of an export: tokens that its one MTP layer was trained to draft; no engine reads it."""
+
+
+def depth_key(hf_config: Mapping[str, Any]) -> str:
+    """The key of a config.json that says how many MTP layers the model has."""
+    is_qwen3_5 = str(hf_config.get("model_type")).startswith("qwen3_5")
+    return QWEN3_5_DEPTH_KEY if is_qwen3_5 else DEPTH_KEY
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Heads:
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":
         """The heads that a config.json promises; none where the key is not there or not a number."""
-        layers, unroll = hf_config.get(DEPTH_KEY), hf_config.get(UNROLL_KEY)
+        layers, unroll = hf_config.get(depth_key(hf_config)), hf_config.get(UNROLL_KEY)
         return cls(layers if isinstance(layers, int) else 0, unroll if isinstance(unroll, int) and unroll else 1)
 
     @property
@@ -53,7 +61,7 @@ class Heads:
         promised = Heads.from_config(hf_config)
         change = {}
         if promised.layers != self.layers:
-            change[DEPTH_KEY] = self.layers
+            change[depth_key(hf_config)] = self.layers
         if promised.unroll != self.unroll:
             change[UNROLL_KEY] = self.unroll
         return change

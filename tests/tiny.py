@@ -27,8 +27,10 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -45,14 +47,30 @@ CLASSES: dict[str, tuple[type, type]] = {
     "mimo": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    # Of the wrappers the language model.
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
 }
 # What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+# Two value heads to each of two key heads.
+LINEAR: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000.0,
+}
+OF_QWEN3_5 = LINEAR | {"mtp_num_hidden_layers": 0}
+WITH_SHARED = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"num_experts": 4},
     "glm4_moe": EXPERTS
@@ -110,23 +128,16 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "mistral": {"sliding_window": None},
-    # Two value heads to each of two key heads.
-    "qwen3_next": EXPERTS
-    | {
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 32,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000.0,
-    },
-    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48},
+    "qwen3_next": WITH_SHARED | LINEAR,
+    "qwen3_5": OF_QWEN3_5,
+    "qwen3_5_text": OF_QWEN3_5,
+    "qwen3_5_moe": WITH_SHARED | OF_QWEN3_5,
+    "qwen3_5_moe_text": WITH_SHARED | OF_QWEN3_5,
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
-HYBRID = ("qwen3_next",)
+WRAPPED = ("qwen3_5", "qwen3_5_moe")
+"""Families whose files hold a vision tower beside the language model."""
+HYBRID = ("qwen3_next", *WRAPPED, "qwen3_5_text", "qwen3_5_moe_text")
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
 # Engines norm latents with rms_norm_eps, transformers with 1e-6 whatever config.json says.
 VLLM_LATENT_SIZES: dict[str, Any] = {
@@ -294,15 +305,44 @@ def write_hf(
     tensors = tensors if packed_experts else per_expert(tensors)
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    save_file(tensors | mtp_tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    if family in WRAPPED:
+        tensors = {hub_name(family, name): tensor for name, tensor in tensors.items()} | VISION
+    save_file(tensors | mtp_tensors, directory / "model.safetensors", metadata={"format": "pt"})
     if family == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
     if depth or family in ("mimo", *NEXT_LAYER_HEADS):
-        config["num_nextn_predict_layers"] = depth
+        config[depth_key(family)] = depth
     config["dtype"] = str(model.dtype).removeprefix("torch.")
+    if family in WRAPPED:
+        config = wrapped(config)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return directory
+
+
+def depth_key(family: str) -> str:
+    """The key of config.json that says how many MTP heads there are."""
+    return "mtp_num_hidden_layers" if family.startswith("qwen3_5") else "num_nextn_predict_layers"
+
+
+def hub_name(family: str, name: str) -> str:
+    """A tensor's name in files, from the one that it has in transformers' language model."""
+    return name.replace("model.", "model.language_model.", 1) if family in WRAPPED else name
+
+
+VISION = {"model.visual.blocks.0.weight": torch.arange(12.0).view(3, 4), "model.visual.merger.bias": torch.ones(5)}
+
+
+def wrapped(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a vision-language model, around that of its language model."""
+    model_type = config["model_type"].removesuffix("_text")
+    return {
+        "architectures": [config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")],
+        "model_type": model_type,
+        "text_config": config,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "vision_config": {"depth": 1, "hidden_size": 8, "model_type": f"{model_type}_vision"},
+    }
 
 
 def make_tiny_hf(
@@ -320,7 +360,7 @@ def make_tiny_hf(
 
     Args:
         family: a key of CLASSES.
-        depth: MTP heads, written in the family's layout with `num_nextn_predict_layers` in config.json.
+        depth: MTP heads, written in the family's layout and promised by config.json.
         with_tokenizer: add a byte-level BPE tokenizer with a ChatML template; the vocabulary follows it.
         packed_experts: write the trunk's experts stacked, as transformers holds them in memory.
         config: overrides of the transformers config, e.g. rope_scaling or num_hidden_layers.

@@ -75,8 +75,8 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
 
     rows = family.rows(hf_config, max(mtp.promised, mtp.depth))
     found = {key: entry.shape for key, entry in entries.items()}
-    derived = [key for key in entries if family.is_derived(key)]
-    problems += compare_shapes(expected_shapes(rows, found), found, derived)
+    not_of_rows = [key for key in entries if family.is_derived(key) or family.is_carried(key)]
+    problems += compare_shapes(expected_shapes(rows, found), found, not_of_rows)
     problems += whole_numbers(rows, entries)
     if not problems:
         with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:

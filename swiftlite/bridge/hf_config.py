@@ -2,9 +2,13 @@
 
 Engines read keys that no class of ours or of transformers knows, so none stands between: every key that is not declared
 as changed keeps its value and its place.
+
+Vision-language models wrap a language model, whose settings stand under `text_config`. All else asks for keys as if
+they stood at the top; where they are is known here.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,17 +16,59 @@ from typing import Any
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
-from swiftlite.json_file import read_json
+from swiftlite.heads import DEPTH_KEY, depth_key
+from swiftlite.json_file import parse_json, read_json
 
 REMOVE: Any = object()  # as a change: the key is taken out
+_TEXT = "text_config"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MOST_HEADER_BYTES = 100_000_000
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
-    """The content of a model directory's config.json.
+    """The content of a model directory's config.json; that of a wrapped language model stands at the top too.
+
+    Where Qwen3.6 says nothing of its MTP layers, their number is that of the tensors.
 
     Raises:
         UserError: there is none, or it is not a JSON object.
     """
+    return as_asked(_read(hf_dir), Path(hf_dir))
+
+
+def as_asked(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
+    """The content of a config.json as everybody asks for it, see `read_config`."""
+    hf_config = _unwrapped(content)
+    key = depth_key(hf_config)
+    if key != DEPTH_KEY and key not in hf_config:
+        matches = [_MTP_LAYER.match(name) for name in _tensor_names(hf_dir)]
+        hf_config[key] = max((int(match.group(1)) + 1 for match in matches if match), default=0)
+    return hf_config
+
+
+def _unwrapped(content: HfConfig) -> dict[str, Any]:
+    """With the settings of the language model that it wraps, if it does, at the top."""
+    text = content.get(_TEXT)
+    if not isinstance(text, dict):
+        return dict(content)
+    own = {key: content[key] for key in ("model_type", "architectures") if key in content}
+    return {**content, **text, **own}
+
+
+def _tensor_names(hf_dir: Path) -> list[str]:
+    """Names of a model's tensors, from the index or the one file's header; none where there is no sound one."""
+    try:
+        if (hf_dir / _INDEX).is_file():
+            return list(read_json(hf_dir / _INDEX)["weight_map"])
+        with (hf_dir / _SINGLE).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return list(parse_json(file.read(min(length, _MOST_HEADER_BYTES)).decode()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _read(hf_dir: str | Path) -> dict[str, Any]:
     path = Path(hf_dir) / "config.json"
     try:
         hf_config = read_json(path)
@@ -49,18 +95,34 @@ def quantization_change(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[str, Any]) -> list[str]:
-    """Write config.json with some top-level keys changed, added or removed (REMOVE); if none is, byte for byte.
+    """Write config.json with some keys changed, added or removed (REMOVE); if none is, byte for byte.
+
+    Keys of a wrapped language model are changed where they stand, and a new one is put among them.
 
     Returns:
         The difference, one line per key that really changed: `key: old -> new`.
     """
-    hf_config, difference = patch(read_config(source_dir), changes)
+    hf_config, difference = _patch_wrapped(_read(source_dir), changes)
     if difference:
         content = (json.dumps(hf_config, indent=2) + "\n").encode()  # as transformers writes it
     else:
         content = (Path(source_dir) / "config.json").read_bytes()
     write_durably(Path(out_dir) / "config.json", content)
     return difference
+
+
+def _patch_wrapped(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """`patch` of a config.json that may wrap a language model's."""
+    text = hf_config.get(_TEXT)
+    if not isinstance(text, dict):
+        return patch(hf_config, changes)
+    of_wrapper = {key: value for key, value in changes.items() if key in hf_config}
+    of_text = {key: value for key, value in changes.items() if key in text or key not in hf_config}
+    new_text, text_difference = patch(text, of_text)
+    patched, difference = patch(hf_config, of_wrapper)
+    if text_difference:
+        patched[_TEXT] = new_text
+    return patched, difference + [f"{_TEXT}.{line}" for line in text_difference]
 
 
 def patch(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

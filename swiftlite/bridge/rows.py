@@ -81,6 +81,10 @@ class RowTable(Protocol):
         """Whether an HF key holds nothing but what follows from the config (rotary `inv_freq`)."""
         ...
 
+    def is_carried(self, hf_key: str, /) -> bool:
+        """Whether an HF key belongs to another part than the language model, which is carried through as it is."""
+        ...
+
     def head_rows(self, hf_config: HfConfig, head: int, /) -> list[Row]:
         """MTP head number `head`, from 0."""
         ...

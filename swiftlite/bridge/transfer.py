@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from swiftlite.bridge import mtp_init as fresh_heads
@@ -43,11 +44,13 @@ class WeightsReport:
         initialised: Megatron parameters that got their numbers elsewhere, with where: "random", "copy_last_layer",
             "fit_last_layer", "graft".
         dropped: HF keys declared as not needed: heads that were not asked for, buffers that follow from the config.
+        carried: HF keys of other parts than the language model, which an export has as they are.
     """
 
     loaded: tuple[str, ...]
     initialised: Mapping[str, str]
     dropped: tuple[str, ...]
+    carried: tuple[str, ...] = ()
 
     def over_all_ranks(self) -> "WeightsReport":
         """What all ranks did together; collective."""
@@ -56,7 +59,7 @@ class WeightsReport:
         for report in placement.gather_from_all_ranks(self):
             loaded |= dict.fromkeys(report.loaded)
             initialised |= report.initialised
-        return WeightsReport(tuple(loaded), initialised, self.dropped)
+        return WeightsReport(tuple(loaded), initialised, self.dropped, self.carried)
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} parameters"]
@@ -65,6 +68,8 @@ class WeightsReport:
             lines.append(f"initialised by {origin}: {len(names)} parameters: {', '.join(some(names))}")
         if self.dropped:
             lines.append(f"dropped {len(self.dropped)} checkpoint tensors: {', '.join(some(self.dropped))}")
+        if self.carried:
+            lines.append(f"carried through unchanged: {len(self.carried)} tensors: {', '.join(some(self.carried))}")
         return "\n".join(lines)
 
 
@@ -103,6 +108,7 @@ def load_hf(
     shards = placement.shards_of(model_chunks)
     with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
         sources = _sources(checkpoint, family, hf_config, depth, mtp_init)
+        carried = tuple(key for key in checkpoint.entries if family.is_carried(key))
         _check_numbers(sources.read, checkpoint)
         bindings = bind(
             shards,
@@ -111,7 +117,7 @@ def load_hf(
             not_read=sources.not_read,
             others_hold=placement.others_hold(model_chunks, shards),
             hf_shapes={key: entry.shape for key, entry in checkpoint.entries.items()},
-            ignored=sources.dropped,
+            ignored=[*sources.dropped, *carried],
             what=str(hf_dir),
             hint="check that the tensors belong to this config.json, and that both are complete",
         )
@@ -125,11 +131,15 @@ def load_hf(
     if depth and mtp_init == "graft":
         assert graft_from is not None
         graft_heads(model_chunks, graft_from, family, hf_config)
-    return _report(shards, bindings, sources, mtp_init)
+    return _report(shards, bindings, sources, mtp_init, carried)
 
 
 def _report(
-    shards: Sequence[Shard], bindings: Sequence[Binding], sources: "_Sources", mtp_init: MtpInit
+    shards: Sequence[Shard],
+    bindings: Sequence[Binding],
+    sources: "_Sources",
+    mtp_init: MtpInit,
+    carried: tuple[str, ...],
 ) -> WeightsReport:
     borrowed_names = {row.mcore for row in sources.borrowed}
     bound = [binding.shard.name for binding in bindings]
@@ -137,7 +147,7 @@ def _report(
     initialised = {name: mtp_init for name in bound if name in borrowed_names}
     initialised |= {shard.name: mtp_init for shard in shards if shard.name in sources.not_read}
     assert len(loaded) + len(initialised) == len(shards)
-    return WeightsReport(loaded, initialised, tuple(sources.dropped))
+    return WeightsReport(loaded, initialised, tuple(sources.dropped), carried)
 
 
 @torch.no_grad()
@@ -270,6 +280,7 @@ def save_hf(
     *,
     dtypes: Dtypes = None,
     max_shard_bytes: int = 5_000_000_000,
+    carried: Path | None = None,
 ) -> list[str]:
     """Write a Megatron model as Hugging Face safetensors; every rank writes its own slices into the files in place.
 
@@ -287,6 +298,7 @@ def save_hf(
             model is written if it is among them; one that an MTP head holds also if none of that head's tensors is.
             Experts are stacked in one tensor if that tensor is among them.
         max_shard_bytes: size limit of one file.
+        carried: safetensors file of other parts than the language model, which are written as they are.
 
     Returns:
         Names of the files written, index included.
@@ -305,6 +317,8 @@ def save_hf(
             is_of_new_head = head is not None and head not in heads_of_source
             if key in row.hf or key in source_dtypes or is_of_new_head:
                 tensors[key] = (dtype_of(key), shape)
+    others = {} if carried is None else load_file(carried)
+    tensors |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in others.items()}
 
     out_dir = Path(out_dir)
     files = ShardedFiles(out_dir, fold(tensors, source_dtypes.keys()), max_shard_bytes)
@@ -321,6 +335,9 @@ def save_hf(
             pieces = placement.bring_to_first_rank(pieces)
         for piece in pieces:
             files.write(*piece)
+        if placement.is_first_rank():
+            for key, tensor in others.items():
+                files.write(key, (slice(None),) * tensor.dim(), tensor)
         files.flush()
         placement.barrier()
         if placement.is_first_rank():

@@ -17,6 +17,7 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from swiftlite.bridge.hf_config import as_asked
 from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sandbox import check_length, running_the_template
@@ -422,7 +423,8 @@ def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...
         if not path.exists():
             continue
         try:
-            named = read_json(path).get("eos_token_id")
+            content = read_json(path)
+            named = (as_asked(content, path.parent) if name == "config.json" else content).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"{path} cannot be read: {error}", "copy it from the model's source again") from None
         given = named if isinstance(named, list) else [named]

@@ -32,7 +32,16 @@ from swiftlite.runtime.distributed import session
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
-from swiftlite.train.source import TENSORS_FILE, check_source, dtypes_of, source_tensors, with_heads_of, write_source
+from swiftlite.train.source import (
+    CARRIED_FILE,
+    TENSORS_FILE,
+    carried_file,
+    check_source,
+    dtypes_of,
+    source_tensors,
+    with_heads_of,
+    write_source,
+)
 
 
 def run(args: ExportArgs) -> None:
@@ -78,6 +87,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
             hf_model.config,
             dtypes=dict.fromkeys(dtypes, args.torch_dtype) if args.torch_dtype else dtypes,
             max_shard_bytes=int(args.max_shard_size_gb * 1e9),
+            carried=carried_file(hf_model.directory),
         )
         if dist.get_rank() == 0:
             _audit(writing, hf_model, dtypes)
@@ -191,7 +201,7 @@ def _named(output_dir: Path) -> Iterator[None]:
 def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing: Path) -> None:
     """The tokenizer and all else that the source model had beside weights; config.json with what has changed."""
     for path in hf_model.directory.iterdir():
-        if path.name not in ("config.json", TENSORS_FILE):
+        if path.name not in ("config.json", TENSORS_FILE, CARRIED_FILE):
             shutil.copy2(path, writing / path.name)
     changes = heads.config_change(hf_model.config)
     if args.torch_dtype:

@@ -15,7 +15,7 @@ from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.family import HfConfig, MtpLayout
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
-from swiftlite.heads import DEPTH_KEY
+from swiftlite.heads import depth_key
 
 _REQUIRED = (
     "vocab_size",
@@ -75,9 +75,9 @@ def problems_of(
     factor = partial_rotary_factor(hf_config)
     if "partial_rotary_factor" not in (*reads, *hf_config) and factor not in (1, None):
         problems.append(f"rope_parameters: partial_rotary_factor {factor} is not supported; it can only be 1")
-    depth = hf_config.get(DEPTH_KEY)
+    depth = hf_config.get(depth_key(hf_config))
     if depth is not None and (not isinstance(depth, int) or depth < 0):
-        problems.append(f"{DEPTH_KEY} {depth!r} is not a number of layers")
+        problems.append(f"{depth_key(hf_config)} {depth!r} is not a number of layers")
     known = " and ".join(repr(kind) for kind in layer_types)
     other_layers = set(hf_config.get("layer_types") or []) - set(layer_types)
     problems += [f"layer_types has {kind!r}; only {known} is supported" for kind in sorted(other_layers)]

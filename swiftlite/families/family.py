@@ -45,6 +45,8 @@ class Family:
         layer: decoder layer number n (from 0): its kind of attention and its kind of MLP, with their sizes.
         outside: what is outside the layers: embedding, final norm, output layer.
         mtp: names of the MTP heads.
+        language_model: beginnings of the HF names that are the language model's and its heads', where files hold other
+            parts too, such as a vision tower; empty where there are none.
         norm_start: what norms have before anything is learned: 1, or 0 where the weight is what is added to 1.
     """
 
@@ -53,6 +55,7 @@ class Family:
     layer: Callable[[HfConfig, int], Layer]
     outside: Callable[[HfConfig], Outside]
     mtp: MtpLayout
+    language_model: tuple[str, ...] = ()
     norm_start: float = 1.0
 
     def architecture(self, hf_config: HfConfig) -> Architecture:
@@ -95,6 +98,11 @@ class Family:
     def is_mtp(self, hf_config: HfConfig, hf_key: str) -> bool:
         """Whether an HF key belongs to an MTP head."""
         return self.head_of(hf_config, hf_key) is not None
+
+    def is_carried(self, hf_key: str) -> bool:
+        """Whether an HF key belongs to another part than the language model: it is neither read nor changed, and an
+        export has it as the source had it."""
+        return bool(self.language_model) and not hf_key.startswith(self.language_model)
 
     def is_derived(self, hf_key: str) -> bool:
         """Whether an HF key holds nothing but what follows from the config, so it is neither read nor written.

@@ -13,8 +13,8 @@ from swiftlite.families.llama import LLAMA
 from swiftlite.families.mimo import MIMO
 from swiftlite.families.mistral import MISTRAL
 from swiftlite.families.qwen2 import QWEN2
-from swiftlite.families.qwen2_moe import QWEN2_MOE
 from swiftlite.families.qwen3 import QWEN3
+from swiftlite.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from swiftlite.families.qwen3_moe import QWEN3_MOE
 from swiftlite.families.qwen3_next import QWEN3_NEXT
 from swiftlite.families.rank import Rank
@@ -28,8 +28,11 @@ FAMILIES: dict[str, Family] = {
     "mimo": MIMO,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
-    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
+    "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
 }

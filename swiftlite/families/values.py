@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftlite.errors import clip
-from swiftlite.heads import DEPTH_KEY, UNROLL_KEY
+from swiftlite.heads import DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY
 
 # Whole numbers: the smallest, and some ten times the largest of any published model. More is damage: a list of 1e9
 # layers, or an embedding of 1e9 tokens, would take all memory before anybody was told.
@@ -44,6 +44,7 @@ _SIZES = {
     "linear_value_head_dim": (1, 10_000),
     "linear_conv_kernel_dim": (2, 100),
     DEPTH_KEY: (0, 100),
+    QWEN3_5_DEPTH_KEY: (0, 100),
     UNROLL_KEY: (0, 1_000),
 }
 _NUMBERS = {

@@ -190,12 +190,11 @@ class GatedDeltaNet(MegatronModule):
             return gated_delta_rule(*parts, lengths, states)  # pyright: ignore[reportCallIssue]
 
         if self.is_recomputed and self.training:
-            read_TNE, states = tensor_parallel.checkpoint(rule, False, *parts)
+            read_TNE, behind = tensor_parallel.checkpoint(rule, False, *parts)
         else:
-            read_TNE, states = rule(*parts)
+            read_TNE, behind = rule(*parts)
         gated_TNE = self.norm(read_TNE, gate_TGE.unflatten(-1, (per_group, value)).flatten(1, 2))
-        assert states is not None
-        return gated_TNE.flatten(1), before, states
+        return gated_TNE.flatten(1), before, behind
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.config import near
+from swiftlite.bridge.hf_config import as_asked
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
@@ -40,7 +41,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
         content = read_json(directory / "config.json")
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return as_asked(content, directory) if isinstance(content, dict) else {}
 
 
 def config_directory(model: Path) -> Path:

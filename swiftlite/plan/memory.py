@@ -215,7 +215,7 @@ class _Model:
 
     def __init__(self, architecture: Architecture, setup: Setup):
         self.setup, self.rank = setup, _rank_of(setup)
-        self.layers, self.outside = architecture.layers, architecture.outside
+        self.architecture, self.layers, self.outside = architecture, architecture.layers, architecture.outside
         self.hidden = architecture.outside.hidden
         self.vocab = architecture.outside.local_vocab(self.rank)
         self.num_mtp_layers = setup.heads.layers
@@ -231,9 +231,9 @@ class _Model:
         return ParameterCount(self.vocab * self.hidden)
 
     def mtp_layer(self) -> ParameterCount:
-        """An MTP layer: three norms and a projection around one more decoder layer, of the kind of the last."""
+        """An MTP layer: three norms and a projection around one more decoder layer."""
         frame = 3 * self.hidden + 2 * self.hidden * self.hidden // self.rank.tp
-        return ParameterCount(frame) + self.layers[-1].parameters(self.rank)
+        return ParameterCount(frame) + self.architecture.mtp_block.parameters(self.rank)
 
     def kept_mtp_layer(self, head: int) -> int:
         """MTP layer number `head` (from 0): token ids, three norms, the projection's input, and its decoder layer."""
@@ -245,7 +245,7 @@ class _Model:
             frozen_norms = 2 if head == 0 else 1
             norms -= frozen_norms * rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
             ids = 0
-        return ids + norms + 2 * rank.kept_states(self.hidden) + self.layers[-1].kept(rank)
+        return ids + norms + 2 * rank.kept_states(self.hidden) + self.architecture.mtp_block.kept(rank)
 
     def kept_loss(self) -> int:
         """One loss without its logits: states for the output layer's gradient, targets, weights."""

@@ -14,7 +14,7 @@ from swiftlite.args.docs import options
 from swiftlite.data.hub_rows import commit_of_dataset
 from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
-from swiftlite.heads import DEPTH_KEY, Heads
+from swiftlite.heads import Heads, depth_key
 from swiftlite.hub.model import description_of
 from swiftlite.hub.name import dataset_name, model_name
 from swiftlite.plan.facts import Facts, config_directory, is_run, near_path, read_hf_config, run_checkpoints
@@ -160,7 +160,8 @@ def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
 
 def no_heads(model: str) -> str:
     """What the config.json of this model lacks, in words."""
-    return f"{description_of(model) / 'config.json'} promises no MTP layer ({DEPTH_KEY})"
+    directory = description_of(model)
+    return f"{directory / 'config.json'} promises no MTP layer ({depth_key(read_hf_config(directory))})"
 
 
 def baseline_is_a_model(args: EvaluateArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:

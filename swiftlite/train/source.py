@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import save
 
 from swiftlite.bridge.hf_config import quantization_change, write_patched
-from swiftlite.bridge.tensors import describe
+from swiftlite.bridge.quantization import block_size
+from swiftlite.bridge.tensors import Checkpoint, describe
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.open import HfModel
 
 TENSORS_FILE = "tensors.json"
+CARRIED_FILE = "carried.safetensors"
+"""Other parts than the language model, such as a vision tower; only where the model has some."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -47,7 +51,22 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: str
     write_patched(hf_model.directory, source, changes)
     tensors = describe_tensors(hf_model, graft_from)
     write_durably(source / TENSORS_FILE, json.dumps(tensors, indent=1).encode())
+    _write_carried(hf_model, source)
     return source
+
+
+def _write_carried(hf_model: HfModel, source: Path) -> None:
+    with Checkpoint(hf_model.directory, block_size(hf_model.config)) as checkpoint:
+        keys = [key for key in checkpoint.entries if hf_model.family.is_carried(key)]
+        if keys:
+            tensors = {key: checkpoint.read(key) for key in keys}
+            write_durably(source / CARRIED_FILE, save(tensors, metadata={"format": "pt"}))
+
+
+def carried_file(source: Path) -> Path | None:
+    """Where the other parts of a run's source model are; None if it has none."""
+    path = source / CARRIED_FILE
+    return path if path.exists() else None
 
 
 def describe_tensors(hf_model: HfModel, graft_from: str | Path | None = None) -> dict[str, dict[str, Any]]:

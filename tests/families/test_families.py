@@ -11,7 +11,7 @@ from swiftlite import families
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.errors import UserError
 from swiftlite.families import dense
-from tests.tiny import CLASSES, LATENT, OWN_SIZES, make_tiny_model, mtp_names, per_expert, random_mtp_tensors
+from tests.tiny import CLASSES, HYBRID, LATENT, OWN_SIZES, make_tiny_model, mtp_names, per_expert, random_mtp_tensors
 
 # What does not change what a model computes from tokens to logits: training, generation, bookkeeping.
 HARMLESS = {
@@ -65,6 +65,7 @@ OWN_NEUTRAL = {
     "deepseek_v3": {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"},
     "glm4_moe_lite": {"attention_bias", "topk_method"},
     "mistral": set(),
+    "qwen3_next": {"attention_bias"},
 }
 OF_MIXTURE = {
     "first_k_dense_replace",
@@ -86,15 +87,23 @@ OF_LATENT = OF_MIXTURE | {
     "rope_interleave",
     "v_head_dim",
 }
+OF_QWEN_MIXTURE = {
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+}
+OF_LINEAR = {
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+}
 OWN_READ = {
-    "qwen3_moe": {
-        "decoder_sparse_step",
-        "mlp_only_layers",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "num_experts_per_tok",
-        "num_local_experts",
-    },
+    "qwen3_moe": OF_QWEN_MIXTURE | {"num_local_experts"},
+    "qwen3_next": OF_QWEN_MIXTURE | OF_LINEAR | {"num_experts", "shared_expert_intermediate_size"},
     "glm4_moe": OF_MIXTURE | {"attention_bias", "use_qk_norm"},
     "deepseek_v3": OF_LATENT,
     "glm4_moe_lite": OF_LATENT | {"mlp_layer_types"},
@@ -131,6 +140,10 @@ LATENT_ATTENTION["glm4_moe_lite"] = LATENT_ATTENTION["deepseek_v3"] | {
         "max_position_embeddings": 202752,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+}
+
+OWN_CONFIG = LATENT_ATTENTION | {
+    "qwen3_next": {"attention_output_gate": True, "layernorm_zero_centered_gamma": True},
 }
 
 
@@ -197,7 +210,7 @@ def test_mcore_config(family):
     assert config == {
         "num_layers": 2,
         "hidden_size": 64,
-        **({} if family == "qwen3_moe" else {"ffn_hidden_size": 96}),  # all its layers are mixtures
+        **({} if family.startswith("qwen") and family in MOE else {"ffn_hidden_size": 96}),  # all layers are mixtures
         "num_attention_heads": 4,
         "num_query_groups": 2,
         "kv_channels": 16,
@@ -207,9 +220,9 @@ def test_mcore_config(family):
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": family in ("qwen2", "mimo", "glm4_moe"),
-        "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe"),
+        "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe", "qwen3_next"),
         "init_method_std": 0.02,
-    } | LATENT_ATTENTION.get(family, {})
+    } | OWN_CONFIG.get(family, {})
 
 
 def test_head_dim_and_groups_are_derived_when_not_stated():
@@ -257,16 +270,17 @@ def test_blockwise_fp8_can_be_read(family, block):
 
 # Of GLM-4.7-Flash: derived, null where there is no latent, and what transformers and engines take for granted alike.
 NEED_NOT_BE = {"qk_head_dim", "q_lora_rank", "rope_interleave", "first_k_dense_replace"}
+PARTIAL_ROTARY = ("glm4_moe", *HYBRID)
 REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
     *[(family, "quantization_config", {"quant_method": "fp8"}) for family in families.FAMILIES],
     *[("qwen3", "quantization_config", value) for value in NOT_READABLE],
     *[(family, "attention_dropout", 0.1) for family in families.FAMILIES],
-    *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES if family != "glm4_moe"],
+    *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES if family not in PARTIAL_ROTARY],
     *[
         (family, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
         for family in families.FAMILIES
-        if family != "glm4_moe"
+        if family not in PARTIAL_ROTARY
     ],
     *[(family, "use_sliding_window", True) for family in ("qwen2", "qwen3", "mimo", "qwen3_moe")],
     *[(family, "layer_types", ["full_attention", "sliding_attention"]) for family in ("qwen2", "qwen3", "mimo")],
@@ -274,6 +288,14 @@ REFUSED = [
     *[(family, "num_experts_per_tok", 0) for family in MOE],
     *[(family, "num_experts_per_tok", None) for family in MOE],
     *[(family, "moe_intermediate_size", None) for family in MOE],
+    *[("qwen3_next", key, None) for key in sorted(OF_LINEAR)],
+    ("qwen3_next", "shared_expert_intermediate_size", None),
+    ("qwen3_next", "head_dim", None),
+    ("qwen3_next", "layer_types", ["linear_attention", "linear_attention"]),
+    ("qwen3_next", "layer_types", ["full_attention"]),
+    ("qwen3_next", "layer_types", ["full_attention", "sliding_attention"]),
+    ("qwen3_next", "linear_num_value_heads", 3),
+    ("qwen3_next", "attention_bias", True),
     ("qwen3_moe", "attention_bias", True),
     ("qwen3_moe", "num_experts", 0),
     ("qwen3_moe", "num_experts", "4"),

@@ -37,7 +37,7 @@ from swiftlite.train.objective import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
 from tests.parallel.launch import launch, open_store, prepare_session
-from tests.tiny import make_tiny_hf
+from tests.tiny import HYBRID, make_tiny_hf
 
 STEPS = 5
 # Adam divides each gradient by its own size: where a gradient is nothing but rounding (1e-9), so would be the step,
@@ -335,6 +335,15 @@ BOUNDS = {
     "gradients": 2e-5,
     "weights": 1e-3,
 }
+
+# Linear attention ends in a norm of each head, and what a sequence's first tokens read is nearly nothing. One rounding
+# of every weight moves gradients of a tiny Qwen3-Next by 9e-5 of their largest, those of other mixtures by 3e-6.
+_SENSITIVE = dict.fromkeys(HYBRID, 30.0)
+
+
+def bounds_of(family: str) -> dict[str, float]:
+    """What rounding explains of a family's differences, by the names of BOUNDS."""
+    return {name: bound * _SENSITIVE.get(family, 1.0) for name, bound in BOUNDS.items()}
 
 
 def compare(one: Result, other: Result, source: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from swiftlite.bridge.tensors import some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.served_model import ServedModel, read_model, require_heads
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
+from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys
 from swiftlite.errors import UserError
 
 
@@ -87,13 +88,15 @@ class TransformersEngine:
         while True:
             drafted_ids = self._draft(ids, fed)
             num_drafted = drafted_ids.shape[1] - ids.shape[1]
-            before, after = self._states(drafted_ids[:, cache.get_seq_length() :], cache)
+            begin = RecurrentStates(cache)
+            new_ids = drafted_ids[:, cache.get_seq_length() :]
+            before, after = self._states(new_ids, cache)
             logits = self._output_layer(after[0, -num_drafted - 1 :])
             chosen = _choose(logits, sampling, generator)
             num_accepted = int((chosen[:-1] == drafted_ids[0, ids.shape[1] :]).cumprod(0).sum())
             self._count(num_drafted, num_accepted)
             if num_drafted > num_accepted:
-                cache.crop(num_accepted - num_drafted)
+                self._take_back(new_ids, num_drafted - num_accepted, cache, begin)
             fed = before if self._drafting.takes_before_norm else after
             for token in chosen[: num_accepted + 1].tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
@@ -117,6 +120,19 @@ class TransformersEngine:
         with self._decoder.norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0])):
             after = self._decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
         return before[0], after
+
+    def _take_back(self, ids: torch.Tensor, number: int, cache: DynamicCache, begin: RecurrentStates) -> None:
+        """Let the cache forget the last `number` of the ids that it has just been given.
+
+        Keys and values are cut off. A state is that of all tokens so far, so it becomes what it was before them, and
+        those that stay are computed again.
+        """
+        if not begin.layers:
+            cache.crop(-number)
+            return
+        crop_keys(cache, ids.shape[1])
+        begin.put_back()
+        self._states(ids[:, : ids.shape[1] - number], cache)
 
     def _count(self, num_drafted: int, num_accepted: int) -> None:
         if num_drafted:

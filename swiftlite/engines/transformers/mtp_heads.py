@@ -2,7 +2,7 @@
 
 transformers drops MTP tensors on load, and drafts with them (`use_mtp`) for two of these families, and for models of
 the published size only, so the heads are read here from the safetensors. Names inside a head are megatron-core's, its
-block is a copy of the trunk's last decoder layer.
+block is a copy of one of the trunk's decoder layers.
 Next: `engine.py`, which verifies what is drafted here.
 
 Shapes: B batch (always 1), S positions, H hidden size.
@@ -29,18 +29,19 @@ class MtpHead(nn.Module):
     """One depth: norms, the projection of [embedding, hidden], a decoder layer, an output norm.
 
     Args:
-        decoder: the trunk without its output layer (`model.get_decoder()`). Its last layer and its norm are copied:
-            the number of a layer decides whether it has experts, and its router's bias has a dtype of its own.
+        decoder: the trunk without its output layer (`model.get_decoder()`). One of its layers and its norm are copied:
+            the number of a layer decides of which kinds it is, and its router's bias has a dtype of its own.
+        number: of the layer whose kinds the head has.
     """
 
-    def __init__(self, decoder: Any):
+    def __init__(self, decoder: Any, number: int):
         super().__init__()
         size = decoder.config.hidden_size
         self.enorm = deepcopy(decoder.norm)
         self.hnorm = deepcopy(decoder.norm)
         self.final_layernorm = deepcopy(decoder.norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False, device=decoder.device, dtype=decoder.dtype)
-        self.transformer_layer = deepcopy(decoder.layers[-1])
+        self.transformer_layer = deepcopy(decoder.layers[number])
         self.transformer_layer.self_attn.layer_idx = 0  # every head has a cache of its own, of one layer
 
     def forward(self, embedding_BSH: torch.Tensor, hidden_BSH: torch.Tensor, **layer_kwargs: Any) -> torch.Tensor:
@@ -65,7 +66,7 @@ def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
             block = model.family.mtp.block(model.hf_config, index)
             names = [name for row in model.family.block_rows(model.hf_config) for name in row.hf]
             tensors = {f"transformer_layer.{name}": checkpoint.read(block + name) for name in names}
-            head = MtpHead(decoder)
+            head = MtpHead(decoder, model.family.mtp_block_number(model.hf_config))
             head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)
     return heads.requires_grad_(False).eval()

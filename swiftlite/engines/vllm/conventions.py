@@ -18,6 +18,12 @@ _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
     "glm4_moe": ("Glm4MoeMTP", "first"),
     "glm4_moe_lite": ("Glm4MoeLiteMTP", "first"),
     "deepseek_v3": ("DeepSeekMTP", "first"),
+    # One projection and one set of norms for all its heads.
+    "qwen3_next": ("Qwen3NextMTP", "first"),
+    "qwen3_5": ("Qwen3_5MTP", "first"),
+    "qwen3_5_text": ("Qwen3_5MTP", "first"),
+    "qwen3_5_moe": ("Qwen3_5MoeMTP", "first"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeMTP", "first"),
 }
 
 

@@ -16,8 +16,8 @@ from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.options import (
+    attention_options,
     is_on_cpu,
-    latent_attention_on_cpu,
     memory_on_cpu,
     speculative_config,
     verifies_greedily_only,
@@ -165,7 +165,7 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
         "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
         "disable_log_stats": False,  # the counts of drafts are among the statistics
         "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
-        "compilation_config": latent_attention_on_cpu(model),
+        **attention_options(model, config.torch_dtype),
         "speculative_config": speculative_config(model, config),
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
     } | config.engine_kwargs

@@ -88,14 +88,27 @@ def verifies_greedily_only() -> bool:
     return is_on_cpu() and not HAS_TRITON
 
 
-def latent_attention_on_cpu(model: ServedModel) -> dict[str, Any] | None:
-    """vLLM's `compilation_config` without which it computes latent attention wrongly on a CPU; None where it does not.
+def attention_options(model: ServedModel, torch_dtype: str) -> dict[str, Any]:
+    """vLLM's options without which it computes a kind of attention wrongly, or not at all.
 
-    Its rotary kernel there takes the rotary part of a query for a whole tensor: with 0.32 every token behind the first
-    has other logits. Angles of yarn are not computed by that kernel.
+    Raises:
+        UserError: this vLLM has no linear attention in that precision.
     """
-    is_latent = isinstance(model.family.layer(model.hf_config, 0).attention, LatentAttention)
-    return {"custom_ops": ["-rotary_embedding"]} if is_latent and is_on_cpu() else None
+    attentions = model.family.architecture(model.hf_config).attentions
+    options: dict[str, Any] = {}
+    if is_on_cpu() and any(isinstance(attention, LatentAttention) for attention in attentions):
+        # Its rotary kernel there takes the rotary part of a query for a whole tensor: with 0.32 every token behind the
+        # first has other logits. Angles of yarn are not computed by that kernel.
+        options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    if any(attention.is_recurrent for attention in attentions):
+        # A state is that of all tokens before: what a prefix has in common with another cannot be taken from it.
+        options["enable_prefix_caching"] = False
+        if is_on_cpu() and torch_dtype != "bfloat16":
+            raise UserError(
+                f"--torch_dtype {torch_dtype}: on a CPU vLLM computes linear attention in bfloat16 alone",
+                "use --torch_dtype bfloat16, or --infer_backend transformers",
+            )
+    return options
 
 
 def memory_on_cpu() -> dict[str, str]:

@@ -36,7 +36,7 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> Server
         "trust_remote_code": args.trust_remote_code or None,
         "max_model_len": args.max_model_len,
         "enforce_eager": options.is_on_cpu() or None,  # compiling takes minutes and gains little there
-        "compilation_config": options.latent_attention_on_cpu(model),
+        **options.attention_options(model, args.torch_dtype),
         "speculative_config": speculative,
     }
     if speculative is not None and options.verifies_greedily_only():

@@ -1,0 +1,36 @@
+"""The states of linear attention in a cache of transformers, which cannot be cut back to an earlier token."""
+
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+
+class RecurrentStates:
+    """What the linear layers of a cache have now, to be put back later.
+
+    Attributes:
+        layers: the linear layers; none in a model without linear attention.
+    """
+
+    def __init__(self, cache: DynamicCache):
+        self.layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self._kept = [(_copy(layer.conv_states), _copy(layer.recurrent_states)) for layer in self.layers]
+
+    def put_back(self) -> None:
+        """Give the layers what they had."""
+        for layer, (conv_states, recurrent_states) in zip(self.layers, self._kept, strict=True):
+            for number in conv_states:
+                layer.conv_states[number].copy_(conv_states[number])
+                layer.recurrent_states[number].copy_(recurrent_states[number])
+
+
+def crop_keys(cache: DynamicCache, number: int) -> None:
+    """Cut the last `number` tokens off the layers that keep keys and values."""
+    for layer in cache.layers:
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.crop(-number)
+
+
+def _copy(states: dict[int, Any]) -> dict[int, Any]:
+    return {number: state.clone() for number, state in states.items() if state is not None}
