@@ -31,10 +31,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.utils import logging
 
@@ -64,6 +70,9 @@ FAMILIES = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
 }
 EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 SHARED_AND_ROUTED = EXPERTS | {
@@ -81,6 +90,16 @@ LATENT = {
     "v_head_dim": 128,
     "topk_method": "noaux_tc",  # vLLM asks for it
 }
+# Every other layer has linear attention.
+LINEAR = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "partial_rotary_factor": 0.5,
+}
+WITH_SHARED = EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 128}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"num_experts": 8},
     "glm4_moe": SHARED_AND_ROUTED | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
@@ -88,6 +107,9 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": SHARED_AND_ROUTED | LATENT | {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
     "glm4_moe_lite": SHARED_AND_ROUTED | LATENT,
     "mistral": {"sliding_window": None},
+    "qwen3_next": WITH_SHARED | LINEAR,
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": WITH_SHARED | LINEAR,
 }
 # Names of two norms before the projection, of the projection, and of the norm behind the decoder layer.
 MTP_NAMES = {

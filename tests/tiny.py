@@ -138,6 +138,8 @@ LATENT = ("deepseek_v3", "glm4_moe_lite")
 WRAPPED = ("qwen3_5", "qwen3_5_moe")
 """Families whose files hold a vision tower beside the language model."""
 HYBRID = ("qwen3_next", *WRAPPED, "qwen3_5_text", "qwen3_5_moe_text")
+ALIKE = ("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families that slow tests leave out: their layers are those of Qwen3-Next, their names those of Qwen3.5."""
 # The smallest latent attention that vLLM takes on a CPU, for make_tiny_hf(family="deepseek_v3", **VLLM_LATENT_SIZES).
 # Engines norm latents with rms_norm_eps, transformers with 1e-6 whatever config.json says.
 VLLM_LATENT_SIZES: dict[str, Any] = {

@@ -47,6 +47,7 @@ class EngineInfo:
         adapter: name of the `Engine` class, which is called with an `EngineConfig`.
         convention: name of the function that takes a `Family` and returns the `Convention` by which the engine drafts
             with its heads; it returns None for a family for which nobody has measured it.
+        measured: beginning of the version in which conventions were measured; "" where there is nothing to measure.
         is_required: whether swiftlite itself cannot do without its package.
         is_batched: whether the engine answers several prompts at once.
         options_class: class of the engine's own options in args/fields.py, part of the classes of the commands; None
@@ -72,6 +73,7 @@ class EngineInfo:
     install: str
     adapter: str
     convention: str
+    measured: str = ""
     is_required: bool = False
     is_batched: bool = True
     options_class: type | None = None

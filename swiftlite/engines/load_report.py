@@ -128,7 +128,7 @@ class Loading:
             num_mtp_heads=self.model.heads.layers,
             num_drafting=num_drafting,
             problems=self.problems,
-            notes=self._unknown_class(),
+            notes=[*self._unknown_class(), *self._other_version(version)],
         )
 
     def _unread(self) -> list[str]:
@@ -136,8 +136,18 @@ class Loading:
         family = self.model.family
         copies = {copy for row in family.rows(self.model.hf_config) for copy in row.hf_copies}
         keys = self.recorder.keys - self.recorder.used - copies
-        left = sorted(key for key in keys if not family.is_derived(key))
+        left = sorted(key for key in keys if not family.is_derived(key) and not family.is_carried(key))
         return [f"no class of {self.info.label} reads {key}" for key in some(left)]
+
+    def _other_version(self, version: str) -> list[str]:
+        """A note on a version whose conventions may be others: engines change them without a word."""
+        measured = self.info.measured
+        if self.draft is None or version.startswith(measured):
+            return []
+        return [
+            f"how {self.info.label} drafts was measured with {measured.rstrip('.')}, here is {version}: compare what "
+            "swiftlite evaluate counts with what the engine counts before you trust its drafts"
+        ]
 
     def _unknown_class(self) -> list[str]:
         """A note on a draft class other than the one whose convention was measured."""

@@ -125,6 +125,14 @@ def partial_rotary_factor(hf_config: HfConfig) -> float | None:
     return hf_config.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
 
 
+def partial_rotary_problems(hf_config: HfConfig) -> list[str]:
+    """One line where it is not stated which part of each head turns: readers take different ones for granted."""
+    factor = partial_rotary_factor(hf_config)
+    if factor is None:
+        return ["partial_rotary_factor is missing"]
+    return [] if 0 < factor <= 1 else [f"partial_rotary_factor {factor} is not between 0 and 1"]
+
+
 def layer(hf_config: HfConfig, number: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> Layer:
     """Decoder layer `number`; all are alike."""
     return Layer(attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), mlp(hf_config))

@@ -13,12 +13,7 @@ from swiftlite.families.layer import Layer
 def _check(hf_config: HfConfig) -> None:
     problems = dense.problems_of(hf_config, reads=("partial_rotary_factor",))
     problems += moe.mixture_problems(hf_config)
-    factor = dense.partial_rotary_factor(hf_config)
-    if factor is None:  # transformers would take 0.5, other readers 1
-        problems.append("partial_rotary_factor is missing")
-    elif not 0 < factor <= 1:
-        problems.append(f"partial_rotary_factor {factor} is not between 0 and 1")
-    dense.refuse(hf_config, problems)
+    dense.refuse(hf_config, problems + dense.partial_rotary_problems(hf_config))
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:

@@ -46,6 +46,7 @@ def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str
         attention_bias=(False, None),
         **neutral,
     )
+    problems += dense.partial_rotary_problems(hf_config)
     if problems:
         return problems
     layers, kinds = hf_config["num_hidden_layers"], layer_types(hf_config)
@@ -72,8 +73,7 @@ def layer_types(hf_config: HfConfig) -> Sequence[str]:
 def attention(hf_config: HfConfig, number: int, *, hf_is_grouped: bool) -> GatedDeltaNet | GroupedQueryAttention:
     """The attention of decoder layer `number`, from 0."""
     if layer_types(hf_config)[number] == _FULL:
-        full = dense.attention(hf_config, qk_norm=True, output_gate=True)
-        return replace(full, rotary=int(full.head_dim * (dense.partial_rotary_factor(hf_config) or 0.25)))
+        return dense.attention(hf_config, qk_norm=True, output_gate=True)
     return GatedDeltaNet(
         hidden=hf_config["hidden_size"],
         key_heads=hf_config["linear_num_key_heads"],

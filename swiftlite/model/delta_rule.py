@@ -1,4 +1,5 @@
-"""The gated delta rule, linear attention's recurrence, in plain torch on any device.
+"""The gated delta rule, linear attention's recurrence: in plain torch on any device, on CUDA by the kernels of
+flash-linear-attention where they are installed.
 
 A head keeps a state S [D, E] that answers keys with values. Each token lets it fade, corrects what it says to the
 token's key, and reads it with the token's query:
@@ -14,7 +15,10 @@ from chunk to chunk. No chunk holds tokens of two sequences, so packed rows are 
 Shapes: T tokens of all sequences, M chunks, C tokens of a chunk, N heads, D key channels, E value channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -42,6 +46,8 @@ def gated_delta_rule(
     Returns:
         [T, N, E] in the dtype of the values, and states as above in float32.
     """
+    if query_TND.is_cuda and (kernel := cuda_kernel()) is not None:
+        return by_kernel(kernel, query_TND, key_TND, value_TNE, log_decay_TN, beta_TN, lengths, states)
     place_MC, is_token_MC, turn_M = _chunks(lengths, query_TND.device)
     query, key, value, decay, beta = (
         _take(tensor, place_MC, is_token_MC) for tensor in (query_TND, key_TND, value_TNE, log_decay_TN, beta_TN)
@@ -75,6 +81,44 @@ def gated_delta_rule(
     order = torch.cat([chunks for chunks, _ in turn_M])
     out = torch.cat(read)[order.argsort()]
     return out.transpose(1, 2)[is_token_MC].to(value_TNE.dtype), states
+
+
+@cache
+def cuda_kernel() -> Callable[..., Any] | None:
+    """flash-linear-attention's `chunk_gated_delta_rule`; None where the package is not installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule
+
+
+def by_kernel(
+    kernel: Callable[..., Any],
+    query_TND: torch.Tensor,
+    key_TND: torch.Tensor,
+    value_TNE: torch.Tensor,
+    log_decay_TN: torch.Tensor,
+    beta_TN: torch.Tensor,
+    lengths: Sequence[int],
+    states: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gated_delta_rule` by a kernel that takes packed rows [1, T, N, *] and where their sequences begin."""
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=query_TND.device)
+    dtype = value_TNE.dtype
+    read, states = kernel(
+        query_TND.to(dtype)[None],
+        key_TND.to(dtype)[None],
+        value_TNE[None],
+        g=log_decay_TN[None],
+        beta=beta_TN[None],
+        scale=1.0,
+        initial_state=states,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+    )
+    assert states is not None
+    return read[0], states
 
 
 def _solve(overlap: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -66,14 +66,15 @@ def serve(
     num_speculative_tokens: int,
     num_alone: int = 0,
     weights_of: Path | None = None,
+    dtype: str = "float32",
 ) -> Served:
-    """Start vLLM, generate greedily in float32, stop it.
+    """Start vLLM, generate greedily, stop it.
 
     Args:
         weights_of: a checkpoint of the same shapes, whose weights the engine is given before it generates.
         num_alone: of the prompts, the first ones whose drafts' logits are asked for.
     """
-    config = EngineConfig(directory, "float32", num_speculative_tokens=num_speculative_tokens, max_model_len=256)
+    config = EngineConfig(directory, dtype, num_speculative_tokens=num_speculative_tokens, max_model_len=256)
     engine: Any = start_engine("vllm", config)
     try:
         if weights_of is not None:

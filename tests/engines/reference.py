@@ -86,6 +86,8 @@ class Reference(nn.Module):
         """Read a checkpoint without any MTP code of the product."""
         tensors = load_file(directory / "model.safetensors")
         config = json.loads((directory / "config.json").read_text())
+        config = config.get("text_config", config)
+        tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
         overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
         trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
         missing, _ = trunk.load_state_dict(stack_experts(tensors), strict=False)

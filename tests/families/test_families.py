@@ -66,6 +66,10 @@ OWN_NEUTRAL = {
     "glm4_moe_lite": {"attention_bias", "topk_method"},
     "mistral": set(),
     "qwen3_next": {"attention_bias"},
+    "qwen3_5": {"attention_bias"},
+    "qwen3_5_text": {"attention_bias"},
+    "qwen3_5_moe": {"attention_bias"},
+    "qwen3_5_moe_text": {"attention_bias"},
 }
 OF_MIXTURE = {
     "first_k_dense_replace",
@@ -104,12 +108,17 @@ OF_LINEAR = {
 OWN_READ = {
     "qwen3_moe": OF_QWEN_MIXTURE | {"num_local_experts"},
     "qwen3_next": OF_QWEN_MIXTURE | OF_LINEAR | {"num_experts", "shared_expert_intermediate_size"},
+    "qwen3_5": OF_LINEAR | {"mtp_num_hidden_layers"},
+    "qwen3_5_moe": OF_QWEN_MIXTURE
+    | OF_LINEAR
+    | {"mtp_num_hidden_layers", "num_experts", "shared_expert_intermediate_size"},
     "glm4_moe": OF_MIXTURE | {"attention_bias", "use_qk_norm"},
     "deepseek_v3": OF_LATENT,
     "glm4_moe_lite": OF_LATENT | {"mlp_layer_types"},
     "mistral": {"sliding_window"},
 }
-MOE = sorted(OWN_READ.keys() - {"mistral"})
+OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
+MOE = sorted(OWN_READ.keys() - {"mistral", "qwen3_5", "qwen3_5_text"})
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
     "deepseek_v3": {

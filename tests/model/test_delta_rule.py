@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftlite.model.delta_rule import CHUNK, gated_delta_rule
+from swiftlite.families.linear_attention import CHUNK
+from swiftlite.model.delta_rule import by_kernel, gated_delta_rule
 
 HEADS, KEYS, VALUES = 3, 8, 12
 
@@ -79,3 +80,22 @@ def test_a_sequence_goes_on_from_its_state():
     rest, end = gated_delta_rule(*cut(parts, 70, 150), (80,), state)
     torch.testing.assert_close(torch.cat([first, rest]), whole, rtol=0, atol=1e-5)
     torch.testing.assert_close(end, last, rtol=0, atol=1e-5)
+
+
+def test_the_cuda_kernel_is_given_packed_rows():
+    """By the words of flash-linear-attention 0.6; its kernels run on a GPU alone."""
+    lengths = (7, CHUNK + 3, 1)
+    parts = inputs(sum(lengths))
+
+    def kernel(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
+        assert (scale, output_final_state, q.dim(), q.size(0)) == (1.0, True, 4, 1)
+        packed = [tensor[0] for tensor in (q, k, v, g, beta)]
+        query, key, value, decay, weight = packed
+        rows = gated_delta_rule(query, key, value, decay, weight, cu_seqlens.diff().tolist(), initial_state)
+        return rows[0][None], rows[1]
+
+    query, key, value, decay, beta = parts
+    found, states = by_kernel(kernel, query, key, value, decay, beta, lengths, None)
+    expected, last = gated_delta_rule(query, key, value, decay, beta, lengths)
+    assert torch.equal(found, expected)
+    assert torch.equal(states, last)

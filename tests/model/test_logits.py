@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
+from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.families import index
 from swiftlite.heads import Heads
@@ -58,7 +59,7 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
 
 
 def load_megatron(directory: Path, mesh, dtype: torch.dtype, **options) -> GPTModel:
-    hf_config = json.loads((directory / "config.json").read_text())
+    hf_config = read_config(directory)
     family = index.get(hf_config)
     options = {"heads": Heads.from_config(hf_config), **options}
     (model,) = build_model(family.architecture(hf_config), hf_config, mesh=mesh, dtype=dtype, **options)
@@ -71,6 +72,7 @@ def load_megatron(directory: Path, mesh, dtype: torch.dtype, **options) -> GPTMo
 def load_transformers(directory: Path, family: str, dtype: torch.dtype):
     config_class, model_class = CLASSES[family]
     values = json.loads((directory / "config.json").read_text())
+    values = values.get("text_config", values)
     # from_pretrained and not model.to(dtype), which would round the rotary frequencies too.
     return model_class.from_pretrained(
         directory,

@@ -10,6 +10,7 @@ import torch
 from swiftlite.data.batch import collate_packed
 from swiftlite.model.context_parallel import describe_packed
 from tests.model.test_logits import ROPES, load_megatron
+from tests.parallel.parity import sensitivity
 from tests.parallel.packing import LONGEST, ROWS, Job, Result, make_rows, run
 from tests.tiny import make_tiny_hf
 
@@ -22,8 +23,9 @@ SIZES: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": LONGEST,
 }
-MODELS = [(family, depth) for family in ("llama", "mimo", "glm4_moe", "deepseek_v3") for depth in (1, 2)]
+MODELS = [(family, depth) for family in ("llama", "mimo", "glm4_moe", "deepseek_v3", "qwen3_5") for depth in (1, 2)]
 FAMILIES = sorted({family for family, _ in MODELS})
+MIXTURES = ("glm4_moe", "deepseek_v3")
 DENSE = [(family, depth) for family, depth in MODELS if family in ("llama", "mimo")]
 LAYOUTS: dict[str, dict] = {
     "CP2": {"context_parallel_size": 2},
@@ -72,19 +74,19 @@ def results(tmp_path_factory) -> dict[tuple, Result]:
     }
 
 
-def assert_same_losses(ours: Result, expected: Result) -> None:
+def assert_same_losses(ours: Result, expected: Result, sensitivity: float = 1.0) -> None:
     for mine, its in zip(ours.losses, expected.losses, strict=True):
         # Sums in another order. Measured: 99 of 100 losses (of 3 to 11) are within 7e-6; the worst, of all families and
         # layouts, is off by 2e-5.
-        torch.testing.assert_close(mine, its, rtol=0, atol=4e-5)
+        torch.testing.assert_close(mine, its, rtol=0, atol=4e-5 * sensitivity)
 
 
-def assert_same_gradients(ours: Result, expected: Result) -> None:
+def assert_same_gradients(ours: Result, expected: Result, sensitivity: float = 1.0) -> None:
     assert ours.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         # Sums over tokens in another order. Measured: up to 7e-6 of each tensor's largest entry, and 1.05e-5 for a bias
         # of keys, whose parts cancel but for the rotation.
-        tolerance = 2e-5 * float(gradient.abs().max()) + 1e-9
+        tolerance = 2e-5 * sensitivity * float(gradient.abs().max()) + 1e-9
         torch.testing.assert_close(ours.gradients[name], gradient, rtol=0, atol=tolerance, msg=name)
 
 
@@ -94,9 +96,9 @@ def test_packed_is_one_by_one(results, family, depth, layout):
     alone, packed = results[family, depth, "one by one"], results[family, depth, layout]
     assert len(alone.losses) == NUM_SAMPLES
     assert all(len(losses) == 1 + depth for losses in alone.losses)
-    assert_same_losses(packed, alone)
-    assert_same_gradients(packed, alone)
-    assert packed.metrics == pytest.approx(alone.metrics, rel=1e-6)
+    assert_same_losses(packed, alone, sensitivity(family))
+    assert_same_gradients(packed, alone, sensitivity(family))
+    assert packed.metrics == pytest.approx(alone.metrics, rel=1e-6 * sensitivity(family))
 
 
 @pytest.mark.parametrize(("family", "depth"), DENSE)
@@ -117,8 +119,8 @@ def test_frequencies_that_depend_on_the_length(results):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_virtual_stages_take_rows_of_any_length(results, family):
     alone, packed = results[family, 2, "one by one"], results[family, 2, "PP2xVPP2"]
-    assert_same_losses(packed, alone)
-    assert_same_gradients(packed, alone)
+    assert_same_losses(packed, alone, sensitivity(family))
+    assert_same_gradients(packed, alone, sensitivity(family))
 
 
 @pytest.mark.parametrize("kind", RECOMPUTE)
@@ -136,7 +138,7 @@ def test_other_tokens_in_a_sequence_change_nothing_in_another(results, family, d
     before, after = results[family, depth, layout].losses, results[family, depth, f"{layout}, changed"].losses
     assert not torch.equal(before[CHANGED], after[CHANGED])
     for number in set(range(NUM_SAMPLES)) - {CHANGED}:
-        if (family, depth) in DENSE:
+        if family not in MIXTURES:
             assert torch.equal(before[number], after[number])
         else:
             # The other tokens go to other experts, whose matrices have more or fewer rows: another kernel may multiply

@@ -61,6 +61,7 @@ SGLANG = EngineInfo(
     install="pip install sglang, which comes for CUDA",
     adapter="swiftlite.engines.sglang.engine:SglangEngine",
     convention="swiftlite.engines.sglang.conventions:convention",
+    measured="0.5.23",
     options_class=SglangArgs,
     read_speculative_config=read_speculative_config,
     rules=(numbers_go_together, numbers_agree),

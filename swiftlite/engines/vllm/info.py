@@ -27,6 +27,7 @@ VLLM = EngineInfo(
     ),
     adapter="swiftlite.engines.vllm.engine:VllmEngine",
     convention="swiftlite.engines.vllm.conventions:convention",
+    measured="0.32.",
     options_class=VllmArgs,
     read_speculative_config=lambda args: args.vllm_speculative_config,
     rules=(speculative_tokens_are_given_once,),

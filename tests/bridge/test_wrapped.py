@@ -1,0 +1,101 @@
+"""Language models inside vision-language models: their settings are found and changed where they stand, their depth is
+that of the tensors where nothing says it, and what is not of them comes out as it went in."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swiftlite import families
+from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.hf_config import read_config, write_patched
+from swiftlite.export.run import to_hf, to_mcore
+from swiftlite.heads import Heads
+from swiftlite.plan.facts import read_hf_config
+from swiftlite.train.source import CARRIED_FILE
+from tests.tiny import VISION, WRAPPED, make_tiny_hf
+
+
+@pytest.fixture
+def hf_dir(tmp_path):
+    return make_tiny_hf(tmp_path / "hf", "qwen3_5", depth=1, dtype=torch.bfloat16, with_tokenizer=True)
+
+
+def on_disk(directory) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
+
+def test_settings_stand_at_the_top_for_whoever_asks(hf_dir):
+    config, text = read_config(hf_dir), on_disk(hf_dir)["text_config"]
+    assert (config["model_type"], config["hidden_size"]) == ("qwen3_5", text["hidden_size"])
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert Heads.from_config(config) == Heads(1)
+    assert read_hf_config(hf_dir) == config
+    assert families.get(config).name == "qwen3_5"
+
+
+def test_a_change_is_made_where_the_key_stands(hf_dir, tmp_path):
+    (tmp_path / "out").mkdir()
+    changes = Heads(2).config_change(read_config(hf_dir)) | {"new": 1}
+    difference = write_patched(hf_dir, tmp_path / "out", changes)
+    assert difference == ["text_config.mtp_num_hidden_layers: 1 -> 2", "text_config.new: (none) -> 1"]
+    before, after = on_disk(hf_dir), on_disk(tmp_path / "out")
+    before["text_config"] |= {"mtp_num_hidden_layers": 2, "new": 1}
+    assert after == before
+
+
+def forget_depth(hf_dir) -> None:
+    """As Qwen3.6's config.json."""
+    config = on_disk(hf_dir)
+    del config["text_config"]["mtp_num_hidden_layers"]
+    (hf_dir / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_silent_config_has_the_depth_of_the_tensors(tmp_path, depth, has_index):
+    hf_dir = make_tiny_hf(tmp_path, "qwen3_5", depth=depth)
+    forget_depth(hf_dir)
+    if has_index:
+        names = load_file(hf_dir / "model.safetensors")
+        (hf_dir / "model.safetensors").rename(hf_dir / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (hf_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert Heads.from_config(read_config(hf_dir)).layers == depth
+    assert audit_hf(hf_dir, families.FAMILIES["qwen3_5"]) == []
+
+
+def test_without_tensors_nothing_is_promised(hf_dir):
+    forget_depth(hf_dir)
+    (hf_dir / "model.safetensors").write_bytes(b"no header")
+    assert Heads.from_config(read_hf_config(hf_dir)).layers == 0
+
+
+@pytest.mark.parametrize("packed_experts", [False, True], ids=["one by one", "stacked"])
+@pytest.mark.parametrize("family", WRAPPED)
+def test_there_and_back_changes_no_byte(tmp_path, mesh, family, packed_experts):
+    """The vision tower included, the config.json of the wrapper included."""
+    hf_dir = make_tiny_hf(
+        tmp_path / "hf", family, 1, dtype=torch.bfloat16, with_tokenizer=True, packed_experts=packed_experts
+    )
+    run, out = tmp_path / "run", tmp_path / "out"
+    to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
+    assert load_file(run / "source" / CARRIED_FILE).keys() == VISION.keys()
+    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    found, expected = load_file(out / "model.safetensors"), load_file(hf_dir / "model.safetensors")
+    assert found.keys() == expected.keys() >= VISION.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key], tensor), key
+    assert (out / "config.json").read_bytes() == (hf_dir / "config.json").read_bytes()
+    assert {path.name for path in out.iterdir()} == {path.name for path in hf_dir.iterdir()}
+
+
+def test_a_part_that_is_nobodys_is_named(hf_dir):
+    """Carried are other parts than the language model; in the language model every tensor has its place."""
+    tensors = load_file(hf_dir / "model.safetensors") | {"model.language_model.layers.0.new.weight": torch.ones(2)}
+    save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
+    (problem,) = audit_hf(hf_dir, families.FAMILIES["qwen3_5"])
+    assert "model.language_model.layers.0.new.weight" in problem
