@@ -95,8 +95,8 @@ LINEAR = {
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
+    "linear_key_head_dim": 128,  # which vLLM takes on a CPU
+    "linear_value_head_dim": 128,
     "partial_rotary_factor": 0.5,
 }
 WITH_SHARED = EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 128}

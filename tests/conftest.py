@@ -64,13 +64,14 @@ def trained(shared) -> Trained:
     does, and prompts on which they are often right, not always (`write_trained`). It is to be read only.
     """
     from tests.engines.reference import convention, follow, write_trained
-    from tests.tiny import LATENT, VLLM_LATENT_SIZES
+    from tests.tiny import HYBRID, LATENT, VLLM_LATENT_SIZES, VLLM_LINEAR_SIZES
 
     def get(family: str, depth: int, engine: str = "transformers") -> tuple[Path, list[list[int]]]:
         drafting = convention(engine, family).drafting
         is_tied = (engine, family) == ("vllm", "llama")
         unroll = 3 if depth == 1 else 1
-        sizes = VLLM_LATENT_SIZES if family in LATENT and engine != "transformers" else {}
+        own = VLLM_LATENT_SIZES if family in LATENT else VLLM_LINEAR_SIZES if family in HYBRID else {}
+        sizes = {} if engine == "transformers" else own
 
         def make(directory: Path) -> None:
             def draft_as(reference):

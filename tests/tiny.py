@@ -149,6 +149,8 @@ VLLM_LATENT_SIZES: dict[str, Any] = {
     "v_head_dim": 128,
     "rms_norm_eps": 1e-6,
 }
+# The smallest linear attention that vLLM takes on a CPU.
+VLLM_LINEAR_SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 # Families whose heads are numbered after the trunk's layers, and repeat its embedding and output layer.
 NEXT_LAYER_HEADS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 CHATML = """\
@@ -330,6 +332,14 @@ def depth_key(family: str) -> str:
 def hub_name(family: str, name: str) -> str:
     """A tensor's name in files, from the one that it has in transformers' language model."""
     return name.replace("model.", "model.language_model.", 1) if family in WRAPPED else name
+
+
+def promise(hf_dir: Path, depth: int) -> None:
+    """Let config.json promise this many MTP heads, whatever the tensors are."""
+    path = hf_dir / "config.json"
+    config = json.loads(path.read_text())
+    config.get("text_config", config)[depth_key(config["model_type"])] = depth
+    path.write_text(json.dumps(config))
 
 
 VISION = {"model.visual.blocks.0.weight": torch.arange(12.0).view(3, 4), "model.visual.merger.bias": torch.ones(5)}

@@ -138,7 +138,7 @@ class Mixture:
             return 0
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
         # As the MLP, once more times the router's weight.
-        per_choice = rank.itemsize * (self.hidden + 6 * (self.ffn // rank.etp)) + FLOAT32
+        per_choice = rank.itemsize * (self.hidden + 5 * (self.ffn // rank.etp)) + FLOAT32
         experts = rank.sequence_tokens * rank.etp * self.topk * per_choice
         gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score, before they meet
         return scores + experts + _kept_gated(rank, self.shared_ffn // rank.tp) + gate
@@ -164,5 +164,5 @@ def _matrices(hidden: int, ffn: int) -> int:
 
 
 def _kept_gated(rank: Rank, ffn: int) -> int:
-    """Gate and up in one tensor, the gate's activation, up + 0 (an offset that other models have), the product."""
-    return rank.tokens * 5 * ffn * rank.itemsize
+    """Gate and up in one tensor, the gate's activation, the product."""
+    return rank.tokens * 4 * ffn * rank.itemsize

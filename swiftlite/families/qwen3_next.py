@@ -1,5 +1,5 @@
-"""Qwen3-Next: three layers of linear attention to each of full attention, whose results pass through a gate; norms whose
-weights are added to 1; Qwen3 MoE's router, and one shared expert behind a gate of its own.
+"""Qwen3-Next: three layers of linear attention to each of full attention, whose results pass through a gate; norms
+whose weights are added to 1; Qwen3 MoE's router, and one shared expert behind a gate of its own.
 
 Next: `linear_attention.py`.
 """

@@ -98,6 +98,8 @@ def build_config(
         calculate_per_token_loss=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        # Whose it is: the activation that the spec names.
+        use_te_activation_func=True,
         # These fusions need Transformer Engine or CUDA kernels, or change the order of operations.
         bias_dropout_fusion=False,
         bias_activation_fusion=False,

@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class Cache:
-    """Of one batch of rows, on one rank: keys and values of every layer, and what the heads are fed.
+    """Of one batch of rows, on one rank: keys and values of every layer or its state, and what the heads are fed.
 
     Args:
         num_rows: B.

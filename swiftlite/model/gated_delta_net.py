@@ -70,12 +70,8 @@ class GatedDeltaNet(MegatronModule):
             "skip_bias_add": False,
             "tp_group": pg_collection.tp,
         }
-        self.in_proj_qkvz = ColumnParallelLinear(
-            config.hidden_size, convolved + values, gather_output=False, **linear
-        )
-        self.in_proj_ba = ColumnParallelLinear(
-            config.hidden_size, 2 * sizes.value_heads, gather_output=False, **linear
-        )
+        self.in_proj_qkvz = ColumnParallelLinear(config.hidden_size, convolved + values, gather_output=False, **linear)
+        self.in_proj_ba = ColumnParallelLinear(config.hidden_size, 2 * sizes.value_heads, gather_output=False, **linear)
         self.out_proj = RowParallelLinear(values, config.hidden_size, input_is_parallel=True, **linear)
         local_heads = self.groups * self.values_per_group
         local_convolved = convolved // pg_collection.tp.size()

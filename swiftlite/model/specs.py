@@ -40,6 +40,7 @@ from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.norm import KeepingRMSNorm, RMSNorm
 from swiftlite.model.router import MoELayer, TopKRouter
 from swiftlite.model.self_attention import SelfAttention
+from swiftlite.model.swiglu import SwiGLU
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 
@@ -81,7 +82,11 @@ def _gated_delta_net(sizes: GatedDeltaNetSizes, core_attention: type[CoreAttenti
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
 
 
-_GATED = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+_GATED = MLPSubmodules(
+    linear_fc1=ColumnParallelLinear,
+    activation_func=SwiGLU,  # pyright: ignore[reportArgumentType]  # a class whose objects are called, as all it asks for
+    linear_fc2=RowParallelLinear,
+)
 
 
 def _mlp(mlp: Mlp) -> ModuleSpec:

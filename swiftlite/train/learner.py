@@ -13,6 +13,7 @@ from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
+from swiftlite.heads import depth_key
 from swiftlite.hub.model import optional_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, open_model
@@ -97,5 +98,5 @@ def _check_no_head_is_forgotten(args: SftArgs, hf_model: HfModel, plan: Plan, re
     if any(hf_model.family.is_mtp(hf_model.config, key) for key in report.dropped):
         raise UserError(
             f"{args.model} has MTP tensors, but its config.json promises no MTP layer",
-            "--mtp_num_layers 0 drops them; to keep them, correct num_nextn_predict_layers in config.json",
+            f"--mtp_num_layers 0 drops them; to keep them, correct {depth_key(hf_model.config)} in config.json",
         )

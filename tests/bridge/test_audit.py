@@ -1,7 +1,5 @@
 """The audit of a directory: silent when it keeps its promises, naming the tensor when it does not."""
 
-import json
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -11,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite import families
 from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
 from swiftlite.bridge.hf_config import read_config
-from tests.tiny import make_tiny_hf, mtp_names
+from tests.tiny import make_tiny_hf, mtp_names, promise
 
 
 def audit(hf_dir) -> list[str]:
@@ -22,11 +20,6 @@ def rewrite(hf_dir, change) -> None:
     tensors = load_file(hf_dir / "model.safetensors")
     change(tensors)
     save_file(tensors, hf_dir / "model.safetensors")
-
-
-def promise(hf_dir, depth: int) -> None:
-    config = read_config(hf_dir) | {"num_nextn_predict_layers": depth}
-    (hf_dir / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

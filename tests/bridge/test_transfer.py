@@ -20,7 +20,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
-from tests.tiny import NEXT_LAYER_HEADS, make_tiny_hf, mtp_names
+from tests.tiny import NEXT_LAYER_HEADS, VISION, WRAPPED, make_tiny_hf, mtp_names, promise
 
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
@@ -102,7 +102,11 @@ def test_round_trip_is_bit_exact(tmp_path, mesh, family, tied, depth, sharded):
     assert not report.dropped
     assert not any(tensor.isnan().any() for _, tensor in tensors_of(model))
 
-    files = save(model, source, tmp_path / "out", max_shard_bytes=50_000 if sharded else 10**9)
+    carried = tmp_path / "carried.safetensors" if family in WRAPPED else None
+    if carried:
+        save_file(VISION, carried)
+        assert set(report.carried) == VISION.keys()
+    files = save(model, source, tmp_path / "out", max_shard_bytes=50_000 if sharded else 10**9, carried=carried)
     assert (len(files) == 1) is not sharded
     assert_same_tensors(read_all(tmp_path / "out"), original)
     (tmp_path / "out" / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -378,7 +382,8 @@ def test_heads_can_be_dropped_and_are_named(tmp_path, mesh, family):
     prefixes = ("model.layers.2.", "model.layers.3.") if behind_the_trunk else ("mtp.", "model.mtp_layers.")
     assert set(report.dropped) == {key for key in original if key.startswith(prefixes)}
     save(model, source, tmp_path / "out")
-    trunk = {key: tensor for key, tensor in original.items() if not key.startswith(prefixes)}
+    left = (*prefixes, "model.visual.")
+    trunk = {key: tensor for key, tensor in original.items() if not key.startswith(left)}
     assert_same_tensors(read_all(tmp_path / "out"), trunk)
 
 
@@ -411,8 +416,8 @@ def test_copy_last_layer(tmp_path, mesh, family):
 
     # The export has heads that load like any others.
     save(model, source, tmp_path / "out")
-    config = read_config(source) | {"num_nextn_predict_layers": 2}
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "out" / "config.json").write_bytes((source / "config.json").read_bytes())
+    promise(tmp_path / "out", 2)
     again = build(tmp_path / "out", mesh, depth=2)
     assert not load(again, tmp_path / "out").initialised
     for name, tensor in tensors_of(again):

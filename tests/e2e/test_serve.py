@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.bridge.hf_config import read_config
 from tests.e2e.conftest import Commands
-from tests.tiny import HYBRID, LATENT, VLLM_LATENT_SIZES, make_tiny_hf, mtp_names
+from tests.tiny import HYBRID, LATENT, VLLM_LATENT_SIZES, VLLM_LINEAR_SIZES, make_tiny_hf, mtp_names
 
 pytestmark = pytest.mark.engine
 
@@ -34,6 +34,8 @@ def served(request, vllm_host, tmp_path_factory) -> tuple[Commands, str, Path]:
     directory = tmp_path_factory.mktemp(family)
     commands = Commands(directory, vllm_host)
     sizes: dict[str, Any] = VLLM_LATENT_SIZES if family in LATENT else {}
+    if family in HYBRID:
+        sizes = VLLM_LINEAR_SIZES
     make_tiny_hf(directory / "model", family, depth=0 if family == "qwen3" else 1, with_tokenizer=True, **sizes)
     rows = [json.dumps({"query": query, "response": response}) for query, response in ROWS]
     (directory / "rows.jsonl").write_text("\n".join(rows))

@@ -48,7 +48,7 @@ def examine(directory: Path, mesh) -> None:
     architecture = family.architecture(hf_config)
     for part in architecture.sublayers:
         part.mcore_config()
-    answer(RotaryEmbedding, {"head_dim": 8, **hf_config}, mesh.cp, names="config.json")
+    answer(RotaryEmbedding, {"head_dim": 8, **hf_config}, mesh.device.torch_device, torch.float32, names="config.json")
 
 
 @fuzz

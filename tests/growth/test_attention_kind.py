@@ -56,6 +56,7 @@ class RunningMean:
     needs_sequence_parallel: ClassVar[str] = ""
     takes_packed_rows: ClassVar[bool] = False
     takes_parts_of_rows: ClassVar[bool] = False
+    is_recurrent: ClassVar[bool] = False
 
     hidden: int
 

@@ -336,6 +336,7 @@ BOUNDS = {
     "weights": 1e-3,
 }
 
+
 # Linear attention ends in a norm of each head, and what a sequence's first tokens read is nearly nothing. One rounding
 # of every weight moves gradients of a tiny Qwen3-Next by 9e-5 of their largest, those of other mixtures by 3e-6.
 def sensitivity(family: str) -> float:

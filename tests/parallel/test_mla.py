@@ -57,7 +57,8 @@ def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tup
     mcore_config = architecture.mcore_config()
     config = build_config(mcore_config, device=mesh.device, dtype=torch.float32, mtp_num_layers=0)
     spec: Any = attention_spec(kind)
-    angles = {"rotary_pos_emb": RotaryEmbedding(mcore_config["hf_rope"], mesh.cp)(LENGTH)}
+    rotary = RotaryEmbedding(mcore_config["hf_rope"], mesh.device.torch_device, torch.float32)
+    angles = {"rotary_pos_emb": rotary([LENGTH])}
     if whose == "stock":
         spec.module = McoreMLASelfAttention
         known = {field.name for field in fields(McoreMLATransformerConfig)}

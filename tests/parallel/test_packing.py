@@ -10,8 +10,8 @@ import torch
 from swiftlite.data.batch import collate_packed
 from swiftlite.model.context_parallel import describe_packed
 from tests.model.test_logits import ROPES, load_megatron
-from tests.parallel.parity import sensitivity
 from tests.parallel.packing import LONGEST, ROWS, Job, Result, make_rows, run
+from tests.parallel.parity import sensitivity
 from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo

@@ -37,7 +37,9 @@ for directory, options in json.loads(sys.argv[1]):
     report = dry_load(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
     print(json.dumps(dataclasses.asdict(report)))
 """
-WHOLE = [(family, depth) for family in CLASSES for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
+# Qwen3.5's classes of vLLM import torchvision, which a CPU has no build of here.
+LOADABLE = [family for family in CLASSES if not family.startswith("qwen3_5")]
+WHOLE = [(family, depth) for family in LOADABLE for depth in (0, 1)] + [("mimo", 2), ("qwen2", 2)]
 
 
 @pytest.fixture(scope="module")
