@@ -94,7 +94,7 @@ class GroupedQueryAttention:
             core = 2 * queries + 2 * keys * rank.cp
         else:
             # Queries, keys and the result; the values are a view of what the projection made, so all of that stays.
-            core = 2 * queries + keys + (queries + 2 * keys)
+            core = 2 * queries + keys + (queries * (1 + self.output_gate) + 2 * keys)
         kept = rank.itemsize * rank.tokens * core
         if self.output_gate:
             kept += rank.tokens * 2 * queries * rank.itemsize  # its sigmoid, and the product

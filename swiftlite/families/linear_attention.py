@@ -113,23 +113,25 @@ class GatedDeltaNet:
         return 0
 
     def kept(self, rank: Rank) -> int:
+        """What torch keeps; the kernels for CUDA keep less."""
         keys, values = self._widths(rank)
-        heads = self.value_heads // rank.tp
-        tokens = rank.tokens * rank.cp  # all context-parallel ranks compute whole rows
-        projected = 2 * (keys + values) + 2 * heads
-        convolution = 2 * (2 * keys + values)  # before and behind it
-        norms = (FLOAT32 + rank.itemsize) * values
-        gated = rank.itemsize * 2 * values + FLOAT32 * values
-        kept = tokens * (rank.itemsize * (projected + convolution) + norms + gated)
-        return kept if "core_attn" in rank.recomputed else kept + tokens * heads * self._kept_per_head()
+        heads, groups = self.value_heads // rank.tp, self.key_heads // rank.tp
+        convolved = 2 * keys + values
+        # Before and behind the convolution; queries and keys in float32, of a float32 model a view of all that is made.
+        mixed = 2 * rank.itemsize * convolved + FLOAT32 * (convolved if rank.itemsize == FLOAT32 else 2 * keys)
+        # What is read, normed, weighed, the gate and its SiLU, and the product of both.
+        gated = (3 * FLOAT32 + 3 * rank.itemsize) * values
+        per_head = heads * (3 * FLOAT32 + rank.itemsize) + groups * 2 * FLOAT32
+        if "core_attn" in rank.recomputed:
+            rule = heads * (2 * FLOAT32 * self.key_head_dim + FLOAT32 + rank.itemsize) + rank.itemsize * values
+        else:
+            rule = FLOAT32 * heads * self._kept_by_rule()
+        return rank.tokens * rank.cp * (mixed + gated + per_head + rule)  # context-parallel ranks compute whole rows
 
-    def _kept_per_head(self) -> int:
-        """Bytes that the rule keeps of a token for each value head, in float32."""
+    def _kept_by_rule(self) -> int:
+        """Numbers that the rule keeps of a token for each value head."""
         key, value = self.key_head_dim, self.value_head_dim
-        vectors = 9 * key + 6 * value
-        squares = 6 * CHUNK
-        state = 3 * key * value // CHUNK
-        return FLOAT32 * (vectors + squares + state)
+        return 6 * key + 3 * value + 6 * CHUNK + 2 * key * value // CHUNK + 4
 
     def _widths(self, rank: Rank) -> tuple[int, int]:
         """Channels of all keys on a rank, and of all values; queries have as many as keys."""

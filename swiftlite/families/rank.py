@@ -18,6 +18,7 @@ class Rank:
         itemsize: bytes of a parameter and of a state: 2 for bfloat16, 4 for float32.
         rows: rows of a micro-batch.
         length: tokens of a row that this rank computes.
+        zero_centered_norms: whether norms add their weights to 1, so that they round last.
         recomputed: modules that keep nothing for the backward pass, in the words of --recompute_modules.
     """
 
@@ -29,6 +30,7 @@ class Rank:
     itemsize: int = 2
     rows: int = 0
     length: int = 0
+    zero_centered_norms: bool = False
     recomputed: frozenset[str] = frozenset()
 
     @property
@@ -47,7 +49,8 @@ class Rank:
 
     def kept_norm(self, tokens: int, width: int) -> int:
         """Bytes that a norm keeps: its input in float32, the scale, and the result before the weight."""
-        return tokens * ((FLOAT32 + self.itemsize) * width + FLOAT32)
+        result = FLOAT32 if self.zero_centered_norms else self.itemsize
+        return tokens * ((FLOAT32 + result) * width + FLOAT32)
 
 
 @dataclass(frozen=True)

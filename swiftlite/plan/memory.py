@@ -214,7 +214,7 @@ class _Model:
     keeps."""
 
     def __init__(self, architecture: Architecture, setup: Setup):
-        self.setup, self.rank = setup, _rank_of(setup)
+        self.setup, self.rank = setup, _rank_of(architecture, setup)
         self.architecture, self.layers, self.outside = architecture, architecture.layers, architecture.outside
         self.hidden = architecture.outside.hidden
         self.vocab = architecture.outside.local_vocab(self.rank)
@@ -257,7 +257,7 @@ class _Model:
         return 2 * self.rank.length * max(layer.attention.rotary for layer in self.layers) * self.rank.itemsize
 
 
-def _rank_of(setup: Setup) -> Rank:
+def _rank_of(architecture: Architecture, setup: Setup) -> Rank:
     layout, recompute = setup.layout, setup.recompute
     is_selective = recompute.recompute_granularity == "selective"
     return Rank(
@@ -269,6 +269,7 @@ def _rank_of(setup: Setup) -> Rank:
         itemsize=setup.parameter_bytes,
         rows=setup.micro_batch_size,
         length=setup.max_length // layout.context_parallel_size,
+        zero_centered_norms=architecture.outside.mcore_config.get("layernorm_zero_centered_gamma", False),
         recomputed=frozenset(recompute.recompute_modules if is_selective else ()),
     )
 

@@ -11,6 +11,7 @@ from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.heads import Heads
 from swiftlite.plan.memory import Setup, estimate
 from tests.parallel.launch import launch
+from tests.tiny import LINEAR
 
 pytestmark = pytest.mark.gloo  # in processes of its own: a test session has one process group
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory.py"
@@ -55,6 +56,40 @@ def test_one_process(family, depth, parameter_bytes):
     hf_config = config(family, tie_word_embeddings=depth == 2)
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)
+    check(measured, estimated)
+
+
+@pytest.mark.parametrize(
+    ("parameter_bytes", "rows", "recompute", "ranks"),
+    [
+        (4, 2, RecomputeArgs(), 1),
+        (4, 1, RecomputeArgs("selective"), 1),
+        (2, 2, RecomputeArgs(), 1),
+        (4, 2, RecomputeArgs(), 2),
+    ],
+    ids=["float32", "one row, recomputed", "bfloat16", "TP2"],
+)
+def test_linear_attention(parameter_bytes, rows, recompute, ranks):
+    """Rows of whole chunks, as the estimate takes them; a model of 16 bits has few parameters of 32 (A_log, dt_bias)
+    that are not counted twice."""
+    layout = ParallelLayout(tensor_model_parallel_size=ranks)
+    sizes = {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "vocab_size": 1024}
+    sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    hf_config = config("qwen3_5_text", **LINEAR | sizes)
+    setup = Setup(
+        layout=layout,
+        num_gpus=ranks,
+        micro_batch_size=rows,
+        max_length=128,
+        parameter_bytes=parameter_bytes,
+        recompute=recompute,
+        heads=Heads(1),
+    )
+    (estimated,) = estimate(hf_config, setup)
+    (measured, *_) = launch(ranks, measure, hf_config, setup)
+    if parameter_bytes == 2:
+        assert estimated.weights < measured.weights < estimated.weights * 1.001
+        measured = replace(measured, weights=estimated.weights)
     check(measured, estimated)
 
 
