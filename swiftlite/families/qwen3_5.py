@@ -28,7 +28,7 @@ def _check_mixture(hf_config: HfConfig) -> None:
         **{key: (value, None) for key, value in _ALL_MIXTURES.items()},
     )
     problems += dense.missing_numbers(hf_config, ["shared_expert_intermediate_size"])
-    dense.refuse(hf_config, problems + qwen3_moe.mixture_problems(hf_config | _ALL_MIXTURES))
+    dense.refuse(hf_config, problems + qwen3_moe.mixture_problems({**hf_config, **_ALL_MIXTURES}))
 
 
 def _layer(hf_config: HfConfig, number: int) -> Layer:

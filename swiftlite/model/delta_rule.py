@@ -16,7 +16,8 @@ Shapes: T tokens of all sequences, M chunks, C tokens of a chunk, N heads, D key
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -48,9 +49,9 @@ def gated_delta_rule(
     """
     if query_TND.is_cuda and (kernel := cuda_kernel()) is not None:
         return by_kernel(kernel, query_TND, key_TND, value_TNE, log_decay_TN, beta_TN, lengths, states)
-    place_MC, is_token_MC, turn_M = _chunks(lengths, query_TND.device)
+    chunks = _chunks(tuple(lengths), query_TND.device)
     query, key, value, decay, beta = (
-        _take(tensor, place_MC, is_token_MC) for tensor in (query_TND, key_TND, value_TNE, log_decay_TN, beta_TN)
+        chunks.take(tensor) for tensor in (query_TND, key_TND, value_TNE, log_decay_TN, beta_TN)
     )
     # [M, N, C]: log of what fades from the beginning of the chunk to each token, the token's own part included.
     faded = decay.cumsum(dim=-1)
@@ -71,16 +72,15 @@ def gated_delta_rule(
         states = key.new_zeros(len(lengths), num_heads, key_size, value_size)
     states = states.float()
     read = []
-    for chunks, sequences in turn_M:
-        state = states[sequences]
-        written = new_value[chunks] - old_key[chunks] @ state
-        read.append(from_state[chunks] @ state + inside[chunks] @ written)
-        fade = faded[chunks][..., -1].exp()[..., None, None]
-        state = state * fade + to_end[chunks].transpose(-1, -2) @ written
-        states = states.index_copy(0, sequences, state)
-    order = torch.cat([chunks for chunks, _ in turn_M])
-    out = torch.cat(read)[order.argsort()]
-    return out.transpose(1, 2)[is_token_MC].to(value_TNE.dtype), states
+    for turn, sequences in chunks.turns:
+        is_all = len(sequences) == len(lengths)
+        state = states if is_all else states[sequences]
+        written = new_value[turn] - old_key[turn] @ state
+        read.append(from_state[turn] @ state + inside[turn] @ written)
+        fade = faded[turn][..., -1].exp()[..., None, None]
+        state = state * fade + to_end[turn].transpose(-1, -2) @ written
+        states = state if is_all else states.index_copy(0, sequences, state)
+    return chunks.give_back(torch.cat(read)).to(value_TNE.dtype), states
 
 
 @cache
@@ -125,10 +125,39 @@ def _solve(overlap: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
 
 
-def _chunks(
-    lengths: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Where the tokens of each chunk are, which places of it hold one, and who takes part in each turn.
+@dataclass(frozen=True)
+class _Chunks:
+    """How the tokens of some sequences are laid out in chunks.
+
+    Attributes:
+        places_MC: the token of each place of each chunk; of a place without one the chunk's first.
+        is_token_MC: which places hold a token; None where all do.
+        turns: who goes on from a state at the same time: chunks, and their sequences.
+        order_M: where each chunk is among those of all turns, one turn behind the other.
+    """
+
+    places_MC: torch.Tensor
+    is_token_MC: torch.Tensor | None
+    turns: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    order_M: torch.Tensor
+
+    def take(self, tensor_TN: torch.Tensor) -> torch.Tensor:
+        """[T, N, ...] as [M, N, C, ...] in float32; places without a token are 0: they write nothing and keep all."""
+        if self.is_token_MC is None:
+            return tensor_TN.float().unflatten(0, self.places_MC.shape).transpose(1, 2).contiguous()
+        taken = tensor_TN[self.places_MC].float()
+        is_token = self.is_token_MC.view(*self.is_token_MC.shape, *[1] * (taken.dim() - 2))
+        return taken.masked_fill(~is_token, 0.0).transpose(1, 2).contiguous()
+
+    def give_back(self, read: torch.Tensor) -> torch.Tensor:
+        """[T, N, E] of what all turns have read, [M, N, C, E]."""
+        out_MCNE = read[self.order_M].transpose(1, 2)
+        return out_MCNE.flatten(0, 1) if self.is_token_MC is None else out_MCNE[self.is_token_MC]
+
+
+@lru_cache(maxsize=16)  # every layer asks again for the rows of its micro-batch
+def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
+    """Chunks of sequences of these lengths, of as many tokens as CHUNK, or as the longest sequence has.
 
     Example: sequences of 100 and 30 tokens make chunks of tokens 0 to 63, 64 to 99 and 100 to 129. In the first turn
     chunks 0 and 2 go on from the states of sequences 0 and 1, in the second turn chunk 1 from that of sequence 0.
@@ -147,13 +176,14 @@ def _chunks(
             places.append([*range(first, first + size), *[first] * (chunk - size)])
             filled.append([True] * size + [False] * (chunk - size))
         begin += length
-    as_tensors = [torch.tensor(turn, device=device).unbind(1) for turn in turns]
-    pairs = [(chunks, sequences) for chunks, sequences in as_tensors]
-    return torch.tensor(places, device=device), torch.tensor(filled, device=device), pairs
-
-
-def _take(tensor_TN: torch.Tensor, place_MC: torch.Tensor, is_token_MC: torch.Tensor) -> torch.Tensor:
-    """[T, N, ...] as [M, N, C, ...] in float32; places without a token are 0, so they write nothing and keep all."""
-    taken = tensor_TN[place_MC].float()
-    is_token = is_token_MC.view(*is_token_MC.shape, *[1] * (taken.dim() - 2))
-    return taken.masked_fill(~is_token, 0.0).transpose(1, 2).contiguous()
+    pairs = []
+    for turn in turns:
+        numbers, sequences = torch.tensor(turn, device=device).unbind(1)
+        pairs.append((numbers, sequences))
+    is_token_MC = torch.tensor(filled, device=device)
+    return _Chunks(
+        torch.tensor(places, device=device),
+        None if is_token_MC.all() else is_token_MC,
+        tuple(pairs),
+        torch.cat([numbers for numbers, _ in pairs]).argsort(),
+    )

@@ -56,7 +56,8 @@ class GatedDeltaNet(MegatronModule):
         self.layer_number = layer_number
         self.sizes = sizes
         self.pg_collection = pg_collection
-        self.is_recomputed = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        is_selective = config.recompute_granularity == "selective"
+        self.is_recomputed = is_selective and "core_attn" in (config.recompute_modules or ())
         self.groups = sizes.key_heads // pg_collection.tp.size()
         self.values_per_group = sizes.value_heads // sizes.key_heads
 
@@ -75,7 +76,7 @@ class GatedDeltaNet(MegatronModule):
         self.out_proj = RowParallelLinear(values, config.hidden_size, input_is_parallel=True, **linear)
         local_heads = self.groups * self.values_per_group
         local_convolved = convolved // pg_collection.tp.size()
-        self.conv1d = nn.Module()
+        self.conv1d = nn.Conv1d(local_convolved, local_convolved, sizes.kernel, groups=local_convolved, bias=False)
         self.conv1d.weight = _shared(torch.empty(local_convolved, 1, sizes.kernel, dtype=config.params_dtype))
         self.A_log = _shared(torch.empty(local_heads, dtype=torch.float32))
         self.dt_bias = _shared(torch.empty(local_heads, dtype=torch.float32))

@@ -23,6 +23,11 @@ def inputs(num_tokens: int) -> Any:
     return [*normed, value, decay, beta]
 
 
+def rule(parts: Any, lengths: Sequence[int], states: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, decay, beta = parts
+    return gated_delta_rule(query, key, value, decay, beta, lengths, states)
+
+
 def cut(parts: Any, begin: int, end: int) -> Any:
     return [tensor[begin:end] for tensor in parts]
 
@@ -45,7 +50,7 @@ def definition(parts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[t
 @pytest.mark.parametrize("lengths", [(1,), (CHUNK,), (CHUNK + 1,), (7, 3 * CHUNK, 1, CHUNK + 30), (5,) * 20])
 def test_chunks_compute_the_definition(lengths):
     parts = inputs(sum(lengths))
-    out, states = gated_delta_rule(*parts, lengths)
+    out, states = rule(parts, lengths)
     expected, last = definition(parts, lengths)
     # float32 against float64; values are about 1.
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
@@ -56,7 +61,7 @@ def test_gradients_are_those_of_the_definition():
     lengths = (CHUNK + 5, 9)
     parts: Any = [tensor.requires_grad_() for tensor in inputs(sum(lengths))]
     weight = torch.randn(sum(lengths), HEADS, VALUES, generator=torch.Generator().manual_seed(0))
-    found = torch.autograd.grad((gated_delta_rule(*parts, lengths)[0] * weight).sum(), parts)
+    found = torch.autograd.grad((rule(parts, lengths)[0] * weight).sum(), parts)
     expected = torch.autograd.grad((definition(parts, lengths)[0] * weight).sum(), parts)
     for mine, its in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
@@ -69,15 +74,15 @@ def test_a_sequence_does_not_see_another():
     changed: Any = [tensor.clone() for tensor in parts]
     for tensor in changed[:3]:
         tensor[: lengths[0]] += 1
-    mine, other = (gated_delta_rule(*each, lengths)[0][lengths[0] :] for each in (parts, changed))
+    mine, other = (rule(each, lengths)[0][lengths[0] :] for each in (parts, changed))
     assert torch.equal(mine, other)
 
 
 def test_a_sequence_goes_on_from_its_state():
     parts = inputs(150)
-    whole, last = gated_delta_rule(*parts, (150,))
-    first, state = gated_delta_rule(*cut(parts, 0, 70), (70,))
-    rest, end = gated_delta_rule(*cut(parts, 70, 150), (80,), state)
+    whole, last = rule(parts, (150,))
+    first, state = rule(cut(parts, 0, 70), (70,))
+    rest, end = rule(cut(parts, 70, 150), (80,), state)
     torch.testing.assert_close(torch.cat([first, rest]), whole, rtol=0, atol=1e-5)
     torch.testing.assert_close(end, last, rtol=0, atol=1e-5)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 
 class RecurrentStates:
@@ -28,7 +28,7 @@ class RecurrentStates:
 def crop_keys(cache: DynamicCache, number: int) -> None:
     """Cut the last `number` tokens off the layers that keep keys and values."""
     for layer in cache.layers:
-        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        if isinstance(layer, DynamicLayer):
             layer.crop(-number)
 
 
