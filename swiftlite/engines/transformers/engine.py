@@ -88,7 +88,7 @@ class TransformersEngine:
         while True:
             drafted_ids = self._draft(ids, fed)
             num_drafted = drafted_ids.shape[1] - ids.shape[1]
-            begin = RecurrentStates(cache)
+            begin = RecurrentStates(cache) if num_drafted else None
             new_ids = drafted_ids[:, cache.get_seq_length() :]
             before, after = self._states(new_ids, cache)
             logits = self._output_layer(after[0, -num_drafted - 1 :])
@@ -96,6 +96,7 @@ class TransformersEngine:
             num_accepted = int((chosen[:-1] == drafted_ids[0, ids.shape[1] :]).cumprod(0).sum())
             self._count(num_drafted, num_accepted)
             if num_drafted > num_accepted:
+                assert begin is not None
                 self._take_back(new_ids, num_drafted - num_accepted, cache, begin)
             fed = before if self._drafting.takes_before_norm else after
             for token in chosen[: num_accepted + 1].tolist():
