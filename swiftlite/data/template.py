@@ -17,7 +17,6 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from swiftlite.bridge.hf_config import as_asked
 from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sandbox import check_length, running_the_template
@@ -424,7 +423,7 @@ def stop_token_ids(template: ChatTemplate, hf_dir: str | Path) -> tuple[int, ...
             continue
         try:
             content = read_json(path)
-            named = (as_asked(content, path.parent) if name == "config.json" else content).get("eos_token_id")
+            named = (content.get("text_config") or content).get("eos_token_id")  # of a wrapped language model its own
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"{path} cannot be read: {error}", "copy it from the model's source again") from None
         given = named if isinstance(named, list) else [named]

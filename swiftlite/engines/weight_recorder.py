@@ -60,10 +60,13 @@ class WeightRecorder(TorchDispatchMode):
         return self._written.get(_storage(parameter), {})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        is_copy = func is torch.ops.aten.copy_.default
+        # Some classes put a parameter on their own device, into which nothing can be copied that has no numbers.
+        is_without_numbers = is_copy and args[1].is_meta and not args[0].is_meta
+        result = args[0] if is_without_numbers else func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         keys = {key for tensor in tensors for key in self._keys.get(_storage(tensor), ())}
-        if func is torch.ops.aten.copy_.default:
+        if is_copy:
             target, source = args[:2]
             keys = self._keys.get(_storage(source), set())
             written = self._written[_storage(target)]

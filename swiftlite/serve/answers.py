@@ -128,7 +128,8 @@ class AnswersFile:
             logger.warning("%s is in the order in which answers were finished: %s", self.path, error.strerror)
 
     def __str__(self) -> str:
-        return f"{self.num_answers} of {len(self._sources)} answers are in {self.path}"
+        # A signal may come between a line and its count.
+        return f"{len(self._whole_lines())} of {len(self._sources)} answers are in {self.path}"
 
     def _lock(self) -> None:
         try:

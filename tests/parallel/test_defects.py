@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel as StockGPTModel
+from megatron.core.transformer.attention import SelfAttention as StockSelfAttention
 from megatron.core.transformer.moe.experts import SequentialMLP as StockSequentialMLP
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as StockMtpLayer
@@ -26,7 +27,7 @@ from swiftlite.model.build import build_config, build_model
 from swiftlite.model.experts import SequentialMLP
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime import mesh as mesh_module
-from swiftlite.runtime.compat import MCORE_VERSION
+from swiftlite.runtime.compat import MCORE_VERSION, MTP_INNER_LAYER
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint import Checkpointer
@@ -50,11 +51,16 @@ def stock_model(hf_dir: Path, mesh: Mesh, per_token: bool = True) -> Any:
     config.calculate_per_token_loss = per_token
     heads = mtp_spec(config, architecture.mtp_block)
     assert heads is not None
+    decoder: Any = decoder_spec(config, architecture.layers, Drafting())
+    for layer in decoder.layer_specs:
+        layer.submodules.self_attention.module = StockSelfAttention
     for head in heads.layer_specs:  # pyright: ignore[reportOptionalIterable]
         head.module = StockMtpLayer
+        block: Any = getattr(head.submodules, MTP_INNER_LAYER)
+        block.submodules.self_attention.module = StockSelfAttention
     model = StockGPTModel(
         config=config,
-        transformer_layer_spec=decoder_spec(config, architecture.layers, Drafting()),  # pyright: ignore[reportArgumentType]
+        transformer_layer_spec=decoder,
         mtp_block_spec=heads,  # pyright: ignore[reportArgumentType]
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=hf_config["max_position_embeddings"],

@@ -13,7 +13,7 @@ from swiftlite.engines.load_report import LoadReport
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection
 from tests.engines.reference import convention
 from tests.stand_ins import sglang_environment
-from tests.tiny import CLASSES
+from tests.tiny import CLASSES, HYBRID
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,7 +28,8 @@ for directory, options in json.loads(sys.argv[1]):
     report = dry_load(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
     print(json.dumps(dataclasses.asdict(report)))
 """
-WHOLE = [(family, depth) for family in CLASSES for depth in (0, 1)]
+# SGLang keeps states of linear attention on GPUs alone ("extra_buffer requires platform support").
+WHOLE = [(family, depth) for family in CLASSES if family not in HYBRID for depth in (0, 1)]
 
 
 @pytest.fixture(scope="module")
