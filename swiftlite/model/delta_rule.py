@@ -144,6 +144,8 @@ class _Chunks:
     def take(self, tensor_TN: torch.Tensor) -> torch.Tensor:
         """[T, N, ...] as [M, N, C, ...] in float32; places without a token are 0: they write nothing and keep all."""
         if self.is_token_MC is None:
+            if tensor_TN.requires_grad:  # sums over a gradient in another order of memory would round otherwise
+                tensor_TN.register_hook(torch.Tensor.contiguous)
             return tensor_TN.float().unflatten(0, self.places_MC.shape).transpose(1, 2).contiguous()
         taken = tensor_TN[self.places_MC].float()
         is_token = self.is_token_MC.view(*self.is_token_MC.shape, *[1] * (taken.dim() - 2))

@@ -8,7 +8,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -66,7 +66,7 @@ def serve(
     num_speculative_tokens: int,
     num_alone: int = 0,
     weights_of: Path | None = None,
-    dtype: str = "float32",
+    dtype: Literal["bfloat16", "float32"] = "float32",
 ) -> Served:
     """Start vLLM, generate greedily, stop it.
 

@@ -139,7 +139,7 @@ def test_two_ranks_compute_what_one_computes(converted, case):
     (alone,), (first, second) = logits[1], logits[2]
     for one, *parts in zip(alone[name(*case)], first[name(*case)], second[name(*case)], strict=True):
         # Sums over two halves: float32 rounding on logits of about 10; a misplaced part differs by about 1.
-        tolerance = {"rtol": 1e-5, "atol": 1e-4 * sensitivity(case[0])}
+        tolerance: Any = {"rtol": 1e-5, "atol": 1e-4 * sensitivity(case[0])}
         torch.testing.assert_close(torch.cat(parts, dim=-1), one, **tolerance)
     if case[0] in CLASSES and case[0] != "mimo":
         model = CLASSES[case[0]][1].from_pretrained(root / name(*case), dtype=torch.float32)
