@@ -60,10 +60,10 @@ def _tensor_names(hf_dir: Path) -> list[str]:
     """Names of a model's tensors, from the index or the one file's header; none where there is no sound one."""
     try:
         if (hf_dir / _INDEX).is_file():
-            return list(read_json(hf_dir / _INDEX)["weight_map"])
+            return [str(name) for name in read_json(hf_dir / _INDEX)["weight_map"]]
         with (hf_dir / _SINGLE).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            return list(parse_json(file.read(min(length, _MOST_HEADER_BYTES)).decode()))
+            return [str(name) for name in parse_json(file.read(min(length, _MOST_HEADER_BYTES)).decode())]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

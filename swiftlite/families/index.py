@@ -99,11 +99,12 @@ def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
         architecture = family.architecture(hf_config)
         architecture.outside.local_vocab(Rank())
         for layer in architecture.layers[:1]:
+            architecture.mtp_block.parameters(Rank())
             layer.parameters(Rank())
         for part in architecture.sublayers:
             part.parameters(Rank())
             part.kept(Rank())
-    except (KeyError, TypeError, ZeroDivisionError):  # a size is missing, or no number to count with
+    except (KeyError, IndexError, TypeError, ZeroDivisionError):  # a size or a layer is missing, or is no number
         return None
     return architecture
 

@@ -17,6 +17,7 @@ from swiftlite.families.linear_attention import GatedDeltaNet
 from swiftlite.families.mlp import Mixture, Mlp
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_NORMED = {"norm_topk_prob": True}  # where config.json does not say
 _SIZES = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -29,7 +30,7 @@ _SIZES = (
 def _check(hf_config: HfConfig) -> None:
     problems = hybrid_problems(hf_config)
     problems += dense.missing_numbers(hf_config, ["shared_expert_intermediate_size"])
-    dense.refuse(hf_config, problems + qwen3_moe.mixture_problems(hf_config))
+    dense.refuse(hf_config, problems + qwen3_moe.mixture_problems({**_NORMED, **hf_config}))
 
 
 def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str]:
@@ -44,6 +45,7 @@ def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str
         reads=("partial_rotary_factor",),
         layer_types=(_LINEAR, _FULL),
         attention_bias=(False, None),
+        attn_output_gate=(True, None),
         **neutral,
     )
     problems += dense.partial_rotary_problems(hf_config)
@@ -52,8 +54,8 @@ def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str
     layers, kinds = hf_config["num_hidden_layers"], layer_types(hf_config)
     if len(kinds) != layers:
         problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}")
-    if _FULL not in kinds:
-        problems.append(f"no layer has full attention, of which heads are made; layer_types needs a {_FULL!r}")
+    if not kinds or kinds[-1] != _FULL:
+        problems.append(f"the last layer has no full attention, as heads have; layer_types must end with {_FULL!r}")
     values, keys = hf_config["linear_num_value_heads"], hf_config["linear_num_key_heads"]
     if values % keys:
         problems.append(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
@@ -87,7 +89,7 @@ def attention(hf_config: HfConfig, number: int, *, hf_is_grouped: bool) -> Gated
 
 def mlp(hf_config: HfConfig, number: int) -> Mixture | Mlp:
     """Qwen3 MoE's mixture with a shared expert behind a gate, or a dense MLP where the config says so."""
-    kind = qwen3_moe.mlp({"norm_topk_prob": True, **hf_config}, number)
+    kind = qwen3_moe.mlp({**_NORMED, **hf_config}, number)
     if isinstance(kind, Mixture):
         return replace(kind, shared_ffn=hf_config["shared_expert_intermediate_size"], shared_gate=True)
     return kind

@@ -23,7 +23,13 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
     """The rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
     with _refusing():
-        return LlamaConfig.from_dict({key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None})
+        values = {key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None}
+        if values.get("head_dim"):  # Llama's class asks that heads divide the hidden size, which others do not
+            values["hidden_size"] = values["head_dim"] * values["num_attention_heads"]
+        if "rope_parameters" in values:  # of positions in images, which text has not
+            given = values["rope_parameters"]
+            values["rope_parameters"] = {key: given[key] for key in given if not key.startswith("mrope_")}
+        return LlamaConfig.from_dict(values)
 
 
 @contextmanager

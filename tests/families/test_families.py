@@ -315,6 +315,8 @@ REFUSED = [
     ("qwen3_next", "layer_types", ["linear_attention", "linear_attention"]),
     ("qwen3_next", "layer_types", ["full_attention"]),
     ("qwen3_next", "layer_types", ["full_attention", "sliding_attention"]),
+    ("qwen3_next", "layer_types", ["full_attention", "linear_attention"]),
+    ("qwen3_next", "attn_output_gate", False),
     ("qwen3_next", "linear_num_value_heads", 3),
     ("qwen3_next", "attention_bias", True),
     ("qwen3_moe", "attention_bias", True),

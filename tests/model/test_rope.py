@@ -30,3 +30,11 @@ def test_frequencies_that_do_not_exist_are_one_error(rope, problem):
         RotaryEmbedding(CONFIG | {"rope_parameters": rope}, torch.device("cpu"), torch.float32)
     assert "config.json" in caught.value.problem
     assert "\n" not in caught.value.problem
+
+
+def test_heads_need_not_divide_the_hidden_size():
+    """GLM-4.5 has 96 heads of 128 and a hidden size of 5120."""
+    wide = {"hidden_size": 5120, "num_attention_heads": 96, "head_dim": 128, "max_position_embeddings": 512}
+    plain = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [11, 11, 10]}
+    turns = RotaryEmbedding(wide | {"rope_parameters": plain}, torch.device("cpu"), torch.float32)([3])
+    assert turns.shape == (2, 3, 1, 1, 128)

@@ -4,6 +4,7 @@ vLLM itself is asked, so it must be installed; it is imported when a function is
 """
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,13 @@ def attention_options(model: ServedModel, torch_dtype: str) -> dict[str, Any]:
     """vLLM's options without which it computes a kind of attention wrongly, or not at all.
 
     Raises:
-        UserError: this vLLM has no linear attention in that precision.
+        UserError: this vLLM has no linear attention in that precision, or lacks a package that its classes import.
     """
+    if model.family.name.startswith("qwen3_5") and find_spec("torchvision") is None:
+        raise UserError(
+            f"vLLM's classes of {model.family.name} import torchvision, which is not installed",
+            "install torchvision for this torch, or use --infer_backend transformers",
+        )
     attentions = model.family.architecture(model.hf_config).attentions
     options: dict[str, Any] = {}
     if is_on_cpu() and any(isinstance(attention, LatentAttention) for attention in attentions):
