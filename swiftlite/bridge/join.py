@@ -90,6 +90,10 @@ class InterleaveBlocks:
     axis: int = 0
 
     def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
+        if list(lengths) != [sum(blocks) for blocks in self.blocks]:
+            raise ValueError(f"lengths {list(lengths)} are not those of the blocks {self.blocks}")
+        if any(length % self.units for blocks in self.blocks for length in blocks):
+            raise ValueError(f"blocks {self.blocks} do not divide into {self.units} parts")
         ranges = []
         for unit in range(self.units):
             for source, blocks in enumerate(self.blocks):
@@ -111,8 +115,8 @@ class InterleaveBlocks:
 class GatedQkv:
     """megatron-core's `linear_qkv` with gates: [queries of the group, their gates, its key, its value], group by group.
 
-    The first HF tensor has each query with its gate, the others keys and values. With two groups, 4 queries and their
-    gates, 2 keys and 2 values are q0 q1 g0 g1 k0 v0 q2 q3 g2 g3 k1 v1.
+    The first HF tensor has each query before its gate (q0 g0 q1 g1 q2 g2 q3 g3), the others are the keys (k0 k1) and
+    the values (v0 v1). With two groups, these are q0 q1 g0 g1 k0 v0 q2 q3 g2 g3 k1 v1.
 
     Args:
         groups: key-value heads.
@@ -125,6 +129,8 @@ class GatedQkv:
 
     def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
         size = self.head_dim
+        if lengths[0] % (2 * size * self.groups) or list(lengths[1:]) != [self.groups * size] * 2:
+            raise ValueError(f"lengths {list(lengths)} are not those of {self.groups} groups of heads of size {size}")
         queries = lengths[0] // (2 * size) // self.groups  # of a group
         ranges = []
         for group in range(self.groups):

@@ -8,7 +8,9 @@ from swiftlite.bridge.join import (
     COPY,
     GATE_UP,
     ZEROS,
+    GatedQkv,
     Interleave,
+    InterleaveBlocks,
     Join,
     PadEnd,
     Piece,
@@ -37,6 +39,11 @@ def lay_out(join: Join, sources: list[str], total: int, tp_size: int = 1) -> str
         (Interleave(2), ["abcd", "KL", "VW"], 1, "abKVcdLW"),
         (GATE_UP, ["abcd", "ABCD"], 1, "abcdABCD"),
         (GATE_UP, ["abcd", "ABCD"], 2, "abABcdCD"),
+        # Two groups with one query, one key and two values each: [q k v v] per group.
+        (InterleaveBlocks(2, ((2, 2, 4),)), ["abKLvwxy"], 1, "aKvwbLxy"),
+        (InterleaveBlocks(2, ((2, 2), (4,))), ["abKL", "vwxy"], 1, "aKvwbLxy"),
+        # Two query groups with two query heads each: each query comes before its gate, and goes before all gates.
+        (GatedQkv(2, 1), ["aAbBcCdD", "KL", "VW"], 1, "abABKVcdCDLW"),
         (SwapHalves(axis=0), ["hiddenembedd"], 1, "embeddhidden"),
         (PadEnd(), ["abc"], 2, "abc0"),
         (PadEnd(), ["abcd"], 2, "abcd"),
@@ -69,6 +76,12 @@ def test_parts_that_do_not_divide_are_refused():
         Interleave(3).source_ranges([4], 4, 1)
     with pytest.raises(ValueError, match="no halves"):
         SwapHalves(axis=0).source_ranges([3], 3, 1)
+    with pytest.raises(ValueError, match="do not divide into 2 parts"):
+        InterleaveBlocks(2, ((3, 3),)).source_ranges([6], 6, 1)
+    with pytest.raises(ValueError, match="are not those of the blocks"):
+        InterleaveBlocks(2, ((2, 2),)).source_ranges([6], 6, 1)
+    with pytest.raises(ValueError, match="are not those of 2 groups"):
+        GatedQkv(2, 1).source_ranges([7, 2, 2], 11, 1)
 
 
 @st.composite
