@@ -478,8 +478,9 @@ class GPTModel(McoreGPTModel):
 
     def _cross_entropy(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> TokenLoss:
         picked_BS = labels_BS != IGNORE_INDEX
-        logits_NV = self._picked_logits(hidden_SBH, picked_BS)
-        return token_loss(logits_NV, labels_BS[picked_BS], picked_BS, self.pg_collection.tp)
+        row_N, place_N = picked_BS.nonzero(as_tuple=True)
+        logits_NV = self._picked_logits(hidden_SBH, row_N, place_N)
+        return token_loss(logits_NV, labels_BS[row_N, place_N], picked_BS, self.pg_collection.tp)
 
     def _distillation(
         self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, trunk_TBH: torch.Tensor, positions_S: torch.Tensor
@@ -496,8 +497,8 @@ class GPTModel(McoreGPTModel):
         """
         assert self.mtp_loss != "ce"
         picked_BS = labels_BS != IGNORE_INDEX
-        logits_NV = self._picked_logits(hidden_SBH, picked_BS)
         row_N, place_N = picked_BS.nonzero(as_tuple=True)
+        logits_NV = self._picked_logits(hidden_SBH, row_N, place_N)
         trunk_NH = trunk_TBH[positions_S[place_N], row_N]
 
         def trunk_logits(rows: slice) -> torch.Tensor:
@@ -505,10 +506,9 @@ class GPTModel(McoreGPTModel):
 
         return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, picked_BS, self.pg_collection.tp)
 
-    def _picked_logits(self, hidden_SBH: torch.Tensor, picked_BS: torch.Tensor) -> torch.Tensor:
+    def _picked_logits(self, hidden_SBH: torch.Tensor, row_N: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
         """[N, V]: only positions that have a target meet the vocabulary; prompts and padding are often half of them."""
         hidden_SBH = self.whole_sequence(hidden_SBH)
-        row_N, place_N = picked_BS.nonzero(as_tuple=True)
         # One index into S * B states: picked from [B, S] the gradient would be laid out so, and every layer would copy.
         hidden_NH = hidden_SBH.flatten(0, 1)[place_N * hidden_SBH.size(1) + row_N]
         return self.logits(hidden_NH[:, None]).squeeze(1)
