@@ -26,7 +26,6 @@ from megatron.core.models.gpt import GPTModel as McoreGPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -46,6 +45,7 @@ from swiftlite.model.context_parallel import (
     sequence_lengths,
     zigzag_positions,
 )
+from swiftlite.model.linear import OutputLayer, VocabParallelEmbedding
 from swiftlite.model.loss import (
     IGNORE_INDEX,
     MAX_POSITIONS,
@@ -131,13 +131,18 @@ class GPTModel(McoreGPTModel):
         self.mtp_loss: MtpLoss = mtp_loss
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Part of the stock constructor, called once embedding and output layer are there; the latter becomes ours."""
+        """Part of the stock constructor, called once embedding and output layer are there; both become ours."""
+        if self.pre_process or self.mtp_process:
+            stock = self.embedding.word_embeddings
+            self.embedding.word_embeddings = VocabParallelEmbedding.in_place_of(
+                stock, self.config, self.pg_collection.tp
+            )
         if self.post_process:
             del self.output_layer  # first, or both would be in memory
             self.output_layer = self._make_output_layer()
         super().setup_embeddings_and_output_layer()
 
-    def _make_output_layer(self) -> ColumnParallelLinear:
+    def _make_output_layer(self) -> OutputLayer:
         # It is given whole sequences: they are gathered before positions are picked from them (`whole_sequence`).
         config = copy.copy(self.config)
         config.sequence_parallel = False
@@ -145,7 +150,7 @@ class GPTModel(McoreGPTModel):
         # A tied head on the stage of MTP layers is their embedding. megatron-core would allocate a second weight there,
         # which nothing uses, and then refuse to save it (gpt_model.py:249, language_module.py:341 of 0.16.1).
         has_embedding = self.pre_process or self.mtp_process
-        return ColumnParallelLinear(
+        return OutputLayer(
             config.hidden_size,
             self.vocab_size,
             config=config,

@@ -18,5 +18,29 @@ class SwiGLU:
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[..., ffn] of [..., 2 * ffn]."""
+        product = _SwiGLU.apply(gate_up)
+        assert product is not None
+        return product
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Autograd's own operations, with the gradients of gate and up written side by side where autograd would join them
+    afterwards: one pass less over the widest tensors of a layer."""
+
+    @staticmethod
+    def forward(ctx, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        activated = F.silu(gate)
+        ctx.save_for_backward(gate_up, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        gate_up, activated = ctx.saved_tensors
+        (grad_output,) = grad_outputs
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        torch.mul(grad_output, activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad_output * up, gate, grad_input=grad_gate)
+        return grad_gate_up
