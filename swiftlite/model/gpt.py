@@ -45,7 +45,6 @@ from swiftlite.model.context_parallel import (
     sequence_lengths,
     zigzag_positions,
 )
-from swiftlite.model.linear import OutputLayer, VocabParallelEmbedding
 from swiftlite.model.loss import (
     IGNORE_INDEX,
     MAX_POSITIONS,
@@ -57,6 +56,7 @@ from swiftlite.model.loss import (
 from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.model.vocabulary import OutputLayer, VocabParallelEmbedding
 
 FED = "fed"
 """Under which a cache keeps the trunk's states that the heads take."""

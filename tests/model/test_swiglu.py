@@ -15,4 +15,6 @@ def test_values_and_gradients_are_autograds_to_the_bit():
     gradient = torch.randn_like(found)
     found.backward(gradient)
     expected.backward(gradient)
+    assert ours.grad is not None
+    assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)

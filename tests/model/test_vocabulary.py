@@ -51,4 +51,6 @@ def test_main_grad_is_autograds_sum(hf_model, mesh):
     theirs = dict(plain.named_parameters())
     for name, parameter in chunk.named_parameters():
         # Twice the same sum; rows of a token that occurs often are added one by one, which rounds in another order.
-        torch.testing.assert_close(parameter.main_grad, 2 * theirs[name].grad, rtol=1e-5, atol=1e-6)
+        gradient = theirs[name].grad
+        assert gradient is not None
+        torch.testing.assert_close(parameter.main_grad, 2 * gradient, rtol=1e-5, atol=1e-6)
