@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,7 +26,7 @@ from swiftlite.families import linear_attention
 from swiftlite.model.cache import Cache
 from swiftlite.model.context_parallel import gather_sequence, padded_cu_seqlens, sequence_lengths, zigzag_positions
 from swiftlite.model.delta_rule import gated_delta_rule
-from swiftlite.model.linear import ColumnParallelLinear
+from swiftlite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 _EXACT = ("A_log", "dt_bias")
 """Parameters that stay in float32 in a model of 16 bits: what fades in a thousand tokens is made of them."""

@@ -56,7 +56,7 @@ from swiftlite.model.loss import (
 from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.recompute import TransformerBlock
 from swiftlite.model.rope import RotaryEmbedding
-from swiftlite.model.vocabulary import OutputLayer, VocabParallelEmbedding
+from swiftlite.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 
 FED = "fed"
 """Under which a cache keeps the trunk's states that the heads take."""
@@ -142,7 +142,7 @@ class GPTModel(McoreGPTModel):
             self.output_layer = self._make_output_layer()
         super().setup_embeddings_and_output_layer()
 
-    def _make_output_layer(self) -> OutputLayer:
+    def _make_output_layer(self) -> ColumnParallelLinear:
         # It is given whole sequences: they are gathered before positions are picked from them (`whole_sequence`).
         config = copy.copy(self.config)
         config.sequence_parallel = False
@@ -150,7 +150,7 @@ class GPTModel(McoreGPTModel):
         # A tied head on the stage of MTP layers is their embedding. megatron-core would allocate a second weight there,
         # which nothing uses, and then refuse to save it (gpt_model.py:249, language_module.py:341 of 0.16.1).
         has_embedding = self.pre_process or self.mtp_process
-        return OutputLayer(
+        return ColumnParallelLinear(
             config.hidden_size,
             self.vocab_size,
             config=config,

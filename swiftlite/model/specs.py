@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear as McoreColumnParallelLinear
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -34,13 +33,13 @@ from swiftlite.model.attention import CoreAttention
 from swiftlite.model.draft_attention import DraftAttention
 from swiftlite.model.experts import SequentialMLP
 from swiftlite.model.gated_delta_net import GatedDeltaNet
-from swiftlite.model.linear import ColumnParallelLinear
 from swiftlite.model.mla import LatentRMSNorm, MLASelfAttention
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
 from swiftlite.model.norm import KeepingRMSNorm, RMSNorm
 from swiftlite.model.router import MoELayer, TopKRouter
 from swiftlite.model.self_attention import SelfAttention
 from swiftlite.model.swiglu import SwiGLU
+from swiftlite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 

@@ -33,8 +33,8 @@ from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.heads import Heads
 from swiftlite.model import specs
 from swiftlite.model.attention import CoreAttention
-from swiftlite.model.linear import ColumnParallelLinear
 from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.tensor_parallel import ColumnParallelLinear
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.memory import Setup, estimate
 from swiftlite.runtime.distributed import session

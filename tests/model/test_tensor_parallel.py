@@ -1,6 +1,7 @@
 """Gradients that are added where they are summed up, against autograd's own."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,10 @@ def test_main_grad_is_autograds_sum(hf_model, mesh):
         parameter.register_hook(partial(note, name))
     for _ in range(2):  # two micro-batches
         losses(model).backward()
-    ends = {"embedding.word_embeddings.weight", "output_layer.weight"}
-    assert by_autograd == {name for name, _ in chunk.named_parameters()} - ends
+    norms = {name for name, parameter in chunk.named_parameters() if parameter.dim() == 1}
+    assert by_autograd == norms
     theirs = dict(plain.named_parameters())
+    parameter: Any
     for name, parameter in chunk.named_parameters():
         # Twice the same sum; rows of a token that occurs often are added one by one, which rounds in another order.
         gradient = theirs[name].grad
