@@ -2,6 +2,7 @@
 classes that torch's distributed checkpoints are made of."""
 
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,16 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         raise pickle.UnpicklingError(f"{METADATA_FILE} names {module}.{name}, which no checkpoint needs")
+
+
+def _enum_member(enum: Any, name: str) -> Enum:
+    """What `getattr` is there for: early Python 3.11, such as Debian 12's, pickles a member of an enum by its name."""
+    if isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__:
+        return enum[name]
+    raise pickle.UnpicklingError(f"{METADATA_FILE} names {name!r} of {enum}, which no checkpoint needs")
 
 
 def check_metadata(checkpoint: Path) -> None:

@@ -7,6 +7,7 @@ import pickle
 import resource
 import shutil
 import subprocess
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,34 @@ def test_code_in_the_metadata_does_not_run(open_chunks, mesh, saved, tmp_path):
     with pytest.raises(UserError, match=r"checkpoint-1 is damaged.*\.metadata names .*, which no checkpoint needs"):
         load_checkpoint(saved, mesh, open_chunks())
     assert not (tmp_path / "ran").exists()
+
+
+class _ByName(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.2 does."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_a_checkpoint_that_python_3_11_2_wrote(open_chunks, mesh, saved):
+    (saved / "SHA256SUMS").unlink()
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    with (saved / ".metadata").open("wb") as file:
+        _ByName(file).dump(metadata)
+    assert b"getattr" in (saved / ".metadata").read_bytes()
+    load_checkpoint(saved, mesh, open_chunks())
+
+
+class Method:
+    def __reduce__(self) -> Any:
+        return getattr, (Path, "home")
+
+
+def test_no_other_attribute_is_taken(open_chunks, mesh, saved):
+    (saved / "SHA256SUMS").unlink()
+    (saved / ".metadata").write_bytes(pickle.dumps(Method()))
+    with pytest.raises(UserError, match=r"\.metadata names 'home' of .*, which no checkpoint needs"):
+        load_checkpoint(saved, mesh, open_chunks())
 
 
 def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_path):
