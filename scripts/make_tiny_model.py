@@ -23,6 +23,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -69,6 +71,7 @@ FAMILIES = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "hy_v3": (HYV3Config, HYV3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
@@ -106,6 +109,15 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     # vLLM asks for scoring_func too.
     "deepseek_v3": SHARED_AND_ROUTED | LATENT | {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
     "glm4_moe_lite": SHARED_AND_ROUTED | LATENT,
+    "hy_v3": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "router_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,  # from here on for vLLM and SGLang
+        "qk_norm": True,
+        "route_norm": True,
+    },
     "mistral": {"sliding_window": None},
     "qwen3_next": WITH_SHARED | LINEAR,
     "qwen3_5_text": LINEAR,
@@ -117,6 +129,7 @@ MTP_NAMES = {
     "glm4_moe": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "deepseek_v3": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "glm4_moe_lite": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "hy_v3": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
 }
 MIMO_CODE = """\
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -174,6 +187,8 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
     }
     if family in OWN_SIZES:
         values |= {"moe_intermediate_size": args.hidden_size, **OWN_SIZES[family]}
+    if family == "hy_v3":  # vLLM's name of the same
+        values["expert_hidden_dim"] = args.hidden_size
     config = config_class(**values)
     config.architectures = [model_class.__name__]
     return config
@@ -199,7 +214,7 @@ def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, de
         tensors[f"{prefix}{projection}.weight"] = torch.randn(hidden_size, 2 * hidden_size, dtype=embedding.dtype) * std
         for name, tensor in block.items():
             tensors[prefix + name] = torch.randn_like(tensor) * std if tensor.dim() == 2 else tensor.clone()
-        if family != "mimo":  # the hub's files repeat the trunk's tensors in each head
+        if family not in ("mimo", "hy_v3"):  # the hub's files repeat the trunk's tensors in each head
             tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
             tensors[f"{prefix}shared_head.head.weight"] = trunk.get("lm_head.weight", embedding).clone()
     return tensors

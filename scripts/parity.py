@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FAMILIES = ["llama", "qwen3", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"]
+FAMILIES = ["llama", "qwen3", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3", "hy_v3", "qwen3_next"]
 
 
 def parse() -> argparse.Namespace:

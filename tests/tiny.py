@@ -19,6 +19,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -55,6 +57,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "hy_v3": (HYV3Config, HYV3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
 # What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
@@ -127,6 +130,19 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "num_nextn_predict_layers": 0,
     },
+    "hy_v3": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_shared_experts": 1,
+        "router_scaling_factor": 1.5,
+        "rope_theta": 10000.0,
+        "first_k_dense_replace": 1,  # from here on for engines
+        "expert_hidden_dim": 32,
+        "qk_norm": True,
+        "route_norm": True,
+        "num_nextn_predict_layers": 0,
+    },
     "mistral": {"sliding_window": None},
     "qwen3_next": WITH_SHARED | LINEAR,
     "qwen3_5": OF_QWEN3_5,
@@ -151,8 +167,16 @@ VLLM_LATENT_SIZES: dict[str, Any] = {
 }
 # The smallest linear attention that vLLM takes on a CPU.
 VLLM_LINEAR_SIZES: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-# Families whose heads are numbered after the trunk's layers, and repeat its embedding and output layer.
-NEXT_LAYER_HEADS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+# Families whose heads repeat the trunk's embedding and output layer.
+HEADS_WITH_COPIES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+# Families whose heads are numbered after the trunk's layers.
+NEXT_LAYER_HEADS = (*HEADS_WITH_COPIES, "hy_v3")
+# What transformers has in memory under other names than the files have.
+HY_V3_NAMES = {
+    "mlp.e_score_correction_bias": "mlp.expert_bias",
+    "mlp.gate.": "mlp.router.gate.",
+    "mlp.shared_experts.": "mlp.shared_mlp.",
+}
 CHATML = """\
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
@@ -207,7 +231,7 @@ def mtp_names(family: str, depth_index: int, num_layers: int = 2) -> tuple[dict[
         parts, block = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), head
     elif family in NEXT_LAYER_HEADS:
         head = block = f"model.layers.{num_layers + k}."
-        parts = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        parts = ("enorm", "hnorm", "eh_proj", "final_layernorm" if family == "hy_v3" else "shared_head.norm")
     else:
         head = "mtp." if k == 0 else f"mtp.heads.{k}."
         parts, block = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), f"mtp.layers.{k}."
@@ -226,8 +250,8 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
             tensors[names[role]] = 1 + torch.randn(hidden) * std
         for suffix, tensor in per_expert(model.model.layers[-1].state_dict()).items():
             offset = 1.0 if "norm" in suffix else 0.0
-            tensors[block + suffix] = offset + torch.randn(tensor.shape) * std
-        if family in NEXT_LAYER_HEADS:  # the hub's files repeat the trunk's tensors in each head
+            tensors[block + hub_name(family, suffix)] = offset + torch.randn(tensor.shape) * std
+        if family in HEADS_WITH_COPIES:  # the hub's files repeat the trunk's tensors in each head
             tensors[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
             tensors[f"{block}shared_head.head.weight"] = model.lm_head.weight.detach().clone()
     return {name: tensor.to(dtype_of(name, model)) for name, tensor in tensors.items()}
@@ -235,7 +259,7 @@ def random_mtp_tensors(model: Any, family: str, depth: int, std: float = 0.2) ->
 
 def dtype_of(name: str, model: PreTrainedModel) -> torch.dtype:
     """As transformers keeps a tensor: the bias of GLM-4.5's router is always float32."""
-    return torch.float32 if name.endswith("e_score_correction_bias") else model.dtype
+    return torch.float32 if name.endswith(("e_score_correction_bias", "expert_bias")) else model.dtype
 
 
 def per_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -310,8 +334,9 @@ def write_hf(
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    tensors = {hub_name(family, name): tensor for name, tensor in tensors.items()}
     if family in WRAPPED:
-        tensors = {hub_name(family, name): tensor for name, tensor in tensors.items()} | VISION
+        tensors |= VISION
     save_file(tensors | mtp_tensors, directory / "model.safetensors", metadata={"format": "pt"})
     if family == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
@@ -331,7 +356,18 @@ def depth_key(family: str) -> str:
 
 def hub_name(family: str, name: str) -> str:
     """A tensor's name in files, from the one that it has in transformers' language model."""
+    if family == "hy_v3":
+        for memory, hub in HY_V3_NAMES.items():
+            name = name.replace(memory, hub)
     return name.replace("model.", "model.language_model.", 1) if family in WRAPPED else name
+
+
+def memory_name(family: str, name: str) -> str:
+    """The other way round."""
+    if family == "hy_v3":
+        for memory, hub in HY_V3_NAMES.items():
+            name = name.replace(hub, memory)
+    return name.replace("model.language_model.", "model.", 1) if family in WRAPPED else name
 
 
 def promise(hf_dir: Path, depth: int) -> None:

@@ -1,7 +1,7 @@
 """What a family is: the answers that differ from one HF `model_type` to the next, as one value."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture, Outside
@@ -47,6 +47,7 @@ class Family:
         mtp: names of the MTP heads.
         language_model: beginnings of the HF names that are the language model's and its heads', where files hold other
             parts too, such as a vision tower; empty where there are none.
+        memory_names: beginnings of HF names (within a layer) that transformers has under others in memory, with those.
         norm_start: what norms have before anything is learned: 1, or 0 where the weight is what is added to 1.
     """
 
@@ -57,6 +58,7 @@ class Family:
     mtp: MtpLayout
     language_model: tuple[str, ...] = ()
     norm_start: float = 1.0
+    memory_names: Mapping[str, str] = field(default_factory=dict)
 
     def architecture(self, hf_config: HfConfig) -> Architecture:
         """The model without MTP heads. Not checked: what `check` refuses is left out in silence."""
@@ -98,6 +100,13 @@ class Family:
     def is_mtp(self, hf_config: HfConfig, hf_key: str) -> bool:
         """Whether an HF key belongs to an MTP head."""
         return self.head_of(hf_config, hf_key) is not None
+
+    def memory_name(self, name: str) -> str:
+        """A tensor's name in transformers' memory, from the one in files; both within a layer."""
+        for begin, own in self.memory_names.items():
+            if name.startswith(begin):
+                return own + name.removeprefix(begin)
+        return name
 
     def is_carried(self, hf_key: str) -> bool:
         """Whether an HF key belongs to another part than the language model: it is neither read nor changed, and an

@@ -9,6 +9,7 @@ from swiftlite.families.dense import refuse
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.glm4_moe import GLM4_MOE
 from swiftlite.families.glm4_moe_lite import GLM4_MOE_LITE
+from swiftlite.families.hy_v3 import HY_V3
 from swiftlite.families.llama import LLAMA
 from swiftlite.families.mimo import MIMO
 from swiftlite.families.mistral import MISTRAL
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "hy_v3": HY_V3,
     "llama": LLAMA,
     "mimo": MIMO,
     "mistral": MISTRAL,

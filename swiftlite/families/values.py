@@ -27,6 +27,8 @@ _SIZES = {
     "num_experts_per_tok": (1, 5_000),
     "moe_intermediate_size": (1, 1_000_000),
     "n_shared_experts": (0, 1_000),
+    "num_shared_experts": (0, 1_000),
+    "expert_hidden_dim": (1, 1_000_000),
     "n_group": (1, 5_000),
     "topk_group": (1, 5_000),
     "first_k_dense_replace": (0, 1_000),
@@ -53,6 +55,7 @@ _NUMBERS = {
     "rope_theta": (1e-6, 1e30),
     "partial_rotary_factor": (1e-6, 1.0),
     "routed_scaling_factor": (1e-6, 1e6),
+    "router_scaling_factor": (1e-6, 1e6),
     "factor": (1e-6, 1e6),
     "original_max_position_embeddings": (1, 10**9),
 }
@@ -62,6 +65,8 @@ _FLAGS = (
     "mlp_bias",
     "use_qk_norm",
     "norm_topk_prob",
+    "qk_norm",
+    "route_norm",
     "rope_interleave",
     "use_sliding_window",
 )

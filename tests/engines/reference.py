@@ -20,7 +20,16 @@ from swiftlite.engines.convention import Convention
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES
 from swiftlite.families.drafting import Drafting
-from tests.tiny import NEXT_LAYER_HEADS, make_tiny_model, mtp_names, per_expert, random_mtp_tensors, write_hf
+from tests.tiny import (
+    HEADS_WITH_COPIES,
+    hub_name,
+    make_tiny_model,
+    memory_name,
+    mtp_names,
+    per_expert,
+    random_mtp_tensors,
+    write_hf,
+)
 
 LEARNED = 1.0
 """By how much the logit of a learned token leads; engines differ by 2e-4 in float32, by some 0.1 in bfloat16."""
@@ -76,7 +85,7 @@ class Reference(nn.Module):
             for role, name in names.items():
                 head[role].weight.data.copy_(mtp_tensors[name])
             inner = {name.removeprefix(block): t for name, t in mtp_tensors.items() if name.startswith(block)}
-            state = stack_experts(inner)
+            state = stack_experts({memory_name(family, name): tensor for name, tensor in inner.items()})
             head["block"].load_state_dict({name: state[name] for name in head["block"].state_dict()})
             self.heads.append(head)
         assert trunk.dtype is torch.float32
@@ -87,7 +96,7 @@ class Reference(nn.Module):
         tensors = load_file(directory / "model.safetensors")
         config = json.loads((directory / "config.json").read_text())
         config = config.get("text_config", config)
-        tensors = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
+        tensors = {memory_name(family, name): tensor for name, tensor in tensors.items()}
         overrides = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "dtype")}
         trunk = make_tiny_model(family, config["tie_word_embeddings"], **overrides)
         missing, _ = trunk.load_state_dict(stack_experts(tensors), strict=False)
@@ -101,8 +110,9 @@ class Reference(nn.Module):
             head: Any = self.heads[k]
             names, block = mtp_names(self.family, k, self.trunk.config.num_hidden_layers)
             tensors |= {name: head[role].weight.detach() for role, name in names.items()}
-            tensors |= {block + suffix: tensor for suffix, tensor in per_expert(head["block"].state_dict()).items()}
-            if self.family in NEXT_LAYER_HEADS:
+            for suffix, tensor in per_expert(head["block"].state_dict()).items():
+                tensors[block + hub_name(self.family, suffix)] = tensor
+            if self.family in HEADS_WITH_COPIES:
                 tensors[f"{block}embed_tokens.weight"] = self.trunk.model.embed_tokens.weight.detach().clone()
                 tensors[f"{block}shared_head.head.weight"] = self.trunk.lm_head.weight.detach().clone()
         return {name: tensor.contiguous() for name, tensor in tensors.items()}

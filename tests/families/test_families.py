@@ -74,6 +74,8 @@ OWN_NEUTRAL = {
     "glm4_moe": set(),
     "deepseek_v3": {"attention_bias", "moe_layer_freq", "scoring_func", "topk_method"},
     "glm4_moe_lite": {"attention_bias", "topk_method"},
+    # In float32 or not, the sum of routed and shared experts is rounded once.
+    "hy_v3": {"attention_bias", "enable_moe_fp32_combine", "mlp_bias", "qk_norm", "route_norm"},
     "mistral": set(),
     "qwen3_next": {"attention_bias"},
     "qwen3_5": {"attention_bias"},
@@ -125,6 +127,16 @@ OWN_READ = {
     "glm4_moe": OF_MIXTURE | {"attention_bias", "use_qk_norm"},
     "deepseek_v3": OF_LATENT,
     "glm4_moe_lite": OF_LATENT | {"mlp_layer_types"},
+    "hy_v3": {
+        "first_k_dense_replace",
+        "expert_hidden_dim",
+        "mlp_layer_types",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_shared_experts",
+        "router_scaling_factor",
+    },
     "mistral": {"sliding_window"},
 }
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
@@ -164,6 +176,7 @@ LATENT_ATTENTION["glm4_moe_lite"] = LATENT_ATTENTION["deepseek_v3"] | {
 OWN_CONFIG = LATENT_ATTENTION | {
     family: {"attention_output_gate": True, "layernorm_zero_centered_gamma": True} for family in HYBRID
 }
+OWN_CONFIG["hy_v3"] = {"init_method_std": 0.006}
 for _dense in ("qwen3_5", "qwen3_5_text"):  # the others' layers differ by name already, for their experts
     OWN_CONFIG[_dense]["hetereogenous_dist_checkpoint"] = True
 
@@ -241,7 +254,7 @@ def test_mcore_config(family):
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": family in ("qwen2", "mimo", "glm4_moe"),
-        "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe", *HYBRID),
+        "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe", "hy_v3", *HYBRID),
         "init_method_std": 0.02,
     } | OWN_CONFIG.get(family, {})
 
@@ -352,6 +365,16 @@ REFUSED = [
     ("glm4_moe_lite", "mlp_layer_types", ["dense"]),
     ("glm4_moe_lite", "mlp_layer_types", ["dense", "dense"]),
     ("glm4_moe_lite", "mlp_layer_types", 5),
+    *[("hy_v3", key, None) for key in ("num_experts", "num_shared_experts", "router_scaling_factor")],
+    ("hy_v3", "num_experts_per_tok", 1),
+    ("hy_v3", "num_shared_experts", 0),
+    ("hy_v3", "mlp_layer_types", ["sparse", "dense"]),
+    ("hy_v3", "first_k_dense_replace", 0),
+    ("hy_v3", "expert_hidden_dim", 64),
+    ("hy_v3", "qk_norm", False),
+    ("hy_v3", "route_norm", False),
+    ("hy_v3", "attention_bias", True),
+    ("hy_v3", "mlp_bias", True),
     ("mistral", "sliding_window", "x"),
     ("glm4_moe_lite", "first_k_dense_replace", 0),
     ("glm4_moe_lite", "topk_method", "greedy"),
@@ -385,7 +408,7 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
         families.get(config)
 
 
-@pytest.mark.parametrize("family", [family for family in MOE if not family.startswith("qwen3_5")])
+@pytest.mark.parametrize("family", [family for family in MOE if not family.startswith(("qwen3_5", "hy_v3"))])
 def test_one_expert_per_token(family):
     """With one expert its score divided by itself is 1; megatron-core's sigmoid router leaves the score as it is."""
     one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}

@@ -18,7 +18,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.trainable import HEADS_ONLY
-from tests.tiny import CLASSES, HYBRID, LATENT, make_tiny_hf, mtp_names
+from tests.tiny import CLASSES, HYBRID, LATENT, make_tiny_hf, memory_name, mtp_names
 
 ROPES = {
     "none": None,
@@ -43,7 +43,7 @@ ROPES = {
 }
 
 
-MOE = ("qwen3_moe", "glm4_moe", *LATENT, *HYBRID)
+MOE = ("qwen3_moe", "glm4_moe", "hy_v3", *LATENT, *HYBRID)
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
@@ -177,7 +177,8 @@ def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, draft
     for buffer in layer.buffers():
         buffer.data = buffer.data.float()  # as from_pretrained leaves a router's bias
     prefix = len(block)
-    layer.load_state_dict(stacked({key[prefix:]: t for key, t in tensors.items() if key.startswith(block)}, layer))
+    inner = {memory_name(family, key[prefix:]): t for key, t in tensors.items() if key.startswith(block)}
+    layer.load_state_dict(stacked(inner, layer))
     token = hf.model.embed_tokens(torch.roll(input_ids, -(k + 1), dims=1))
     if drafting.zeroes_first_embedding:
         token[:, 0] = 0

@@ -25,6 +25,7 @@ CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("glm4_moe", 1, False): ("EP2xTP2", "PP2", "CP2", "PP3 MTP middle"),
     ("deepseek_v3", 1, False): ("EP2", "TP2+SP", "PP2xVPP2", "PP2xTP2"),
     ("qwen3_next", 1, False): ("EP2xTP2", "CP2", "PP2"),
+    ("hy_v3", 1, False): ("EP2xTP2", "CP2", "PP2"),
 }
 RECOMPUTE = ("full uniform 1", "full uniform 2", "full block 1", "selective")
 PP2 = CASES["PP2"].options

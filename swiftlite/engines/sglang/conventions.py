@@ -15,6 +15,7 @@ _LINES = {
     "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one"),
     "glm4_moe_lite": Convention("Glm4MoeLiteForCausalLMNextN", "one"),
     "deepseek_v3": Convention("DeepseekV3ForCausalLMNextN", "one"),
+    "hy_v3": Convention("HYV3ForCausalLMNextN", "first"),
     "qwen3_next": Convention("Qwen3NextForCausalLMMTP", "one"),
     "qwen3_5": Convention("Qwen3_5ForCausalLMMTP", "one"),
     "qwen3_5_text": Convention("Qwen3_5ForCausalLMMTP", "one"),

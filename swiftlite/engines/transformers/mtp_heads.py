@@ -65,7 +65,8 @@ def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
             block = model.family.mtp.block(model.hf_config, index)
             names = [name for row in model.family.block_rows(model.hf_config) for name in row.hf]
-            tensors = {f"transformer_layer.{name}": checkpoint.read(block + name) for name in names}
+            memory_names = [f"transformer_layer.{model.family.memory_name(name)}" for name in names]
+            tensors = {own: checkpoint.read(block + name) for own, name in zip(memory_names, names, strict=True)}
             head = MtpHead(decoder, model.family.mtp_block_number(model.hf_config))
             head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)

@@ -18,6 +18,7 @@ _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
     "glm4_moe": ("Glm4MoeMTP", "first"),
     "glm4_moe_lite": ("Glm4MoeLiteMTP", "first"),
     "deepseek_v3": ("DeepSeekMTP", "first"),
+    "hy_v3": ("HYV3MTP", "first"),
     # One projection and one set of norms for all its heads.
     "qwen3_next": ("Qwen3NextMTP", "first"),
     "qwen3_5": ("Qwen3_5MTP", "first"),
