@@ -33,13 +33,14 @@ _MEMORY_NAMES = {
 def _num_dense(hf_config: HfConfig) -> int:
     """Dense layers, which come first; 1 in transformers when config.json does not say."""
     kinds = hf_config.get("mlp_layer_types")
-    return hf_config.get("first_k_dense_replace", 1) if kinds is None else kinds.count("dense")
+    return 1 if kinds is None else kinds.count("dense")
 
 
 def _in_glm_words(hf_config: HfConfig) -> dict[str, Any]:
     """The config with its keys for the mixture as GLM-4.5 spells them."""
-    words = {_GLM_KEYS.get(key, key): value for key, value in hf_config.items()}
-    return {**words, "first_k_dense_replace": _num_dense(hf_config), "norm_topk_prob": True}
+    words = {glm: hf_config[own] for own, glm in _GLM_KEYS.items() if own in hf_config}
+    fixed = {"first_k_dense_replace": _num_dense(hf_config), "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+    return {**hf_config, **words, **fixed}
 
 
 def _check(hf_config: HfConfig) -> None:
@@ -47,6 +48,9 @@ def _check(hf_config: HfConfig) -> None:
         hf_config, attention_bias=(False, None), mlp_bias=(False, None), qk_norm=(True,), route_norm=(True,)
     )
     problems += dense.missing_numbers(hf_config, tuple(_GLM_KEYS))
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if "rope_theta" not in (*hf_config, *rope):
+        problems.append("rope_parameters: rope_theta is missing, and readers take different ones for granted")
     if not problems:
         problems += [_in_own_words(line) for line in moe.mixture_problems(_in_glm_words(hf_config))]
         problems += _contradictions(hf_config)
@@ -60,7 +64,7 @@ def _in_own_words(problem: str) -> str:
 
 
 def _contradictions(hf_config: HfConfig) -> list[str]:
-    """Engines read `first_k_dense_replace` and `expert_hidden_dim`, transformers what says the same in other words."""
+    """transformers reads `mlp_layer_types` and `moe_intermediate_size`; engines read the same from two other keys."""
     layers, num_dense = hf_config["num_hidden_layers"], _num_dense(hf_config)
     problems = []
     kinds = hf_config.get("mlp_layer_types")
@@ -68,7 +72,8 @@ def _contradictions(hf_config: HfConfig) -> list[str]:
         problems.append(f"mlp_layer_types is not some 'dense', then 'sparse' up to {layers} layers")
     if hf_config.get("first_k_dense_replace", num_dense) != num_dense:
         stated = hf_config["first_k_dense_replace"]
-        problems.append(f"first_k_dense_replace {stated}, but mlp_layer_types has {num_dense} dense layers")
+        says = "mlp_layer_types has" if kinds else "without mlp_layer_types transformers makes"
+        problems.append(f"first_k_dense_replace {stated}, but {says} {num_dense} dense layers")
     ffn = hf_config["moe_intermediate_size"]
     if hf_config.get("expert_hidden_dim", ffn) != ffn:
         problems.append(f"expert_hidden_dim {hf_config['expert_hidden_dim']}, but moe_intermediate_size {ffn}")

@@ -64,7 +64,7 @@ def _latent(attention: LatentAttention, core_attention: type[CoreAttention]) -> 
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
-            # megatron-core's own: it accepts no subclass here. There is no bias, so ours would do the same.
+            # megatron-core's own: it accepts no subclass here. There is no bias; these gradients go through autograd.
             linear_q_down_proj=McoreColumnParallelLinear,
             linear_q_up_proj=ColumnParallelLinear,
             linear_kv_down_proj=McoreColumnParallelLinear,

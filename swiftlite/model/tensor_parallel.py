@@ -2,8 +2,8 @@
 
 Autograd makes a whole gradient of a weight for each use, nearly all zeros for an embedding, and the hook of
 DistributedDataParallel adds it to `main_grad`. megatron-core lets the product itself add where Apex is installed, in
-CUDA (`gradient_accumulation_fusion`). torch can where weight and sum have the same precision: a float32 step of
-SmolLM2-135M is a tenth shorter on two cores.
+CUDA (`gradient_accumulation_fusion`). torch itself can add where weight and sum have the same precision, so linear
+layers do in float32, and the embedding always. A float32 step of SmolLM2-135M is a tenth shorter on two cores.
 """
 
 from typing import Any
@@ -19,13 +19,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear as McoreCo
 from megatron.core.tensor_parallel.layers import RowParallelLinear as McoreRowParallelLinear
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding as McoreVocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.function import once_differentiable
 
 
 def add_gradients_in_place(model: torch.nn.Module) -> None:
     """The layers below add their gradients to `main_grad` themselves, from now on.
 
     The model is under megatron-core's DistributedDataParallel, whose hook then finds nothing left to add. Not with
-    `overlap_grad_reduce`: there the hook counts on autograd's gradient (distributed_data_parallel.py:450 of 0.16.1).
+    `overlap_grad_reduce`: there the hook counts on autograd's gradient (distributed_data_parallel.py:434 of 0.16.1).
     """
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
@@ -49,7 +50,7 @@ class ColumnParallelLinear(McoreColumnParallelLinear):
 
 
 class RowParallelLinear(McoreRowParallelLinear):
-    """megatron-core's."""
+    """megatron-core's, with the weight's gradient added in place."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
         if _adds_in_place(weight, options):
@@ -58,7 +59,7 @@ class RowParallelLinear(McoreRowParallelLinear):
 
 
 def _adds_in_place(weight: Any, options: dict[str, Any]) -> bool:
-    """Whether `_linear` can take the place of megatron-core's product, which also gathers sequences."""
+    """Whether `_linear` can take the place of megatron-core's product; it cannot gather sequences."""
     if not (options["gradient_accumulation_fusion"] and weight.requires_grad and torch.is_grad_enabled()):
         return False
     return options["bias"] is None and not options["sequence_parallel"] and weight.dtype == weight.main_grad.dtype
@@ -94,16 +95,22 @@ class VocabParallelEmbedding(McoreVocabParallelEmbedding):
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """[B, S, H] of token ids [B, S]; with sequence parallelism this rank's [S, B, H]."""
-        if not (self.gradient_accumulation_fusion and self.weight.requires_grad and torch.is_grad_enabled()):
+        learns = self.weight.requires_grad and torch.is_grad_enabled()
+        if not (self.gradient_accumulation_fusion and learns) or self.deterministic_mode:
             return super().forward(input_)
-        is_elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-        row = (input_ - self.vocab_start_index).masked_fill(is_elsewhere, 0)
-        part = _Lookup.apply(row, self.weight)
-        assert part is not None
-        part = part.masked_fill(is_elsewhere[..., None], 0)
+        part = self._rows(input_)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(part.transpose(0, 1).contiguous(), group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
+
+    def _rows(self, input_: torch.Tensor) -> torch.Tensor:
+        """Of the tokens whose rows are on this rank; zeros for the others."""
+        group: Any = self.tp_group
+        if group.size() == 1:
+            return _lookup(input_, self.weight)
+        is_elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        row = (input_ - self.vocab_start_index).masked_fill(is_elsewhere, 0)
+        return _lookup(row, self.weight).masked_fill(is_elsewhere[..., None], 0)
 
 
 class _Linear(torch.autograd.Function):
@@ -121,6 +128,7 @@ class _Linear(torch.autograd.Function):
         return input.matmul(weight.t())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (input,) = ctx.saved_tensors
         (grad_output,) = grad_outputs
@@ -134,6 +142,12 @@ class _Linear(torch.autograd.Function):
         return grad_input, None, None
 
 
+def _lookup(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rows = _Lookup.apply(row, weight)
+    assert rows is not None
+    return rows
+
+
 class _Lookup(torch.autograd.Function):
     """Rows of a weight, which gets its gradient as in `_Linear`."""
 
@@ -144,6 +158,7 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(row, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[None, None]:
         (row,) = ctx.saved_tensors
         main_grad = ctx.weight.main_grad

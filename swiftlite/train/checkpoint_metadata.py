@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.planner import WriteItemType
 
 METADATA_FILE = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -40,11 +42,16 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{METADATA_FILE} names {module}.{name}, which no checkpoint needs")
 
 
-def _enum_member(enum: Any, name: str) -> Enum:
+# Taken before any file is read: a pickle may change a class.
+_MEMBERS: dict[Any, dict[str, Enum]] = {enum: dict(enum.__members__) for enum in (_MEM_FORMAT_ENCODING, WriteItemType)}
+
+
+def _enum_member(enum: Any, name: Any) -> Enum:
     """What `getattr` is there for: early Python 3.11, such as Debian 12's, pickles a member of an enum by its name."""
-    if isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__:
-        return enum[name]
-    raise pickle.UnpicklingError(f"{METADATA_FILE} names {name!r} of {enum}, which no checkpoint needs")
+    try:
+        return _MEMBERS[enum][name]
+    except (KeyError, TypeError):
+        raise pickle.UnpicklingError(f"{METADATA_FILE} names {name!r} of {enum}, which no checkpoint needs") from None
 
 
 def check_metadata(checkpoint: Path) -> None:
@@ -64,5 +71,5 @@ def check_metadata(checkpoint: Path) -> None:
         except Exception as error:  # a damaged pickle raises nearly anything
             raise pickle.UnpicklingError(f"{METADATA_FILE}: {error}") from None
     for name in names:
-        if Path(name).name != name:
+        if not name or name == ".." or Path(name).name != name:
             raise pickle.UnpicklingError(f"{METADATA_FILE} points out of the checkpoint: {name!r}")

@@ -367,6 +367,7 @@ REFUSED = [
     ("glm4_moe_lite", "mlp_layer_types", 5),
     *[("hy_v3", key, None) for key in ("num_experts", "num_shared_experts", "router_scaling_factor")],
     ("hy_v3", "num_experts_per_tok", 1),
+    ("hy_v3", "rope_parameters", {"rope_type": "default"}),
     ("hy_v3", "num_shared_experts", 0),
     ("hy_v3", "mlp_layer_types", ["sparse", "dense"]),
     ("hy_v3", "first_k_dense_replace", 0),
@@ -434,6 +435,11 @@ def test_groups_of_experts():
     assert (config["moe_router_num_groups"], config["moe_router_group_topk"]) == (None, None)
     with pytest.raises(UserError, match="topk_group 1 is not supported with num_experts_per_tok 4; use 2"):
         families.get(hf_config("glm4_moe", **grouped, topk_group=1))
+
+
+def test_another_familys_keys_are_not_read():
+    others = {"n_group": 2, "topk_group": 1, "n_routed_experts": 8, "routed_scaling_factor": 3.0}
+    assert mcore_config(hf_config("hy_v3", **others)) == mcore_config(hf_config("hy_v3"))
 
 
 def test_which_layers_have_experts():

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -317,6 +318,23 @@ def test_no_other_attribute_is_taken(open_chunks, mesh, saved):
     (saved / ".metadata").write_bytes(pickle.dumps(Method()))
     with pytest.raises(UserError, match=r"\.metadata names 'home' of .*, which no checkpoint needs"):
         load_checkpoint(saved, mesh, open_chunks())
+
+
+def test_an_enum_that_the_pickle_changes(open_chunks, mesh, saved):
+    """BUILD sets attributes of a class, among them the one that `getattr` could be answered from."""
+    (saved / "SHA256SUMS").unlink()
+    enum = b"ctorch.distributed.checkpoint.planner\nWriteItemType\n"
+    changes = b"}(V_member_map_\n}(V__init__\n" + enum + b"uu"  # {"_member_map_": {"__init__": WriteItemType}}
+    build = enum + b"N" + changes + b"\x86b0"
+    member = b"cbuiltins\ngetattr\n" + enum + b"V__init__\n\x86R."
+    (saved / ".metadata").write_bytes(b"\x80\x02" + build + member)
+    before = WriteItemType._member_map_
+    try:
+        with pytest.raises(UserError, match=r"\.metadata names '__init__' of .*, which no checkpoint needs"):
+            load_checkpoint(saved, mesh, open_chunks())
+        assert "__init__" in WriteItemType.__members__
+    finally:
+        type.__setattr__(WriteItemType, "_member_map_", before)
 
 
 def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_path):
