@@ -40,6 +40,14 @@ class Row:
         return {**self.hf, **{key: shape for key in self.hf_copies for shape in self.hf.values()}}
 
 
+def renamed(name: str, beginnings: Mapping[str, str]) -> str:
+    """A name whose beginning is among `beginnings`, with what stands there for it; any other as it is."""
+    for begin, own in beginnings.items():
+        if name.startswith(begin):
+            return own + name.removeprefix(begin)
+    return name
+
+
 def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
     """The same rows one level up: a decoder layer's table, written once, serves every layer and every MTP block."""
     return [

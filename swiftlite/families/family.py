@@ -101,13 +101,6 @@ class Family:
         """Whether an HF key belongs to an MTP head."""
         return self.head_of(hf_config, hf_key) is not None
 
-    def memory_name(self, name: str) -> str:
-        """A tensor's name in transformers' memory, from the one in files; both within a layer."""
-        for begin, own in self.memory_names.items():
-            if name.startswith(begin):
-                return own + name.removeprefix(begin)
-        return name
-
     def is_carried(self, hf_key: str) -> bool:
         """Whether an HF key belongs to another part than the language model: it is neither read nor changed, and an
         export has it as the source had it."""

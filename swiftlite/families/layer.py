@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
-from swiftlite.bridge.rows import Row
+from swiftlite.bridge.rows import Row, renamed
 from swiftlite.families.rank import ParameterCount, Rank
 
 
@@ -110,13 +110,7 @@ class Layer:
         return [self._renamed(row) for row in (*self.attention.rows(), *norms, *self.mlp.rows())]
 
     def _renamed(self, row: Row) -> Row:
-        return replace(row, hf={self._hf_name(name): shape for name, shape in row.hf.items()})
-
-    def _hf_name(self, name: str) -> str:
-        for begin, own in self.hf_names.items():
-            if name.startswith(begin):
-                return own + name.removeprefix(begin)
-        return name
+        return replace(row, hf={renamed(name, self.hf_names): shape for name, shape in row.hf.items()})
 
     def parameters(self, rank: Rank) -> ParameterCount:
         """Parameters on a rank."""

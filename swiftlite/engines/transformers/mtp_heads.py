@@ -19,7 +19,7 @@ from transformers.masking_utils import create_causal_mask
 
 from swiftlite.bridge.expert_stack import stack
 from swiftlite.bridge.quantization import block_size
-from swiftlite.bridge.rows import Row
+from swiftlite.bridge.rows import Row, renamed
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.families.drafting import Drafting
@@ -65,8 +65,10 @@ def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
             block = model.family.mtp.block(model.hf_config, index)
             names = [name for row in model.family.block_rows(model.hf_config) for name in row.hf]
-            memory_names = [f"transformer_layer.{model.family.memory_name(name)}" for name in names]
-            tensors = {own: checkpoint.read(block + name) for own, name in zip(memory_names, names, strict=True)}
+            tensors = {
+                f"transformer_layer.{renamed(name, model.family.memory_names)}": checkpoint.read(block + name)
+                for name in names
+            }
             head = MtpHead(decoder, model.family.mtp_block_number(model.hf_config))
             head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)
