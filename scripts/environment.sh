@@ -115,5 +115,7 @@ use_environment() {
     export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
     # An environment shared by several checkouts runs the code of the one whose script was called.
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} # as swiftlite has it, see cli/main.py
+    if [ -z "${OMP_WAIT_POLICY:-}" ]; then # as swiftlite has it, see cli/main.py
+        export OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-30000}
+    fi
 }

@@ -51,6 +51,9 @@ class MtpArgs:
     mtp_loss: MtpLoss | None = None
     """What heads learn. ce: the data's tokens. kl, tv: the trunk's own distribution of them, by KL(trunk || head) or by
     total variation, which is the share of drafts that sampling rejects. Unset: kl with heads_only, else ce."""
+    mtp_clip_grad: bounds.NonNegativeFloat | None = None
+    """Largest norm of the MTP layers' gradients, which are then clipped apart from the trunk's; --clip_grad is the
+    trunk's alone. 0 does not clip them. Unset: one norm over both."""
     mtp_unroll: bounds.PositiveInt = 1
     """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
     state. `infer` drafts as many."""
@@ -204,7 +207,7 @@ class OptimArgs:
     adam_eps: bounds.PositiveFloat = 1e-8
     """AdamW epsilon."""
     clip_grad: bounds.NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Largest global gradient norm; 0 turns clipping off. See also --mtp_clip_grad."""
     seed: bounds.Seed = 42
     """Seed of data order, splits and random initialisation."""
 

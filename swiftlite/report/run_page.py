@@ -193,10 +193,11 @@ def _training_section(run: RunFiles) -> Section | None:
     trunk = [*lines_of(run, "loss", "training"), *lines_of(run, "eval_loss", "held out")]
     heads = lines_of(run, r"mtp_(\d+)_loss", "depth {}")
     heads += lines_of(run, r"eval_mtp_(\d+)_loss", "depth {}, held out")
+    norms = [*lines_of(run, "grad_norm", "gradient norm"), *lines_of(run, "mtp_grad_norm", "of the heads")]
     drawn = [
         ("loss", "Loss of the trunk", trunk, "loss"),
         ("heads", "Loss of the heads", heads, "loss"),
-        ("norm", "Gradient norm", lines_of(run, "grad_norm", "gradient norm"), "norm"),
+        ("norm", "Gradient norm", norms, "norm"),
         ("rate", "Learning rate", lines_of(run, "learning_rate", "learning rate"), "learning rate"),
         ("speed", "Speed", lines_of(run, "tokens_per_second", "tokens/s"), "tokens/s"),
         ("memory", "Peak memory of the first rank", lines_of(run, "peak_memory_gb", "GB"), "GB"),

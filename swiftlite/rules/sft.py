@@ -99,6 +99,7 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "min_lr": (args.lr_decay_style == "constant", "--lr_decay_style is constant"),
         "mtp_loss_scaling_factor": no_heads,
         "mtp_loss": no_heads,
+        "mtp_clip_grad": no_heads,
         "mtp_unroll": no_heads,
         "mtp_unroll_beta": (args.mtp_unroll == 1, "--mtp_unroll is 1"),
         "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),

@@ -19,6 +19,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.tensor_parallel import add_gradients_in_place
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.clipping import ClippedApart, heads_in_groups_of_their_own
 
 
 def wrap_model(
@@ -79,10 +80,13 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         use_distributed_optimizer=args.use_distributed_optimizer,
         overlap_param_gather=args.overlap_param_gather,
     )
+    overrides = get_standard_config_overrides(config)
+    if args.mtp_clip_grad is not None:
+        overrides |= heads_in_groups_of_their_own()
     optimizer = get_megatron_optimizer(
         config,
         list(model),
-        get_standard_config_overrides(config),
+        overrides,
         # They would carry the optimizer's own form of a checkpoint; ours is `optimizer_state.py`.
         use_gloo_process_groups=False,
         pg_collection=mesh.groups,
@@ -92,7 +96,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-    return optimizer
+    return optimizer if args.mtp_clip_grad is None else ClippedApart(optimizer, args.mtp_clip_grad)
 
 
 def _learning_rate(

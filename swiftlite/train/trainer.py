@@ -24,6 +24,7 @@ from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import on_this_rank
 from swiftlite.train.checkpoint import Checkpointer
+from swiftlite.train.clipping import ClippedApart
 from swiftlite.train.objective import Objective, add_up
 from swiftlite.train.sinks import Sink
 
@@ -151,6 +152,8 @@ class Trainer:
             "tflops_per_second": flops_per_second / 1e12,
             "peak_memory_gb": self.mesh.device.peak_memory / 1e9,
         }
+        if isinstance(self.optimizer, ClippedApart):
+            metrics["mtp_grad_norm"] = self.optimizer.mtp_grad_norm
         if peak := self.mesh.device.peak_flops:
             metrics["mfu"] = flops_per_second / peak
         if not all(map(math.isfinite, metrics.values())):

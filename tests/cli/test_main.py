@@ -117,15 +117,22 @@ def test_answers_come_without_heavy_imports(model, argv, code):
     assert result.stderr.splitlines()[-1] == ""
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])
-def test_threads_wait_without_spinning_unless_the_user_says_so(model, given, found):
-    """torch reads the variable as it loads."""
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "passive 30000"),
+        ({"OMP_WAIT_POLICY": "active"}, "active None"),
+        ({"GOMP_SPINCOUNT": "5"}, "passive 5"),
+    ],
+)
+def test_threads_wait_with_little_spinning_unless_the_user_says_so(model, given, found):
+    """torch reads the variables as it loads."""
     script = (
         "import os, sys; from swiftlite.cli.main import main; main(['doctor']); "
-        "print(os.environ['OMP_WAIT_POLICY'], file=sys.stderr)"
+        "print(*map(os.environ.get, ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')), file=sys.stderr)"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in ours} | given
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, cwd=model.parent, env=environment, check=True)
     assert result.stderr.splitlines()[-1] == found

@@ -27,6 +27,7 @@ CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("qwen3_next", 1, False): ("EP2xTP2", "CP2", "PP2"),
     ("hy_v3", 1, False): ("EP2xTP2", "CP2", "PP2"),
 }
+CLIPPED = ("EP2xTP2", "PP2", "DP2+overlap")
 RECOMPUTE = ("full uniform 1", "full uniform 2", "full block 1", "selective")
 PP2 = CASES["PP2"].options
 HEADS_ONLY = {"mtp_mode": "heads_only"}
@@ -48,6 +49,9 @@ class Computed:
 
 QWEN3, MIMO, MIXTURE = ("qwen3", 2, True), ("mimo", 1, False), ("glm4_moe", 1, False)
 LINEAR = ("qwen3_next", 1, False)
+EXPERTS = ("qwen3_moe", 1, False)
+# Both far below the norms that there are.
+APART = {"clip_grad": 0.2, "mtp_clip_grad": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +72,8 @@ def computed(tmp_path_factory) -> Computed:
         jobs[1][model, "heads"] = HEADS_ONLY
         jobs[2][model, "heads PP2"] = HEADS_ONLY | PP2
         jobs[2][model, "heads PP2 MTP apart"] = HEADS_ONLY | CASES["PP2 MTP apart"].options
+    jobs[1][EXPERTS, "apart"] = APART
+    jobs[2] |= {(EXPERTS, f"apart {name}"): APART | CASES[name].options for name in CLIPPED}
     for model in (QWEN3, MIXTURE):
         jobs[1][model, "bfloat16"] = BFLOAT16
         jobs[2][model, "bfloat16 PP2"] = BFLOAT16 | PP2
@@ -133,6 +139,29 @@ def test_a_frozen_trunk_stays(computed, name):
 @pytest.mark.parametrize("model", [QWEN3, MIMO], ids=lambda model: model[0])
 def test_heads_alone_learn_the_same_on_a_pipeline(computed, model, name):
     assert_within(computed.differences(model, name, base="heads"), BOUNDS)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_heads_are_clipped_apart(computed, name):
+    """--mtp_clip_grad: experts and pipeline stages each hold a part of both norms."""
+    assert_within(computed.differences(EXPERTS, f"apart {name}", base="apart"), BOUNDS)
+    one, other = (computed.results[EXPERTS, job].metrics for job in ("apart", f"apart {name}"))
+    assert [step["mtp_grad_norm"] for step in other] == pytest.approx([step["mtp_grad_norm"] for step in one], rel=1e-5)
+
+
+def test_each_norm_is_clipped_to_its_own_size(computed):
+    unclipped, clipped = (computed.results[EXPERTS, job].gradients for job in ("alone", "apart"))
+
+    def norms(gradients):
+        squares = {True: 0.0, False: 0.0}
+        for key, gradient in gradients.items():
+            squares[key.startswith("mtp.")] += float(gradient.double().square().sum())
+        return squares[True] ** 0.5, squares[False] ** 0.5
+
+    heads, trunk = norms(unclipped)
+    metrics = computed.results[EXPERTS, "apart"].metrics[0]
+    assert metrics["mtp_grad_norm"] / metrics["grad_norm"] == pytest.approx(heads / trunk, rel=1e-5)
+    assert norms(clipped) == pytest.approx((0.05, 0.2), rel=1e-4)
 
 
 @pytest.mark.parametrize("model", [QWEN3, MIXTURE])

@@ -122,6 +122,7 @@ def test_a_model_that_is_not_known_is_not_looked_at(here, change):
         ({"tensor_model_parallel_size": 0}, "--tensor_model_parallel_size 0 must be at least 1"),
         ({"mtp_num_layers": -1}, "--mtp_num_layers -1 must be at least 0"),
         ({"mtp_unroll": 0}, "--mtp_unroll 0 must be at least 1"),
+        ({"mtp_clip_grad": -0.5}, "--mtp_clip_grad -0.5 must be at least 0"),
         ({"mtp_unroll_beta": 0.0}, "--mtp_unroll_beta 0.0 must be above 0 and at most 1"),
         ({"mtp_loss_scaling_factor": 0.0}, "--mtp_loss_scaling_factor 0.0 must be above 0"),
         ({"seed": -1}, "--seed -1 must be at least 0 and below 4294967296"),
@@ -179,6 +180,10 @@ def test_all_problems_come_together(here):
         (
             dataclasses.replace(SFT, mtp_loss="tv"),
             "--mtp_loss tv has no effect: the model has no MTP layers",
+        ),
+        (
+            dataclasses.replace(SFT, mtp_clip_grad=0.5),
+            "--mtp_clip_grad 0.5 has no effect: the model has no MTP layers",
         ),
         (
             dataclasses.replace(SFT, model="mtp2", mtp_num_layers=0, mtp_init="random"),

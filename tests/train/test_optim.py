@@ -89,3 +89,26 @@ def test_an_update_is_adamw_without_decay_of_biases_and_norms(chunks, mesh):
         theirs.step()
     for name, parameter in chunk.named_parameters():
         assert torch.equal(parameter, copies[name]), name
+
+
+@pytest.mark.parametrize(("clip_grad", "mtp_clip_grad"), [(0.5, 0.2), (0.0, 0.2), (0.5, 0.0)])
+def test_trunk_and_heads_are_clipped_by_their_own_norms(tmp_path, mesh, clip_grad, mtp_clip_grad):
+    hf_model = read_hf_model(make_tiny_hf(tmp_path / "model", "qwen3", depth=1))
+    chunks, _ = open_model(hf_model, mesh, dtype=torch.float32)
+    _, optimizer, scheduler = make(chunks, mesh, clip_grad=clip_grad, mtp_clip_grad=mtp_clip_grad)
+    torch.manual_seed(0)
+    copies: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    gradients = []
+    for name, parameter in chunks[0].named_parameters():
+        parameter.main_grad.normal_()
+        copy = torch.nn.Parameter(torch.empty_like(parameter))
+        copy.grad = parameter.main_grad.clone()
+        copies[name.startswith("mtp.")].append(copy)
+        gradients.append((parameter.main_grad, copy.grad))
+    scheduler.step(increment=1)
+    _, trunk_norm, _ = optimizer.step()
+    for of_heads, largest, norm in ((True, mtp_clip_grad, optimizer.mtp_grad_norm), (False, clip_grad, trunk_norm)):
+        expected = torch.nn.utils.clip_grad_norm_(copies[of_heads], largest or math.inf)
+        assert norm == pytest.approx(float(expected), rel=1e-5)
+    for ours, theirs in gradients:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)

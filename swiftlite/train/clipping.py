@@ -1,0 +1,86 @@
+"""Clipping the gradients of the MTP heads by a norm of their own.
+
+With one norm over trunk and heads, new heads, whose gradients are large, shrink the trunk's steps.
+"""
+
+import math
+from typing import Any, cast
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, ParamKey
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from swiftlite.plan.trainable import is_of_heads
+
+_OF_HEADS = "is_of_heads"
+"""An entry of torch's groups of parameters."""
+
+
+def heads_in_groups_of_their_own() -> dict[ParamKey, ParamGroupOverride]:
+    """Overrides for `get_megatron_optimizer`: no group then holds parameters of both trunk and heads."""
+
+    def belongs_to_heads(parameter: torch.nn.Parameter, name: str) -> bool:
+        return is_of_heads(name.replace("module.", ""))  # without the names of wrappers
+
+    key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=_OF_HEADS, fn=belongs_to_heads))
+    return {key: cast(ParamGroupOverride, {_OF_HEADS: True})}
+
+
+class ClippedApart(ChainedOptimizer):
+    """An optimizer that clips the gradients of trunk and MTP heads each by their own norm.
+
+    Attributes:
+        mtp_grad_norm: the norm of the heads' gradients at the last step, before they were clipped.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, mtp_clip_grad: float):
+        """Take over an optimizer made with `heads_in_groups_of_their_own`.
+
+        Args:
+            mtp_clip_grad: largest norm of the heads' gradients; 0 does not clip them.
+        """
+        super().__init__(optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer])
+        self.mtp_clip_grad = mtp_clip_grad
+        self.mtp_grad_norm = 0.0
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """One update, as `ChainedOptimizer.step` but for the clipping.
+
+        Returns:
+            Whether parameters were updated, the norm of the trunk's gradients, and None.
+        """
+        if self.prepare_grads():
+            return False, None, None
+        self.mtp_grad_norm = self._clip(of_heads=True, largest=self.mtp_clip_grad)
+        trunk_norm = self._clip(of_heads=False, largest=self.config.clip_grad)
+        return self.step_with_ready_grads(), trunk_norm, None
+
+    def _clip(self, *, of_heads: bool, largest: float) -> float:
+        """The norm over all ranks, as it was before gradients were scaled to `largest`."""
+        square = 0.0
+        for part in self.chained_optimizers:
+            gradients = [parameter.grad for parameter in _parameters(part, of_heads) if _counts(parameter, part)]
+            # Collective: a rank without such parameters takes part in it too.
+            square += get_grad_norm_fp32(gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2
+        norm = math.sqrt(square)
+        if largest > 0:
+            for part in self.chained_optimizers:
+                clip_grad_by_total_norm_fp32(_parameters(part, of_heads), max_norm=largest, total_norm=norm)
+        return norm
+
+
+def _parameters(part: MegatronOptimizer, of_heads: bool) -> list[torch.Tensor]:
+    """What torch's optimizer updates: parameters, their float32 copies, or this rank's flat shares of either."""
+    groups = [group for group in part.param_groups if group.get(_OF_HEADS, False) == of_heads]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _counts(parameter: Any, part: MegatronOptimizer) -> bool:
+    """Whether a norm over all ranks takes this gradient from this rank: another rank may hold the same one."""
+    is_first = param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None))
+    return parameter.grad is not None and param_is_not_shared(parameter) and is_first
