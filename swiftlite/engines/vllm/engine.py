@@ -21,6 +21,7 @@ from swiftlite.engines.vllm.options import (
     memory_on_cpu,
     speculative_config,
     verifies_greedily_only,
+    with_backend_of_trunk,
 )
 from swiftlite.engines.vllm.weight_update import Bucket, WeightUpdate
 from swiftlite.errors import UserError
@@ -154,6 +155,7 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
     """
     from swiftlite.engines.vllm.plugin import WEIGHT_TRANSFER
 
+    attention = attention_options(model, config.torch_dtype)
     options = {
         "model": str(model.directory),
         "dtype": config.torch_dtype,
@@ -165,8 +167,8 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
         "generation_config": "vllm",  # sampling is what the caller says, and nothing of the model's
         "disable_log_stats": False,  # the counts of drafts are among the statistics
         "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
-        **attention_options(model, config.torch_dtype),
-        "speculative_config": speculative_config(model, config),
+        **attention,
+        "speculative_config": with_backend_of_trunk(speculative_config(model, config), attention),
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
     } | config.engine_kwargs
     return {name: value for name, value in options.items() if value is not None}

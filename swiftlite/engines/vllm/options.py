@@ -106,6 +106,9 @@ def attention_options(model: ServedModel, torch_dtype: str) -> dict[str, Any]:
         # Its rotary kernel there takes the rotary part of a query for a whole tensor: with 0.32 every token behind the
         # first has other logits. Angles of yarn are not computed by that kernel.
         options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        if torch_dtype != "bfloat16":
+            # Where the CPU has AMX, 0.32 takes its kernels for granted, which know no other precision.
+            options["attention_backend"] = "CPU_MLA"
     if any(attention.is_recurrent for attention in attentions):
         # A state is that of all tokens before: what a prefix has in common with another cannot be taken from it.
         options["enable_prefix_caching"] = False
@@ -115,6 +118,18 @@ def attention_options(model: ServedModel, torch_dtype: str) -> dict[str, Any]:
                 "use --torch_dtype bfloat16, or --infer_backend transformers",
             )
     return options
+
+
+def with_backend_of_trunk(speculative: dict[str, Any] | None, attention: dict[str, Any]) -> dict[str, Any] | None:
+    """The options of drafting for a draft whose attention is the trunk's kind: vLLM chooses its backend anew.
+
+    Args:
+        attention: from `attention_options`.
+    """
+    backend = attention.get("attention_backend")
+    if backend is None or speculative is None or speculative["method"] != "mtp":
+        return speculative
+    return {"attention_backend": backend, **speculative}
 
 
 def memory_on_cpu() -> dict[str, str]:

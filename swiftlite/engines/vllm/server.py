@@ -26,7 +26,8 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> Server
         num_speculative_tokens=args.num_speculative_tokens if drafts else 0,
         speculative_config=args.vllm_speculative_config,
     )
-    speculative = options.speculative_config(model, config)
+    attention = options.attention_options(model, args.torch_dtype)
+    speculative = options.with_backend_of_trunk(options.speculative_config(model, config), attention)
     given: dict[str, Any] = {
         "model": str(model.directory.absolute()),
         "served_model_name": served_name(args.model),
@@ -36,7 +37,7 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> Server
         "trust_remote_code": args.trust_remote_code or None,
         "max_model_len": args.max_model_len,
         "enforce_eager": options.is_on_cpu() or None,  # compiling takes minutes and gains little there
-        **options.attention_options(model, args.torch_dtype),
+        **attention,
         "speculative_config": speculative,
     }
     if speculative is not None and options.verifies_greedily_only():

@@ -6,6 +6,7 @@ import pytest
 
 from swiftlite.engines.engine import EngineConfig, start_engine
 from swiftlite.engines.served_model import read_model
+from swiftlite.engines.vllm.engine import engine_options
 from swiftlite.engines.vllm.options import speculative_config
 from swiftlite.errors import UserError
 from tests.tiny import make_tiny_hf
@@ -62,6 +63,16 @@ def test_a_step_that_another_head_was_trained_for_is_refused(
         derive(tmp_path, family, 2, num_tokens, None, runs_all_heads, monkeypatch)
     assert advice in str(error.value)
     assert "--infer_backend transformers" in error.value.hint
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+@pytest.mark.parametrize("torch_dtype", ["float32", "bfloat16"])
+def test_latent_attention_in_float32_is_kept_from_amx(tmp_path, family, torch_dtype):
+    """vLLM takes AMX kernels where the CPU has them, for trunk and draft apart; they end with an error in float32."""
+    model = read_model(make_tiny_hf(tmp_path, family, 1))
+    options = engine_options(model, EngineConfig(model.directory, torch_dtype=torch_dtype, num_speculative_tokens=1))
+    expected = "CPU_MLA" if (family, torch_dtype) == ("deepseek_v3", "float32") else None
+    assert (options.get("attention_backend"), options["speculative_config"].get("attention_backend")) == (expected,) * 2
 
 
 def test_no_speculation(tmp_path):
