@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -28,7 +29,7 @@ from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from swiftlite.families.drafting import Drafting
 from tests.e2e.conftest import Commands
-from tests.e2e.vllm_here import load_draft
+from tests.e2e.vllm_here import load_draft, prefix_hits
 from tests.engines.reference import Reference, convention, follow
 from tests.tiny import HYBRID, make_tiny_hf, mtp_names
 
@@ -115,6 +116,26 @@ def test_linear_attention_in_bfloat16(family, vllm, trained):
         assert served.token_ids == expected
         assert expected_counts(served.counts) == expected_counts(counts)
         assert counts.acceptance_rate > 0.9
+
+
+def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):
+    """A benchmark whose prompts have nothing in common would not notice it gone (vllm-project/vllm#57616).
+
+    vLLM keeps whole blocks of 128 tokens; with drafts it computes the last one anew, for the head's state.
+    """
+    directory, _ = trained("qwen3", 1, "vllm")
+    prompt = [5 + number % 50 for number in range(3 * 128 + 10)]
+    hits = [vllm_host.call(partial(prefix_hits, directory, prompt, num_tokens)) for num_tokens in (0, 1)]
+    assert hits == [3 * 128, 2 * 128]
+
+
+@pytest.mark.parametrize("family", HYBRID_IN_VLLM)
+def test_linear_attention_takes_nothing_from_the_prefix_cache(family, vllm_host, trained):
+    """Its state of a prefix is kept nowhere: swiftlite switches the cache off, with drafts and without."""
+    directory, _ = trained(family, 1, "vllm")
+    prompt = [5 + number % 50 for number in range(3 * 128 + 10)]
+    hits = [vllm_host.call(partial(prefix_hits, directory, prompt, num_tokens, "bfloat16")) for num_tokens in (0, 1)]
+    assert hits == [0, 0]
 
 
 def test_swapped_halves_change_no_token_and_nearly_every_draft(vllm, trained, tmp_path):

@@ -94,6 +94,19 @@ def serve(
     return Served([completion.token_ids for completion in completions], counts, draft, logits)
 
 
+def prefix_hits(directory: Path, prompt: list[int], num_speculative_tokens: int, dtype: str = "float32") -> int:
+    """Tokens that vLLM took from its prefix cache, by its own count, as it answered a prompt for the second time."""
+    length = len(prompt) + 16
+    config = EngineConfig(directory, dtype, num_speculative_tokens=num_speculative_tokens, max_model_len=length)
+    engine: Any = start_engine("vllm", config)
+    try:
+        for _ in range(2):
+            engine.generate([prompt], Sampling(4))
+        return sum(metric.value for metric in engine._llm.get_metrics() if metric.name == "vllm:prefix_cache_hits")
+    finally:
+        engine.close()
+
+
 def load_draft(directory: Path, plugins: str | None = None) -> tuple[str, int]:
     """The draft's class and the number of its parameters that vLLM's own loader filled, without an engine.
 
