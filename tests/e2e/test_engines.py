@@ -131,11 +131,10 @@ def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):
 
 @pytest.mark.parametrize("family", HYBRID_IN_VLLM)
 def test_linear_attention_takes_nothing_from_the_prefix_cache(family, vllm_host, trained):
-    """Its state of a prefix is kept nowhere: swiftlite switches the cache off, with drafts and without."""
+    """Its state of a prefix is kept nowhere: swiftlite switches the cache off, with which vLLM 0.32 drafts not at all."""
     directory, _ = trained(family, 1, "vllm")
     prompt = [5 + number % 50 for number in range(3 * 128 + 10)]
-    hits = [vllm_host.call(partial(prefix_hits, directory, prompt, num_tokens, "bfloat16")) for num_tokens in (0, 1)]
-    assert hits == [0, 0]
+    assert vllm_host.call(partial(prefix_hits, directory, prompt, 1, "bfloat16")) == 0
 
 
 def test_swapped_halves_change_no_token_and_nearly_every_draft(vllm, trained, tmp_path):
