@@ -131,7 +131,7 @@ def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):
 
 @pytest.mark.parametrize("family", HYBRID_IN_VLLM)
 def test_linear_attention_takes_nothing_from_the_prefix_cache(family, vllm_host, trained):
-    """Its state of a prefix is kept nowhere: swiftlite switches the cache off, with which vLLM 0.32 drafts not at all."""
+    """Its state of a prefix is kept nowhere. swiftlite switches the cache off; vLLM 0.32 cannot draft with it here."""
     directory, _ = trained(family, 1, "vllm")
     prompt = [5 + number % 50 for number in range(3 * 128 + 10)]
     assert vllm_host.call(partial(prefix_hits, directory, prompt, 1, "bfloat16")) == 0
