@@ -39,6 +39,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 # transformers has no MiMo: its trunk is Qwen2's.
@@ -59,6 +61,7 @@ CLASSES: dict[str, tuple[type, type]] = {
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "hy_v3": (HYV3Config, HYV3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
 # What a mixture has beside the sizes of all families. GLM-4.5's first layer is dense, its second is not.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -144,6 +147,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "mistral": {"sliding_window": None},
+    # Published with 0.1 of both: what tests train with transformers' layers would be noise.
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "qwen3_next": WITH_SHARED | LINEAR,
     "qwen3_5": OF_QWEN3_5,
     "qwen3_5_text": OF_QWEN3_5,

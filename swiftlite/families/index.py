@@ -19,6 +19,7 @@ from swiftlite.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, Q
 from swiftlite.families.qwen3_moe import QWEN3_MOE
 from swiftlite.families.qwen3_next import QWEN3_NEXT
 from swiftlite.families.rank import Rank
+from swiftlite.families.seed_oss import SEED_OSS
 from swiftlite.families.values import value_problems
 
 FAMILIES: dict[str, Family] = {
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
+    "seed_oss": SEED_OSS,
 }
 
 

@@ -77,6 +77,7 @@ OWN_NEUTRAL = {
     # In float32 or not, the sum of routed and shared experts is rounded once.
     "hy_v3": {"attention_bias", "enable_moe_fp32_combine", "mlp_bias", "qk_norm", "route_norm"},
     "mistral": set(),
+    "seed_oss": {"attention_out_bias", "mlp_bias", "residual_dropout"},
     "qwen3_next": {"attention_bias"},
     "qwen3_5": {"attention_bias"},
     "qwen3_5_text": {"attention_bias"},
@@ -138,9 +139,10 @@ OWN_READ = {
         "router_scaling_factor",
     },
     "mistral": {"sliding_window"},
+    "seed_oss": {"attention_bias"},
 }
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
-MOE = sorted(OWN_READ.keys() - {"mistral", "qwen3_5", "qwen3_5_text"})
+MOE = sorted(OWN_READ.keys() - {"mistral", "qwen3_5", "qwen3_5_text", "seed_oss"})
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -253,7 +255,7 @@ def test_mcore_config(family):
         "activation_func": "silu",
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": family in ("qwen2", "mimo", "glm4_moe"),
+        "add_qkv_bias": family in ("qwen2", "mimo", "glm4_moe", "seed_oss"),
         "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe", "hy_v3", *HYBRID),
         "init_method_std": 0.02,
     } | OWN_CONFIG.get(family, {})
@@ -309,7 +311,7 @@ REFUSED = [
     *[(family, "hidden_act", "gelu") for family in families.FAMILIES],
     *[(family, "quantization_config", {"quant_method": "fp8"}) for family in families.FAMILIES],
     *[("qwen3", "quantization_config", value) for value in NOT_READABLE],
-    *[(family, "attention_dropout", 0.1) for family in families.FAMILIES],
+    *[(family, "attention_dropout", 0.1) for family in families.FAMILIES if family != "seed_oss"],
     *[(family, "partial_rotary_factor", 0.5) for family in families.FAMILIES if family not in PARTIAL_ROTARY],
     *[
         (family, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
@@ -384,6 +386,10 @@ REFUSED = [
     ("llama", "attention_bias", True),
     ("llama", "mlp_bias", True),
     ("qwen3", "attention_bias", True),
+    ("seed_oss", "attention_out_bias", True),
+    ("seed_oss", "mlp_bias", True),
+    ("seed_oss", "attention_dropout", 0.5),
+    ("seed_oss", "residual_dropout", 0.5),
     *[(family, "num_nextn_predict_layers", -1) for family in families.FAMILIES],
     *[(family, "num_nextn_predict_layers", "1") for family in families.FAMILIES],
     ("llama", "num_key_value_heads", 3),
@@ -425,6 +431,24 @@ def test_a_query_latent_must_be_stated_or_denied():
     del config["q_lora_rank"]
     with pytest.raises(UserError, match="q_lora_rank is missing"):
         families.get(config)
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "head_dim", "num_key_value_heads"])
+def test_what_readers_of_seed_oss_take_for_granted_must_be_stated(key):
+    config = hf_config("seed_oss")
+    del config[key]
+    with pytest.raises(UserError, match=f"{key} is missing"):
+        families.get(config)
+
+
+def test_the_dropout_that_seed_oss_was_published_with_is_left_out():
+    published = {"attention_dropout": 0.1, "residual_dropout": 0.1}
+    assert mcore_config(hf_config("seed_oss", **published)) == mcore_config(hf_config("seed_oss"))
+
+
+@pytest.mark.parametrize("has_biases", [True, False])
+def test_seed_oss_says_whether_queries_have_biases(has_biases):
+    assert mcore_config(hf_config("seed_oss", attention_bias=has_biases))["add_qkv_bias"] is has_biases
 
 
 def test_groups_of_experts():

@@ -4,13 +4,15 @@ from swiftlite.engines.convention import Convention
 from swiftlite.families import Family
 from swiftlite.families.drafting import Drafting
 
-# HF model_type -> convention. The classes of Llama, Mistral, Qwen2 and Qwen3 are our plugin's (models/dense.py).
+# HF model_type -> convention. The classes of Llama, Mistral, Qwen2, Qwen3 and Seed-OSS are our plugin's
+# (models/dense.py).
 _LINES = {
     "llama": Convention("LlamaForCausalLMMTP", "one"),
     "mistral": Convention("MistralForCausalLMMTP", "one"),
     "qwen2": Convention("Qwen2ForCausalLMMTP", "one"),
     "qwen3": Convention("Qwen3ForCausalLMMTP", "one"),
     "mimo": Convention("MiMoMTP", "last", Drafting(zeroes_first_embedding=True)),
+    "seed_oss": Convention("SeedOssForCausalLMMTP", "one"),
     "qwen3_moe": Convention("Qwen3MoeForCausalLMMTP", "first"),
     "glm4_moe": Convention("Glm4MoeForCausalLMNextN", "one"),
     "glm4_moe_lite": Convention("Glm4MoeLiteForCausalLMNextN", "one"),

@@ -1,5 +1,5 @@
 """What SGLang lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama,
-Mistral, Qwen2 and Qwen3.
+Mistral, Qwen2, Qwen3 and Seed-OSS.
 
 SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`, so
 
@@ -24,6 +24,7 @@ DRAFTS = {
     "MistralForCausalLM": "MistralForCausalLMMTP",
     "Qwen2ForCausalLM": "Qwen2ForCausalLMMTP",
     "Qwen3ForCausalLM": "Qwen3ForCausalLMMTP",
+    "SeedOssForCausalLM": "SeedOssForCausalLMMTP",
 }
 
 

@@ -5,8 +5,8 @@ from typing import Literal
 from swiftlite.engines.convention import Convention
 from swiftlite.families import Family
 
-# HF model_type -> the class that drafts, and which of several heads do. The classes of Llama, Mistral and the Qwens are
-# our plugin's (models.py), which run each head at its own step on a GPU alone.
+# HF model_type -> the class that drafts, and which of several heads do. The classes of Llama, Mistral, Seed-OSS and the
+# Qwens are our plugin's (models.py), which run each head at its own step on a GPU alone.
 _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
     "llama": ("LlamaMTPModel", "each"),
     "mistral": ("MistralMTPModel", "each"),
@@ -14,6 +14,7 @@ _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
     "qwen3": ("Qwen3MTPModel", "each"),
     "mimo": ("MiMoMTP", "first"),  # asserts that the draft step is 0
     "qwen3_moe": ("Qwen3MoeMTPModel", "each"),
+    "seed_oss": ("SeedOssMTPModel", "each"),
     # These classes could run more; they were published with one head, and nobody has measured two.
     "glm4_moe": ("Glm4MoeMTP", "first"),
     "glm4_moe_lite": ("Glm4MoeLiteMTP", "first"),

@@ -1,11 +1,12 @@
-"""vLLM's Llama, Mistral, Qwen2, Qwen3 and Qwen3 MoE, opened from checkpoints with MTP heads, and the drafts that run
-the heads.
+"""vLLM's Llama, Mistral, Qwen2, Qwen3, Qwen3 MoE and Seed-OSS, opened from checkpoints with MTP heads, and the drafts
+that run the heads.
 
 Registered by `plugin.py`; nothing else imports this file.
 
 Shapes: T tokens of all requests of a batch, H hidden size.
 """
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe, transformers
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
@@ -43,6 +44,10 @@ class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
 
 class Qwen3MoeForCausalLM(Trunk, qwen3_moe.Qwen3MoeForCausalLM):
     """The trunk, opened from a checkpoint that has MTP heads as well."""
+
+
+class SeedOssForCausalLM(Trunk, transformers.TransformersForCausalLM):
+    """The trunk, opened from a checkpoint that has MTP heads as well; vLLM runs transformers' own modules."""
 
 
 class MtpFrame(nn.Module):
@@ -189,6 +194,16 @@ class Qwen3MTPModel(MtpDraft):
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         return qwen3.Qwen3DecoderLayer(self.config, vllm_config.cache_config, vllm_config.quant_config, prefix)
+
+
+class SeedOssMTPModel(MtpDraft):
+    """Draft of a Seed-OSS, for which vLLM has no layer of its own: a Llama's."""
+
+    def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        # vLLM's Llama reads attention_bias for o_proj too, and for q, k and v only where there is no qkv_bias.
+        config = deepcopy(self.config)
+        config.update({"qkv_bias": config.attention_bias, "attention_bias": config.attention_out_bias})
+        return llama.LlamaDecoderLayer(vllm_config, prefix, config)
 
 
 class Qwen3MoeMTPModel(MtpDraft):

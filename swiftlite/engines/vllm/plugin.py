@@ -1,5 +1,5 @@
 """What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Mistral, Qwen2,
-Qwen3 and Qwen3 MoE, and a way to take new weights while it runs on a CPU.
+Qwen3, Qwen3 MoE and Seed-OSS, and a way to take new weights while it runs on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
 
@@ -30,6 +30,7 @@ DRAFTS = {
     "Qwen2ForCausalLM": "Qwen2MTPModel",
     "Qwen3ForCausalLM": "Qwen3MTPModel",
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
+    "SeedOssForCausalLM": "SeedOssMTPModel",
 }
 _vllm_hf_config_override = SpeculativeConfig.hf_config_override
 

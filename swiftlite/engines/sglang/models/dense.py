@@ -1,4 +1,5 @@
-"""SGLang's Llama, Mistral, Qwen2 and Qwen3, opened from checkpoints with an MTP head, and the drafts that run the head.
+"""SGLang's Llama, Mistral, Qwen2, Qwen3 and Seed-OSS, opened from checkpoints with an MTP head, and the drafts that run
+the head.
 
 Nothing but SGLang imports this file.
 
@@ -36,6 +37,19 @@ class Qwen2ForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
 
 class Qwen3ForCausalLM(Trunk, qwen3.Qwen3ForCausalLM):
     """The trunk, opened from a checkpoint that has an MTP head as well; SGLang's own ends with a KeyError at it."""
+
+
+class SeedOssForCausalLM(Trunk, qwen2.Qwen2ForCausalLM):
+    """The trunk: SGLang 0.5.23 has no class for it, but its Qwen2 has the same biases, and reads head_dim.
+
+    Raises:
+        ValueError: without biases on q, k and v, which that class would leave random.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        if not config.attention_bias:
+            raise ValueError("a Seed-OSS with attention_bias false cannot be served here")
+        super().__init__(config, *args, **kwargs)
 
 
 class MtpHead(nn.Module):
@@ -137,13 +151,19 @@ class Qwen3ForCausalLMMTP(MtpDraft):
     layer_class = qwen3.Qwen3DecoderLayer
 
 
+class SeedOssForCausalLMMTP(Qwen2ForCausalLMMTP):
+    """Draft of a Seed-OSS, see the trunk."""
+
+
 EntryClass = [
     LlamaForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    SeedOssForCausalLM,
     LlamaForCausalLMMTP,
     MistralForCausalLMMTP,
     Qwen2ForCausalLMMTP,
     Qwen3ForCausalLMMTP,
+    SeedOssForCausalLMMTP,
 ]

@@ -1,0 +1,37 @@
+"""Seed-OSS: a Llama with biases on q, k, v by `attention_bias` alone; those of o_proj and of the MLP are refused.
+
+Its dropout of 0.1, in the published config.json, is noise of training and changes no logits; here there is none.
+"""
+
+from swiftlite.families import dense
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+
+# transformers takes true, 128 and 8 where config.json is silent.
+_STATED = ("attention_bias", "head_dim", "num_key_value_heads")
+_NO_BIAS = (False, None)
+_DROPOUT = (0, 0.1, None)
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.problems_of(
+        hf_config,
+        attention_out_bias=_NO_BIAS,
+        mlp_bias=_NO_BIAS,
+        attention_dropout=_DROPOUT,
+        residual_dropout=_DROPOUT,
+    )
+    dense.refuse(hf_config, [f"{key} is missing" for key in _STATED if key not in hf_config] + problems)
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    return dense.layer(hf_config, number, qkv_bias=bool(hf_config.get("attention_bias")))
+
+
+SEED_OSS = Family(
+    name="seed_oss",
+    check=_check,
+    layer=_layer,
+    outside=dense.outside,
+    mtp=dense.QWEN3_NEXT_HEADS,
+)
