@@ -36,7 +36,7 @@ pytestmark = [
 HERE = Path(__file__).parent
 NEW_TOKENS = 24
 CASES = [(family, k) for family in ("llama", "qwen2", "qwen3", "mimo") for k in (1, 3)]
-CASES += [("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2)]
+CASES += [("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2), ("seed_oss", 3)]
 LAST_CASES = dict(CASES).items()  # one for each family
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
 SMALL = ["--sglang_engine_kwargs", '{"max_total_tokens": 4096, "max_running_requests": 4}']

@@ -142,7 +142,7 @@ OWN_READ = {
     "seed_oss": {"attention_bias"},
 }
 OWN_READ["qwen3_5_text"], OWN_READ["qwen3_5_moe_text"] = OWN_READ["qwen3_5"], OWN_READ["qwen3_5_moe"]
-MOE = sorted(OWN_READ.keys() - {"mistral", "qwen3_5", "qwen3_5_text", "seed_oss"})
+MOE = sorted(family for family, keys in OWN_READ.items() if "num_experts_per_tok" in keys)
 # What latent attention changes in the keyword arguments of megatron-core's config.
 LATENT_ATTENTION: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
