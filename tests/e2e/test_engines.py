@@ -104,18 +104,22 @@ def test_of_several_heads_the_first_drafts(family, vllm, trained):
 
 @pytest.mark.parametrize("family", HYBRID_IN_VLLM)
 def test_linear_attention_in_bfloat16(family, vllm, trained):
-    """vLLM's kernel for a CPU knows no other precision. What trunk and heads know by heart leads by 1 where bfloat16
-    moves logits by 0.1, so no choice hangs on a rounding: tokens and counts are the float32 reference's."""
+    """vLLM's kernel for a CPU knows no other precision. bfloat16 moves these logits by 0.1: after prompts whose every
+    choice leads by 0.5, tokens and counts are the float32 reference's."""
     directory, prompts = trained(family, 1, "vllm")
-    known = [prompt for prompt in prompts[:4] if len(prompt) > 1]
     reference = follow(Reference.load(directory, family, depth=1), convention("vllm", family).drafting)
+    learned = [prompt + reference.greedy(prompt, 22 - len(prompt)) for prompt in prompts[:8]]
+    beginnings = [row[:length] for row in learned for length in range(2, 22, 4)]
     for num_tokens in (1, 3):
-        served = vllm(directory, known, NEW_TOKENS, num_tokens, dtype="bfloat16")
+        leads = [reference.closest_choice(prompt, NEW_TOKENS, num_tokens) for prompt in beginnings]
+        clear = [prompt for prompt, lead in zip(beginnings, leads, strict=True) if lead > 0.5]
+        assert len(clear) >= 3
+        served = vllm(directory, clear, NEW_TOKENS, num_tokens, dtype="bfloat16")
         assert served.draft == convention("vllm", family).draft
-        expected, counts = reference.simulate(known, NEW_TOKENS, num_tokens)
+        expected, counts = reference.simulate(clear, NEW_TOKENS, num_tokens)
         assert served.token_ids == expected
         assert expected_counts(served.counts) == expected_counts(counts)
-        assert counts.acceptance_rate > 0.9
+        assert counts.acceptance_rate > 0.8
 
 
 def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):

@@ -163,14 +163,16 @@ class Reference(nn.Module):
         return torch.stack(logits)
 
     @torch.no_grad()
-    def closest_choice(self, prompt: list[int]) -> float:
+    def closest_choice(
+        self, prompt: list[int], max_new_tokens: int = MOST_NEW_TOKENS, max_drafts: int = MOST_DRAFTS
+    ) -> float:
         """The smallest lead of a most likely token over the second, of all choices that an engine may have to make
         after `prompt`, however many tokens it drafts per step."""
-        row = prompt + self.greedy(prompt, MOST_NEW_TOKENS + MOST_DRAFTS)
+        row = prompt + self.greedy(prompt, max_new_tokens + max_drafts)
         _, states = self.trunk_states(torch.tensor([row]))
         logits = [self.trunk.lm_head(states[0, len(prompt) - 1 :])]
-        for end in range(len(prompt) + 1, len(prompt) + MOST_NEW_TOKENS):
-            logits.append(self.draft_logits(row[:end], MOST_DRAFTS))
+        for end in range(len(prompt) + 1, len(prompt) + max_new_tokens):
+            logits.append(self.draft_logits(row[:end], max_drafts))
         first, second = torch.cat(logits).topk(2).values.unbind(-1)
         return float((first - second).min())
 
