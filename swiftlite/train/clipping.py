@@ -57,14 +57,15 @@ class ClippedApart(ChainedOptimizer):
         if self.prepare_grads():
             return False, None, None
         self.mtp_grad_norm = self._clip(of_heads=True, largest=self.mtp_clip_grad)
-        trunk_norm = self._clip(of_heads=False, largest=self.config.clip_grad)
+        config: Any = self.config
+        trunk_norm = self._clip(of_heads=False, largest=config.clip_grad)
         return self.step_with_ready_grads(), trunk_norm, None
 
     def _clip(self, *, of_heads: bool, largest: float) -> float:
         """The norm over all ranks, as it was before gradients were scaled to `largest`."""
         square = 0.0
         for part in self.chained_optimizers:
-            gradients = [parameter.grad for parameter in _parameters(part, of_heads) if _counts(parameter, part)]
+            gradients: Any = [parameter.grad for parameter in _parameters(part, of_heads) if _counts(parameter, part)]
             # Collective: a rank without such parameters takes part in it too.
             square += get_grad_norm_fp32(gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2
         norm = math.sqrt(square)

@@ -94,7 +94,12 @@ def serve(
     return Served([completion.token_ids for completion in completions], counts, draft, logits)
 
 
-def prefix_hits(directory: Path, prompt: list[int], num_speculative_tokens: int, dtype: str = "float32") -> int:
+def prefix_hits(
+    directory: Path,
+    prompt: list[int],
+    num_speculative_tokens: int,
+    dtype: Literal["bfloat16", "float32"] = "float32",
+) -> int:
     """Tokens that vLLM took from its prefix cache, by its own count, as it answered a prompt for the second time."""
     length = len(prompt) + 16
     config = EngineConfig(directory, dtype, num_speculative_tokens=num_speculative_tokens, max_model_len=length)

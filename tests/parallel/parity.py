@@ -56,7 +56,7 @@ OPTIONS: dict[str, Any] = {
 }
 # A tiny model with linear attention blows roundings up: one of every weight moves the gradient norm by 9e-4 to 8e-3 in
 # five steps of 1e-3, by 4e-6 to 2e-4 in five of this size, unless a token finds another expert.
-HYBRID_OPTIONS = {"lr": 1e-4}
+HYBRID_OPTIONS: dict[str, Any] = {"lr": 1e-4}
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 

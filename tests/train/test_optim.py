@@ -1,6 +1,7 @@
 """Learning rates against the formula, updates against torch's own AdamW."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -95,10 +96,12 @@ def test_an_update_is_adamw_without_decay_of_biases_and_norms(chunks, mesh):
 def test_trunk_and_heads_are_clipped_by_their_own_norms(tmp_path, mesh, clip_grad, mtp_clip_grad):
     hf_model = read_hf_model(make_tiny_hf(tmp_path / "model", "qwen3", depth=1))
     chunks, _ = open_model(hf_model, mesh, dtype=torch.float32)
+    optimizer: Any
     _, optimizer, scheduler = make(chunks, mesh, clip_grad=clip_grad, mtp_clip_grad=mtp_clip_grad)
     torch.manual_seed(0)
     copies: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     gradients = []
+    parameter: Any  # megatron-core adds `main_grad`
     for name, parameter in chunks[0].named_parameters():
         parameter.main_grad.normal_()
         copy = torch.nn.Parameter(torch.empty_like(parameter))
