@@ -13,7 +13,7 @@ from swiftlite.args import bounds
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "graft"]
 MtpMode = Literal["joint", "heads_only"]
-MtpLoss = Literal["ce", "kl", "tv"]
+MtpLoss = Literal["ce", "kl", "tv", "nla", "lk_hybrid"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
 
 
@@ -49,8 +49,10 @@ class MtpArgs:
     mtp_loss_scaling_factor: bounds.PositiveFloat = 0.1
     """Weight of the MTP loss (mean over depths) beside the main loss."""
     mtp_loss: MtpLoss | None = None
-    """What heads learn. ce: the data's tokens. kl, tv: the trunk's own distribution of them, by KL(trunk || head) or by
-    total variation, which is the share of drafts that sampling rejects. Unset: kl with heads_only, else ce."""
+    """What heads learn. ce: the data's tokens. The others: the trunk's own distribution of them. kl: by KL(trunk ||
+    head). tv: by the share of drafts that rejection sampling would reject. nla: by -log of the share that it would
+    accept. lk_hybrid: kl where that share is small, and ever more tv as it grows. Unset: kl with heads_only, else
+    ce."""
     mtp_clip_grad: bounds.NonNegativeFloat | None = None
     """Largest norm of the MTP layers' gradients, which are then clipped apart from the trunk's; --clip_grad is the
     trunk's alone. 0 does not clip them. Unset: one norm over both."""

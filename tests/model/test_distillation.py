@@ -1,4 +1,4 @@
-"""`--mtp_loss kl` and `tv` against their definitions, written densely."""
+"""`--mtp_loss kl`, `tv`, `nla` and `lk_hybrid` against their definitions, written densely."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -27,6 +27,28 @@ def make_batch(depth: int, packed: bool) -> Batch:
     return (collate_packed if packed else collate)(samples, 0, num_drafts=depth)
 
 
+def kl(head: torch.Tensor, trunk: torch.Tensor) -> torch.Tensor:
+    return (trunk.exp() * (trunk - head)).sum(-1)
+
+
+def overlap(head: torch.Tensor, trunk: torch.Tensor) -> torch.Tensor:
+    return torch.minimum(trunk.exp(), head.exp()).sum(-1)
+
+
+def lk_hybrid(head: torch.Tensor, trunk: torch.Tensor) -> torch.Tensor:
+    weight = torch.exp(-3 * overlap(head, trunk)).detach()
+    return weight * kl(head, trunk) + (1 - weight) * (1 - overlap(head, trunk))
+
+
+# Each takes log-probabilities [..., V] of head and trunk.
+DISTANCES = {
+    "kl": kl,
+    "tv": lambda head, trunk: (trunk.exp() - head.exp()).abs().sum(-1) / 2,
+    "nla": lambda head, trunk: -overlap(head, trunk).log(),
+    "lk_hybrid": lk_hybrid,
+}
+
+
 def dense_losses(logits: Logits, batch: Batch, kind: str) -> list[torch.Tensor]:
     """[B, S] of each depth k: at s the head's distribution of token s + k + 1 against the trunk's, made at s + k."""
     trunk = logits.main.detach().double().log_softmax(-1)
@@ -34,17 +56,13 @@ def dense_losses(logits: Logits, batch: Batch, kind: str) -> list[torch.Tensor]:
     for depth, head in enumerate(logits.mtp, start=1):
         target = trunk.roll(-depth, dims=1)
         head = head.double().log_softmax(-1)
-        if kind == "kl":
-            distance = (target.exp() * (target - head)).sum(-1)
-        else:
-            distance = (target.exp() - head.exp()).abs().sum(-1) / 2
-        losses.append(distance * (batch.labels_KBS[depth] != -100))
+        losses.append(DISTANCES[kind](head, target) * (batch.labels_KBS[depth] != -100))
     return losses
 
 
 @pytest.mark.parametrize("heads_only", [False, True], ids=["joint", "heads_only"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("kind", ["kl", "tv"])
+@pytest.mark.parametrize("kind", DISTANCES)
 def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_only, tmp_path, mesh, monkeypatch):
     monkeypatch.setattr(loss, "MAX_POSITIONS", 3)
     directory = make_tiny_hf(tmp_path, "qwen3", depth=2)
@@ -70,7 +88,7 @@ def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_onl
         torch.testing.assert_close(gradient, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()) + 1e-9)
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
+@pytest.mark.parametrize("kind", DISTANCES)
 def test_a_head_that_is_the_trunk_has_no_loss(kind, mesh):
     logits = torch.randn(7, 50)
     picked = torch.ones(1, 7, dtype=torch.bool)
@@ -96,6 +114,20 @@ def test_total_variation_is_what_rejection_sampling_rejects(mesh):
     assert float(found) == pytest.approx(1 - float(kept.float().mean()), abs=0.002)  # four standard deviations
 
 
+def test_nla_teaches_a_head_that_says_nothing_of_what_the_trunk_says(mesh):
+    """Where they overlap by e^-40, the gradient of tv is as small; nla moves the trunk's word up and the head's down.
+
+    So does a head of which nothing is left in float32, at e^-200: it has no gradient, and no nan."""
+    one = torch.ones(1, 1, dtype=torch.bool)
+    for distance, expected in ((40.0, [-1.0, 1.0]), (200.0, [0.0, 0.0])):
+        head = torch.tensor([[0.0, distance]], requires_grad=True)
+        loss.distillation_loss(
+            head * 1.0, lambda rows: torch.tensor([[300.0, 0.0]]), "nla", one, mesh.tp
+        ).loss_BS.sum().backward()
+        assert head.grad is not None
+        torch.testing.assert_close(head.grad, torch.tensor([expected]))
+
+
 def peak_bytes(compute: Callable[[], object]) -> int:
     """The most that tensors made by this call hold at one time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -107,7 +139,7 @@ def peak_bytes(compute: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["kl", "tv"])
+@pytest.mark.parametrize("kind", DISTANCES)
 def test_memory_is_that_of_cross_entropy_and_one_call_of_the_trunk(kind, dtype, mesh):
     num_positions, vocab_size, hidden = 8 * loss.MAX_POSITIONS, 2048, 16
     weight = torch.randn(vocab_size, hidden, dtype=dtype, requires_grad=True)
