@@ -1,12 +1,14 @@
-"""The MTP heads of a model as one value: how many layers, and how many tokens they draft. Imports nothing of ours.
+"""The MTP heads of a model as one value: how many layers, and how many and which tokens they draft.
 
 Everything that speaks of heads is handed this value: the plan, the model, a run's report, an export's config.json, the
 flags of an engine.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from swiftlite import draft_vocab
 
 DEPTH_KEY = "num_nextn_predict_layers"
 """config.json: MTP layers of the model; engines read it."""
@@ -14,6 +16,8 @@ QWEN3_5_DEPTH_KEY = "mtp_num_hidden_layers"
 """The same of Qwen3.5 and 3.6."""
 UNROLL_KEY = "mtp_unroll"
 """config.json of an export: tokens that its one MTP layer was trained to draft; no engine reads it."""
+DRAFT_VOCAB_KEY = "mtp_draft_vocab"
+"""config.json of an export: the ids of the tokens that its heads draft, see `swiftlite.draft_vocab`."""
 
 
 def depth_key(hf_config: Mapping[str, Any]) -> str:
@@ -30,17 +34,24 @@ class Heads:
         layers: MTP layers, each with weights of its own; 0 is a model without heads.
         unroll: how often the one MTP layer is applied, each time to its own state; 1 with several layers.
         beta: weight of the loss of each drafted token, relative to the one before, where a layer is unrolled.
+        draft_vocab: ids of the tokens that they can draft, ascending; empty for the whole vocabulary.
     """
 
     layers: int = 0
     unroll: int = 1
     beta: float = 1.0
+    draft_vocab: tuple[int, ...] = field(default=(), repr=False)
 
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":
         """The heads that a config.json promises; none where the key is not there or not a number."""
         layers, unroll = hf_config.get(depth_key(hf_config)), hf_config.get(UNROLL_KEY)
-        return cls(layers if isinstance(layers, int) else 0, unroll if isinstance(unroll, int) and unroll else 1)
+        drafted = hf_config.get(DRAFT_VOCAB_KEY)
+        return cls(
+            layers=layers if isinstance(layers, int) else 0,
+            unroll=unroll if isinstance(unroll, int) and unroll else 1,
+            draft_vocab=draft_vocab.from_text(drafted) if drafted else (),
+        )
 
     @property
     def drafts(self) -> int:
@@ -56,12 +67,14 @@ class Heads:
         powers = [self.beta**step for step in range(self.unroll)] * self.layers
         return tuple(power / sum(powers) for power in powers)
 
-    def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, int]:
+    def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, int | str]:
         """The change of a config.json that makes it promise these heads; empty when it does already."""
         promised = Heads.from_config(hf_config)
-        change = {}
+        change: dict[str, int | str] = {}
         if promised.layers != self.layers:
             change[depth_key(hf_config)] = self.layers
         if promised.unroll != self.unroll:
             change[UNROLL_KEY] = self.unroll
+        if promised.draft_vocab != self.draft_vocab:
+            change[DRAFT_VOCAB_KEY] = draft_vocab.to_text(self.draft_vocab)
         return change

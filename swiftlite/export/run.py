@@ -14,6 +14,7 @@ from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import graft_heads, save_hf
+from swiftlite.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
 from swiftlite.export.card import model_card
@@ -201,8 +202,10 @@ def _named(output_dir: Path) -> Iterator[None]:
 def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing: Path) -> None:
     """The tokenizer and all else that the source model had beside weights; config.json with what has changed."""
     for path in hf_model.directory.iterdir():
-        if path.name not in ("config.json", TENSORS_FILE, CARRIED_FILE):
+        if path.name not in ("config.json", TENSORS_FILE, CARRIED_FILE, TOKEN_MAP_FILE):
             shutil.copy2(path, writing / path.name)
+    if heads.draft_vocab:
+        torch.save(list(heads.draft_vocab), writing / TOKEN_MAP_FILE)
     changes = heads.config_change(hf_model.config)
     if args.torch_dtype:
         changes |= dtype_change(hf_model.config, args.torch_dtype)

@@ -16,16 +16,18 @@ tensor-parallel rank, D MTP depth.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel as McoreGPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -210,7 +212,8 @@ class GPTModel(McoreGPTModel):
             states_SBH = self._grow(input_ids, position_ids, mtp_input_ids, cache)
             if not self.post_process:
                 return torch.cat(states_SBH)
-            return torch.stack([self._most_likely(hidden_SBH, predicted) for hidden_SBH in states_SBH])
+            of_heads = mtp_input_ids is not None
+            return torch.stack([self._most_likely(hidden_SBH, predicted, of_heads) for hidden_SBH in states_SBH])
 
         num_drafts = self.heads.drafts
         cu_seqlens = padded_cu_seqlens(packed_seq_params)
@@ -303,14 +306,15 @@ class GPTModel(McoreGPTModel):
                 problem = f"layer {layer.layer_number} keeps nothing of earlier tokens, so it cannot continue prompts"
                 raise UserError(problem, "add --acceptance_samples 0")
 
-    def _most_likely(self, hidden_SBH: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+    def _most_likely(self, hidden_SBH: torch.Tensor, predicted: torch.Tensor, of_heads: bool) -> torch.Tensor:
         """The tokens [N] that the output layer makes of states at some places of a flat row."""
         hidden_NH = self.whole_sequence(hidden_SBH)[predicted, 0]
+        output = self._output(of_heads)
         token_N = torch.empty_like(predicted)
         for start in range(0, len(predicted), MAX_POSITIONS):
             some = slice(start, start + MAX_POSITIONS)
-            logits_NV = self.logits(hidden_NH[some, None]).squeeze(1)
-            token_N[some] = vocab_parallel_argmax(logits_NV, self.pg_collection.tp)
+            logits_NV = output.logits(hidden_NH[some])
+            token_N[some] = vocab_parallel_argmax(logits_NV, self.pg_collection.tp, output.tokens_V)
         return token_N
 
     def _trunk(
@@ -484,7 +488,7 @@ class GPTModel(McoreGPTModel):
     def _cross_entropy(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> TokenLoss:
         picked_BS = labels_BS != IGNORE_INDEX
         row_N, place_N = picked_BS.nonzero(as_tuple=True)
-        logits_NV = self._picked_logits(hidden_SBH, row_N, place_N)
+        logits_NV = self._output(of_heads=False).logits(self._picked_states(hidden_SBH, row_N, place_N))
         return token_loss(logits_NV, labels_BS[row_N, place_N], picked_BS, self.pg_collection.tp)
 
     def _distillation(
@@ -503,20 +507,38 @@ class GPTModel(McoreGPTModel):
         assert self.mtp_loss != "ce"
         picked_BS = labels_BS != IGNORE_INDEX
         row_N, place_N = picked_BS.nonzero(as_tuple=True)
-        logits_NV = self._picked_logits(hidden_SBH, row_N, place_N)
+        output = self._output(of_heads=True)
+        logits_NV = output.logits(self._picked_states(hidden_SBH, row_N, place_N))
         trunk_NH = trunk_TBH[positions_S[place_N], row_N]
 
         def trunk_logits(rows: slice) -> torch.Tensor:
-            return self.logits(trunk_NH[rows][:, None]).squeeze(1)
+            return output.logits(trunk_NH[rows])
 
-        return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, picked_BS, self.pg_collection.tp)
+        tp = self.pg_collection.tp
+        return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, picked_BS, tp, output.tokens_V)
 
-    def _picked_logits(self, hidden_SBH: torch.Tensor, row_N: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
-        """[N, V]: only positions that have a target meet the vocabulary; prompts and padding are often half of them."""
+    def _picked_states(self, hidden_SBH: torch.Tensor, row_N: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
+        """[N, H]: only positions that have a target meet the vocabulary; prompts and padding are often half of them."""
         hidden_SBH = self.whole_sequence(hidden_SBH)
         # One index into S * B states: picked from [B, S] the gradient would be laid out so, and every layer would copy.
-        hidden_NH = hidden_SBH.flatten(0, 1)[place_N * hidden_SBH.size(1) + row_N]
-        return self.logits(hidden_NH[:, None]).squeeze(1)
+        return hidden_SBH.flatten(0, 1)[place_N * hidden_SBH.size(1) + row_N]
+
+    def _output(self, of_heads: bool) -> "_Output":
+        """The output layer as the trunk has it, or the heads, which may have a draft vocabulary."""
+        if not (of_heads and self.heads.draft_vocab):
+            return _Output(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), None)
+        group: Any = self.pg_collection.tp
+        is_tied = self.share_embeddings_and_output_weights
+        weight: Any = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        tokens_V = torch.tensor(self.heads.draft_vocab, device=weight.device) - group.rank() * len(weight)
+        rows_V = tokens_V[(tokens_V >= 0) & (tokens_V < len(weight))]
+        # No gradient: heads have a draft vocabulary where the trunk stays (`rules.sft_heads`).
+        weight_VH = weight.detach()[rows_V]
+
+        def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
+            return F.linear(copy_to_tensor_model_parallel_region(hidden_NH, group), weight_VH)
+
+        return _Output(logits, rows_V + group.rank() * len(weight))
 
     def _whole_rows(
         self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None
@@ -538,6 +560,14 @@ class GPTModel(McoreGPTModel):
         return gather_from_sequence_parallel_region(
             hidden_SBH, tensor_parallel_output_grad=False, group=self.pg_collection.tp
         )
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What makes logits [N, V] of states [N, H], and the token of each if they are not the whole vocabulary."""
+
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    tokens_V: torch.Tensor | None
 
 
 class _NoGradient(torch.autograd.Function):

@@ -30,17 +30,22 @@ class TokenLoss:
     prediction_BS: torch.Tensor
 
 
-def vocab_parallel_argmax(logits_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def vocab_parallel_argmax(
+    logits_NV: torch.Tensor, tp_group: dist.ProcessGroup, tokens_V: torch.Tensor | None = None
+) -> torch.Tensor:
     """The most likely token [N] of logits whose vocabulary is split over the tensor-parallel group.
+
+    Args:
+        tokens_V: the token of each logit on this rank; unset: this rank's part of the whole vocabulary.
 
     For example, with 4 words on each of 2 ranks: rank 0 finds its largest logit, 1.5, at word 3, and rank 1 its own,
     2.0, at word 1, which is word 5 of the whole vocabulary. Both then have (1.5, 3) and (2.0, 5), and choose 5.
     """
     value_N, token_N = logits_NV.max(dim=-1)
     size = tp_group.size()
+    token_N = token_N + tp_group.rank() * logits_NV.size(-1) if tokens_V is None else tokens_V[token_N]
     if size == 1:
         return token_N
-    token_N = token_N + tp_group.rank() * logits_NV.size(-1)
     values = [torch.empty_like(value_N) for _ in range(size)]
     tokens = [torch.empty_like(token_N) for _ in range(size)]
     dist.all_gather(values, value_N.contiguous(), group=tp_group)
@@ -73,6 +78,7 @@ def distillation_loss(
     kind: Distance,
     picked_BS: torch.Tensor,
     tp_group: dist.ProcessGroup,
+    tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
     """How far a head is from the trunk's own distribution of the same token; the head alone gets a gradient.
 
@@ -86,9 +92,10 @@ def distillation_loss(
         logits_NV: the head's; the memory of float32 ones is used for the gradient, so nothing may read them later.
         trunk_logits: the trunk's, [n, V], at some of the N positions; called for at most MAX_POSITIONS.
         picked_BS: as for `token_loss`.
+        tokens_V: the tokens of these logits, where they are not the whole vocabulary.
     """
     with torch.no_grad():
-        prediction_N = vocab_parallel_argmax(logits_NV, tp_group)
+        prediction_N = vocab_parallel_argmax(logits_NV, tp_group, tokens_V)
     loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, tp_group)
     assert loss_N is not None
     return _laid_out(loss_N, prediction_N, picked_BS)

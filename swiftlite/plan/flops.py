@@ -70,8 +70,9 @@ def training_flops(hf_config: HfConfig, heads: Heads = Heads(), *, heads_only: b
     trunk_pairs = sum(layer.attention.macs_per_pair() for layer in architecture.layers)
     square = of_trunk * trunk_pairs + 3 * block.attention.macs_per_pair() * num_drafts
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden
+    drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
     return Flops(
         linear=of_trunk * trunk + 3 * mtp_layer * num_drafts + square,
         square=square,
-        targets=(of_trunk * vocabulary, *[of_output_layer * vocabulary] * num_drafts),
+        targets=(of_trunk * vocabulary, *[of_output_layer * drafted] * num_drafts),
     )

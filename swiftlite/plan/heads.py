@@ -30,7 +30,9 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     layers = checkpoint.layers if args.mtp_num_layers is None else args.mtp_num_layers
     if args.mtp_num_layers is None and args.mtp_mode == "heads_only":
         layers = layers or 1
-    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta)
+    # Which tokens --draft_vocab chooses is known once the data has been read.
+    drafted = checkpoint.draft_vocab if args.draft_vocab is None else ()
+    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta, drafted)
 
 
 def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:

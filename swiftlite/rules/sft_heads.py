@@ -7,7 +7,14 @@ from swiftlite.args.config import Problem
 from swiftlite.heads import Heads
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, read_hf_config
-from swiftlite.plan.heads import LR_OF_NEW_HEADS, heads_of, mtp_init_of, new_heads_learn_alone, why_no_fit
+from swiftlite.plan.heads import (
+    LR_OF_NEW_HEADS,
+    heads_of,
+    mtp_init_of,
+    mtp_loss_of,
+    new_heads_learn_alone,
+    why_no_fit,
+)
 
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -61,6 +68,27 @@ def fit_has_something_to_fit_to(args: SftArgs, facts: Facts) -> Iterator[Problem
             f"--mtp_init fit_last_layer fits to what training rows give the last decoder layer, but {why}",
             "--mtp_init copy_last_layer starts without a fit",
         )
+
+
+def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    heads = heads_of(args, facts.heads)
+    whole = "--draft_vocab 0 lets them draft all tokens"
+    if not facts.hf_config or not heads.layers or not (args.draft_vocab or heads.draft_vocab):
+        return
+    asked = (
+        f"--draft_vocab {args.draft_vocab}" if args.draft_vocab else "the checkpoint's heads have a draft vocabulary"
+    )
+    size = facts.hf_config.get("vocab_size", 0)
+    if args.mtp_mode != "heads_only":
+        yield f"{asked}, which heads learn behind a trunk that stays", f"add --mtp_mode heads_only; {whole}"
+    elif mtp_loss_of(args) == "ce":
+        yield f"{asked}, and --mtp_loss ce asks for tokens outside of it", f"leave --mtp_loss out; {whole}"
+    elif args.draft_vocab and args.streaming:
+        yield f"{asked} counts the training rows, and --streaming reads them later", "leave one of the two out"
+    elif args.draft_vocab and args.sft_mock_dataset_config_json:
+        yield f"{asked} counts the answers of training rows, and made-up samples have none", "leave --draft_vocab out"
+    elif args.draft_vocab and args.draft_vocab >= size:
+        yield f"{asked}, but the model's whole vocabulary is {size}", "choose fewer, or leave it out"
 
 
 def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from swiftlite import draft_vocab
 from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
@@ -21,6 +22,7 @@ from swiftlite.data.sampler import Sampler
 from swiftlite.data.stream import Stream
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
+from swiftlite.heads import Heads
 from swiftlite.log import logger
 from swiftlite.model.build import check_computable
 from swiftlite.model.open import HfModel, read_hf_model
@@ -76,6 +78,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
 
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
     data = load_data(args, tokenizer, hf_model)
+    plan = replace(plan, heads=choose_draft_vocab(args, hf_model, plan.heads, data))
     flops = training_flops(hf_model.config, plan.heads, heads_only=trainable.freezes_trunk)
     batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops)
     rows = batches.rows(data.train)
@@ -207,6 +210,32 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
         )
     data.report.train_samples = len(samples)
     return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))
+
+
+def choose_draft_vocab(args: SftArgs, hf_model: HfModel, heads: Heads, data: Data) -> Heads:
+    """The heads with the tokens that --draft_vocab lets them draft, chosen from the answers of the training rows.
+
+    Raises:
+        UserError: a tensor-parallel rank holds none of these tokens.
+    """
+    if not args.draft_vocab or not heads.layers:
+        return heads
+    vocab_size = hf_model.config["vocab_size"]
+    counts = draft_vocab.count((sample.labels for sample in data.train), vocab_size)
+    chosen = draft_vocab.choose(counts, args.draft_vocab)
+    words = f"draft vocabulary: {args.draft_vocab} of {vocab_size} tokens are {chosen.coverage:.2%} of the answers"
+    if data.val:
+        held_out = draft_vocab.count((sample.labels for sample in data.val), vocab_size)
+        share = draft_vocab.covered(held_out, chosen.ids)
+        words += f" to train on and {share:.2%} of those held out: no more drafts than that can be right"
+    logger.info("%s", words)
+    rows_per_rank = vocab_size // args.tensor_model_parallel_size
+    if len({token // rows_per_rank for token in chosen.ids}) < args.tensor_model_parallel_size:
+        raise UserError(
+            f"--draft_vocab {args.draft_vocab}: a tensor-parallel rank holds none of these tokens",
+            "choose more of them",
+        )
+    return replace(heads, draft_vocab=chosen.ids)
 
 
 def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:

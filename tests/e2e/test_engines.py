@@ -30,7 +30,7 @@ from swiftlite.families import FAMILIES
 from swiftlite.families.drafting import Drafting
 from tests.e2e.conftest import Commands
 from tests.e2e.vllm_here import load_draft, prefix_hits
-from tests.engines.reference import Reference, convention, follow
+from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
 from tests.tiny import HYBRID, make_tiny_hf, mtp_names
 
 pytestmark = [
@@ -100,6 +100,21 @@ def test_of_several_heads_the_first_drafts(family, vllm, trained):
     assert (served.token_ids, expected_counts(served.counts)) == (expected, expected_counts(counts))
     reference.heads = reference.heads[1:]
     assert reference.simulate(prompts, NEW_TOKENS, 1)[1] != counts
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_drafts_are_of_the_draft_vocabulary(family, vllm, trained, tmp_path):
+    """Untied and tied; the answers are those of the whole vocabulary."""
+    directory, prompts = trained(family, 1, "vllm")
+    reference = follow(Reference.load(directory, family, depth=1), convention("vllm", family).drafting)
+    _, counts_of_all = reference.simulate(prompts, NEW_TOKENS, 3)
+    reference.draft_vocab = [token for token in range(reference.trunk.config.vocab_size) if token % 4]
+    with_vocab(directory, tmp_path / "model", reference.draft_vocab)
+    clear = [prompt for prompt in prompts if reference.closest_choice(prompt, NEW_TOKENS, 3) > UNDECIDED]
+    served = vllm(tmp_path / "model", clear, NEW_TOKENS, 3)
+    expected, counts = reference.simulate(clear, NEW_TOKENS, 3)
+    assert (served.token_ids, expected_counts(served.counts)) == (expected, expected_counts(counts))
+    assert 0.1 < counts.acceptance_rate < counts_of_all.acceptance_rate
 
 
 @pytest.mark.parametrize("family", HYBRID_IN_VLLM)

@@ -25,7 +25,7 @@ from swiftlite.bench.server import serve
 from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server_command import ServerCommand
-from tests.engines.reference import Reference, convention, follow, write_trained
+from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
 from tests.stand_ins import sglang_environment
 from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
 
@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 NEW_TOKENS = 24
 CASES = [(family, k) for family in ("llama", "qwen2", "qwen3", "mimo") for k in (1, 3)]
 CASES += [("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2), ("seed_oss", 3)]
+WITH_VOCAB = ("qwen3", "mimo")
 LAST_CASES = dict(CASES).items()  # one for each family
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
 SMALL = ["--sglang_engine_kwargs", '{"max_total_tokens": 4096, "max_running_requests": 4}']
@@ -87,13 +88,22 @@ def served(tmp_path_factory) -> dict[Any, Any]:
     tensors = load_file(damaged / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3, 5)
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    for family in WITH_VOCAB:
+        directory, prompts = models[family]
+        reference = load(directory, family)
+        reference.draft_vocab = [token for token in range(reference.trunk.config.vocab_size) if token % 4]
+        models[f"{family}, draft vocabulary"] = (
+            with_vocab(directory, folder / f"{family}-vocab", reference.draft_vocab),
+            [prompt for prompt in prompts if reference.closest_choice(prompt, NEW_TOKENS, 3) > UNDECIDED],
+        )
+    cases = [*CASES, *((f"{family}, draft vocabulary", 3) for family in WITH_VOCAB)]
     jobs = [
-        {"model": str(models[family][0]), "prompts": models[family][1], "num_tokens": k, "max_new_tokens": NEW_TOKENS}
-        for family, k in CASES
+        {"model": str(models[name][0]), "prompts": models[name][1], "num_tokens": k, "max_new_tokens": NEW_TOKENS}
+        for name, k in cases
     ]
     unknown = jobs[0] | {"engine_kwargs": {"max_modle_len": 3}}
     lines = do_all([*jobs, unknown, jobs[0] | {"model": str(damaged)}])
-    results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(CASES, lines, strict=False)}
+    results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(cases, lines, strict=False)}
     return results | {"unknown option": lines[-2], "damaged": lines[-1]}
 
 
@@ -110,6 +120,19 @@ def test_tokens_and_counts_equal_the_reference(served, family, num_tokens):
     too_long, random = result["refused"]
     assert "a prompt has 256 tokens" in too_long
     assert "--temperature 0.5 with speculation: SGLang on a CPU would verify drafts greedily" in random
+
+
+@pytest.mark.parametrize("family", WITH_VOCAB)
+def test_drafts_are_of_the_draft_vocabulary(served, family):
+    """A draft class of ours and one of SGLang's."""
+    directory, prompts, result = served[f"{family}, draft vocabulary", 3]
+    reference = load(directory, family)
+    _, counts_of_all = reference.simulate(prompts, NEW_TOKENS, 3)
+    reference.draft_vocab = torch.load(directory / "speculative_token_map.pt", weights_only=True)
+    expected, counts = reference.simulate(prompts, NEW_TOKENS, 3)
+    assert result["tokens"] == expected
+    assert result["counts"] == [counts.drafts, counts.drafted, list(counts.accepted_per_position)]
+    assert 0 < counts.acceptance_rate < counts_of_all.acceptance_rate
 
 
 def swap_halves(reference: Reference) -> None:

@@ -6,6 +6,7 @@ learned, however many steps that takes on the processor at hand.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ class Reference(nn.Module):
         takes_state_before_norm: vLLM's MiMo heads get the trunk's state before its final norm.
         recycles_state_before_norm: vLLM's GLM-4.5 head, when it goes on alone, gets its state before its output norm.
         takes_hidden_first: MiMo's projection takes the state, then the embedding.
+        draft_vocab: ids of the tokens that the heads can draft; empty for all.
     """
 
     def __init__(self, trunk: Any, family: str, mtp_tensors: dict[str, torch.Tensor], depth: int):
@@ -69,6 +71,7 @@ class Reference(nn.Module):
         self.trunk, self.family, self.depth = trunk, family, depth
         self.zeroes_first_embedding = self.takes_state_before_norm = self.recycles_state_before_norm = False
         self.takes_hidden_first = family == "mimo"
+        self.draft_vocab: list[int] = []
         trunk.set_experts_implementation("eager")
         layer_class: Any = type(trunk.model.layers[-1])
         norm_class: Any = type(trunk.model.norm)
@@ -159,6 +162,9 @@ class Reference(nn.Module):
             k = min(j, self.depth - 1)
             hidden, after = self.head_states(k, fed, torch.tensor([ids[shift:]]))
             logits.append(self.trunk.lm_head(after[0, -1]))
+            if self.draft_vocab:
+                drafted = torch.tensor(self.draft_vocab)
+                logits[-1] = torch.full_like(logits[-1], -torch.inf).index_copy(0, drafted, logits[-1][drafted])
             ids.append(int(logits[-1].argmax()))
         return torch.stack(logits)
 
@@ -219,6 +225,16 @@ def follow(reference: Reference, drafting: Drafting) -> Reference:
     reference.recycles_state_before_norm = drafting.recycles_before_norm
     reference.zeroes_first_embedding = drafting.zeroes_first_embedding
     return reference
+
+
+def with_vocab(model: Path, directory: Path, draft_vocab: list[int]) -> Path:
+    """The same checkpoint with a draft vocabulary, as `export` writes one."""
+    shutil.copytree(model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["mtp_draft_vocab"] = " ".join(map(str, draft_vocab))
+    (directory / "config.json").write_text(json.dumps(config))
+    torch.save(draft_vocab, directory / "speculative_token_map.pt")
+    return directory
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

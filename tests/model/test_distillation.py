@@ -1,6 +1,6 @@
 """`--mtp_loss kl`, `tv`, `nla` and `lk_hybrid` against their definitions, written densely."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import make_sample
+from swiftlite.heads import Heads
 from swiftlite.model import loss
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import Logits
@@ -49,13 +50,17 @@ DISTANCES = {
 }
 
 
-def dense_losses(logits: Logits, batch: Batch, kind: str) -> list[torch.Tensor]:
-    """[B, S] of each depth k: at s the head's distribution of token s + k + 1 against the trunk's, made at s + k."""
-    trunk = logits.main.detach().double().log_softmax(-1)
+def dense_losses(logits: Logits, batch: Batch, kind: str, tokens: Sequence[int]) -> list[torch.Tensor]:
+    """[B, S] of each depth k: at s the head's distribution of token s + k + 1 against the trunk's, made at s + k.
+
+    Args:
+        tokens: those that either distribution is over.
+    """
+    trunk = logits.main.detach().double()[..., tokens].log_softmax(-1)
     losses = []
     for depth, head in enumerate(logits.mtp, start=1):
         target = trunk.roll(-depth, dims=1)
-        head = head.double().log_softmax(-1)
+        head = head.double()[..., tokens].log_softmax(-1)
         losses.append(DISTANCES[kind](head, target) * (batch.labels_KBS[depth] != -100))
     return losses
 
@@ -75,7 +80,7 @@ def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_onl
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert {name.startswith("mtp.") for name in gradients} == ({True} if heads_only else {True, False})
     model.zero_grad(set_to_none=True)
-    expected = dense_losses(model(tokens[0], positions, **inputs), batch, kind)
+    expected = dense_losses(model(tokens[0], positions, **inputs), batch, kind, range(128))
     for head, dense in zip(ours.mtp, expected, strict=True):
         # The definition is in float64: 1e-6 is what float32 logits of some tens leave of a loss of ten.
         torch.testing.assert_close(head.loss_BS.double(), dense, rtol=1e-5, atol=1e-6)
@@ -86,6 +91,37 @@ def test_losses_and_gradients_equal_the_dense_definition(kind, packed, heads_onl
         assert theirs is not None
         # Float32 sums in another order.
         torch.testing.assert_close(gradient, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()) + 1e-9)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["kl", "nla"])
+def test_a_draft_vocabulary_is_all_that_heads_know(kind, tied, tmp_path, mesh):
+    """Losses, gradients and predictions are over its tokens alone."""
+    drafted = tuple(range(3, 128, 5))
+    directory = make_tiny_hf(tmp_path, "qwen3", depth=2, tied=tied)
+    models = {
+        vocab: load_megatron(
+            directory, mesh, torch.float32, mtp_loss=kind, freeze_trunk=True, heads=Heads(2, draft_vocab=vocab)
+        )
+        for vocab in ((), drafted)
+    }
+    batch = make_batch(2, packed=False)
+    tokens, positions, labels = batch.tokens_KBS, batch.position_ids_BS, batch.labels_KBS
+    ours = models[drafted](tokens[0], positions, labels=labels[0], mtp_input_ids=tokens[1:], mtp_labels=labels[1:])
+    torch.stack([head.loss_BS.sum() for head in ours.mtp]).sum().backward()
+    logits = models[()](tokens[0], positions, mtp_input_ids=tokens[1:])
+    expected = dense_losses(logits, batch, kind, drafted)
+    torch.stack(expected).sum().backward()
+    for depth, (head, dense) in enumerate(zip(ours.mtp, expected, strict=True), start=1):
+        torch.testing.assert_close(head.loss_BS.double(), dense, rtol=1e-5, atol=1e-6)
+        likeliest = torch.tensor(drafted)[logits.mtp[depth - 1][..., drafted].argmax(-1)]
+        assert torch.equal(head.prediction_BS, likeliest.where(labels[depth] != -100, -1))
+    whole = dict(models[()].named_parameters())
+    for name, parameter in models[drafted].named_parameters():
+        if parameter.grad is not None:
+            theirs = whole[name].grad
+            assert theirs is not None
+            torch.testing.assert_close(parameter.grad, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()) + 1e-9)
 
 
 @pytest.mark.parametrize("kind", DISTANCES)

@@ -146,9 +146,9 @@ class Result:
     """After the last step, by HF name."""
 
 
-def make_model(directory: Path, family: str, depth: int = 1, tied: bool = False) -> Path:
+def make_model(directory: Path, family: str, depth: int = 1, tied: bool = False, **config: Any) -> Path:
     """A tiny model of the family with 4 layers."""
-    return make_tiny_hf(directory, family, depth=depth, tied=tied, **SIZES)
+    return make_tiny_hf(directory, family, depth=depth, tied=tied, **SIZES, **config)
 
 
 def make_samples(vocab_size: int) -> list[Sample]:
@@ -215,7 +215,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         layout_of(args), tied_embeddings=bool(hf_config.get("tie_word_embeddings")), timeout_minutes=2
     ) as mesh:
         dtype = getattr(torch, args.torch_dtype)
-        plan = make_plan(args, torch.distributed.get_world_size(), Heads(depth))
+        plan = make_plan(args, torch.distributed.get_world_size(), Heads.from_config(hf_config))
         samples = make_samples(hf_config["vocab_size"])
         model = build_model(
             family.architecture(hf_config),

@@ -22,6 +22,7 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "kl": ("qwen3", 2, {"mtp_loss": "kl"}),
     "tv, packed": ("qwen3", 2, {"mtp_loss": "tv"} | PACKED),
     "nla, packed": ("qwen3", 2, {"mtp_loss": "nla"} | PACKED),
+    "draft vocabulary": ("qwen3", 2, {"mtp_loss": "kl", "mtp_mode": "heads_only"}),
     "unroll, lk": ("qwen3", 1, UNROLL | {"mtp_loss": "lk_hybrid"}),
 }
 CHOSEN = {
@@ -32,6 +33,7 @@ CHOSEN = {
     "kl": ("TP2", "PP2", "CP2", "DP2"),
     "tv, packed": ("TP2+SP", "CP2"),
     "nla, packed": ("TP2+SP", "CP2"),
+    "draft vocabulary": ("TP2", "TP2+SP", "PP2", "CP2"),
     "unroll, lk": ("TP2", "PP2", "CP2"),
 }
 LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "PP2 MTP apart")} | {"TP2+SP": TP2_SP}
@@ -41,7 +43,10 @@ LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "P
 def computed(tmp_path_factory) -> tuple[dict[str, Path], dict[tuple[str, str], Result]]:
     """Models by way, and results by way and layout; one process is "alone"."""
     root = tmp_path_factory.mktemp("heads")
-    models = {way: parity.make_model(root / way, family, depth) for way, (family, depth, _) in WAYS.items()}
+    models = {}
+    for way, (family, depth, _) in WAYS.items():
+        config: dict[str, Any] = {"mtp_draft_vocab": "3-40 77 90-120"} if way == "draft vocabulary" else {}
+        models[way] = parity.make_model(root / way, family, depth, **config)
     jobs: dict[int, dict[tuple[str, str], dict]] = {1: {}, 2: {}}
     for way, (_, _, options) in WAYS.items():
         jobs[1][way, "alone"] = options

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from swiftlite.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.engines.load_report import LoadReport
 from swiftlite.engines.served_model import ServedModel, require_heads
 from swiftlite.engines.sglang.info import SGLANG
@@ -62,8 +63,23 @@ def speculative_options(
         "speculative_num_steps": num_steps,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": num_steps + 1,
+        **_token_map(model),
         **given,
     }
+
+
+def _token_map(model: ServedModel) -> dict[str, str]:
+    """SGLang's option for heads with a draft vocabulary.
+
+    Raises:
+        UserError: the file that `export` writes for it is not there, or is another model's.
+    """
+    if not model.heads.draft_vocab:
+        return {}
+    path = model.directory / TOKEN_MAP_FILE
+    if not path.is_file() or tuple(torch.load(path, weights_only=True)) != model.heads.draft_vocab:
+        raise UserError(f"{path} is not the draft vocabulary that config.json has", "export the run again")
+    return {"speculative_token_map": str(path.absolute())}
 
 
 def known_report(model: ServedModel) -> LoadReport:

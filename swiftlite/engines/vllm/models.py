@@ -10,8 +10,10 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -114,6 +116,8 @@ class MtpDraft(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        self._drafted = torch.tensor(heads_of(config).draft_vocab, dtype=torch.int64)
+        self._drafted_rows: torch.Tensor | None = None  # of lm_head, which is the trunk's only after loading
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         """The trunk's kind of decoder layer."""
@@ -151,8 +155,15 @@ class MtpDraft(nn.Module):
         return self.model(spec_step_idx % len(self.model.heads), inputs_embeds, positions, hidden_states)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
-        """[T, V]"""
-        return self.logits_processor(self.lm_head, hidden_states)
+        """[T, V]; -inf for tokens outside of the checkpoint's draft vocabulary, which cost nothing then."""
+        if not len(self._drafted):
+            return self.logits_processor(self.lm_head, hidden_states)
+        if self._drafted_rows is None:
+            self._drafted = self._drafted.to(hidden_states.device)
+            self._drafted_rows = _rows(self.lm_head, self._drafted)
+        logits = F.linear(hidden_states, self._drafted_rows)
+        whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self._drafted, logits)
 
     def load_weights(self, weights: Weights) -> set[str]:
         """See `fill`."""
@@ -160,6 +171,14 @@ class MtpDraft(nn.Module):
         parameters = {stored: self.get_parameter(name) for stored, name in names.items()}
         filled = fill(parameters, weights, len(self.model.heads), default_weight_loader, self.expert_mapping())
         return {names[stored] for stored in filled}
+
+
+def _rows(lm_head: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Rows [N, H] of an output layer, on every tensor-parallel rank."""
+    row = tokens - lm_head.shard_indices.org_vocab_start_index
+    is_elsewhere = (row < 0) | (tokens >= lm_head.shard_indices.org_vocab_end_index)
+    rows = lm_head.weight.detach()[row.masked_fill(is_elsewhere, 0)]
+    return tensor_model_parallel_all_reduce(rows.masked_fill(is_elsewhere[:, None], 0))
 
 
 def _name_on_disk(name: str) -> str:

@@ -25,6 +25,8 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
     Raises:
         UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
     """
+    from swiftlite.engines.vllm.plugin import DRAFTS
+
     given = config.speculative_config
     if given is not None and given.get("method") != "mtp":
         if "model" in given and Path(given["model"]).absolute() == model.directory.absolute():
@@ -37,6 +39,12 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
     if num_tokens == 0:
         return None
     require_heads(model)
+    draft = VLLM.convention_for(model.family).draft
+    if model.heads.draft_vocab and draft not in DRAFTS.values():
+        raise UserError(
+            f"the checkpoint's heads have a draft vocabulary, and vLLM's {draft} drafts from all tokens",
+            "use --infer_backend transformers or sglang, or train the heads with --draft_vocab 0",
+        )
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
 
 

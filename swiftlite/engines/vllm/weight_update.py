@@ -41,6 +41,7 @@ class WeightUpdate:
         self._draft: dict[str, Shape] = {}
         for head in range(model.heads.layers):
             self._draft |= _shapes(family.head_rows(config, head))
+        self._drafted_rows_are_kept = drafts and bool(model.heads.draft_vocab)
         self._is_torn = False
 
     def run(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
@@ -50,6 +51,12 @@ class WeightUpdate:
             raise UserError(
                 "weights for MTP heads, and an engine that was started without them",
                 "start it with speculation, or send the trunk alone",
+            )
+        if target is not None and self._drafted_rows_are_kept:
+            raise UserError(
+                "weights for the trunk of an engine that drafts from a draft vocabulary, whose logits it would go on "
+                "computing with the old ones",
+                "start the engine again with the new weights",
             )
         self._is_torn = True  # until the last transfer is through
         if target is not None:

@@ -124,8 +124,18 @@ class MtpDraft(nn.Module):
         parameters = {name: tensor for name, tensor in self.named_parameters() if name.startswith("mtp.")}
         return fill(parameters, weights, 1, default_weight_loader)
 
-    def set_embed_and_head(self, embed: nn.Parameter, head: nn.Parameter) -> None:
-        """Take the trunk's embedding and output layer, as SGLang's EAGLE worker gives them."""
+    def set_embed_and_head(self, embed: nn.Parameter, head: torch.Tensor) -> None:
+        """Take the trunk's embedding and output layer, as SGLang's EAGLE worker gives them.
+
+        Raises:
+            ValueError: the checkpoint has a draft vocabulary, and these are not its rows of the output layer.
+        """
+        num_drafted = len(heads_of(self.config).draft_vocab)
+        if num_drafted and len(head) != num_drafted:
+            raise ValueError(
+                f"the head drafts {num_drafted} tokens: add --speculative-token-map, a file of the model's"
+            )
+        del self.lm_head.weight  # some rows of a parameter are none, and take no parameter's place
         self.embed_tokens.weight, self.lm_head.weight = embed, head
 
 
