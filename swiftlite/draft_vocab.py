@@ -6,6 +6,7 @@ tokens of the vocabulary; those that they hold most often are enough, because th
 config.json has the ids as text, neighbours joined: "0-2 5 8-9" is 0, 1, 2, 5, 8, 9.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -68,20 +69,20 @@ def to_text(ids: Sequence[int]) -> str:
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def from_text(text: object) -> tuple[int, ...]:
+def from_text(text: object, vocab_size: int) -> tuple[int, ...]:
     """The ids that `to_text` wrote.
 
     Raises:
-        UserError: it is something else.
+        UserError: it is something else, or has ids beyond the vocabulary.
     """
     ids: list[int] = []
     for run in str(text).split():
+        if not re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", run):
+            raise UserError(f"config.json: mtp_draft_vocab has '{run[:40]}', which is no id and no range of ids")
         first, _, last = run.partition("-")
-        if not (first.isascii() and first.isdecimal() and (last or first).isdecimal()):
-            raise UserError(
-                f"config.json: the draft vocabulary has '{run[:40]}' where it needs an id or a range of ids"
-            )
+        if int(last or first) >= vocab_size:
+            raise UserError(f"config.json: mtp_draft_vocab has {run}, and vocab_size is {vocab_size}")
         ids += range(int(first), int(last or first) + 1)
     if not ids or sorted(set(ids)) != ids:
-        raise UserError("config.json: the ids of the draft vocabulary are not in ascending order")
+        raise UserError("config.json: the ids of mtp_draft_vocab are not in ascending order")
     return tuple(ids)

@@ -50,7 +50,7 @@ class Heads:
         return cls(
             layers=layers if isinstance(layers, int) else 0,
             unroll=unroll if isinstance(unroll, int) and unroll else 1,
-            draft_vocab=draft_vocab.from_text(drafted) if drafted else (),
+            draft_vocab=draft_vocab.from_text(drafted, hf_config.get("vocab_size", 0)) if drafted else (),
         )
 
     @property

@@ -11,6 +11,11 @@ from swiftlite.heads import Heads
         ({"num_nextn_predict_layers": "two"}, Heads()),
         ({"num_nextn_predict_layers": 2}, Heads(2)),
         ({"num_nextn_predict_layers": 1, "mtp_unroll": 3}, Heads(1, unroll=3)),
+        (
+            {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-1 4", "vocab_size": 9},
+            Heads(1, draft_vocab=(0, 1, 4)),
+        ),
+        ({"num_nextn_predict_layers": 1, "mtp_draft_vocab": "", "vocab_size": 9}, Heads(1)),
     ],
 )
 def test_a_config_promises_heads(hf_config, heads):
@@ -24,6 +29,11 @@ def test_a_config_is_changed_to_promise_other_heads():
     assert Heads().config_change({"num_nextn_predict_layers": 2}) == {"num_nextn_predict_layers": 0}
     assert Heads(1, unroll=3).config_change({"num_nextn_predict_layers": 1}) == {"mtp_unroll": 3}
     assert Heads(1).config_change({"num_nextn_predict_layers": 1, "mtp_unroll": 3}) == {"mtp_unroll": 1}
+    assert Heads(1, draft_vocab=(0, 1, 4)).config_change({"num_nextn_predict_layers": 1}) == {
+        "mtp_draft_vocab": "0-1 4"
+    }
+    whole = {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-1 4", "vocab_size": 9}
+    assert Heads(1).config_change(whole) == {"mtp_draft_vocab": ""}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     if args.mtp_num_layers is None and args.mtp_mode == "heads_only":
         layers = layers or 1
     # Which tokens --draft_vocab chooses is known once the data has been read.
-    drafted = checkpoint.draft_vocab if args.draft_vocab is None else ()
+    drafted = checkpoint.draft_vocab if layers and args.draft_vocab is None else ()
     return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta, drafted)
 
 

@@ -108,7 +108,13 @@ def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         )
     elif args.mtp_graft_from is not None and facts.hf_config:
         wanted = heads_of(args, facts.heads).layers
-        present = Heads.from_config(read_hf_config(description_of(args.mtp_graft_from))).layers
+        grafted = Heads.from_config(read_hf_config(description_of(args.mtp_graft_from)))
+        present = grafted.layers
+        if grafted.draft_vocab and args.draft_vocab is None:
+            yield (
+                f"--mtp_graft_from {args.mtp_graft_from} has heads with a draft vocabulary",
+                "say which tokens they draft now: --draft_vocab N, or 0 for all",
+            )
         if wanted and present and wanted != present:
             yield (
                 f"--mtp_graft_from {args.mtp_graft_from} has MTP depth {present}, this run {wanted}",

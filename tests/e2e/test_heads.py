@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from swiftlite.heads import Heads
 from tests.e2e.conftest import Commands
 from tests.engines.reference import Reference
 from tests.model.test_unroll import train_head
@@ -47,6 +49,38 @@ def test_graft_unroll_export_infer(commands: Commands, dataset):
         "--max_new_tokens 8".split()
     ).stderr
     assert "drafting 3 tokens per step" in log
+
+
+@pytest.mark.gloo
+def test_draft_vocabulary_from_the_data_to_the_engine(commands: Commands, dataset):
+    """What the run measured on held-out prompts is what an engine counts on them with the export."""
+    directory = commands.directory
+    make_tiny_hf(directory / "model", "qwen3", depth=0, with_tokenizer=True)
+    rows = dataset.read_text().splitlines(keepends=True)
+    (directory / "val.jsonl").write_text("".join(rows[:3]))
+    log = commands.ok(
+        *f"megatron sft --model model --dataset {dataset} --val_dataset val.jsonl --output_dir run "
+        "--torch_dtype float32 --mtp_mode heads_only --draft_vocab 6 --mtp_unroll 2 --global_batch_size 8 "
+        "--train_iters 12 --acceptance_samples 3 "
+        "--acceptance_max_new_tokens 12".split()
+    ).stderr
+    said = re.search(r"draft vocabulary: 6 of \d+ tokens are (.*)% of the answers to train on and (.*)% of those", log)
+    assert said
+    assert 20 < float(said[2]) < 100
+    commands.ok(*"export --to_hf --model run --output_dir hf".split())
+    hf_config = json.loads((directory / "hf" / "config.json").read_text())
+    drafted = Heads.from_config(hf_config).draft_vocab
+    assert len(drafted) == 6
+    assert torch.load(directory / "hf" / "speculative_token_map.pt", weights_only=True) == list(drafted)
+
+    commands.ok(
+        *"infer --model hf --speculative mtp --val_dataset val.jsonl --torch_dtype float32 --max_new_tokens 12 "
+        "--result_path answers.jsonl --acceptance_json run/acceptance.json".split()
+    )
+    acceptance = json.loads((directory / "run" / "acceptance.json").read_text())
+    said_by_run, counted = acceptance["after"]["generated"], acceptance["engines"]["transformers"]
+    assert counted["drafted"] > 20
+    assert {name: counted[name] for name in said_by_run} == said_by_run
 
 
 @pytest.mark.engine

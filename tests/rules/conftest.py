@@ -13,7 +13,8 @@ def here(tmp_path, monkeypatch):
     """A working directory with a model without heads, one with MTP depth 2, rows, and a run."""
     monkeypatch.chdir(tmp_path)
     config = {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, **SIZES}
-    for name, depth in (("plain", {}), ("mtp2", {"num_nextn_predict_layers": 2})):
+    vocab = {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-40 50"}
+    for name, depth in (("plain", {}), ("mtp2", {"num_nextn_predict_layers": 2}), ("vocab", vocab)):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config | depth))
         Path(name, "model.safetensors").write_bytes(b"weights")

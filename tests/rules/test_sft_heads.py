@@ -18,6 +18,9 @@ from tests.rules.good import SFT, problems_of
         dataclasses.replace(SFT, model="mtp2", mtp_num_layers=2, mtp_mode="heads_only"),
         dataclasses.replace(SFT, model="mtp2", mtp_num_layers=1, mtp_init="random"),
         dataclasses.replace(SFT, model="mtp2", mtp_num_layers=0),
+        dataclasses.replace(SFT, model="vocab", draft_vocab=0),
+        dataclasses.replace(SFT, model="vocab", mtp_mode="heads_only"),
+        dataclasses.replace(SFT, mtp_mode="heads_only", draft_vocab=50, mtp_loss="nla"),
     ],
 )
 def test_good_options_pass_without_a_note(here, args):
@@ -81,6 +84,31 @@ def test_good_options_pass_without_a_note(here, args):
             {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "nowhere"},
             "--mtp_graft_from nowhere is not a directory",
             "",
+        ),
+        (
+            {"model": "mtp2", "draft_vocab": 50},
+            "--draft_vocab 50, which heads learn behind a trunk that stays",
+            "add --mtp_mode heads_only; --draft_vocab 0 lets",
+        ),
+        (
+            {"model": "vocab", "mtp_mode": "heads_only", "mtp_loss": "ce"},
+            "the checkpoint's heads have a draft vocabulary, and --mtp_loss ce asks for tokens outside of it",
+            "leave --mtp_loss out",
+        ),
+        (
+            {"draft_vocab": 50, "mtp_mode": "heads_only", "streaming": True, "packing": True, "train_iters": 9},
+            "--draft_vocab 50 counts the training rows, and --streaming reads them later",
+            "leave one of the two out",
+        ),
+        (
+            {"draft_vocab": 120, "mtp_mode": "heads_only"},
+            "--draft_vocab 120, but the model's whole vocabulary is 120",
+            "choose fewer",
+        ),
+        (
+            {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "vocab"},
+            "--mtp_graft_from vocab has heads with a draft vocabulary",
+            "--draft_vocab N, or 0 for all",
         ),
         (
             {"mtp_init": "random"},

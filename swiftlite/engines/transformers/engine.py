@@ -26,7 +26,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bridge.tensors import some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.served_model import ServedModel, read_model, require_heads
-from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
+from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpCandidateGenerator, load_heads
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys
 from swiftlite.errors import UserError
 
@@ -52,7 +52,9 @@ class TransformersEngine:
         self._drafter = None
         if num_tokens:
             heads = load_heads(model, self._decoder)
-            self._drafter = MtpCandidateGenerator(self._decoder, self._output_layer, heads, num_tokens, self._drafting)
+            drafted = model.heads.draft_vocab
+            output: Any = DraftOutput(self._output_layer, drafted) if drafted else self._output_layer
+            self._drafter = MtpCandidateGenerator(self._decoder, output, heads, num_tokens, self._drafting)
         self._counts = DraftCounts(0, 0, (0,) * num_tokens)
 
     def generate(

@@ -8,10 +8,12 @@ Next: `engine.py`, which verifies what is drafted here.
 Shapes: B batch (always 1), S positions, H hidden size.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -54,6 +56,27 @@ class MtpHead(nn.Module):
         """
         fused_BSH = self.eh_proj(torch.cat((self.enorm(embedding_BSH), self.hnorm(hidden_BSH)), dim=-1))
         return self.transformer_layer(fused_BSH, **layer_kwargs)
+
+
+class DraftOutput(nn.Module):
+    """The trunk's output layer for the tokens that heads can draft; all others have a logit of -inf.
+
+    Args:
+        output_layer: the trunk's.
+        draft_vocab: ids of those tokens.
+    """
+
+    def __init__(self, output_layer: Any, draft_vocab: Sequence[int]):
+        super().__init__()
+        self._drafted = torch.tensor(draft_vocab, device=output_layer.weight.device)
+        self._rows = output_layer.weight.detach()[self._drafted]
+        self._vocab_size = len(output_layer.weight)
+
+    def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, V]."""
+        logits = F.linear(hidden_BSH, self._rows)
+        whole = logits.new_full((*logits.shape[:-1], self._vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self._drafted, logits)
 
 
 def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
@@ -111,7 +134,7 @@ class MtpCandidateGenerator(CandidateGenerator):
 
     Args:
         decoder: the trunk without its output layer; must be the one whose states `get_candidates` is given.
-        output_layer: the trunk's, shared by all heads.
+        output_layer: the trunk's, shared by all heads, or a `DraftOutput` of it.
         heads: from `load_heads`.
         num_tokens: tokens to draft per round.
         drafting: what the heads are fed, `MtpLayout.drafting` of the family.

@@ -11,7 +11,7 @@ from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.families.drafting import Drafting
-from tests.engines.reference import Reference, convention, follow
+from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
 from tests.tiny import ALIKE, CLASSES, make_tiny_hf, mtp_names
 
 
@@ -40,6 +40,22 @@ def test_counts_equal_a_reference_without_cache(trained, family, depth, num_toke
     # The check has teeth only where some drafts are right and some wrong, at every position that has a head of its own.
     for accepted in counts.accepted_per_position[:depth]:
         assert 0.1 < accepted / counts.drafts < 0.9
+
+
+@pytest.mark.parametrize(("family", "depth"), [("qwen3", 2), ("llama", 1), ("qwen3_next", 1)])
+def test_drafts_are_of_the_draft_vocabulary(trained, tmp_path, family, depth):
+    directory, prompts = trained(family, depth)
+    reference = follow(Reference.load(directory, family, depth), convention("transformers", family).drafting)
+    _, counts_of_all = reference.simulate(prompts, 20, 2)
+    reference.draft_vocab = [token for token in range(reference.trunk.config.vocab_size) if token % 4]
+    model = with_vocab(directory, tmp_path / "model", reference.draft_vocab)
+    engine = start_engine("transformers", EngineConfig(model, "float32", num_speculative_tokens=2))
+    clear = [prompt for prompt in prompts if reference.closest_choice(prompt, 20, 2) > UNDECIDED]
+    completions = engine.generate(clear, Sampling(20))
+    answers, counts = reference.simulate(clear, 20, 2)
+    assert [completion.token_ids for completion in completions] == answers
+    assert engine.draft_counts().accepted_per_position == counts.accepted_per_position
+    assert 0 < counts.acceptance_rate < counts_of_all.acceptance_rate
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mimo"])
