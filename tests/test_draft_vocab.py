@@ -1,0 +1,52 @@
+"""Choosing the tokens that heads draft, and how config.json has them."""
+
+import numpy as np
+import pytest
+
+from swiftlite import draft_vocab
+from swiftlite.errors import UserError
+
+
+def test_the_most_frequent_are_chosen_and_of_equals_the_first():
+    counts = draft_vocab.count([np.array([-100, 4, 4, 1]), np.array([2, 3, 4])], 6)
+    assert counts.tolist() == [0, 1, 1, 1, 3, 0]
+    chosen = draft_vocab.choose(counts, 3)
+    assert chosen.ids == (1, 2, 4)
+    assert chosen.coverage == pytest.approx(5 / 6)
+    assert draft_vocab.covered(np.array([0, 1, 0, 3, 0, 0]), chosen.ids) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [((), ""), ((7,), "7"), ((0, 1, 2, 5, 8, 9), "0-2 5 8-9"), ((3, 4), "3-4"), (tuple(range(99)), "0-98")],
+)
+def test_ids_as_text(ids, text):
+    assert draft_vocab.to_text(ids) == text
+    if ids:
+        assert draft_vocab.from_text(text, 99) == ids
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "1-",
+        "-1",
+        "1-2-3",
+        "3 2",
+        "2 2",
+        "5-3",
+        "4 4-6",
+        "1.5",
+        "²",
+        " ",
+        ["1"],
+        7.5,
+        "99",
+        "0-99",
+        "0-999999999999",
+    ],
+)
+def test_other_text_is_refused(text):
+    with pytest.raises(UserError, match="mtp_draft_vocab"):
+        draft_vocab.from_text(text, 99)
