@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite import draft_vocab
 from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
+from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data, Encoder, load_train_val
 from swiftlite.data.mock import MockSamples, mock_lengths
 from swiftlite.data.sampler import Sampler
