@@ -32,9 +32,9 @@ CHOSEN = {
     "unroll, kl, heads": ("TP2+SP", "PP2", "CP2", "PP2 MTP apart"),
     "kl": ("TP2", "PP2", "CP2", "DP2"),
     "tv, packed": ("TP2+SP", "CP2"),
-    "nla, packed": ("TP2+SP", "CP2"),
-    "draft vocabulary": ("TP2", "TP2+SP", "PP2", "CP2"),
-    "unroll, lk": ("TP2", "PP2", "CP2"),
+    "nla, packed": ("TP2+SP",),
+    "draft vocabulary": ("TP2", "PP2"),
+    "unroll, lk": ("TP2",),
 }
 LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "PP2 MTP apart")} | {"TP2+SP": TP2_SP}
 
