@@ -48,7 +48,7 @@ class TransformersEngine:
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
         longest = trunk.config.max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
-        self._drafting = model.family.mtp.drafting
+        self._drafting = model.family.mtp.drafting_for(model.heads.draft_for)
         self._drafter = None
         if num_tokens:
             heads = load_heads(model, self._decoder)
