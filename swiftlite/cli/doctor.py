@@ -190,13 +190,14 @@ def _torch_cuda() -> str | None:
 
 def _report_model(directory: Path) -> bool:
     from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
+    from swiftlite.bridge.hf_config import read_config
     from swiftlite.errors import UserError
     from swiftlite.families import index
     from swiftlite.heads import Heads
 
     print(f"\n{directory}")
-    hf_config = read_hf_config(directory)
     try:
+        hf_config = read_config(directory)
         family = index.get(hf_config, directory)
         depth = mtp_depth_on_disk(directory, family, hf_config)
         problems = audit_hf(directory, family) + _tokenizer_problems(directory, hf_config)

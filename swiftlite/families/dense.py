@@ -4,7 +4,7 @@ A family states its differences as arguments. Next: `llama.py`, the plainest of 
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from swiftlite.bridge.quantization import quantization_problem
@@ -72,9 +72,11 @@ def problems_of(
     ]
     if problem := quantization_problem(hf_config):
         problems.append(problem)
-    factor = partial_rotary_factor(hf_config)
-    if "partial_rotary_factor" not in (*reads, *hf_config) and factor not in (1, None):
-        problems.append(f"rope_parameters: partial_rotary_factor {factor} is not supported; it can only be 1")
+    whole, nested = hf_config.get("partial_rotary_factor"), _rope(hf_config).get("partial_rotary_factor")
+    if "partial_rotary_factor" not in reads and nested not in (1, None):
+        problems.append(f"rope_parameters: partial_rotary_factor {nested} is not supported; it can only be 1")
+    if None not in (whole, nested) and whole != nested:
+        problems.append(f"partial_rotary_factor {whole}, but rope_parameters has {nested}")
     depth = hf_config.get(depth_key(hf_config))
     if depth is not None and (not isinstance(depth, int) or depth < 0):
         problems.append(f"{depth_key(hf_config)} {depth!r} is not a number of layers")
@@ -121,8 +123,17 @@ def head_dim(hf_config: HfConfig) -> int:
 
 def partial_rotary_factor(hf_config: HfConfig) -> float | None:
     """Part of each head that rotary angles turn, where the config states it; transformers 5 moves it below another."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    return hf_config.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
+    return hf_config.get("partial_rotary_factor") or _rope(hf_config).get("partial_rotary_factor")
+
+
+def _rope(hf_config: HfConfig) -> Mapping[str, Any]:
+    """What a config says of rotary angles in an object of its own."""
+    return hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+
+
+def rope_theta(hf_config: HfConfig) -> Any:
+    """The base of the rotary angles where the config states it: transformers reads the object of its own first."""
+    return _rope(hf_config).get("rope_theta", hf_config.get("rope_theta"))
 
 
 def partial_rotary_problems(hf_config: HfConfig) -> list[str]:

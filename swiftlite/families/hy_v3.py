@@ -47,9 +47,8 @@ def _check(hf_config: HfConfig) -> None:
     problems = dense.problems_of(
         hf_config, attention_bias=(False, None), mlp_bias=(False, None), qk_norm=(True,), route_norm=(True,)
     )
-    problems += dense.missing_numbers(hf_config, tuple(_GLM_KEYS))
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    if "rope_theta" not in (*hf_config, *rope):
+    problems += dense.missing_numbers(hf_config, (*_GLM_KEYS, "moe_intermediate_size"))
+    if not isinstance(dense.rope_theta(hf_config), int | float):
         problems.append("rope_parameters: rope_theta is missing, and readers take different ones for granted")
     if not problems:
         problems += [_in_own_words(line) for line in moe.mixture_problems(_in_glm_words(hf_config))]
@@ -72,7 +71,7 @@ def _contradictions(hf_config: HfConfig) -> list[str]:
         problems.append(f"mlp_layer_types is not some 'dense', then 'sparse' up to {layers} layers")
     if hf_config.get("first_k_dense_replace", num_dense) != num_dense:
         stated = hf_config["first_k_dense_replace"]
-        says = "mlp_layer_types has" if kinds else "without mlp_layer_types transformers makes"
+        says = "mlp_layer_types has" if kinds is not None else "without mlp_layer_types transformers makes"
         problems.append(f"first_k_dense_replace {stated}, but {says} {num_dense} dense layers")
     ffn = hf_config["moe_intermediate_size"]
     if hf_config.get("expert_hidden_dim", ffn) != ffn:

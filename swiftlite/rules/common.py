@@ -1,5 +1,6 @@
 """Rules that more than one command has."""
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,9 @@ TRAIN_HEADS = "train heads first: swiftlite megatron sft --mtp_num_layers 1"
 
 def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
     for name, bounds in out_of_bounds(args).items():
-        yield f"--{name} {vars(args)[name]} must be {in_words(bounds)}", ""
+        value = vars(args)[name]
+        is_number = not isinstance(value, float) or math.isfinite(value)
+        yield f"--{name} {value} must be {'' if is_number else 'a finite number, '}{in_words(bounds)}", ""
 
 
 def texts_can_be(args: Any) -> Iterator[Problem]:

@@ -100,6 +100,10 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         "mtp_loss_scaling_factor": no_heads,
         "mtp_loss": no_heads,
         "mtp_clip_grad": no_heads,
+        "clip_grad": (
+            args.mtp_mode == "heads_only" and args.mtp_clip_grad is not None,
+            "heads alone learn, and --mtp_clip_grad clips them",
+        ),
         "mtp_unroll": no_heads,
         "draft_vocab": no_heads,
         "draft_for": no_heads,

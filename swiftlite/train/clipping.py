@@ -17,7 +17,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from swiftlite.plan.trainable import is_of_heads
 
 _OF_HEADS = "is_of_heads"
-"""An entry of torch's groups of parameters."""
+"""A key of torch's `param_groups`."""
 
 
 def heads_in_groups_of_their_own() -> dict[ParamKey, ParamGroupOverride]:
@@ -82,6 +82,6 @@ def _parameters(part: MegatronOptimizer, of_heads: bool) -> list[torch.Tensor]:
 
 
 def _counts(parameter: Any, part: MegatronOptimizer) -> bool:
-    """Whether a norm over all ranks takes this gradient from this rank: another rank may hold the same one."""
+    """Whether this rank's gradient goes into a norm over all ranks: of those that hold a parameter, one rank's does."""
     is_first = param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None))
     return parameter.grad is not None and param_is_not_shared(parameter) and is_first

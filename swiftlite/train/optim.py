@@ -81,7 +81,8 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         overlap_param_gather=args.overlap_param_gather,
     )
     overrides = get_standard_config_overrides(config)
-    if args.mtp_clip_grad is not None:
+    mtp_clip_grad = args.mtp_clip_grad if plan.heads.layers else None
+    if mtp_clip_grad is not None:
         overrides |= heads_in_groups_of_their_own()
     optimizer = get_megatron_optimizer(
         config,
@@ -96,7 +97,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-    return optimizer if args.mtp_clip_grad is None else ClippedApart(optimizer, args.mtp_clip_grad)
+    return optimizer if mtp_clip_grad is None else ClippedApart(optimizer, mtp_clip_grad)
 
 
 def _learning_rate(

@@ -406,6 +406,27 @@ def test_what_would_change_the_mathematics_is_refused(family, key, value):
     assert key in str(raised.value)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "seed_oss", "hy_v3"])
+@pytest.mark.parametrize("stated", [1, None])
+def test_what_stands_above_does_not_hide_the_part_of_a_head_that_turns(family, stated):
+    """transformers' own classes of these families ignore it, in either place."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    with pytest.raises(UserError, match=r"rope_parameters: partial_rotary_factor 0\.5 is not"):
+        families.get(hf_config(family, partial_rotary_factor=stated, rope_parameters=rope))
+
+
+def test_two_parts_of_a_head_that_turn():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1}
+    with pytest.raises(UserError, match=r"partial_rotary_factor 0\.25, but rope_parameters has 1"):
+        families.get(hf_config("qwen3_next", partial_rotary_factor=0.25, rope_parameters=rope))
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": None}, None])
+def test_a_theta_that_is_null_is_missing(rope):
+    with pytest.raises(UserError, match="rope_theta is missing"):
+        families.get(hf_config("hy_v3", rope_parameters=rope, rope_theta=None))
+
+
 def test_the_part_of_a_head_that_turns_must_be_stated():
     """transformers takes 0.5 for GLM-4.5, other readers 1."""
     config = hf_config("glm4_moe")

@@ -114,8 +114,8 @@ def test_a_model_that_is_not_known_is_not_looked_at(here, change):
     [
         ({"lr": 0.0}, "--lr 0.0 must be above 0"),
         ({"lr": -1e-5}, "--lr -1e-05 must be above 0"),
-        ({"lr": math.nan}, "--lr nan must be above 0"),
-        ({"lr": math.inf}, "--lr inf must be above 0"),
+        ({"lr": math.nan}, "--lr nan must be a finite number, above 0"),
+        ({"lr": math.inf}, "--lr inf must be a finite number, above 0"),
         ({"split_dataset_ratio": 1.0}, "--split_dataset_ratio 1.0 must be at least 0 and below 1"),
         ({"lr_warmup_fraction": 1.5}, "--lr_warmup_fraction 1.5 must be at least 0 and at most 1"),
         ({"micro_batch_size": 0}, "--micro_batch_size 0 must be at least 1"),

@@ -26,7 +26,7 @@ def chunks(tmp_path_factory, mesh):
 
 def make(chunks, mesh, **options):
     args = SftArgs(torch_dtype="float32", train_iters=STEPS, lr=LR, min_lr=MIN_LR, **options)
-    plan = make_plan(args, 1, Heads())
+    plan = make_plan(args, 1, Heads(1))
     wrapped = wrap_model(chunks, mesh, torch.float32)
     return wrapped, *make_optimizer(args, plan, make_schedule(args, 1), wrapped, mesh)
 

@@ -29,7 +29,7 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
 
     given = config.speculative_config
     if given is not None and given.get("method") != "mtp":
-        if "model" in given and Path(given["model"]).absolute() == model.directory.absolute():
+        if "model" in given and Path(given["model"]).resolve() == model.directory.resolve():
             raise UserError(
                 "--vllm_speculative_config names the model as its own draft: every draft accepted and none cheaper",
                 'write {"method": "mtp", "num_speculative_tokens": 1} for its heads, or leave the option out',
