@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
@@ -18,6 +18,7 @@ from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load
 from swiftlite.engines.transformers.verification import verify
 from swiftlite.families.drafting import Drafting
 from tests.engines.chi_square import FALSE_ALARM, probability
+from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.tiny import make_tiny_hf
 
 WRONG = {
@@ -27,8 +28,6 @@ WRONG = {
     "kept with p": ("luck_K * q_KV[place_K, drafts_K]", "luck_K"),
     "kept by one chance": ("torch.rand(len(drafts_K)", "torch.rand(1"),
 }
-PROMPT = [1, 4, 2]
-TEMPERATURE = 0.7  # random heads are then neither always right nor always wrong
 
 
 def wrong_verify(how: str) -> Callable[..., torch.Tensor]:
@@ -110,25 +109,6 @@ class HighLuck:
 def make_small(tmp_path, family: str, depth: int):
     """A real model with a vocabulary that can be counted through."""
     return make_tiny_hf(tmp_path, family, depth=depth, vocab_size=6)
-
-
-def joint_distribution(directory, top_p: float) -> torch.Tensor:
-    """Of the first three tokens behind PROMPT, by the trunk alone and without a cache."""
-    model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
-
-    def following(rows: list[list[int]]) -> torch.Tensor:
-        with torch.no_grad():
-            p = (model(torch.tensor(rows)).logits[:, -1] / TEMPERATURE).softmax(-1)
-        ordered, places = p.sort(descending=True)
-        is_out = ordered.cumsum(-1) - ordered >= top_p
-        p = p.masked_fill(is_out.gather(-1, places.argsort()), 0)
-        return p / p.sum(-1, keepdim=True)
-
-    tokens = range(6)
-    first = following([PROMPT])[0]
-    second = following([[*PROMPT, a] for a in tokens])
-    third = following([[*PROMPT, a, b] for a in tokens for b in tokens]).view(6, 6, 6)
-    return first[:, None, None] * second[:, :, None] * third
 
 
 def answered(directory, top_p: float) -> tuple[list[list[int]], DraftCounts]:
