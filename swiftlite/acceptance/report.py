@@ -17,6 +17,8 @@ from swiftlite.json_file import read_json
 
 ACCEPTANCE_FILE = "acceptance.json"
 ANSWERS_FILE = "drafts.json"
+AT_TEMPERATURE = "_at_temperature_"
+"""Between an engine's name and the temperature, above 0, at which it answered."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,26 @@ def read_summary(path: Path) -> dict[str, float]:
     }
 
 
-def add_engine_acceptance(path: Path, backend: str, num_prompts: int, counts: DraftCounts) -> None:
-    """Put an engine's counts into a run's file, beside the run's own.
+def named(backend: str, temperature: float) -> str:
+    """What an engine's counts at a temperature are called in files; greedily that is its name."""
+    return f"{backend}{AT_TEMPERATURE}{temperature:g}" if temperature else backend
+
+
+def in_words(name: str) -> str:
+    """The same for readers."""
+    return name.replace(AT_TEMPERATURE, " at temperature ")
+
+
+def add_engine_acceptance(
+    path: Path, backend: str, num_prompts: int, counts: DraftCounts, temperature: float = 0.0
+) -> None:
+    """Put an engine's counts into a run's file, beside the run's own and those at other temperatures.
 
     Raises:
         UserError: it is not such a file.
     """
     content = read_acceptance(path)
-    content.setdefault("engines", {})[backend] = MeasuredPrompts(num_prompts, counts).to_json()
+    content.setdefault("engines", {})[named(backend, temperature)] = MeasuredPrompts(num_prompts, counts).to_json()
     _write(path, content)
 
 

@@ -51,9 +51,9 @@ class MtpArgs:
     """Weight of the MTP loss (mean over depths) beside the main loss."""
     mtp_loss: MtpLoss | None = None
     """What heads learn. ce: the data's tokens. The others: the trunk's own distribution of them. kl: by KL(trunk ||
-    head). tv: by the share of drafts that rejection sampling would reject. nla: by -log of the share that it would
-    accept. lk_hybrid: kl where that share is small, and ever more tv as it grows. Unset: kl with heads_only, else
-    ce."""
+    head). tv: by the share of drafts, drawn at temperature 1, that rejection sampling rejects. nla: by -log of the
+    share that it accepts. lk_hybrid: kl where that share is small, and ever more tv as it grows. Unset: kl with
+    heads_only, else ce."""
     mtp_clip_grad: bounds.NonNegativeFloat | None = None
     """Largest norm of the MTP layers' gradients, which are then clipped apart from the trunk's; --clip_grad is the
     trunk's alone. 0 does not clip them. Unset: one norm over both."""
@@ -333,6 +333,9 @@ class EvaluationArgs:
     """Prompts of each channel that the engine gets."""
     max_new_tokens: bounds.PositiveInt = 64
     """Longest answer in tokens."""
+    temperature: bounds.NonNegativeFloat = 0.0
+    """Above 0, the engine also draws answers at this temperature; what it then accepts stands beside what it accepts
+    greedily."""
     max_length: bounds.Length = 2048
     """Longest row in tokens; longer ones are cut right."""
     max_bad_rows: bounds.NonNegativeInt = 0
@@ -361,6 +364,8 @@ class BenchmarkArgs:
     """Prompts of the files that are sent, the first ones."""
     max_new_tokens: bounds.PositiveInt = 128
     """Longest answer in tokens."""
+    temperature: bounds.NonNegativeFloat = 0.0
+    """Of all requests. Above 0 answers are drawn, so that they are not compared."""
     max_model_len: bounds.Length | None = None
     """Longest prompt plus answer. Unset: the model's own limit."""
     system: str | None = None
@@ -377,7 +382,8 @@ class GenerationArgs:
     max_new_tokens: bounds.PositiveInt = 256
     """Longest answer in tokens."""
     temperature: bounds.NonNegativeFloat = 0.0
-    """0 is greedy."""
+    """0 is greedy. Above 0 tokens are drawn, and with --speculative the heads' drafts too; what is written has the
+    trunk's distribution all the same. On a CPU vLLM and SGLang cannot verify such drafts: there they refuse."""
     top_p: bounds.PositiveFraction = 1.0
     """Nucleus sampling: smallest set of tokens whose probability reaches this."""
     max_batch_size: bounds.PositiveInt = 32
@@ -400,9 +406,11 @@ class AnswerArgs:
     result_path: str | None = None
     """JSON-lines file for the answers, each as it is finished; the same command goes on. Unset: stdout."""
     compare: bool = False
-    """Run the same prompts without speculation too; print the speed-up and whether the answers are equal."""
+    """Run the same prompts without speculation too; print the speed-up and, at temperature 0, whether the answers are
+    equal."""
     acceptance_json: str | None = None
-    """An acceptance.json of a run: add this engine's measured acceptance beside the run's own."""
+    """An acceptance.json of a run: add this engine's measured acceptance, at each temperature apart, beside the run's
+    own."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt
 from swiftlite.engines.served_model import ServedModel, read_model
@@ -35,14 +36,15 @@ def run(args: BenchArgs) -> None:
     """Measure, print a table and what to start; write bench.json, bench.svg and bench.html.
 
     Raises:
-        UserError: the engine would not draft that many tokens with these heads, or a prompt is too long: before any
-            server starts. A server that fails: what was measured before it is kept.
+        UserError: the engine would not draft that many tokens with these heads, or verify them at this temperature, or
+            a prompt is too long: before any server starts. A server that fails: what was measured before it is kept.
     """
     model = read_model(args.model)
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
     template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
     prompts = load(args, model, template)
-    sampling = Sampling(args.max_new_tokens, stop_token_ids=stop_token_ids(template, model.directory))
+    ENGINES[args.infer_backend].check_temperature(args.temperature)
+    sampling = Sampling(args.max_new_tokens, args.temperature, stop_token_ids=stop_token_ids(template, model.directory))
     numbers = [0, *sorted(set(args.num_speculative_tokens) - {0})]
     url, port = free_url()
     commands = {k: deploy.server_command(replace(deploy_args(args, k), port=port), model) for k in numbers}
@@ -62,7 +64,7 @@ def run(args: BenchArgs) -> None:
             for name in DRAWN:  # of an earlier run
                 (output_dir / name).unlink(missing_ok=True)
     choices = report.choose_all(servers)
-    print(report.table(servers, choices))
+    print(report.table(args, servers, choices))
     print(report.recommendations(args, choices))
     for warning in report.warnings(choices):
         logger.warning("%s", warning)

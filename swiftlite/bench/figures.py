@@ -59,11 +59,11 @@ class ConcurrencyResult:
             count += all((answer.text, answer.num_tokens) == (want.text, want.num_tokens) for answer in found)
         return count
 
-    def to_json(self, expected: Sequence[Answer]) -> dict[str, Any]:
+    def to_json(self, expected: Sequence[Answer] | None) -> dict[str, Any]:
         """The form of bench.json.
 
         Args:
-            expected: answers without drafts.
+            expected: answers without drafts; None where answers were drawn, each time others.
         """
         answers = [answer for each in self.rounds for answer in each.answers]
         per_token = [answer.seconds_per_token for answer in answers]
@@ -74,7 +74,7 @@ class ConcurrencyResult:
             "time_to_first_token_ms": _spread([answer.seconds_to_first for answer in answers]),
             "time_per_token_ms": _spread([value for value in per_token if value is not None]),
             "tokens_per_round": sum(answer.num_tokens for answer in self.rounds[0].answers),
-            "answers_equal": self.num_equal(expected),
+            "answers_equal": None if expected is None else self.num_equal(expected),
             "mean_accepted_length": self.mean_accepted_length,
             "drafts": self.counts.to_json() if self.counts else None,
         }

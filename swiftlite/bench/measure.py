@@ -95,7 +95,7 @@ async def connect(backend: str, url: str, sampling: Sampling, num_speculative_to
     """A client of the engine that --infer_backend names.
 
     Args:
-        sampling: greedy.
+        sampling: its seed is not used: each round draws anew.
         num_speculative_tokens: that the server drafts per step.
     """
     make_client = resolve_name(ENGINES[backend].client)

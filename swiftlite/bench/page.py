@@ -89,7 +89,7 @@ def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Tab
                     _milliseconds(measured["time_to_first_token_ms"]),
                     _milliseconds(measured["time_per_token_ms"]),
                     f"{measured['mean_accepted_length']:.2f}",
-                    f"{measured['answers_equal']} of {num_prompts}",
+                    "" if measured["answers_equal"] is None else f"{measured['answers_equal']} of {num_prompts}",
                 ]
             )
     return Table("Medians of rounds, and of requests with their 90th percentile", COLUMNS, rows)

@@ -36,9 +36,9 @@ def choose_all(servers: Sequence[ServerResult]) -> dict[int, Choice]:
     return choices
 
 
-def expected_answers(servers: Sequence[ServerResult]) -> list[Answer]:
-    """The answers of the first server, which drafts nothing, at its first concurrency."""
-    return servers[0].measured[0].rounds[0].answers
+def expected_answers(args: BenchArgs, servers: Sequence[ServerResult]) -> list[Answer] | None:
+    """The answers of the first server, which drafts nothing, at its first concurrency; None if answers were drawn."""
+    return None if args.temperature else servers[0].measured[0].rounds[0].answers
 
 
 def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool)
     choices = choose_all(servers) if is_complete else {}
     return {
         "complete": is_complete,
-        "servers": [_server_json(server, expected_answers(servers)) for server in servers],
+        "servers": [_server_json(server, expected_answers(args, servers)) for server in servers],
         "recommendations": [
             {"concurrency": concurrency, **asdict(choice), "command": deploy_line(args, choice)}
             for concurrency, choice in choices.items()
@@ -54,7 +54,7 @@ def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool)
     }
 
 
-def _server_json(server: ServerResult, expected: Sequence[Answer]) -> dict[str, Any]:
+def _server_json(server: ServerResult, expected: Sequence[Answer] | None) -> dict[str, Any]:
     return vars(server) | {"measured": [result.to_json(expected) for result in server.measured]}
 
 
@@ -68,9 +68,9 @@ def describe_surroundings(args: BenchArgs) -> dict[str, Any]:
     }
 
 
-def table(servers: Sequence[ServerResult], choices: dict[int, Choice]) -> str:
+def table(args: BenchArgs, servers: Sequence[ServerResult], choices: dict[int, Choice]) -> str:
     """A line for each server and concurrency."""
-    expected = expected_answers(servers)
+    expected = expected_answers(args, servers)
     rows: list[tuple[str, ...]] = [COLUMNS]
     for place, choice in enumerate(choices.values()):
         for server in servers[:-1]:
@@ -85,7 +85,7 @@ def table(servers: Sequence[ServerResult], choices: dict[int, Choice]) -> str:
     return f"{text_table(rows)}\n\n{note}"
 
 
-def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence[Answer]) -> tuple[str, ...]:
+def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence[Answer] | None) -> tuple[str, ...]:
     figures = result.to_json(expected)
     return (
         str(result.concurrency),
@@ -95,7 +95,7 @@ def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence
         _milliseconds(figures["time_to_first_token_ms"]),
         _milliseconds(figures["time_per_token_ms"]),
         f"{figures['mean_accepted_length']:.2f}",
-        f"{figures['answers_equal']} of {len(expected)}",
+        "" if expected is None else f"{figures['answers_equal']} of {len(expected)}",
     )
 
 

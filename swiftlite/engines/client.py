@@ -48,7 +48,7 @@ class Answer:
 
 
 class Client(Protocol):
-    """A client of one engine's server, made from a session, a greedy `Sampling` and the tokens drafted per step."""
+    """A client of one engine's server, made from a session, a `Sampling` and the tokens drafted per step."""
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
         """Complete a prompt; what the engine remembers of prompts with another salt is no help to it.

@@ -69,6 +69,8 @@ class EngineConfig:
             its thread settings and process groups behind, so nothing else should compute here.
         engine_kwargs: the engine's own keyword arguments, over all others; a value of None removes the key.
         speculative_config: the engine's own drafting options, instead of what is derived from the checkpoint.
+        draws_drafts: whether drafts for answers at a temperature above 0 are drawn from the heads, where the engine has
+            to be told so at its start; of itself it drafts the likeliest token. Greedy answers are drafted as ever.
     """
 
     model: Path
@@ -80,6 +82,7 @@ class EngineConfig:
     in_this_process: bool = False
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     speculative_config: dict[str, Any] | None = None
+    draws_drafts: bool = False
 
 
 OnAnswer = Callable[[int, Completion], None]

@@ -64,6 +64,8 @@ class EngineInfo:
             the engine is not installed. "": nothing is known.
         command_needs_no_install: whether the server's command can be printed where the engine is not installed.
         plugin: what the engine lacks to serve our checkpoints; None when it lacks nothing.
+        drawing_problem: name of the function that says what would go wrong where the engine, as it is here, verifies
+            drafts at a temperature above 0, and returns None where nothing would. "": nothing would anywhere.
     """
 
     name: str
@@ -85,6 +87,7 @@ class EngineInfo:
     known_report: str = ""
     command_needs_no_install: bool = False
     plugin: Plugin | None = None
+    drawing_problem: str = ""
 
     @property
     def is_installed(self) -> bool:
@@ -124,6 +127,19 @@ class EngineInfo:
         if self.has_options_in(args):
             for rule in self.rules:
                 yield from rule(args)
+
+    def check_temperature(self, temperature: float) -> None:
+        """Make sure that drafts are verified rightly at a temperature.
+
+        Raises:
+            UserError: they would not be.
+        """
+        problem = resolve_name(self.drawing_problem)() if temperature > 0 and self.drawing_problem else None
+        if problem:
+            raise UserError(
+                f"--temperature {temperature} with speculation: {problem}",
+                "add --temperature 0, draft nothing, or use --infer_backend transformers",
+            )
 
     def convention_for(self, family: "Family") -> "Convention":
         """How the engine drafts with the heads of a family.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from swiftlite.chart import as_svg
-from swiftlite.evaluate.figures import ModelFigures, rates
+from swiftlite.evaluate.figures import ModelFigures, in_words, rates
 
 
 def draw(results: Mapping[str, ModelFigures]) -> bytes:
@@ -24,7 +24,7 @@ def draw(results: Mapping[str, ModelFigures]) -> bytes:
         for number, (label, heights) in enumerate(bars.items()):
             axis.bar([place + number * width for place in range(len(channels))], heights, width, label=label)
         axis.set_xticks([place + 0.4 - width / 2 for place in range(len(channels))], channels)
-        axis.set(title=method.replace("_", "-"), ylabel="accepted, %", ylim=(0, 100))
+        axis.set(title=in_words(method), ylabel="accepted, %", ylim=(0, 100))
         axis.legend(fontsize="small")
     return as_svg(chart)
 

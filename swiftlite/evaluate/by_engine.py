@@ -1,6 +1,6 @@
 """What an engine accepts of the heads' drafts, by its own counters and by channel, and what it answered."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
@@ -13,7 +13,7 @@ from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.data.conversation import Conversation
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate, stop_token_ids
-from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
+from swiftlite.engines.engine import Completion, Engine, EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt, needed_length
 from swiftlite.engines.served_model import read_model
 
@@ -23,12 +23,14 @@ class EngineFigures:
     """What one engine did.
 
     Attributes:
-        by_channel: `prompts` and `DraftCounts.to_json` for each channel, and for `all` together.
-        answers: its prompts and what it answered, token by token; the answers are what is to be learned.
+        by_channel: of greedy answers, `prompts` and `DraftCounts.to_json` for each channel, and for `all` together.
+        drawn_by_channel: the same of answers that were drawn at a temperature; empty when none were.
+        answers: its prompts and its greedy answers, token by token; the answers are what is to be learned.
         num_speculative_tokens: drafted in each step.
     """
 
     by_channel: dict[str, dict[str, object]]
+    drawn_by_channel: dict[str, dict[str, object]]
     answers: list[Sample]
     num_speculative_tokens: int
 
@@ -41,6 +43,7 @@ def by_engine(
     *,
     max_new_tokens: int,
     max_prompts: int,
+    temperature: float = 0.0,
 ) -> EngineFigures:
     """Start the engine once, and let it answer.
 
@@ -48,6 +51,7 @@ def by_engine(
         config: its max_model_len is found here.
         conversations: their last assistant turn is what is generated.
         max_prompts: of each channel, the first ones.
+        temperature: above 0, answers are drawn at it too.
 
     Raises:
         UserError: a prompt that the template cannot render, or that leaves no room for an answer; names its row.
@@ -58,24 +62,33 @@ def by_engine(
     asked = list(chain(*chats.values()))
     ids = list(chain(*prompts.values()))
     max_model_len = needed_length(read_model(config.model), asked, ids, max_new_tokens, config.num_speculative_tokens)
-    sampling = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model))
+    greedy = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model))
     engine = start_engine(backend, replace(config, max_model_len=max_model_len))
-    counts: dict[str, DraftCounts] = {}
-    answers: list[Sample] = []
     try:
-        for channel in sorted(prompts):
-            before = engine.draft_counts()
-            completions = engine.generate(prompts[channel], sampling)
-            counts[channel] = engine.draft_counts().since(before)
-            answers += _samples(prompts[channel], completions, channel or None)
-        num_speculative_tokens = engine.num_speculative_tokens
+        # First what an engine may refuse.
+        drawn, _ = _ask(engine, prompts, replace(greedy, temperature=temperature)) if temperature else ({}, [])
+        counted, answers = _ask(engine, prompts, greedy)
+        return EngineFigures(counted, drawn, answers, engine.num_speculative_tokens)
     finally:
         engine.close()
-    result = {ALL: _describe(reduce(add, counts.values()), len(answers))}
+
+
+def _ask(
+    engine: Engine, prompts: Mapping[str, Sequence[Sequence[int]]], sampling: Sampling
+) -> tuple[dict[str, dict[str, object]], list[Sample]]:
+    """What the engine counts for each channel and for all together, and what it answers."""
+    counts: dict[str, DraftCounts] = {}
+    answers: list[Sample] = []
+    for channel in sorted(prompts):
+        before = engine.draft_counts()
+        completions = engine.generate(prompts[channel], sampling)
+        counts[channel] = engine.draft_counts().since(before)
+        answers += _samples(prompts[channel], completions, channel or None)
+    described = {ALL: _describe(reduce(add, counts.values()), len(answers))}
     for channel, found in counts.items():
         if channel:
-            result[channel] = _describe(found, len(prompts[channel]))
-    return EngineFigures(result, answers, num_speculative_tokens)
+            described[channel] = _describe(found, len(prompts[channel]))
+    return described, answers
 
 
 def _first_of_each_channel(conversations: Sequence[Conversation], max_prompts: int) -> dict[str, list[Conversation]]:

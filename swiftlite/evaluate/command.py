@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from swiftlite.acceptance.report import named
 from swiftlite.acceptance.teacher_forced import ALL, teacher_forced
 from swiftlite.args.commands import EvaluateArgs
 from swiftlite.data.dataset import Data
@@ -79,6 +80,7 @@ def _serve(args: EvaluateArgs, model: ServedModel, tokenizer: PreTrainedTokenize
         torch_dtype=args.torch_dtype,
         trust_remote_code=args.trust_remote_code,
         num_speculative_tokens=args.num_speculative_tokens,
+        draws_drafts=args.temperature > 0,
     )
     with ends_at_sigterm():  # the engine's processes end with this one
         return by_engine(
@@ -88,6 +90,7 @@ def _serve(args: EvaluateArgs, model: ServedModel, tokenizer: PreTrainedTokenize
             tokenizer,
             max_new_tokens=args.max_new_tokens,
             max_prompts=args.max_prompts,
+            temperature=args.temperature,
         )
 
 
@@ -95,6 +98,7 @@ def _beside_the_engine(args: EvaluateArgs, model: ServedModel, served: EngineFig
     """What the engine counted and, where its drafts are those the heads were trained for, the walk over its answers."""
     engine = args.infer_backend
     counted = served.by_channel
+    drawn = {named(engine, args.temperature): served.drawn_by_channel} if args.temperature else {}
     if served.num_speculative_tokens > model.heads.drafts:
         logger.info(
             "%s drafts %d tokens, the heads learned %d: no walk over its answers",
@@ -102,7 +106,7 @@ def _beside_the_engine(args: EvaluateArgs, model: ServedModel, served: EngineFig
             served.num_speculative_tokens,
             model.heads.drafts,
         )
-        return {engine: counted}
+        return {engine: counted, **drawn}
     forced = teacher_forced(
         model.directory,
         served.answers,
@@ -112,7 +116,7 @@ def _beside_the_engine(args: EvaluateArgs, model: ServedModel, served: EngineFig
     )
     walks = _walks(forced)
     logger.info("%s", compare_with_engine(engine, counted[ALL], walks[ALL], args.torch_dtype))
-    return {engine: counted, f"{engine}{REPLAYED}": walks}
+    return {engine: counted, f"{engine}{REPLAYED}": walks, **drawn}
 
 
 def _walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from swiftlite.acceptance import report
 from swiftlite.table import text_table
 
 ModelFigures = dict[str, dict[str, dict[str, Any]]]
-"""Method (teacher_forced, replayed, an engine's name, or that and `REPLAYED`) -> channel -> figures, as evaluation.json
-has them."""
+"""Method (teacher_forced, replayed, an engine's name, that and `REPLAYED`, or that at a temperature, see
+`acceptance.report.named`) -> channel -> figures, as evaluation.json has them."""
 REPLAYED = "_replayed"
 """Behind an engine's name: the walk over the answers that this engine gave, token by token."""
 
@@ -16,6 +17,11 @@ def rates(method: str, figures: dict[str, Any]) -> list[float]:
     if method == "teacher_forced":
         return [head["acceptance"] for head in figures["heads"]]
     return figures["acceptance_per_position"]
+
+
+def in_words(method: str) -> str:
+    """A method for readers."""
+    return report.in_words(method).replace("_", "-")
 
 
 def compare_with_engine(engine: str, counted: dict[str, Any], walk: dict[str, Any], torch_dtype: str) -> str:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from swiftlite.acceptance.report import AT_TEMPERATURE
 from swiftlite.acceptance.teacher_forced import ALL
-from swiftlite.evaluate.figures import REPLAYED, ModelFigures, rates
+from swiftlite.evaluate.figures import REPLAYED, ModelFigures, in_words, rates
 from swiftlite.report.figure import Bars, draw_bars, share
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 
@@ -27,10 +28,10 @@ def evaluation_page(results: Mapping[str, ModelFigures], directories: Mapping[st
         found = {name: _first(figures, method) for name, figures in results.items()}
         before = found.get("baseline")
         note = "" if before is None else f"{share(before)} in the baseline"
-        tiles.append(Tile(f"{_in_words(method)}, depth 1", share(found["model"]), note))
+        tiles.append(Tile(f"{in_words(method)}, depth 1", share(found["model"]), note))
     sections = [
         Section(
-            _in_words(method).capitalize(),
+            in_words(method).capitalize(),
             _meaning(method),
             figures=_figures(results, method),
             tables=[_table(results, method)],
@@ -49,11 +50,10 @@ def _meaning(method: str) -> str:
     if method.endswith(REPLAYED):
         engine = method.removesuffix(REPLAYED)
         return f"The same walk over the answers that {engine} gave: what it should have counted."
-    return f"What {method} counted itself while it generated."
-
-
-def _in_words(method: str) -> str:
-    return method.replace("_", "-")
+    engine, is_drawn, temperature = method.partition(AT_TEMPERATURE)
+    if is_drawn:
+        return f"What {engine} counted itself while it drew answers, and their drafts, at temperature {temperature}."
+    return f"What {method} counted itself while it generated greedily."
 
 
 def _first(figures: ModelFigures, method: str) -> float | None:
@@ -74,7 +74,7 @@ def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
         for name, shares in by_name.items():
             heights = [each[number] if number < len(each) else None for each in shares]
             bars.append(Bars(name, heights))
-        title = f"{_in_words(method).capitalize()}, depth {number + 1}"
+        title = f"{in_words(method).capitalize()}, depth {number + 1}"
         drawn.append(draw_bars(f"{method}-{number + 1}", title, channels, bars, what="channel", y="accepted"))
     return drawn
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from swiftlite.acceptance.report import in_words
 from swiftlite.args.command_line import as_typed, command_line
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.docs import options
@@ -73,7 +74,7 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile("drafts accepted", _change(before, after, "acceptance_rate", share), _accepted(after or before))
         yield Tile("tokens per step", _change(before, after, "mean_accepted_length", lambda value: f"{value:.2f}"))
     for name, counts in run.acceptance.get("engines", {}).items():
-        yield Tile(f"accepted in {name}", share(counts["acceptance_rate"]), _accepted(counts))
+        yield Tile(f"accepted in {in_words(name)}", share(counts["acceptance_rate"]), _accepted(counts))
     for name, title in (("eval_loss", "held-out loss"), ("loss", "training loss")):
         value = run.last(name)
         if value is not None:
@@ -115,7 +116,7 @@ def _acceptance_section(run: RunFiles) -> Section | None:
         title = "Agreement on training rows"
         figures.append(draw_lines("agreement", title, training, x="step", y="agreement", is_share=True))
     measured = {when: run.generated(when) for when in WHENS if run.generated(when)}
-    measured |= run.acceptance.get("engines", {})
+    measured |= {in_words(name): counts for name, counts in run.acceptance.get("engines", {}).items()}
     if measured:
         figures.append(position_bars(measured))
     if channels := _channel_bars(run):

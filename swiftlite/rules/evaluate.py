@@ -31,7 +31,7 @@ def output_dir_can_be(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
 def evaluate_settings_without_effect(args: EvaluateArgs, facts: Facts) -> Iterator[str]:
     no_engine = (args.infer_backend == "none", "--infer_backend is none")
     yield from common.without_effect(
-        args, dict.fromkeys(("num_speculative_tokens", "max_prompts", "max_new_tokens"), no_engine)
+        args, dict.fromkeys(("num_speculative_tokens", "max_prompts", "max_new_tokens", "temperature"), no_engine)
     )
 
 

@@ -139,8 +139,9 @@ def _answer(
 
 def _report(args: InferArgs, result: Answers, plain: Answers | None) -> None:
     if args.acceptance_json:
-        add_engine_acceptance(Path(args.acceptance_json), args.infer_backend, len(result.completions), result.counts)
-    for line in summary(result, plain):
+        prompts = len(result.completions)
+        add_engine_acceptance(Path(args.acceptance_json), args.infer_backend, prompts, result.counts, args.temperature)
+    for line in summary(result, plain, args.temperature):
         logger.info("%s", line)
 
 
@@ -198,7 +199,7 @@ def answer(
         engine.close()
 
 
-def summary(result: Answers, plain: Answers | None = None) -> list[str]:
+def summary(result: Answers, plain: Answers | None = None, temperature: float = 0.0) -> list[str]:
     """What a run has to say at its end, one line each.
 
     Args:
@@ -216,14 +217,17 @@ def summary(result: Answers, plain: Answers | None = None) -> list[str]:
             f"by position {per_position}; mean accepted length {1 + counts.accepted / counts.drafts:.2f}"
         )
     if plain is not None:
-        same = sum(a.token_ids == b.token_ids for a, b in zip(result.completions, plain.completions, strict=True))
         ratio = result.tokens_per_second / plain.tokens_per_second
         line = f"without speculation {plain.tokens_per_second:.1f} tokens/s: speculation is {ratio:.2f}x as fast"
         if counts.drafts and ratio > 1 + counts.accepted / counts.drafts:
             line += ", more than its tokens per step can give: the machine was busy with something else"
         lines.append(line)
-        total = len(plain.completions)
-        lines.append(f"answers equal: {same} of {total}" + ("" if same == total else f"; {total - same} differ"))
+        if temperature:
+            lines.append("answers were drawn: with and without speculation from one distribution, but not alike")
+        else:
+            same = sum(a.token_ids == b.token_ids for a, b in zip(result.completions, plain.completions, strict=True))
+            total = len(plain.completions)
+            lines.append(f"answers equal: {same} of {total}" + ("" if same == total else f"; {total - same} differ"))
     return lines
 
 
@@ -270,6 +274,7 @@ def engine_config(args: GenerationCommand, model: ServedModel, max_model_len: in
         in_this_process=True,
         engine_kwargs=info.engine_kwargs(args),
         speculative_config=info.speculative_config(args),
+        draws_drafts=args.temperature > 0,
     )
 
 

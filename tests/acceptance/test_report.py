@@ -8,6 +8,7 @@ from swiftlite.acceptance.report import (
     add_engine_acceptance,
     add_run_acceptance,
     add_run_answers,
+    in_words,
     read_acceptance,
     read_answers,
     read_summary,
@@ -76,10 +77,13 @@ def test_engines_stand_beside_each_other_and_replace_their_own(path):
     add_engine_acceptance(path, "vllm", 3, COUNTS)
     add_engine_acceptance(path, "sglang", 3, COUNTS)
     add_engine_acceptance(path, "vllm", 5, DraftCounts(1, 2, (1, 1)))
+    add_engine_acceptance(path, "vllm", 4, COUNTS, temperature=0.7)
     content = read_acceptance(path)
     engines = content.pop("engines")
     assert content == of_the_run
-    assert list(engines) == ["vllm", "sglang"]
+    assert list(engines) == ["vllm", "sglang", "vllm_at_temperature_0.7"]
+    assert [in_words(name) for name in engines] == ["vllm", "sglang", "vllm at temperature 0.7"]
+    assert engines["vllm_at_temperature_0.7"]["prompts"] == 4
     assert engines["sglang"] == {"prompts": 3, **COUNTS.to_json()}
     assert engines["vllm"]["prompts"] == 5
     assert engines["vllm"]["acceptance_rate"] == 1.0

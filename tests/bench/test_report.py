@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -37,7 +38,7 @@ SERVERS = [server(0, 1.0, 0.5), server(1, 0.5, 0.6), server(2, 0.8, 1.0, text="o
 
 
 def test_the_table_has_a_line_for_each_server_and_concurrency():
-    head, *lines = table(SERVERS, choose_all(SERVERS)).splitlines()[:9]
+    head, *lines = table(ARGS, SERVERS, choose_all(SERVERS)).splitlines()[:9]
     assert head.split("  ")[0] == "at once"
     cells = [line.split("  ") for line in lines]
     found = [[cell.strip() for cell in line if cell.strip()] for line in cells]
@@ -45,6 +46,14 @@ def test_the_table_has_a_line_for_each_server_and_concurrency():
     assert found[1][2:] == ["199.6 (199.2 to 200.0)", "2.00", "50.0 (50.0)", "4.5 (4.5)", "2.00", "1 of 1"]
     assert found[2][-1] == "0 of 1"
     assert found[5][3] == "0.83"
+
+
+def test_drawn_answers_are_not_compared():
+    drawn = replace(ARGS, temperature=0.7)
+    _, line, *_ = table(drawn, SERVERS, choose_all(SERVERS)).splitlines()
+    assert line.endswith("1.00")  # tokens per step, the column before
+    measured = [each for found in to_json(drawn, SERVERS, is_complete=True)["servers"] for each in found["measured"]]
+    assert [each["answers_equal"] for each in measured] == [None] * 8
 
 
 def test_what_is_recommended_is_what_was_measured():

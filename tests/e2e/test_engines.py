@@ -30,6 +30,8 @@ from swiftlite.families import FAMILIES
 from swiftlite.families.drafting import Drafting
 from tests.e2e.conftest import Commands
 from tests.e2e.vllm_here import load_draft, prefix_hits
+from tests.engines.chi_square import FALSE_ALARM, probability
+from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
 from tests.tiny import HYBRID, make_tiny_hf, mtp_names
 
@@ -236,6 +238,30 @@ if __name__ == "__main__":
     script.write_text(code)
     done = run_python(script, PYTHONPATH=os.pathsep.join((str(HERE / "triton_interpreter"), str(ROOT))))
     assert done.stdout.splitlines()[-2:] == [str(expected), str(expected_counts(counts))], done.stderr[-2000:]
+
+
+def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path):
+    """Under the same runner: vLLM draws the drafts of our classes, and more of them are kept than of the likeliest."""
+    directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=6)
+    code = f"""
+from pathlib import Path
+from swiftlite.engines.engine import *
+if __name__ == "__main__":
+    engine = start_engine("vllm", EngineConfig(
+        Path({str(directory)!r}), "float32", num_speculative_tokens=2, max_model_len=64, max_batch_size=8,
+        draws_drafts=True, engine_kwargs={{"max_num_batched_tokens": 64}},
+    ))
+    completions = engine.generate([{PROMPT}] * 200, Sampling(3, temperature={TEMPERATURE}))
+    print([c.token_ids for c in completions], engine.draft_counts().accepted_per_position[0], sep="\\n")
+    engine.close()
+"""
+    script = tmp_path / "serve.py"
+    script.write_text(code)
+    done = run_python(script, PYTHONPATH=os.pathsep.join((str(HERE / "triton_interpreter"), str(ROOT))))
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, accepted = map(json.loads, done.stdout.splitlines()[-2:])
+    assert probability(found, joint_distribution(directory, top_p=1.0)) > FALSE_ALARM
+    assert accepted > 100  # some 130; of the likeliest tokens it would be 75
 
 
 def test_infer_compares_with_and_without_speculation(vllm_host, tmp_path):

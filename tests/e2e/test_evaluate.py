@@ -22,12 +22,14 @@ def test_an_export_with_damaged_heads_is_refused(commands, sft, dataset, tmp_pat
     done = commands.ok(
         *("evaluate", "--model", "good", "--baseline", "model", "--dataset", dataset, "--output_dir", "out"),
         *("--torch_dtype", "float32", "--infer_backend", "transformers", "--max_prompts", 4, "--max_new_tokens", 12),
+        *("--temperature", 0.7),
     )
     report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     shares = {name: report[name]["teacher_forced"]["all"]["heads"][0]["acceptance"] for name in ("model", "baseline")}
     assert shares["model"] > shares["baseline"] + 0.1
     assert f"{shares['model']:.1%} (+{100 * (shares['model'] - shares['baseline']):.1f})" in done.stdout
     assert report["model"]["transformers"]["all"]["prompts"] == 4
+    assert report["model"]["transformers_at_temperature_0.7"]["all"]["prompts"] == 4
     assert (tmp_path / "out" / "evaluation.svg").stat().st_size > 1000
 
     shutil.copytree(tmp_path / "good", tmp_path / "best")

@@ -8,7 +8,7 @@ from aiohttp import web
 from swiftlite.bench.measure import connect
 from swiftlite.engines.engine import Sampling
 
-SAMPLING = Sampling(7, stop_token_ids=(2, 3))
+SAMPLING = Sampling(7, temperature=0.5, stop_token_ids=(2, 3))
 
 
 def with_server(backend: str, path: str, respond, use):

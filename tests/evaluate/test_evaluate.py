@@ -20,6 +20,7 @@ from swiftlite.errors import UserError
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.figures import compare_with_engine, table
+from swiftlite.evaluate.page import evaluation_page
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
@@ -115,6 +116,35 @@ def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
     for channel in found:
         walk = walks[channel]["replayed"]
         assert {name: found[channel][name] for name in walk} == walk
+
+
+def test_an_engine_counts_drawn_answers_apart(tmp_path, mesh, rows):
+    hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
+    tokenizer, data = load_rows(hf_dir, [rows])
+    config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
+    options = {"max_new_tokens": 8, "max_prompts": 2}
+    greedy = by_engine("transformers", config, data.val_conversations, tokenizer, **options)
+    both = by_engine("transformers", config, data.val_conversations, tokenizer, **options, temperature=1.5)
+    assert greedy.drawn_by_channel == {}
+    assert (both.by_channel, len(both.answers)) == (greedy.by_channel, len(greedy.answers))
+    assert {channel: each["prompts"] for channel, each in both.drawn_by_channel.items()} == {
+        "all": 6,
+        "sum": 2,
+        "tale": 2,
+    }
+    assert both.drawn_by_channel != both.by_channel
+
+
+def test_the_page_and_the_chart_name_the_temperature():
+    counted = {"prompts": 4, "acceptance_per_position": [0.5]}
+    methods = {"vllm": {"all": counted}, "vllm_at_temperature_0.7": {"all": counted}}
+    page = evaluation_page({"model": methods}, {"model": "hf"})
+    assert [tile.name for tile in page.tiles] == ["vllm, depth 1", "vllm at temperature 0.7, depth 1"]
+    assert [section.text for section in page.sections] == [
+        "What vllm counted itself while it generated greedily.",
+        "What vllm counted itself while it drew answers, and their drafts, at temperature 0.7.",
+    ]
+    assert b"vllm at temperature 0.7" in draw({"model": methods})
 
 
 def test_a_prompt_that_leaves_no_room_is_named(tmp_path, mesh):

@@ -130,6 +130,7 @@ def test_vllm_gets_temperature_0_where_it_verifies_nothing_else_right(tmp_path, 
         monkeypatch.setattr("swiftlite.engines.vllm.options.verifies_greedily_only", lambda value=greedily_only: value)
         words = command(model, infer_backend="vllm")
         assert ('{"temperature": 0}' in words) is greedily_only
+        assert ("probabilistic" in " ".join(words)) is not greedily_only
 
 
 def test_a_taken_port_is_named_before_anything_starts(tmp_path, monkeypatch):

@@ -99,6 +99,7 @@ def test_summary_counts_answers_that_differ():
         "without speculation 1.5 tokens/s: speculation is 2.00x as fast",
         "answers equal: 1 of 2; 1 differ",
     ]
+    assert summary(result, plain, temperature=0.7)[-1].startswith("answers were drawn: ")
 
 
 def test_a_ratio_that_cannot_be_is_doubted():

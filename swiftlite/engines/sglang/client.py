@@ -24,7 +24,7 @@ class SglangClient:
         request = {
             "input_ids": list(prompt),
             "sampling_params": {
-                "temperature": 0,
+                "temperature": self._sampling.temperature,
                 "max_new_tokens": self._sampling.max_new_tokens,
                 "stop_token_ids": list(self._sampling.stop_token_ids),
             },

@@ -65,11 +65,8 @@ class SglangEngine:
             UserError: also for sampling that this SGLang ignores when it verifies drafts.
         """
         check_prompts(prompts, self._max_length)
-        if sampling.temperature > 0 and self.num_speculative_tokens and is_on_cpu():
-            raise UserError(
-                f"--temperature {sampling.temperature} with speculation: SGLang on a CPU would verify drafts greedily",
-                "add --temperature 0, leave --speculative out, or add --infer_backend transformers",
-            )
+        if self.num_speculative_tokens:
+            SGLANG.check_temperature(sampling.temperature)
         return self._engine.loop.run_until_complete(self._generate(prompts, sampling, on_answer))
 
     async def _generate(
@@ -130,6 +127,8 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
     drafts = config.num_speculative_tokens != 0
     if drafts:
         options |= speculative_options(model, config.num_speculative_tokens, config.speculative_config)
+        if config.draws_drafts and options["speculative_eagle_topk"] == 1 and not is_on_cpu():
+            options["speculative_use_rejection_sampling"] = True
     options |= cpu_options(drafts) | config.engine_kwargs
     return {name: value for name, value in options.items() if value is not None}
 

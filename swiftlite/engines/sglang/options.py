@@ -103,6 +103,11 @@ def is_on_cpu() -> bool:
     return SGLANG.is_installed and not torch.accelerator.is_available()
 
 
+def drawing_problem() -> str | None:
+    """What this SGLang would get wrong as it verifies drafts at a temperature above 0."""
+    return "SGLang on a CPU would verify drafts greedily" if is_on_cpu() else None
+
+
 def cpu_variables() -> dict[str, str]:
     """Environment variables without which SGLang looks for a GPU."""
     return {"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu() else {}

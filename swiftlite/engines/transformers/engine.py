@@ -16,8 +16,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
@@ -28,6 +26,7 @@ from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Samplin
 from swiftlite.engines.served_model import ServedModel, read_model, require_heads
 from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpCandidateGenerator, load_heads
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys
+from swiftlite.engines.transformers.verification import verify, verify_greedily, warpers
 from swiftlite.errors import UserError
 
 
@@ -49,12 +48,9 @@ class TransformersEngine:
         longest = trunk.config.max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
         self._drafting = model.family.mtp.drafting_for(model.heads.draft_for)
-        self._drafter = None
-        if num_tokens:
-            heads = load_heads(model, self._decoder)
-            drafted = model.heads.draft_vocab
-            output: Any = DraftOutput(self._output_layer, drafted) if drafted else self._output_layer
-            self._drafter = MtpCandidateGenerator(self._decoder, output, heads, num_tokens, self._drafting)
+        self._heads = load_heads(model, self._decoder) if num_tokens else None
+        drafted = model.heads.draft_vocab
+        self._draft_output: Any = DraftOutput(self._output_layer, drafted) if drafted else self._output_layer
         self._counts = DraftCounts(0, 0, (0,) * num_tokens)
 
     def generate(
@@ -72,12 +68,12 @@ class TransformersEngine:
         return completions
 
     def draft_counts(self) -> DraftCounts:
-        """See `Engine`. A draft counts as accepted when it matched, also past a stop token or the last token wanted."""
+        """See `Engine`. A draft counts as accepted also past a stop token or the last token wanted."""
         return self._counts
 
     def close(self) -> None:
         """Drop the weights."""
-        del self._decoder, self._output_layer, self._drafter
+        del self._decoder, self._output_layer, self._draft_output, self._heads
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -86,36 +82,51 @@ class TransformersEngine:
         ids = torch.tensor([list(prompt)], device=self._decoder.device)
         limit = min(len(prompt) + sampling.max_new_tokens, self._max_length)
         cache = DynamicCache(config=self._decoder.config)
+        processor = warpers(sampling)
+        drafter = self._make_drafter(processor, generator)
         fed = None  # the trunk's states of its last pass, as the heads take them
         while True:
-            drafted_ids = self._draft(ids, fed)
-            num_drafted = drafted_ids.shape[1] - ids.shape[1]
+            drafted_ids, drawn_from = _draft(drafter, ids, fed)
+            drafts = drafted_ids[0, ids.shape[1] :]
+            num_drafted = len(drafts)
             begin = RecurrentStates(cache) if num_drafted else None
             new_ids = drafted_ids[:, cache.get_seq_length() :]
             before, after = self._states(new_ids, cache)
             logits = self._output_layer(after[0, -num_drafted - 1 :])
-            chosen = _choose(logits, sampling, generator)
-            num_accepted = int((chosen[:-1] == drafted_ids[0, ids.shape[1] :]).cumprod(0).sum())
+            if processor is None:
+                tokens = verify_greedily(drafts, logits)
+            else:
+                p = processor(ids, logits.float()).softmax(dim=-1)  # pyright: ignore[reportArgumentType]
+                q = p[:0] if drawn_from is None else drawn_from[0].softmax(dim=-1)
+                tokens = verify(drafts, q, p, generator)
+            num_accepted = len(tokens) - 1
             self._count(num_drafted, num_accepted)
             if num_drafted > num_accepted:
                 assert begin is not None
                 self._take_back(new_ids, num_drafted - num_accepted, cache, begin)
             fed = before if self._drafting.takes_before_norm else after
-            for token in chosen[: num_accepted + 1].tolist():
+            for token in tokens.tolist():
                 ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
                 if token in sampling.stop_token_ids:
                     return Completion(ids[0, len(prompt) :].tolist(), "stop")
                 if ids.shape[1] >= limit:
                     return Completion(ids[0, len(prompt) :].tolist(), "length")
 
-    def _draft(self, ids: torch.Tensor, fed: torch.Tensor | None) -> torch.Tensor:
-        """The ids [1, S] with drafts behind them; `fed` None begins a sequence."""
-        if self._drafter is None:
-            return ids
-        hidden_states: Any = (fed,)
-        outputs = None if fed is None else BaseModelOutput(hidden_states=hidden_states)
-        drafted_ids, _ = self._drafter.get_candidates(ids, model_outputs=outputs, is_first_iteration=fed is None)
-        return drafted_ids
+    def _make_drafter(
+        self, processor: LogitsProcessorList | None, generator: torch.Generator
+    ) -> MtpCandidateGenerator | None:
+        """One for a prompt; None without speculation."""
+        if self._heads is None:
+            return None
+        return MtpCandidateGenerator(
+            self._decoder,
+            self._draft_output,
+            self._heads,
+            self.num_speculative_tokens,
+            self._drafting,
+            processor,
+            generator,
+        )
 
     def _states(self, ids: torch.Tensor, cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
         """The trunk's states [1, S, H] before and after its final norm; transformers returns the second alone."""
@@ -175,16 +186,11 @@ def load_trunk(model: ServedModel, config: EngineConfig) -> PreTrainedModel:
     return trunk.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
-    """One token per row of logits [S, V]: the likeliest, or one drawn.
-
-    A draft is accepted when it equals the token drawn here. That is speculative sampling with a drafter that is certain
-    of its token: the result has the trunk's own distribution.
-    """
-    if sampling.temperature == 0:
-        return logits.argmax(dim=-1)
-    warpers: Any = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    probabilities = warpers(torch.empty(0, dtype=torch.long), logits.float()).softmax(dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+def _draft(
+    drafter: MtpCandidateGenerator | None, ids: torch.Tensor, fed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The ids [1, S] with drafts behind them, and the logits these were drawn from; `fed` None begins a sequence."""
+    if drafter is None or fed is None:
+        return ids, None
+    hidden_states: Any = (fed,)
+    return drafter.get_candidates(ids, model_outputs=BaseModelOutput(hidden_states=hidden_states))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
@@ -24,6 +24,7 @@ from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Row, renamed
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.served_model import ServedModel
+from swiftlite.engines.transformers.verification import draw
 from swiftlite.families.drafting import Drafting
 
 
@@ -138,6 +139,8 @@ class MtpCandidateGenerator(CandidateGenerator):
         heads: from `load_heads`.
         num_tokens: tokens to draft per round.
         drafting: what the heads are fed, `MtpLayout.drafting` of the family.
+        logits_processor: drafts are drawn from the heads' logits behind it; None takes the likeliest token.
+        generator: of the random numbers; None is torch's own.
     """
 
     requires_model_outputs = True
@@ -150,12 +153,16 @@ class MtpCandidateGenerator(CandidateGenerator):
         heads: nn.ModuleList,
         num_tokens: int,
         drafting: Drafting,
+        logits_processor: LogitsProcessorList | None = None,
+        generator: torch.Generator | None = None,
     ):
         self._decoder = decoder
         self._drafting = drafting
         self._output_layer = output_layer
         self._heads = list(heads)[:num_tokens]
         self._num_tokens = num_tokens
+        self._logits_processor = logits_processor
+        self._generator = generator
         self._reset()
 
     def _reset(self) -> None:
@@ -171,13 +178,17 @@ class MtpCandidateGenerator(CandidateGenerator):
         is_first_iteration: bool = False,
         n_last_matches: int = 0,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Append the drafts to `input_ids` [1, S]; no logits are given, so a draft counts as certain.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Append the drafts to `input_ids` [1, S].
 
         Args:
             model_outputs: of the trunk's last pass; `hidden_states[-1]` [1, positions of that pass, H], as
                 `Drafting` says, of which the first belong to tokens that were kept.
             is_first_iteration: a new sequence, which the trunk has not seen yet: nothing is drafted.
+
+        Returns:
+            The ids, and the logits [1, drafts, V] that they were drawn from; None where the likeliest tokens were
+            taken, so that each draft counts as certain.
         """
         if is_first_iteration:
             self._reset()
@@ -185,11 +196,12 @@ class MtpCandidateGenerator(CandidateGenerator):
         end = input_ids.shape[1] - 1  # the trunk knows positions 0 .. end - 1; the token at `end` is its newest
         begins = [cache.get_seq_length() for cache in self._caches]
         ids = input_ids
+        drawn_from: list[torch.Tensor] = []
         hidden = model_outputs.hidden_states[-1][:, : end - begins[0]]
         for depth, head in enumerate(self._heads):
             fed = torch.cat((*self._waiting[depth], hidden), dim=1)
             before, hidden = self._run(head, self._caches[depth], fed, ids[:, begins[depth] + depth + 1 :])
-            ids = self._append_draft(ids, hidden)
+            ids = self._append_draft(ids, hidden, drawn_from)
             if depth > 0:
                 # Positions that the depth before keeps and this one does not, see above.
                 kept = max(end - depth, 0)
@@ -198,12 +210,12 @@ class MtpCandidateGenerator(CandidateGenerator):
         for _ in range(len(self._heads), self._num_tokens):
             own = before if self._drafting.recycles_before_norm else hidden
             before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids[:, -1:])
-            ids = self._append_draft(ids, hidden)
+            ids = self._append_draft(ids, hidden, drawn_from)
         for depth, cache in enumerate(self._caches):
             surplus = cache.get_seq_length() - max(end - depth, 0)
             if surplus:
                 cache.crop(-surplus)
-        return ids, None
+        return ids, torch.stack(drawn_from, dim=1) if drawn_from else None
 
     def _run(
         self, head: Any, cache: DynamicCache, hidden: torch.Tensor, ids: torch.Tensor
@@ -232,5 +244,12 @@ class MtpCandidateGenerator(CandidateGenerator):
         )
         return before, head.final_layernorm(before)
 
-    def _append_draft(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat((ids, self._output_layer(hidden[:, -1:]).argmax(dim=-1)), dim=1)
+    def _append_draft(self, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]) -> torch.Tensor:
+        """The ids with one draft more, the logits [1, V] of which are noted if it is drawn."""
+        logits = self._output_layer(hidden[:, -1])
+        if self._logits_processor is None:
+            draft = logits.argmax(dim=-1)
+        else:
+            drawn_from.append(self._logits_processor(ids, logits.float()))  # pyright: ignore[reportArgumentType]
+            draft = draw(drawn_from[-1][0].softmax(dim=-1), self._generator)
+        return torch.cat((ids, draft[None]), dim=1)

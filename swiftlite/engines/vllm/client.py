@@ -23,7 +23,7 @@ class VllmClient:
             "prompt": list(prompt),
             "max_tokens": self._sampling.max_new_tokens,
             "stop_token_ids": list(self._sampling.stop_token_ids),
-            "temperature": 0,
+            "temperature": self._sampling.temperature,
             "cache_salt": salt,
             "stream": True,
             "stream_options": {"include_usage": True},

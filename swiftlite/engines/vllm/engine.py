@@ -20,7 +20,6 @@ from swiftlite.engines.vllm.options import (
     is_on_cpu,
     memory_on_cpu,
     speculative_config,
-    verifies_greedily_only,
     with_backend_of_trunk,
 )
 from swiftlite.engines.vllm.weight_update import Bucket, WeightUpdate
@@ -75,12 +74,8 @@ class VllmEngine:
 
         self._weights.check_whole()
         check_prompts(prompts, self._max_length)
-        if sampling.temperature > 0 and self.num_speculative_tokens and verifies_greedily_only():
-            raise UserError(
-                f"--temperature {sampling.temperature} with speculation: vLLM on a CPU would put random memory in its "
-                "place (vllm-project/vllm#55005)",
-                "add --temperature 0, leave --speculative out, or add --infer_backend transformers",
-            )
+        if self.num_speculative_tokens:
+            VLLM.check_temperature(sampling.temperature)
         parameters = [
             SamplingParams(
                 temperature=sampling.temperature,

@@ -46,6 +46,8 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
             f"the checkpoint's heads have a draft vocabulary, and vLLM's {draft} drafts from all tokens",
             "use --infer_backend transformers or sglang, or train the heads with --draft_vocab 0",
         )
+    if given is None and config.draws_drafts and not verifies_greedily_only():
+        given = {"draft_sample_method": "probabilistic"}
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
 
 
@@ -96,6 +98,13 @@ def verifies_greedily_only() -> bool:
     from vllm.triton_utils import HAS_TRITON
 
     return is_on_cpu() and not HAS_TRITON
+
+
+def drawing_problem() -> str | None:
+    """What this vLLM would get wrong as it verifies drafts at a temperature above 0."""
+    if not verifies_greedily_only():
+        return None
+    return "vLLM on a CPU would put random memory in its place (vllm-project/vllm#55005)"
 
 
 def attention_options(model: ServedModel, torch_dtype: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> Server
         model.directory,
         num_speculative_tokens=args.num_speculative_tokens if drafts else 0,
         speculative_config=args.vllm_speculative_config,
+        draws_drafts=True,  # each request has a temperature of its own
     )
     attention = options.attention_options(model, args.torch_dtype)
     speculative = options.with_backend_of_trunk(options.speculative_config(model, config), attention)

@@ -11,6 +11,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 import triton.backends
+import triton.language
+from triton.language.extra import libdevice
+from triton.runtime import interpreter
 
 
 class _Driver:
@@ -25,3 +28,10 @@ class _Backend:
 
 
 triton.backends.backends["cpu"] = _Backend  # pyright: ignore[reportArgumentType]
+
+_load, _store = interpreter._interpreter.load, interpreter._interpreter.store
+
+# Masks of vLLM's drawing kernels are of numbers; compiled Triton takes them, the interpreter takes booleans alone.
+interpreter._interpreter.load = lambda pointer, mask, *rest: _load(pointer, mask.astype(bool), *rest)
+interpreter._interpreter.store = lambda pointer, value, mask: _store(pointer, value, mask.astype(bool))
+libdevice.log1p = lambda x: triton.language.log(1.0 + x)  # of compiled kernels alone

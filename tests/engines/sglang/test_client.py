@@ -29,6 +29,6 @@ def test_what_sglang_is_asked_and_that_its_counts_add_up():
         return await client.draft_counts()
 
     assert with_server("sglang", "/generate", respond, twice) == DraftCounts(4, 4, (2,))
-    sampling = {"temperature": 0, "max_new_tokens": 7, "stop_token_ids": [2, 3]}
+    sampling = {"temperature": 0.5, "max_new_tokens": 7, "stop_token_ids": [2, 3]}
     assert asked[0] == {"input_ids": [5, 6], "sampling_params": sampling, "extra_key": "s", "stream": True}
     assert asked[1]["extra_key"] == "t"

@@ -1,6 +1,7 @@
 """What SGLang is told about a checkpoint, and how its counts are read; SGLang itself: tests/e2e/test_sglang.py."""
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,21 @@ def test_a_cpu_gets_its_own_options(tmp_path, monkeypatch, has_accelerator, draf
     assert ("device" in options) is not has_accelerator
     assert ("decode_attention_backend" in options) is (drafts and not has_accelerator)
     assert cpu_variables() == ({} if has_accelerator else {"SGLANG_USE_CPU_ENGINE": "1"})
+
+
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_drafts_are_drawn_where_sglang_can_verify_them(tmp_path, monkeypatch, has_accelerator):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    mimo = make_tiny_hf(tmp_path, "mimo", depth=1)
+    drawn = {"use_rejection_sampling": True} if has_accelerator else {}
+    greedy = speculative(mimo, num_speculative_tokens=2)
+    assert speculative(mimo, num_speculative_tokens=2, draws_drafts=True) == greedy | drawn
+    tree = {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
+    given = {"num_speculative_tokens": None, "speculative_config": tree}
+    assert speculative(mimo, **given, draws_drafts=True) == speculative(mimo, **given)
+    with nullcontext() if has_accelerator else pytest.raises(UserError, match="would verify drafts greedily"):
+        ENGINES["sglang"].check_temperature(0.5)
 
 
 def test_counts_by_position_from_steps_by_hits():

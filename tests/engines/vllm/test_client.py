@@ -43,7 +43,7 @@ def test_what_vllm_is_asked():
             "prompt": [5, 6],
             "max_tokens": 7,
             "stop_token_ids": [2, 3],
-            "temperature": 0,
+            "temperature": 0.5,
             "cache_salt": "s",
             "stream": True,
             "stream_options": {"include_usage": True},

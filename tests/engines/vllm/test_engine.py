@@ -1,12 +1,15 @@
 """What is derived and refused before vLLM starts; the starts themselves are in tests/e2e/test_engines.py."""
 
 import importlib.util
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
 from swiftlite.engines.engine import EngineConfig, start_engine
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.engine import engine_options
+from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.options import speculative_config
 from swiftlite.errors import UserError
 from tests.tiny import make_tiny_hf
@@ -73,6 +76,21 @@ def test_latent_attention_in_float32_is_kept_from_amx(tmp_path, family, torch_dt
     options = engine_options(model, EngineConfig(model.directory, torch_dtype=torch_dtype, num_speculative_tokens=1))
     expected = "CPU_MLA" if (family, torch_dtype) == ("deepseek_v3", "float32") else None
     assert (options.get("attention_backend"), options["speculative_config"].get("attention_backend")) == (expected,) * 2
+
+
+@pytest.mark.parametrize("greedily_only", [True, False])
+def test_drafts_are_drawn_where_vllm_can_verify_them(tmp_path, monkeypatch, greedily_only):
+    monkeypatch.setattr("swiftlite.engines.vllm.options.verifies_greedily_only", lambda: greedily_only)
+    model = read_model(make_tiny_hf(tmp_path, "qwen3", 1))
+    config = EngineConfig(model.directory, num_speculative_tokens=1, draws_drafts=True)
+    derived = {"method": "mtp", "num_speculative_tokens": 1}
+    drawn = {} if greedily_only else {"draft_sample_method": "probabilistic"}
+    assert speculative_config(model, config) == derived | drawn
+    assert speculative_config(model, replace(config, draws_drafts=False)) == derived
+    assert speculative_config(model, replace(config, speculative_config=derived)) == derived
+    VLLM.check_temperature(0)
+    with pytest.raises(UserError, match="random memory") if greedily_only else nullcontext():
+        VLLM.check_temperature(0.5)
 
 
 def test_no_speculation(tmp_path):

@@ -1,0 +1,65 @@
+"""Which drafts are kept, and what comes behind them, so that the text is what the trunk alone would write.
+
+Greedily that is the same text, token by token. At a temperature it is text of the same distribution: drafts are drawn
+from the heads and verified by rejection sampling, algorithm 1 of arXiv 2211.17192.
+
+Shapes: K drafts, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+from swiftlite.engines.engine import Sampling
+
+
+def warpers(sampling: Sampling) -> LogitsProcessorList | None:
+    """Temperature and top-p, which trunk and heads are both behind; None when greedy, where nothing is drawn."""
+    if sampling.temperature == 0:
+        return None
+    chosen: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
+    if sampling.top_p < 1:
+        chosen.append(TopPLogitsWarper(sampling.top_p))
+    return LogitsProcessorList(chosen)
+
+
+def draw(probabilities_V: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """One token [1] of a distribution, which need not be normalised."""
+    return torch.multinomial(probabilities_V, 1, generator=generator)
+
+
+def verify_greedily(drafts_K: torch.Tensor, logits_KV: torch.Tensor) -> torch.Tensor:
+    """The drafts that are the trunk's likeliest tokens, up to the first that is not, and the trunk's token there.
+
+    Args:
+        logits_KV: the trunk's, one row more than there are drafts.
+    """
+    likeliest = logits_KV.argmax(dim=-1)
+    num_kept = int((likeliest[:-1] == drafts_K).cumprod(0).sum())
+    return likeliest[: num_kept + 1]
+
+
+def verify(
+    drafts_K: torch.Tensor, q_KV: torch.Tensor, p_KV: torch.Tensor, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """The drafts that are kept, and one token behind them: [1] to [K + 1].
+
+    A draft x is kept with the probability min(1, p(x) / q(x)). The first that is not kept is replaced by a draw from
+    the positive part of p - q, which drafting leaves out of p; those behind it are lost. Behind K kept drafts comes a
+    draw from p. So the tokens have the distribution p whatever q is, and the nearer q is to it, the more come at once.
+
+    Args:
+        q_KV: what each draft was drawn from.
+        p_KV: the trunk's distributions, one row more than there are drafts.
+    """
+    luck_K = torch.rand(len(drafts_K), generator=generator, device=q_KV.device)
+    place_K = torch.arange(len(drafts_K), device=q_KV.device)
+    is_kept_K = luck_K * q_KV[place_K, drafts_K] < p_KV[place_K, drafts_K]
+    num_kept = int(is_kept_K.cumprod(0).sum())
+    rest_V = p_KV[num_kept]
+    if num_kept < len(drafts_K):
+        left_V = (rest_V - q_KV[num_kept]).clamp(min=0)
+        # Of two equal distributions nothing is left: only rounding refuses a draft there.
+        rest_V = left_V if left_V.any() else rest_V
+    return torch.cat((drafts_K[:num_kept], draw(rest_V, generator)))

@@ -1,0 +1,156 @@
+"""Rejection sampling leaves the trunk's distribution as it is, and the test of it notices when it does not."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.served_model import read_model
+from swiftlite.engines.transformers import engine as engine_module
+from swiftlite.engines.transformers import verification
+from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
+from swiftlite.engines.transformers.verification import verify
+from swiftlite.families.drafting import Drafting
+from tests.engines.chi_square import FALSE_ALARM, probability
+from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
+from tests.tiny import make_tiny_hf
+
+WRONG = {
+    "replaced by a draw from p": ("left_V if left_V.any() else rest_V", "rest_V"),
+    "replaced by a draw from q - p": ("rest_V - q_KV[num_kept]", "q_KV[num_kept] - rest_V"),
+    "always kept": ("luck_K * q_KV", "0 * q_KV"),
+    "kept with p": ("luck_K * q_KV[place_K, drafts_K]", "luck_K"),
+    "kept by one chance": ("torch.rand(len(drafts_K)", "torch.rand(1"),
+}
+
+
+def wrong_verify(how: str) -> Callable[..., torch.Tensor]:
+    """The function with a part of it changed."""
+    source = inspect.getsource(verification)
+    old, new = WRONG[how]
+    assert source.count(old) == 1
+    names: dict[str, Any] = {}
+    exec(source.replace(old, new), names)
+    return names["verify"]
+
+
+def drawn_triples(check: Callable[..., torch.Tensor], number: int) -> tuple[list[list[int]], torch.Tensor]:
+    """Three tokens, drafted two by two, with what they should be distributed as; each depends on those before it."""
+    generator = torch.Generator().manual_seed(1)
+    size = 4
+
+    def distributions(*shape: int) -> torch.Tensor:
+        return (2 * torch.randn(*shape, size, generator=generator)).softmax(-1)
+
+    p1, p2, p3 = distributions(), distributions(size), distributions(size, size)
+    q1, q2 = distributions(), distributions(size)
+    draw = partial(torch.multinomial, num_samples=1, generator=generator)
+    found = []
+    for _ in range(number):
+        first = int(draw(q1))
+        second = int(draw(q2[first]))
+        q = torch.stack((q1, q2[first]))
+        p = torch.stack((p1, p2[first], p3[first, second]))
+        tokens = check(torch.tensor([first, second]), q, p, generator).tolist()
+        if len(tokens) == 1:
+            tokens.append(int(draw(p2[tokens[0]])))
+        if len(tokens) == 2:
+            tokens.append(int(draw(p3[tokens[0], tokens[1]])))
+        found.append(tokens)
+    return found, p1[:, None, None] * p2[:, :, None] * p3
+
+
+def test_tokens_have_the_trunks_distribution():
+    assert probability(*drawn_triples(verify, 8000)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_wrong_verification_is_noticed(how):
+    assert probability(*drawn_triples(wrong_verify(how), 8000)) < FALSE_ALARM / 1e6
+
+
+def test_a_draft_is_kept_as_often_as_the_distributions_overlap():
+    generator = torch.Generator().manual_seed(2)
+    p, q = (2 * torch.randn(2, 8, generator=generator)).softmax(-1)
+    number = 4000
+    drafts = torch.multinomial(q, number, replacement=True, generator=generator)
+    both = torch.stack((p, p))
+    kept = sum(len(verify(draft[None], q[None], both, generator)) == 2 for draft in drafts)
+    overlap = float(torch.minimum(p, q).sum())
+    assert 0.2 < overlap < 0.8
+    # 4.9 standard deviations of a binomial count: a false alarm of 1e-6.
+    assert abs(kept / number - overlap) < 4.9 * (overlap * (1 - overlap) / number) ** 0.5
+    assert all(len(verify(draft[None], p[None], both, generator)) == 2 for draft in drafts if p[draft] > 0)
+
+
+def test_equal_distributions_leave_something_to_draw_from():
+    """Rounding may refuse a draft where nothing of p - q is positive."""
+    p = torch.tensor([[0.5, 0.5]])
+    (token,) = verify(torch.tensor([0]), p.new_tensor([[2.0, 0.5]]), torch.cat((p, p)), HighLuck().generator).tolist()
+    assert token in (0, 1)
+
+
+class HighLuck:
+    """A generator whose first number is above a half."""
+
+    def __init__(self):
+        seed = 0
+        while torch.rand(1, generator=torch.Generator().manual_seed(seed)) < 0.5:
+            seed += 1
+        self.generator = torch.Generator().manual_seed(seed)
+
+
+def make_small(tmp_path, family: str, depth: int):
+    """A real model with a vocabulary that can be counted through."""
+    return make_tiny_hf(tmp_path, family, depth=depth, vocab_size=6)
+
+
+def answered(directory, top_p: float) -> tuple[list[list[int]], DraftCounts]:
+    """Three tokens behind PROMPT, 600 times."""
+    engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=2))
+    completions = engine.generate([PROMPT] * 600, Sampling(3, temperature=TEMPERATURE, top_p=top_p))
+    return [completion.token_ids for completion in completions], engine.draft_counts()
+
+
+@pytest.mark.parametrize(("family", "depth", "top_p"), [("qwen3", 2, 1.0), ("qwen3", 1, 0.8), ("qwen3_next", 1, 1.0)])
+def test_an_engine_that_drafts_writes_what_the_trunk_would(tmp_path, family, depth, top_p):
+    directory = make_small(tmp_path, family, depth)
+    found, counts = answered(directory, top_p)
+    assert probability(found, joint_distribution(directory, top_p)) > FALSE_ALARM
+    assert 0.02 < counts.accepted / counts.drafted < 0.9
+
+
+@pytest.mark.parametrize("how", ["replaced by a draw from p", "always kept"])
+def test_an_engine_that_verifies_wrongly_is_noticed(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(engine_module, "verify", wrong_verify(how))
+    directory = make_small(tmp_path, "qwen3", 1)
+    found, _ = answered(directory, top_p=1.0)
+    assert probability(found, joint_distribution(directory, top_p=1.0)) < FALSE_ALARM / 1e6
+
+
+def test_the_loop_of_transformers_verifies_drawn_drafts(tmp_path):
+    """It is given the logits that they were drawn from, and verifies by the same rule."""
+    directory = make_small(tmp_path, "qwen3", 2)
+    accepted: list[int] = []
+
+    class WithHeads(Qwen3ForCausalLM):
+        def _get_candidate_generator(self, logits_processor, **kwargs):
+            drafter: Any = MtpCandidateGenerator(self.model, self.lm_head, heads, 2, Drafting(), logits_processor)
+            drafter.update_candidate_strategy = lambda ids, scores, num_matches: accepted.append(int(num_matches))
+            return drafter
+
+    model: Any = WithHeads.from_pretrained(directory).eval()
+    heads = load_heads(read_model(directory), model.model)
+    torch.manual_seed(0)
+    ids = torch.tensor([PROMPT])
+    options = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "max_new_tokens": 3, "use_mtp": True}
+    options["attention_mask"] = torch.ones_like(ids)
+    found = [model.generate(ids, **options)[0, len(PROMPT) :].tolist() for _ in range(300)]
+    assert probability(found, joint_distribution(directory, top_p=1.0)) > FALSE_ALARM
+    assert 0.1 < sum(accepted) / len(accepted) < 1.9
