@@ -2,10 +2,11 @@
 # Sets up what the tests need, then runs them; the last line is pytest's own count.
 #
 #   bash scripts/test.sh                everything a machine without a GPU can run: check.sh and the three tiers below
-#   bash scripts/test.sh unit|gloo|engine|gpu [PYTEST OPTIONS]
+#   bash scripts/test.sh unit|gloo|engine|slow|gpu [PYTEST OPTIONS]
 #
 #   unit     in process, seconds each       gloo    several processes on this machine
 #   engine   with a real vLLM or SGLang     gpu     needs a GPU
+#   slow     engines too, minutes each
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
@@ -14,14 +15,15 @@ tier=${1:-all}
 [ $# -eq 0 ] || shift
 status=0
 case $tier in
-    all) markers="not gpu" ;;
-    unit) markers="not gloo and not engine and not gpu" ;;
-    gloo | engine | gpu) markers=$tier ;;
-    *) die "no tier '$tier'" "one of: unit gloo engine gpu, or nothing for all that run without a GPU" ;;
+    all) markers="not gpu and not slow" ;;
+    unit) markers="not gloo and not engine and not gpu and not slow" ;;
+    engine) markers="engine and not slow" ;;
+    gloo | slow | gpu) markers=$tier ;;
+    *) die "no tier '$tier'" "one of: unit gloo engine slow gpu, or nothing for all that run without a GPU" ;;
 esac
 
 case $tier in
-    all | engine) use_environment core vllm sglang model dev ;;
+    all | engine | slow) use_environment core vllm sglang model dev ;;
     *) use_environment core model dev ;;
 esac
 # Nothing here may go to the network: a test that tries to should fail at once. One thread per process: the models are

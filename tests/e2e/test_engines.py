@@ -240,6 +240,7 @@ if __name__ == "__main__":
     assert done.stdout.splitlines()[-2:] == [str(expected), str(expected_counts(counts))], done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path):
     """Under the same runner: vLLM draws the drafts of our classes, and more of them are kept than of the likeliest."""
     directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=6)
