@@ -18,8 +18,6 @@ UNROLL_KEY = "mtp_unroll"
 """config.json of an export: tokens that its one MTP layer was trained to draft; no engine reads it."""
 DRAFT_VOCAB_KEY = "mtp_draft_vocab"
 """config.json of an export: the ids of the tokens that its heads draft, see `swiftlite.draft_vocab`."""
-DRAFT_FOR_KEY = "mtp_draft_for"
-"""config.json of an export: the engine that its heads were trained for; no engine reads it."""
 
 
 def depth_key(hf_config: Mapping[str, Any]) -> str:
@@ -36,25 +34,22 @@ class Heads:
         layers: MTP layers, each with weights of its own; 0 is a model without heads.
         unroll: how often the one MTP layer is applied, each time to its own state; 1 with several layers.
         beta: weight of the loss of each drafted token, relative to the one before, where a layer is unrolled.
-        draft_for: the engine that they are trained for; `MtpLayout.drafting_for` says what it feeds them.
         draft_vocab: ids of the tokens that they can draft, ascending; empty for the whole vocabulary.
     """
 
     layers: int = 0
     unroll: int = 1
     beta: float = 1.0
-    draft_for: str = "vllm"
     draft_vocab: tuple[int, ...] = field(default=(), repr=False)
 
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":
         """The heads that a config.json promises; none where the key is not there or not a number."""
         layers, unroll = hf_config.get(depth_key(hf_config)), hf_config.get(UNROLL_KEY)
-        drafted, draft_for = hf_config.get(DRAFT_VOCAB_KEY), hf_config.get(DRAFT_FOR_KEY)
+        drafted = hf_config.get(DRAFT_VOCAB_KEY)
         return cls(
             layers=layers if isinstance(layers, int) else 0,
             unroll=unroll if isinstance(unroll, int) and unroll else 1,
-            draft_for=draft_for if isinstance(draft_for, str) else "vllm",
             draft_vocab=draft_vocab.from_text(drafted, hf_config.get("vocab_size", 0)) if drafted else (),
         )
 
@@ -80,8 +75,6 @@ class Heads:
             change[depth_key(hf_config)] = self.layers
         if promised.unroll != self.unroll:
             change[UNROLL_KEY] = self.unroll
-        if promised.draft_for != self.draft_for:
-            change[DRAFT_FOR_KEY] = self.draft_for
         if promised.draft_vocab != self.draft_vocab:
             change[DRAFT_VOCAB_KEY] = draft_vocab.to_text(self.draft_vocab)
         return change

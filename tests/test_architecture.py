@@ -12,8 +12,9 @@ from swiftlite.engines.index import ENGINES
 ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
-    {"chart", "errors", "heads", "json_file", "redact", "surroundings", "table"},
-    {"durable", "log"},
+    {"chart", "errors", "json_file", "redact", "surroundings", "table"},
+    {"draft_vocab", "durable", "log"},
+    {"heads"},
     {"args"},
     {"hub"},
     {"bridge", "data"},
@@ -32,6 +33,7 @@ MEGATRON = ("runtime", "model", "acceptance", "train", "bridge/placement.py")
 DECLARED = ("bridge/join.py", "bridge/quantization.py", "bridge/rows.py")  # what families declare with
 WITHOUT_TORCH = (
     "chart.py",
+    "draft_vocab.py",
     "durable.py",
     "errors.py",
     "heads.py",

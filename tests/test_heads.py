@@ -15,7 +15,6 @@ from swiftlite.heads import Heads
             {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-1 4", "vocab_size": 9},
             Heads(1, draft_vocab=(0, 1, 4)),
         ),
-        ({"num_nextn_predict_layers": 1, "mtp_draft_for": "sglang"}, Heads(1, draft_for="sglang")),
         ({"num_nextn_predict_layers": 1, "mtp_draft_vocab": "", "vocab_size": 9}, Heads(1)),
     ],
 )
@@ -33,7 +32,6 @@ def test_a_config_is_changed_to_promise_other_heads():
     assert Heads(1, draft_vocab=(0, 1, 4)).config_change({"num_nextn_predict_layers": 1}) == {
         "mtp_draft_vocab": "0-1 4"
     }
-    assert Heads(1, draft_for="sglang").config_change({"num_nextn_predict_layers": 1}) == {"mtp_draft_for": "sglang"}
     whole = {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-1 4", "vocab_size": 9}
     assert Heads(1).config_change(whole) == {"mtp_draft_vocab": ""}
 

@@ -13,7 +13,6 @@ from swiftlite.args import bounds
 
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "graft"]
 MtpMode = Literal["joint", "heads_only"]
-DraftFor = Literal["vllm", "sglang"]
 MtpLoss = Literal["ce", "kl", "tv", "nla", "lk_hybrid"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
 
@@ -60,9 +59,6 @@ class MtpArgs:
     mtp_unroll: bounds.PositiveInt = 1
     """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
     state. `infer` drafts as many."""
-    draft_for: DraftFor | None = None
-    """Engine that the heads are trained for: they are fed what it feeds them, which differs for MiMo, DeepSeek-V3, GLM
-    and HY-V3. Unset: as the checkpoint has it, else vllm."""
     draft_vocab: bounds.NonNegativeInt | None = None
     """Tokens that the heads can draft: so many, those that the answers of --dataset hold most often. Heads then compute
     no other logits, in training and in engines. 0: the whole vocabulary. Unset: as the checkpoint has it."""

@@ -201,7 +201,7 @@ def _report_model(directory: Path) -> bool:
         family = index.get(hf_config, directory)
         depth = mtp_depth_on_disk(directory, family, hf_config)
         problems = audit_hf(directory, family) + _tokenizer_problems(directory, hf_config)
-        heads = Heads.from_config(hf_config)
+        drafted = Heads.from_config(hf_config).draft_vocab
     except UserError as error:
         print(f"  {error}")
         return False
@@ -209,10 +209,8 @@ def _report_model(directory: Path) -> bool:
     verdict = f"{len(problems)} problems" if problems else "whole: keys, shapes, MTP depth, all numbers finite"
     promise = f"{depth.promised} promised by config.json, {depth.depth} in the tensors{missing}"
     lines = [("family", family.name), ("MTP depth", promise), ("audit", verdict)]
-    if heads.draft_vocab:
-        lines.insert(2, ("draft vocabulary", f"{len(heads.draft_vocab)} of {hf_config['vocab_size']} tokens"))
-    if heads.draft_for != "vllm":
-        lines.insert(2, ("heads for", heads.draft_for))
+    if drafted:
+        lines.insert(2, ("draft vocabulary", f"{len(drafted)} of {hf_config['vocab_size']} tokens"))
     if not _has_tokenizer(directory):
         lines.append(("tokenizer", "missing: copy tokenizer.json and tokenizer_config.json from the model's source"))
     print(text_table(lines, indent="  "))

@@ -93,19 +93,6 @@ def require_heads(model: ServedModel) -> None:
         )
 
 
-def log_other_engine(model: ServedModel, engine: str) -> None:
-    """Log it when an engine feeds the heads otherwise than the one that they were trained for."""
-    trained_for, mtp = model.heads.draft_for, model.family.mtp
-    if mtp.drafting_for(engine) != mtp.drafting_for(trained_for):
-        logger.warning(
-            "the heads were trained for %s, and %s feeds them otherwise: it accepts fewer of their drafts (sft "
-            "--draft_for %s trains them for it)",
-            trained_for,
-            engine,
-            engine,
-        )
-
-
 def log_untrained_drafts(model: ServedModel, num_tokens: int | None) -> None:
     """Log it when more tokens are to be drafted than the heads were trained for; None is as many as they were."""
     if (num_tokens or 0) > model.heads.drafts > 0:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Drafting:
-    """What a family's heads are fed by an engine, and in training for that engine.
+    """What a family's heads are fed by vLLM, and so in training; other engines' conventions are in their folders.
 
     Attributes:
         takes_before_norm: the trunk's state before its final norm; otherwise the one after it.

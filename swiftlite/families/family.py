@@ -25,8 +25,7 @@ class MtpLayout:
         block: HF prefix of the decoder layer inside head k.
         frame_rows: bridge rows of the rest of head k: projection and norms.
         copies: HF keys of head k that repeat a tensor of the trunk, each with the trunk's key.
-        drafting: what vLLM feeds the heads, and swiftlite wherever the heads are not for another engine.
-        drafting_elsewhere: what other engines feed them, by engine, where that differs.
+        drafting: what the heads are fed, in training as in vLLM.
     """
 
     head_of: Callable[[HfConfig, str], int | None]
@@ -34,11 +33,6 @@ class MtpLayout:
     frame_rows: Callable[[HfConfig, int], list[Row]]
     copies: Callable[[HfConfig, int], dict[str, str]] = no_copies
     drafting: Drafting = Drafting()
-    drafting_elsewhere: Mapping[str, Drafting] = field(default_factory=dict)
-
-    def drafting_for(self, engine: str) -> Drafting:
-        """What that engine feeds the heads."""
-        return self.drafting_elsewhere.get(engine, self.drafting)
 
 
 @dataclass(frozen=True)

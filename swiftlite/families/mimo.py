@@ -40,6 +40,5 @@ MIMO = Family(
         lambda hf_config, head: f"model.mtp_layers.{head}.",
         _frame_rows,
         drafting=Drafting(takes_before_norm=True, zeroes_first_embedding=True),
-        drafting_elsewhere={"sglang": Drafting(zeroes_first_embedding=True)},
     ),
 )

@@ -130,11 +130,4 @@ def _copies(hf_config: HfConfig, head: int) -> dict[str, str]:
     }
 
 
-NEXT_LAYER_HEADS = MtpLayout(
-    _head_of,
-    _prefix,
-    _frame_rows,
-    _copies,
-    drafting=Drafting(zeroes_first_embedding=True),
-    drafting_elsewhere={"sglang": Drafting()},
-)
+NEXT_LAYER_HEADS = MtpLayout(_head_of, _prefix, _frame_rows, _copies, Drafting(zeroes_first_embedding=True))

@@ -61,14 +61,13 @@ def build_hf_model(
     Raises:
         OptionError: the model cannot be laid out so.
     """
-    heads = hf_model.heads if heads is None else heads
     return build_model(
         hf_model.family.architecture(hf_model.config),
         hf_model.config,
         mesh=mesh,
         dtype=dtype,
-        heads=heads,
-        drafting=hf_model.family.mtp.drafting_for(heads.draft_for),
+        heads=hf_model.heads if heads is None else heads,
+        drafting=hf_model.family.mtp.drafting,
         **options,
     )
 

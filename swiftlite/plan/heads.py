@@ -32,8 +32,7 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
         layers = layers or 1
     # Which tokens --draft_vocab chooses is known once the data has been read.
     drafted = checkpoint.draft_vocab if layers and args.draft_vocab is None else ()
-    draft_for = args.draft_for or checkpoint.draft_for
-    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta, draft_for, drafted)
+    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta, drafted)
 
 
 def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite.engines.served_model import log_other_engine, read_model, require_heads
+from swiftlite.engines.served_model import read_model, require_heads
 from swiftlite.errors import UserError
 from tests.tiny import CLASSES, make_tiny_hf
 
@@ -23,15 +23,6 @@ def test_whole_heads_pass(family, depth, tmp_path):
     model = read_model(make_tiny_hf(tmp_path, family, depth))
     require_heads(model)
     assert model.heads.layers == depth
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize(("family", "differs"), [("mimo", True), ("deepseek_v3", True), ("qwen3", False)])
-def test_an_engine_that_feeds_heads_otherwise_is_named(family, differs, engine, tmp_path, caplog):
-    model = read_model(make_tiny_hf(tmp_path, family, 1, mtp_draft_for="sglang"))
-    log_other_engine(model, engine)
-    warned = "the heads were trained for sglang, and vllm feeds them otherwise" in caplog.text
-    assert warned is (differs and engine == "vllm")
 
 
 def test_a_path_that_is_no_directory(tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from swiftlite.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.engines.load_report import LoadReport
-from swiftlite.engines.served_model import ServedModel, log_other_engine, require_heads
+from swiftlite.engines.served_model import ServedModel, require_heads
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.errors import UserError
 
@@ -50,7 +50,6 @@ def speculative_options(
         UserError: the heads are not whole, or SGLang would draft with something else.
     """
     require_heads(model)
-    log_other_engine(model, "sglang")
     given = given or {}
     num_steps = given.get("speculative_num_steps", num_tokens)
     problem = depth_problem(model, num_steps)
