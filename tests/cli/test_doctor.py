@@ -139,11 +139,11 @@ def test_an_unknown_family(model, capsys):
     assert "model_type 'gpt2' is not a family that swiftlite knows" in report
 
 
-def test_a_directory_without_weights(tmp_path, capsys):
+def test_a_directory_without_a_model(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     code, report = examine(tmp_path / "empty", capsys)
     assert code == 1
-    assert "is not a family" in report
+    assert "empty: no config.json" in report
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path, capsys):

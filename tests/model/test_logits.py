@@ -228,8 +228,8 @@ ROUTERS = [
     ("glm4_moe", {"routed_scaling_factor": 1.0}),
     ("glm4_moe", {"attention_bias": False}),
     ("glm4_moe", {"use_qk_norm": False}),
-    ("glm4_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
-    ("glm4_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
+    ("glm4_moe", {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("glm4_moe", {"partial_rotary_factor": 0.25, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
 ]
 
 
