@@ -18,6 +18,7 @@ from swiftlite.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
 from swiftlite.export.card import model_card
+from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.gate import check_acceptance
 from swiftlite.export.origin import origin_of
 from swiftlite.heads import Heads
@@ -71,6 +72,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     hf_model = read_hf_model(checkpoint.parent / "source")
     state = read_state(checkpoint)
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
+    heads = restrict_heads(args, checkpoint.parent, hf_model, heads)
     tensors = source_tensors(hf_model.directory)
     if args.mtp_graft_from:
         tensors = with_heads_of(hf_model, tensors, local_model(args.mtp_graft_from))

@@ -1,6 +1,7 @@
 """Rules of `export`."""
 
 import dataclasses
+import json
 import subprocess
 from pathlib import Path
 
@@ -136,3 +137,20 @@ def test_what_a_push_needs_is_asked_before_the_export(here, monkeypatch, change,
 def test_a_private_repository_is_made_by_a_push_alone(here):
     (note,) = rules.check(dataclasses.replace(EXPORT, hub_private_repo=False))
     assert note == "--hub_private_repo false has no effect: --push_to_hub is not given"
+
+
+@pytest.mark.parametrize(
+    ("change", "heads", "problem"),
+    [
+        ({"model": "plain", "to_hf": False, "to_mcore": True}, {}, "--draft_vocab 50 without --to_hf"),
+        ({"mtp": "strip"}, {"num_nextn_predict_layers": 1}, "--draft_vocab 50 is for the run's own heads"),
+        ({}, {}, "--draft_vocab 50: the run has no heads"),
+        ({}, {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-40"}, "the run's heads draft 41 tokens already"),
+        ({"draft_vocab": 120}, {"num_nextn_predict_layers": 1}, "120, but the model's whole vocabulary is 120"),
+    ],
+)
+def test_a_draft_vocabulary_for_heads_that_draft_all(here, change, heads, problem):
+    path = Path("run/source/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | heads))
+    ((found, _),) = problems_of(dataclasses.replace(EXPORT, **{"draft_vocab": 50} | change))
+    assert problem in found
