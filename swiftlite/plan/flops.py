@@ -49,7 +49,9 @@ class Flops:
         return self.linear * num_tokens + self.square * squares + vocabulary
 
 
-def training_flops(hf_config: HfConfig, heads: Heads = Heads(), *, heads_only: bool = False) -> Flops:
+def training_flops(
+    hf_config: HfConfig, heads: Heads = Heads(), *, heads_only: bool = False, trunk_is_read: bool = False
+) -> Flops:
     """Operations of training the trunk, MTP layers, and the output layer of each.
 
     A backward pass is twice the forward pass: gradients of inputs and of weights. With `heads_only` the trunk has none,
@@ -57,6 +59,7 @@ def training_flops(hf_config: HfConfig, heads: Heads = Heads(), *, heads_only: b
 
     Args:
         hf_config: config.json.
+        trunk_is_read: from disk, so that it costs nothing; with `heads_only`.
 
     Raises:
         UserError: a model_type that is not known.
@@ -64,6 +67,8 @@ def training_flops(hf_config: HfConfig, heads: Heads = Heads(), *, heads_only: b
     architecture = architecture_of(hf_config)
     hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
     of_trunk, of_output_layer = (1, 2) if heads_only else (3, 3)
+    if trunk_is_read:
+        of_trunk = 0
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # and its projection
     # Of n * (n + 1) / 2 pairs, at two operations: n ** 2 and n times the same number.

@@ -158,6 +158,7 @@ RULES = (
     sft_heads.fit_has_something_to_fit_to,
     sft_heads.draft_vocab_can_be_learned,
     sft_heads.draft_for_is_measured,
+    sft_heads.trunk_states_come_again,
     common.graft_has_heads,
     sft_heads.graft_is_asked_for_once,
     sft_report.report_to_can_be,
