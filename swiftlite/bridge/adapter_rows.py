@@ -1,7 +1,7 @@
 """The rows of adapters: what an adapter of a fused Megatron layer is in PEFT's files. They follow from the layer's row.
 
 megatron-core has queries, keys and values in one layer, gate and up in another, and PEFT has an A and a B for each of
-them. So does an adapter here: `linear_qkv.adapter.lora_A.q_proj` is PEFT's `q_proj.lora_A.weight`. The B's stand in the
+them. So does an adapter here: `linear_qkv.adapter.lora_A_q_proj` is PEFT's `q_proj.lora_A.weight`. The B's stand in the
 order in which the layer has the rows of their HF tensors.
 """
 
@@ -15,6 +15,8 @@ from swiftlite.lora import PART, Lora
 
 _LINEAR = re.compile(r"\.(linear_\w+|in_proj_\w+|out_proj|eh_proj)\.weight$")
 _WEIGHT = ".weight"
+A, B = "lora_A_", "lora_B_"
+"""How the Megatron names of an adapter's parameters begin; the last word of the HF module follows."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ def _rows_of_layer(layer: Row, lora: Lora) -> list[Row]:
         order = OnePart(layer.join, lengths, source)
         a, b = (COPY, order) if axis == 0 else (order, COPY)
         rows += [
-            Row(f"{adapter}lora_A.{leaf_of(module)}", {f"{module}.lora_A.weight": (lora.rank, size_in)}, a),
-            Row(f"{adapter}lora_B.{leaf_of(module)}", {f"{module}.lora_B.weight": (size_out, lora.rank)}, b),
+            Row(f"{adapter}{A}{leaf_of(module)}", {f"{module}.lora_A.weight": (lora.rank, size_in)}, a),
+            Row(f"{adapter}{B}{leaf_of(module)}", {f"{module}.lora_B.weight": (size_out, lora.rank)}, b),
         ]
     return rows
 

@@ -30,7 +30,16 @@ from megatron.core.tensor_parallel.layers import (
 from torch import nn
 
 from swiftlite.bridge import placement
-from swiftlite.bridge.adapter_rows import adapted_modules, adapted_rows, adapter_rows, leaf_of, module_of, saved_names
+from swiftlite.bridge.adapter_rows import (
+    A,
+    B,
+    adapted_modules,
+    adapted_rows,
+    adapter_rows,
+    leaf_of,
+    module_of,
+    saved_names,
+)
 from swiftlite.bridge.binding import Binding, bind
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.transfer import gather_hf
@@ -69,18 +78,19 @@ class Adapter(nn.Module):
         for module, length in parts:
             lengths[module] += length
         modules = adapted_modules(layer.row, lora)
-        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        for module in modules:  # one by one: it would sort the keys of a dict
-            self.lora_A[leaf_of(module)] = nn.Parameter(weight.new_empty(lora.rank, weight.size(1)))
-            self.lora_B[leaf_of(module)] = nn.Parameter(weight.new_empty(lengths[module], lora.rank))
+        # Not in a ParameterDict: with overlap_param_gather they arrive when the module that has them is called.
+        for module in modules:
+            a, b = weight.new_empty(lora.rank, weight.size(1)), weight.new_empty(lengths[module], lora.rank)
+            self.register_parameter(f"{A}{leaf_of(module)}", nn.Parameter(a))
+            self.register_parameter(f"{B}{leaf_of(module)}", nn.Parameter(b))
         order = _order(parts, modules, lengths)
         is_ordered = torch.equal(order, torch.arange(sum(lengths[module] for module in modules)))
         self.register_buffer("order", None if is_ordered else order.to(weight.device), persistent=False)
 
         # Experts on whom no other tensor-parallel rank has a part are no duplicates of each other.
         all_differ = linear.is_expert and self.group.size() == 1
-        for parameters, dim, is_split in ((self.lora_A, 1, not self.is_column), (self.lora_B, 0, self.is_column)):
-            for parameter in parameters.values():
+        for parameters, dim, is_split in ((self.parts(A), 1, not self.is_column), (self.parts(B), 0, self.is_column)):
+            for parameter in parameters:
                 set_tensor_model_parallel_attributes(parameter, is_split or all_differ, dim, 1)
                 parameter.allreduce = getattr(weight, "allreduce", True)
                 # megatron-core sums these gradients over tensor-parallel ranks, each of which sees a part of the row.
@@ -88,7 +98,7 @@ class Adapter(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """What is added to the layer's output [S, B, out], of its input [S, B, in]."""
-        a, b = torch.cat(list(self.lora_A.values())), self._in_order(torch.block_diag(*self.lora_B.values()))
+        a, b = torch.cat(self.parts(A)), self._in_order(torch.block_diag(*self.parts(B)))
         if self.caller_sums:
             a, b = (_summed(a, self.group), b) if self.is_column else (a, _summed(b, self.group))
         hidden_SBR = F.linear(F.dropout(input, self.dropout, self.training), a)
@@ -96,10 +106,12 @@ class Adapter(nn.Module):
 
     def delta(self) -> torch.Tensor:
         """What merging adds to the layer's weight on this rank, float32."""
-        parts = []
-        for name, b in self.lora_B.items():
-            parts.append((b.float() @ self.lora_A[name].float()) * self.scaling)
-        return self._in_order(torch.cat(parts))
+        pairs = zip(self.parts(A), self.parts(B), strict=True)
+        return self._in_order(torch.cat([(b.float() @ a.float()) * self.scaling for a, b in pairs]))
+
+    def parts(self, kind: str) -> list[nn.Parameter]:
+        """The A's or the B's, in the order of the layer's HF parts."""
+        return [parameter for name, parameter in self.named_parameters() if name.startswith(kind)]
 
     def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of one HF part after the other in the layer's order, zeros for the parts without an adapter."""
