@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftlite import draft_vocab
+from swiftlite.drafting import Drafting
 
 DEPTH_KEY = "num_nextn_predict_layers"
 """config.json: MTP layers of the model; engines read it."""
@@ -18,6 +19,8 @@ UNROLL_KEY = "mtp_unroll"
 """config.json of an export: tokens that its one MTP layer was trained to draft; no engine reads it."""
 DRAFT_VOCAB_KEY = "mtp_draft_vocab"
 """config.json of an export: the ids of the tokens that its heads draft, see `swiftlite.draft_vocab`."""
+DRAFTING_KEY = "mtp_drafting"
+"""config.json of an export: what its heads were fed, where --draft_for said so; no engine reads it."""
 
 
 def depth_key(hf_config: Mapping[str, Any]) -> str:
@@ -35,22 +38,25 @@ class Heads:
         unroll: how often the one MTP layer is applied, each time to its own state; 1 with several layers.
         beta: weight of the loss of each drafted token, relative to the one before, where a layer is unrolled.
         draft_vocab: ids of the tokens that they can draft, ascending; empty for the whole vocabulary.
+        drafting: what they are fed; None is what vLLM feeds heads of their family.
     """
 
     layers: int = 0
     unroll: int = 1
     beta: float = 1.0
     draft_vocab: tuple[int, ...] = field(default=(), repr=False)
+    drafting: Drafting | None = None
 
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any]) -> "Heads":
         """The heads that a config.json promises; none where the key is not there or not a number."""
         layers, unroll = hf_config.get(depth_key(hf_config)), hf_config.get(UNROLL_KEY)
-        drafted = hf_config.get(DRAFT_VOCAB_KEY)
+        drafted, drafting = hf_config.get(DRAFT_VOCAB_KEY), hf_config.get(DRAFTING_KEY)
         return cls(
             layers=layers if isinstance(layers, int) else 0,
             unroll=unroll if isinstance(unroll, int) and unroll else 1,
             draft_vocab=draft_vocab.from_text(drafted, hf_config.get("vocab_size", 0)) if drafted else (),
+            drafting=None if drafting is None else Drafting.from_json(drafting),
         )
 
     @property
@@ -67,14 +73,16 @@ class Heads:
         powers = [self.beta**step for step in range(self.unroll)] * self.layers
         return tuple(power / sum(powers) for power in powers)
 
-    def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, int | str]:
+    def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """The change of a config.json that makes it promise these heads; empty when it does already."""
         promised = Heads.from_config(hf_config)
-        change: dict[str, int | str] = {}
+        change: dict[str, Any] = {}
         if promised.layers != self.layers:
             change[depth_key(hf_config)] = self.layers
         if promised.unroll != self.unroll:
             change[UNROLL_KEY] = self.unroll
         if promised.draft_vocab != self.draft_vocab:
             change[DRAFT_VOCAB_KEY] = draft_vocab.to_text(self.draft_vocab)
+        if promised.drafting != self.drafting:
+            change[DRAFTING_KEY] = self.drafting and self.drafting.to_json()
         return change

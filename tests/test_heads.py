@@ -1,6 +1,10 @@
 import pytest
 
+from swiftlite.drafting import Drafting
+from swiftlite.errors import UserError
 from swiftlite.heads import Heads
+
+FED = {"takes_before_norm": True, "recycles_before_norm": False, "zeroes_first_embedding": True}
 
 
 @pytest.mark.parametrize(
@@ -16,6 +20,7 @@ from swiftlite.heads import Heads
             Heads(1, draft_vocab=(0, 1, 4)),
         ),
         ({"num_nextn_predict_layers": 1, "mtp_draft_vocab": "", "vocab_size": 9}, Heads(1)),
+        ({"num_nextn_predict_layers": 1, "mtp_drafting": FED}, Heads(1, drafting=Drafting(True, False, True))),
     ],
 )
 def test_a_config_promises_heads(hf_config, heads):
@@ -32,6 +37,9 @@ def test_a_config_is_changed_to_promise_other_heads():
     assert Heads(1, draft_vocab=(0, 1, 4)).config_change({"num_nextn_predict_layers": 1}) == {
         "mtp_draft_vocab": "0-1 4"
     }
+    assert Heads(1, drafting=Drafting(True, False, True)).config_change({"num_nextn_predict_layers": 1}) == {
+        "mtp_drafting": FED
+    }
     whole = {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-1 4", "vocab_size": 9}
     assert Heads(1).config_change(whole) == {"mtp_draft_vocab": ""}
 
@@ -47,3 +55,11 @@ def test_a_config_is_changed_to_promise_other_heads():
 def test_each_drafted_token_has_its_weight(heads, weights):
     assert heads.weights == pytest.approx(weights)
     assert heads.drafts == len(weights)
+
+
+@pytest.mark.parametrize("content", ["sglang", {}, {**FED, "takes_before_norm": 1}, {**FED, "more": True}, [FED]])
+def test_what_heads_are_fed_is_whole(content):
+    with pytest.raises(
+        UserError, match=r"config.json: mtp_drafting is .*; it should say true or false for takes_before"
+    ):
+        Heads.from_config({"num_nextn_predict_layers": 1, "mtp_drafting": content})

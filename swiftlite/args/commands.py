@@ -41,6 +41,9 @@ class ConversionArgs:
     """keep: the export has exactly the heads that were trained. strip: no heads, and a config that promises none."""
     mtp_graft_from: str | None = None
     """A Hugging Face model whose MTP heads the result gets instead, as in megatron sft."""
+    draft_vocab: PositiveInt | None = None
+    """With --to_hf: tokens that the heads can draft: so many, those that the answers of the run's --dataset hold most
+    often. Engines then compute no other logits of theirs. Unset: as the run has them."""
     torch_dtype: Literal["bfloat16", "float32"] | None = None
     """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
     merge_lora: bool = True

@@ -61,6 +61,9 @@ class MtpArgs:
     mtp_unroll: bounds.PositiveInt = 1
     """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
     state. `infer` drafts as many."""
+    draft_for: str | None = None
+    """Engine that the heads are trained for: they are fed what it feeds them, which differs for MiMo, DeepSeek-V3, GLM
+    and HY-V3. Unset: as the checkpoint says, else vllm."""
     draft_vocab: bounds.NonNegativeInt | None = None
     """Tokens that the heads can draft: so many, those that the answers of --dataset hold most often. Heads then compute
     no other logits, in training and in engines. 0: the whole vocabulary. Unset: as the checkpoint has it."""

@@ -19,6 +19,7 @@ from swiftlite.bridge.adapter_rows import leaf_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
+from swiftlite.heads import Heads
 from swiftlite.json_file import read_json
 from swiftlite.lora import Lora
 
@@ -28,7 +29,7 @@ HEADS_FILE = "mtp_heads.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _DIGEST = "base_sha256"
-_CONFIG_CHANGE = "config_change"
+_PROMISE = "config"
 # What PEFT's LoRA can be asked for beside A and B, with what it is where nobody asks.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -102,14 +103,11 @@ def write_adapter(
     write_durably(directory / TENSORS_FILE, save(content, metadata={"format": "pt", _DIGEST: base.sha256}))
 
 
-def write_heads(directory: Path, heads: Mapping[str, torch.Tensor], config_change: Mapping[str, Any]) -> None:
-    """Write MTP heads by their HF names.
-
-    Args:
-        config_change: what a config.json of the base with these heads has in the place of its own.
-    """
-    metadata = {"format": "pt", _CONFIG_CHANGE: json.dumps(dict(config_change))}
-    write_durably(directory / HEADS_FILE, save(dict(heads), metadata=metadata))
+def write_heads(directory: Path, tensors: Mapping[str, torch.Tensor], heads: Heads, model_type: str) -> None:
+    """Write MTP heads, tensors by their HF names."""
+    promise = heads.config_change({"model_type": model_type})
+    metadata = {"format": "pt", _PROMISE: json.dumps(promise)}
+    write_durably(directory / HEADS_FILE, save(dict(tensors), metadata=metadata))
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class SavedAdapter:
         pairs: A and B of each module, by its HF name.
         saved: whole tensors of the trunk, by HF name.
         heads: whole MTP heads, by HF name; empty where there are none.
-        config_change: what they change in the base's config.json.
+        promise: what a config.json says of them.
         base_sha256: of the base; empty where nobody noted it.
     """
 
@@ -130,8 +128,18 @@ class SavedAdapter:
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     saved: Mapping[str, torch.Tensor]
     heads: Mapping[str, torch.Tensor]
-    config_change: Mapping[str, Any]
+    promise: Mapping[str, Any]
     base_sha256: str
+
+    def heads_of(self, hf_config: Mapping[str, Any]) -> Heads:
+        """The MTP heads that a base has with these adapters.
+
+        Args:
+            hf_config: content of its config.json.
+        """
+        if not self.heads:
+            return Heads.from_config(hf_config)
+        return Heads.from_config({"model_type": hf_config.get("model_type"), **self.promise})
 
     def check_base(self, hf_dir: Path) -> None:
         """Compare the base with the digest that the adapters were written with.
@@ -183,7 +191,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
         with safe_open(directory / TENSORS_FILE, "pt") as file:
             digest = (file.metadata() or {}).get(_DIGEST, "")
             tensors = {key.removeprefix(_PREFIX): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        heads, change = _read_heads(directory / HEADS_FILE)
+        heads, promise = _read_heads(directory / HEADS_FILE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(
             f"--adapters {directory} cannot be read: {type(error).__name__}: {error}",
@@ -198,12 +206,12 @@ def read_adapter(directory: Path) -> SavedAdapter:
     if lost := [module for module in modules if module + _B not in tensors]:
         raise UserError(f"--adapters {directory}: {lost[0]} has no B", "export the adapters again")
     pairs = {module: (tensors.pop(module + _A), tensors.pop(module + _B)) for module in modules}
-    return SavedAdapter(directory, lora.scaling, pairs, tensors, heads, change, digest)
+    return SavedAdapter(directory, lora.scaling, pairs, tensors, heads, promise, digest)
 
 
 def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if not path.exists():
         return {}, {}
     with safe_open(path, "pt") as file:
-        change = json.loads((file.metadata() or {})[_CONFIG_CHANGE])
-        return {key: file.get_tensor(key) for key in file.keys()}, change  # noqa: SIM118
+        promise = json.loads((file.metadata() or {})[_PROMISE])
+        return {key: file.get_tensor(key) for key in file.keys()}, promise  # noqa: SIM118

@@ -13,7 +13,6 @@ from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import HfConfig, RowTable
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
 from swiftlite.errors import UserError
-from swiftlite.heads import Heads
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -43,13 +42,13 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
     """
     if block_size(hf_config):
         raise UserError(f"{base} is quantised, and adapters are added to whole numbers of it", "give the model in BF16")
-    config = {**hf_config, **adapter.config_change}
+    heads = adapter.heads_of(hf_config)
     with Checkpoint(base) as checkpoint:
         adapter.check_places(checkpoint.entries)
         dropped = {key for key in checkpoint.entries if adapter.heads and family.is_mtp(hf_config, key)}
         copies: dict[str, str] = {}
         if adapter.heads:
-            for head in range(Heads.from_config(config).layers):
+            for head in range(heads.layers):
                 copies |= family.mtp.copies(hf_config, head)
         origin = {key: key for key in checkpoint.entries if key not in dropped} | copies
         types = {key: (checkpoint.entries[of].dtype, checkpoint.entries[of].shape) for key, of in origin.items()}
@@ -71,4 +70,4 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
             files.discard()
             raise
     (out_dir / "config.json").unlink(missing_ok=True)
-    write_patched(base, out_dir, adapter.config_change)
+    write_patched(base, out_dir, heads.config_change(hf_config))

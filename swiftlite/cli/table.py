@@ -18,6 +18,7 @@ from swiftlite.args.commands import (
     SftArgs,
 )
 from swiftlite.args.docs import Choices
+from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.engines.index import names_with
 from swiftlite.errors import UserError
 
@@ -65,6 +66,7 @@ COMMANDS = (
 )
 # The option that takes an engine's name, and the names that it takes.
 ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
+    SftArgs: ("draft_for", lambda: list(CONVENTIONS)),
     InferArgs: ("infer_backend", lambda: names_with("adapter")),
     RegenerateArgs: ("infer_backend", lambda: names_with("adapter")),
     DeployArgs: ("infer_backend", lambda: names_with("server")),

@@ -15,7 +15,7 @@ from swiftlite.args.docs import options
 from swiftlite.errors import UserError
 
 if TYPE_CHECKING:
-    from swiftlite.engines.convention import Convention
+    from swiftlite.conventions.convention import Convention
     from swiftlite.families import Family
 
 

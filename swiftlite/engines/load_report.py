@@ -11,7 +11,7 @@ from torch import nn
 
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.info import EngineInfo
-from swiftlite.engines.served_model import ServedModel
+from swiftlite.engines.served_model import ServedModel, fed_otherwise
 from swiftlite.engines.weight_recorder import WeightRecorder
 
 
@@ -128,7 +128,7 @@ class Loading:
             num_mtp_heads=self.model.heads.layers,
             num_drafting=num_drafting,
             problems=self.problems,
-            notes=[*self._unknown_class(), *self._other_version(version)],
+            notes=[*self._unknown_class(), *self._other_version(version), *self._fed_otherwise()],
         )
 
     def _unread(self) -> list[str]:
@@ -148,6 +148,11 @@ class Loading:
             f"how {self.info.label} drafts was measured with {measured.rstrip('.')}, here is {version}: compare what "
             "swiftlite evaluate counts with what the engine counts before you trust its drafts"
         ]
+
+    def _fed_otherwise(self) -> list[str]:
+        """A note on heads that were trained on something else than the engine feeds them."""
+        note = fed_otherwise(self.model, self.info) if self.draft else ""
+        return [note] if note else []
 
     def _unknown_class(self) -> list[str]:
         """A note on a draft class other than the one whose convention was measured."""

@@ -15,6 +15,7 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Shape
 from swiftlite.bridge.tensors import Checkpoint, some
+from swiftlite.engines.info import EngineInfo
 from swiftlite.errors import UserError
 from swiftlite.families import Family
 from swiftlite.heads import Heads
@@ -91,6 +92,26 @@ def require_heads(model: ServedModel) -> None:
             + "\n  ".join(some(problems)),
             "export the run again; an engine would draft with random numbers and accept nothing",
         )
+
+
+def fed_otherwise(model: ServedModel, info: EngineInfo) -> str:
+    """What an engine feeds the heads otherwise than training did, in words; "" where nothing."""
+    trained = model.family.mtp.drafting_of(model.heads)
+    difference = trained.difference(info.convention_for(model.family).drafting)
+    if not difference or not model.heads.layers:
+        return ""
+    who = "these heads were trained" if model.heads.drafting else "sft trains heads without --draft_for"
+    return (
+        f"{info.label} feeds the heads otherwise than {who}: {difference}. It accepts fewer of their drafts "
+        f"than of heads that sft --draft_for {info.name} has trained"
+    )
+
+
+def log_fed_otherwise(model: ServedModel, info: EngineInfo) -> None:
+    """Log it when an engine feeds the heads otherwise than training did."""
+    text = fed_otherwise(model, info)
+    if text:
+        logger.warning("%s", text)
 
 
 def log_untrained_drafts(model: ServedModel, num_tokens: int | None) -> None:

@@ -21,6 +21,7 @@ from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
 from swiftlite.export import adapter
 from swiftlite.export.card import model_card
+from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.gate import check_acceptance
 from swiftlite.export.origin import origin_of
 from swiftlite.heads import Heads
@@ -76,6 +77,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     hf_model = read_hf_model(checkpoint.parent / "source")
     state = read_state(checkpoint)
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
+    heads = restrict_heads(args, checkpoint.parent, hf_model, heads)
     lora = _lora_of(args, state)
     if not args.merge_lora:
         adapter.check_can_be_written(checkpoint, lora, hf_model, heads)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from swiftlite.bridge.rows import HfConfig, Row, lift
+from swiftlite.drafting import Drafting
 from swiftlite.families.architecture import Architecture, Outside
-from swiftlite.families.drafting import Drafting
 from swiftlite.families.layer import Layer
 from swiftlite.heads import Heads
 
@@ -25,7 +25,7 @@ class MtpLayout:
         block: HF prefix of the decoder layer inside head k.
         frame_rows: bridge rows of the rest of head k: projection and norms.
         copies: HF keys of head k that repeat a tensor of the trunk, each with the trunk's key.
-        drafting: what the heads are fed, in training as in vLLM.
+        drafting: what vLLM feeds the heads, and so does swiftlite, where the heads do not say otherwise.
     """
 
     head_of: Callable[[HfConfig, str], int | None]
@@ -33,6 +33,10 @@ class MtpLayout:
     frame_rows: Callable[[HfConfig, int], list[Row]]
     copies: Callable[[HfConfig, int], dict[str, str]] = no_copies
     drafting: Drafting = Drafting()
+
+    def drafting_of(self, heads: Heads) -> Drafting:
+        """What these heads are fed."""
+        return self.drafting if heads.drafting is None else heads.drafting
 
 
 @dataclass(frozen=True)

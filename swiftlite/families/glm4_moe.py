@@ -4,8 +4,8 @@ levelled by a bias, shared experts, dense layers first, and MTP heads of its own
 
 from dataclasses import replace
 
+from swiftlite.drafting import Drafting
 from swiftlite.families import dense, moe
-from swiftlite.families.drafting import Drafting
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 

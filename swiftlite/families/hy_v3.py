@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from swiftlite.bridge.rows import Row
+from swiftlite.drafting import Drafting
 from swiftlite.families import dense, moe
-from swiftlite.families.drafting import Drafting
 from swiftlite.families.family import Family, HfConfig, no_copies
 from swiftlite.families.layer import Layer
 

@@ -9,8 +9,8 @@ from functools import partial
 
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.bridge.rows import Row
+from swiftlite.drafting import Drafting
 from swiftlite.families import dense
-from swiftlite.families.drafting import Drafting
 from swiftlite.families.family import Family, HfConfig, MtpLayout
 
 

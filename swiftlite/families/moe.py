@@ -7,8 +7,8 @@ Next: `glm4_moe.py`.
 import re
 
 from swiftlite.bridge.rows import Row
+from swiftlite.drafting import Drafting
 from swiftlite.families import dense
-from swiftlite.families.drafting import Drafting
 from swiftlite.families.family import HfConfig, MtpLayout
 from swiftlite.families.mlp import Mixture, Mlp
 

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
+from swiftlite.drafting import Drafting
 from swiftlite.errors import OptionError
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.mla import MLATransformerConfig

@@ -36,8 +36,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.data.batch import ahead
+from swiftlite.drafting import Drafting
 from swiftlite.errors import UserError
-from swiftlite.families.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.balance import Balance, RoutedTokens
 from swiftlite.model.cache import Cache

@@ -109,7 +109,7 @@ class Adapter(nn.Module):
         pairs = zip(self.parts(A), self.parts(B), strict=True)
         return self._in_order(torch.cat([(b.float() @ a.float()) * self.scaling for a, b in pairs]))
 
-    def parts(self, kind: str) -> list[nn.Parameter]:
+    def parts(self, kind: str) -> list[torch.Tensor]:
         """The A's or the B's, in the order of the layer's HF parts."""
         return [parameter for name, parameter in self.named_parameters() if name.startswith(kind)]
 

@@ -61,13 +61,14 @@ def build_hf_model(
     Raises:
         OptionError: the model cannot be laid out so.
     """
+    heads = hf_model.heads if heads is None else heads
     return build_model(
         hf_model.family.architecture(hf_model.config),
         hf_model.config,
         mesh=mesh,
         dtype=dtype,
-        heads=hf_model.heads if heads is None else heads,
-        drafting=hf_model.family.mtp.drafting,
+        heads=heads,
+        drafting=hf_model.family.mtp.drafting_of(heads),
         **options,
     )
 

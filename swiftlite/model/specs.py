@@ -24,8 +24,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from swiftlite.drafting import Drafting
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
-from swiftlite.families.drafting import Drafting
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import Mixture, Mlp

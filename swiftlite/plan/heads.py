@@ -33,9 +33,10 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     layers = checkpoint.layers if args.mtp_num_layers is None else args.mtp_num_layers
     if args.mtp_num_layers is None and args.mtp_mode == "heads_only":
         layers = layers or 1
-    # Which tokens --draft_vocab chooses is known once the data has been read.
+    # Which tokens --draft_vocab chooses is known once the data has been read, what --draft_for feeds them once the
+    # model's family is.
     drafted = checkpoint.draft_vocab if layers and args.draft_vocab is None else ()
-    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta, drafted)
+    return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta, drafted, checkpoint.drafting if layers else None)
 
 
 def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:

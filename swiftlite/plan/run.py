@@ -160,6 +160,8 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
         lines.append(("drafts", f"{heads.drafts} tokens with the one MTP layer, losses weighted {weights}"))
+    if heads.layers and args.draft_for:
+        lines.append(("heads are fed", f"what {args.draft_for} feeds them"))
     if heads.draft_vocab:
         lines.append(("draft vocabulary", f"{len(heads.draft_vocab)} tokens"))
     if heads.layers and args.mtp_mode == "joint":

@@ -101,6 +101,23 @@ def push_can_be_tried(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         yield f"{flag}, but HF_HUB_OFFLINE forbids to ask the hub", "unset HF_HUB_OFFLINE"
 
 
+def draft_vocab_can_be_chosen(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.draft_vocab is None:
+        return
+    flag = f"--draft_vocab {args.draft_vocab}"
+    size = facts.hf_config.get("vocab_size")
+    if not args.to_hf:
+        yield f"{flag} without --to_hf", "leave it out; megatron sft --draft_vocab trains with it"
+    elif args.mtp == "strip" or args.mtp_graft_from:
+        yield f"{flag} is for the run's own heads", "leave one of the two out"
+    elif not facts.heads.layers:
+        yield f"{flag}: the run has no heads", common.TRAIN_HEADS
+    elif facts.heads.draft_vocab:
+        yield f"{flag}: the run's heads draft {len(facts.heads.draft_vocab)} tokens already", "leave it out"
+    elif size and args.draft_vocab >= size:
+        yield f"{flag}, but the model's whole vocabulary is {size}", "choose fewer, or leave it out"
+
+
 def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[str]:
     unmeasured = (args.min_acceptance is None and args.max_regression is None, "no acceptance is asked for")
     not_compared = (args.max_regression is None, "--max_regression is not given")
@@ -114,8 +131,8 @@ def adapters_alone_take_no_other_wish(args: ExportArgs, facts: Facts) -> Iterato
         return
     if args.to_mcore:
         yield "--merge_lora false is for --to_hf: a Hugging Face model has no adapters", "leave it out"
-    names = ("mtp_graft_from", "torch_dtype", "min_acceptance", "max_regression", "push_to_hub", "max_shard_size_gb")
-    for name in common.changed(args, names):
+    names = ("mtp_graft_from", "torch_dtype", "draft_vocab", "min_acceptance", "max_regression", "push_to_hub")
+    for name in common.changed(args, (*names, "max_shard_size_gb")):
         yield f"--{name} with --merge_lora false, which writes adapters alone", "leave one of the two out"
 
 
@@ -136,6 +153,7 @@ RULES = (
     common.graft_has_heads,
     graft_is_not_stripped,
     adapters_alone_take_no_other_wish,
+    draft_vocab_can_be_chosen,
     push_can_be_tried,
 )
 NOTES = (export_settings_without_effect,)

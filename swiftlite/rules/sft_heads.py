@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
+from swiftlite.conventions.index import CONVENTIONS
+from swiftlite.families import FAMILIES
 from swiftlite.heads import Heads
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, read_hf_config
@@ -91,6 +93,15 @@ def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]
         yield f"{asked}, but the model's whole vocabulary is {size}", "choose fewer, or leave it out"
 
 
+def draft_for_is_measured(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    family = FAMILIES.get(str(facts.hf_config.get("model_type")))
+    if args.draft_for and family and CONVENTIONS[args.draft_for](family) is None:
+        yield (
+            f"--draft_for {args.draft_for}: what it feeds the heads of a {family.name} has not been measured",
+            "leave it out: heads are then trained for vllm",
+        )
+
+
 def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:
     if args.lr is None or args.lr >= LR_OF_NEW_HEADS / 30:
         return
@@ -114,6 +125,11 @@ def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
             yield (
                 f"--mtp_graft_from {args.mtp_graft_from} has heads with a draft vocabulary",
                 "say which tokens they draft now: --draft_vocab N, or 0 for all",
+            )
+        if grafted.drafting and args.draft_for is None:
+            yield (
+                f"--mtp_graft_from {args.mtp_graft_from} has heads that were trained for one engine",
+                "say which one will run them: --draft_for vllm, sglang or transformers",
             )
         if wanted and present and wanted != present:
             yield (

@@ -17,6 +17,7 @@ from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
 from swiftlite.bridge.adapter_files import Base, digest_of
 from swiftlite.bridge.adapter_rows import saved_names
+from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data, Encoder, load_train_val
 from swiftlite.data.mock import MockSamples, mock_lengths
@@ -24,6 +25,7 @@ from swiftlite.data.sampler import Sampler
 from swiftlite.data.stream import Stream
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
+from swiftlite.families import Family
 from swiftlite.heads import Heads
 from swiftlite.log import logger
 from swiftlite.model.build import check_computable
@@ -75,6 +77,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     hf_model = read_hf_model(args.model)
     check_model_links(hf_model.directory)
     plan = make_plan(args, dist.get_world_size(), hf_model.heads)
+    plan = replace(plan, heads=fed_as_asked(args, hf_model.family, plan.heads))
     check_computable(plan.layout, mesh.device)
     saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0)) if plan.lora else ()
     trainable = trainable_of(args, plan.heads, plan.lora, saved)
@@ -227,6 +230,12 @@ def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMod
         )
     data.report.train_samples = len(samples)
     return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))
+
+
+def fed_as_asked(args: SftArgs, family: Family, heads: Heads) -> Heads:
+    """The heads, fed what the engine of --draft_for feeds them."""
+    line = CONVENTIONS[args.draft_for](family) if args.draft_for and heads.layers else None
+    return replace(heads, drafting=line.drafting) if line else heads
 
 
 def choose_draft_vocab(args: SftArgs, hf_model: HfModel, heads: Heads, data: Data) -> Heads:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from swiftlite.heads import Heads
 from tests.e2e.conftest import Commands
-from tests.engines.reference import Reference
+from tests.engines.reference import Reference, convention
 from tests.model.test_unroll import train_head
 from tests.tiny import make_tiny_hf
 
@@ -52,24 +52,26 @@ def test_graft_unroll_export_infer(commands: Commands, dataset):
 
 
 @pytest.mark.gloo
-def test_draft_vocabulary_from_the_data_to_the_engine(commands: Commands, dataset):
+def test_heads_for_an_engine_and_its_draft_vocabulary_from_the_data_to_the_engine(commands: Commands, dataset):
     """What the run measured on held-out prompts is what an engine counts on them with the export."""
     directory = commands.directory
-    make_tiny_hf(directory / "model", "qwen3", depth=0, with_tokenizer=True)
+    make_tiny_hf(directory / "model", "mimo", depth=0, with_tokenizer=True)
     rows = dataset.read_text().splitlines(keepends=True)
     (directory / "val.jsonl").write_text("".join(rows[:3]))
     log = commands.ok(
         *f"megatron sft --model model --dataset {dataset} --val_dataset val.jsonl --output_dir run "
-        "--torch_dtype float32 --mtp_mode heads_only --draft_vocab 6 --mtp_unroll 2 --global_batch_size 8 "
-        "--train_iters 12 --acceptance_samples 3 "
-        "--acceptance_max_new_tokens 12".split()
+        "--torch_dtype float32 --mtp_mode heads_only --draft_for sglang --draft_vocab 6 --mtp_unroll 2 "
+        "--global_batch_size 8 --train_iters 12 --acceptance_samples 3 --acceptance_max_new_tokens 12".split()
     ).stderr
     said = re.search(r"draft vocabulary: 6 of \d+ tokens are (.*)% of the answers to train on and (.*)% of those", log)
     assert said
     assert 20 < float(said[2]) < 100
     commands.ok(*"export --to_hf --model run --output_dir hf".split())
     hf_config = json.loads((directory / "hf" / "config.json").read_text())
-    drafted = Heads.from_config(hf_config).draft_vocab
+    heads = Heads.from_config(hf_config)
+    assert heads.drafting == convention("sglang", "mimo").drafting
+    assert heads.drafting != convention("vllm", "mimo").drafting
+    drafted = heads.draft_vocab
     assert len(drafted) == 6
     assert torch.load(directory / "hf" / "speculative_token_map.pt", weights_only=True) == list(drafted)
 

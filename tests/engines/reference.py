@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from swiftlite.engines.convention import Convention
+from swiftlite.conventions.convention import Convention
+from swiftlite.drafting import Drafting
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES
-from swiftlite.families.drafting import Drafting
 from tests.tiny import (
     HEADS_WITH_COPIES,
     hub_name,

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from swiftlite.engines.convention import Convention
+from swiftlite.conventions.convention import Convention
+from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
@@ -27,7 +28,7 @@ def test_a_family_that_nobody_has_measured(engine):
         UserError, match=f"how {info.label} drafts with the heads of a new has not been measured"
     ) as error:
         info.convention_for(replace(FAMILIES["qwen3"], name="new"))
-    assert f"swiftlite.engines.{engine}.conventions" in error.value.hint
+    assert f"swiftlite.conventions.{engine}" in error.value.hint
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -35,6 +36,11 @@ def test_training_and_transformers_feed_heads_what_vllm_does(name):
     family = FAMILIES[name]
     assert ENGINES["vllm"].convention_for(family).drafting is family.mtp.drafting
     assert ENGINES["transformers"].convention_for(family).drafting is family.mtp.drafting
+
+
+def test_training_and_engines_go_by_the_same_lines():
+    for engine, known in CONVENTIONS.items():
+        assert known(FAMILIES["mimo"]) == ENGINES[engine].convention_for(FAMILIES["mimo"])
 
 
 @pytest.mark.parametrize(

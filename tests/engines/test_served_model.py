@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite.engines.served_model import read_model, require_heads
+from swiftlite.engines.index import ENGINES
+from swiftlite.engines.served_model import log_fed_otherwise, read_model, require_heads
 from swiftlite.errors import UserError
+from swiftlite.families import FAMILIES
 from tests.tiny import CLASSES, make_tiny_hf
 
 
@@ -23,6 +25,28 @@ def test_whole_heads_pass(family, depth, tmp_path):
     model = read_model(make_tiny_hf(tmp_path, family, depth))
     require_heads(model)
     assert model.heads.layers == depth
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("family", "difference"), [("mimo", "the trunk's state"), ("glm4_moe", "their own state, the embedding")]
+)
+def test_an_engine_that_feeds_heads_otherwise_is_named(family, difference, engine, tmp_path, caplog):
+    for_sglang = ENGINES["sglang"].convention_for(FAMILIES[family]).drafting
+    model = read_model(make_tiny_hf(tmp_path, family, 1, mtp_drafting=for_sglang.to_json()))
+    log_fed_otherwise(model, ENGINES[engine])
+    warned = f"feeds the heads otherwise than these heads were trained: {difference}" in caplog.text
+    assert warned is (engine == "vllm")
+
+
+def test_heads_for_vllm_in_another_engine(tmp_path, caplog):
+    log_fed_otherwise(read_model(make_tiny_hf(tmp_path / "mimo", "mimo", 1)), ENGINES["sglang"])
+    said = "SGLang feeds the heads otherwise than sft trains heads without --draft_for: the trunk's state"
+    assert said in caplog.text
+    caplog.clear()
+    log_fed_otherwise(read_model(make_tiny_hf(tmp_path / "qwen3", "qwen3", 1)), ENGINES["sglang"])
+    log_fed_otherwise(read_model(make_tiny_hf(tmp_path / "none", "mimo", 0)), ENGINES["sglang"])
+    assert not caplog.text
 
 
 def test_a_path_that_is_no_directory(tmp_path):

@@ -7,13 +7,16 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite.args.commands import ExportArgs
+from swiftlite.args.commands import ExportArgs, SftArgs
+from swiftlite.args.config import write_config
 from swiftlite.bridge.transfer import save_hf
+from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf, to_mcore
 from swiftlite.heads import Heads
@@ -302,3 +305,36 @@ def test_heads_that_fall_short_leave_nothing_behind(export, tmp_path):
 def test_a_run_without_checkpoint_is_named(mesh, tmp_path):
     with pytest.raises(UserError, match="holds no checkpoint"):
         to_hf(ExportArgs(model=str(tmp_path), output_dir=str(tmp_path / "out"), to_hf=True), mesh)
+
+
+def test_heads_get_a_draft_vocabulary(export, converted, tmp_path):
+    """Rows whose answers are `7 7 7` and their end: these two tokens are all of it. The tensors stay."""
+    (tmp_path / "train.jsonl").write_text('{"query": "What?", "response": "7 7 7"}\n' * 2)
+    tokenizer = load_tokenizer(converted / "source")
+    end = cast(int, tokenizer.eos_token_id)
+    answer = {*tokenizer.encode("7 7 7", add_special_tokens=False), end}
+    trained_with = SftArgs(model="hf", dataset=[str(tmp_path / "train.jsonl")], split_dataset_ratio=0)
+    write_config(trained_with, converted / "args.json")
+    whole = tensors(export(output_dir=str(tmp_path / "whole")) and tmp_path / "whole")
+    directory = export(draft_vocab=len(answer))
+    drafted = Heads.from_config(json.loads((directory / "config.json").read_text())).draft_vocab
+    assert set(drafted) == answer
+    assert torch.load(directory / "speculative_token_map.pt", weights_only=True) == list(drafted)
+    assert_same(tensors(directory), whole)
+
+
+@pytest.mark.parametrize(
+    ("trained_with", "problem"),
+    [
+        (None, "they cannot be read again: .*args.json"),
+        (SftArgs(model="hf", dataset=["gone.jsonl"]), "they cannot be read again: .*gone.jsonl"),
+        (SftArgs(model="hf", dataset=["rows.jsonl"], streaming=True), "it has not read them as a whole"),
+    ],
+)
+def test_a_draft_vocabulary_needs_the_rows_of_the_run(export, converted, trained_with, problem, tmp_path):
+    if trained_with:
+        write_config(trained_with, converted / "args.json")
+    with pytest.raises(UserError, match=problem) as error:
+        export(draft_vocab=4)
+    assert "--draft_vocab 4 counts the answers" in error.value.problem
+    assert not (tmp_path / "exports").exists()

@@ -27,8 +27,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import DeployArgs
 from swiftlite.cli.main import main
+from swiftlite.conventions.convention import Convention
 from swiftlite.engines.client import Answer, stream
-from swiftlite.engines.convention import Convention
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo

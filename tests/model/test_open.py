@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.open import open_model, read_hf_model
+from tests.engines.reference import convention
 from tests.tiny import make_tiny_hf
 
 PROJECTION = "mtp.layers.0.eh_proj.weight"
@@ -51,6 +52,15 @@ def test_heads_may_be_dropped_drawn_or_taken_from_another_model(hf_dir, mesh, tm
     other = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, seed=1)
     (grafted,), _ = open_model(hf_model, mesh, dtype=torch.float32, mtp_init="graft", graft_from=other)
     assert grafted.state_dict()[PROJECTION].equal(load_file(other / "model.safetensors")["mtp.fc.weight"])
+
+
+def test_heads_are_fed_what_their_engine_feeds_them(tmp_path, mesh):
+    hf_model = read_hf_model(make_tiny_hf(tmp_path, "mimo", depth=1))
+    for engine, before_norm in (("vllm", True), ("sglang", False)):
+        fed = convention(engine, "mimo").drafting
+        (model,), _ = open_model(hf_model, mesh, dtype=torch.float32, heads=Heads(1, drafting=fed))
+        assert model.drafting == fed
+        assert model.drafting.takes_before_norm is before_norm
 
 
 def test_further_options_reach_the_model(hf_dir, mesh):

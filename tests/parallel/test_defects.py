@@ -21,7 +21,7 @@ from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
-from swiftlite.families.drafting import Drafting
+from swiftlite.drafting import Drafting
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_config, build_model
 from swiftlite.model.experts import SequentialMLP

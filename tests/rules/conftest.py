@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftlite.drafting import Drafting
 from tests.rules.good import SIZES
 
 
@@ -14,7 +15,9 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, **SIZES}
     vocab = {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-40 50"}
-    for name, depth in (("plain", {}), ("mtp2", {"num_nextn_predict_layers": 2}), ("vocab", vocab)):
+    fed = {"num_nextn_predict_layers": 1, "mtp_drafting": Drafting(zeroes_first_embedding=True).to_json()}
+    depths = {"plain": {}, "mtp2": {"num_nextn_predict_layers": 2}, "vocab": vocab, "fed": fed}
+    for name, depth in depths.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config | depth))
         Path(name, "model.safetensors").write_bytes(b"weights")

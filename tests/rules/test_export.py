@@ -1,6 +1,7 @@
 """Rules of `export`."""
 
 import dataclasses
+import json
 import subprocess
 from pathlib import Path
 
@@ -145,3 +146,20 @@ def test_adapters_alone_are_written_as_they_are(here):
     assert problem == "--torch_dtype with --merge_lora false, which writes adapters alone"
     ((problem, _),) = problems_of(ExportArgs(model="plain", output_dir="new", to_mcore=True, merge_lora=False))
     assert problem == "--merge_lora false is for --to_hf: a Hugging Face model has no adapters"
+
+
+@pytest.mark.parametrize(
+    ("change", "heads", "problem"),
+    [
+        ({"model": "plain", "to_hf": False, "to_mcore": True}, {}, "--draft_vocab 50 without --to_hf"),
+        ({"mtp": "strip"}, {"num_nextn_predict_layers": 1}, "--draft_vocab 50 is for the run's own heads"),
+        ({}, {}, "--draft_vocab 50: the run has no heads"),
+        ({}, {"num_nextn_predict_layers": 1, "mtp_draft_vocab": "0-40"}, "the run's heads draft 41 tokens already"),
+        ({"draft_vocab": 120}, {"num_nextn_predict_layers": 1}, "120, but the model's whole vocabulary is 120"),
+    ],
+)
+def test_a_draft_vocabulary_for_heads_that_draft_all(here, change, heads, problem):
+    path = Path("run/source/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | heads))
+    ((found, _),) = problems_of(dataclasses.replace(EXPORT, **{"draft_vocab": 50} | change))
+    assert problem in found

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from swiftlite import rules
+from swiftlite.conventions.index import CONVENTIONS
 from tests.rules.good import SFT, problems_of
 
 
@@ -111,6 +112,11 @@ def test_good_options_pass_without_a_note(here, args):
             "--draft_vocab N, or 0 for all",
         ),
         (
+            {"mtp_num_layers": 1, "mtp_init": "graft", "mtp_graft_from": "fed"},
+            "--mtp_graft_from fed has heads that were trained for one engine",
+            "--draft_for vllm, sglang or transformers",
+        ),
+        (
             {"mtp_init": "random"},
             "--mtp_init random has no head to fill: the checkpoint has none",
             "add --mtp_num_layers 1 --mtp_init random",
@@ -122,6 +128,14 @@ def test_heads(here, change, problem, hint):
     assert len(problems) == 1
     assert problem in problems[0][0]
     assert hint in problems[0][1]
+
+
+def test_heads_for_an_engine_of_which_nothing_is_known(here, monkeypatch):
+    monkeypatch.setitem(CONVENTIONS, "sglang", lambda family: None)
+    ((problem, hint),) = problems_of(dataclasses.replace(SFT, model="mtp2", draft_for="sglang"))
+    assert problem == "--draft_for sglang: what it feeds the heads of a qwen3 has not been measured"
+    assert "trained for vllm" in hint
+    assert problems_of(dataclasses.replace(SFT, model="mtp2", draft_for="vllm")) == []
 
 
 def test_a_learning_rate_of_fine_tuning_is_small_for_heads(here):

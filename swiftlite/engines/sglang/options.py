@@ -12,7 +12,7 @@ import torch
 
 from swiftlite.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.engines.load_report import LoadReport
-from swiftlite.engines.served_model import ServedModel, require_heads
+from swiftlite.engines.served_model import ServedModel, fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.errors import UserError
 
@@ -50,6 +50,7 @@ def speculative_options(
         UserError: the heads are not whole, or SGLang would draft with something else.
     """
     require_heads(model)
+    log_fed_otherwise(model, SGLANG)
     given = given or {}
     num_steps = given.get("speculative_num_steps", num_tokens)
     problem = depth_problem(model, num_steps)
@@ -86,6 +87,7 @@ def known_report(model: ServedModel) -> LoadReport:
     """What is known of SGLang's draft classes, for a machine where SGLang is not installed."""
     known = SGLANG.convention_for(model.family)
     problem = depth_problem(model)
+    note = fed_otherwise(model, SGLANG)
     return LoadReport(
         engine="sglang 0.5.23, as known to swiftlite; it is not installed here, so its loader was not run",
         target=(model.hf_config.get("architectures") or [None])[0],
@@ -94,6 +96,7 @@ def known_report(model: ServedModel) -> LoadReport:
         num_drafting=known.num_drafting(model.heads.layers),
         verdict="nothing known speaks against it",
         problems=[problem] if problem else [],
+        notes=[note] if note else [],
     )
 
 

@@ -47,7 +47,7 @@ class TransformersEngine:
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
         longest = trunk.config.max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
-        self._drafting = model.family.mtp.drafting
+        self._drafting = model.family.mtp.drafting_of(model.heads)
         self._heads = load_heads(model, self._decoder) if num_tokens else None
         drafted = model.heads.draft_vocab
         self._draft_output: Any = DraftOutput(self._output_layer, drafted) if drafted else self._output_layer

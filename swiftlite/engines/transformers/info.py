@@ -9,7 +9,7 @@ TRANSFORMERS = EngineInfo(
     distributions=("transformers",),
     install="pip install transformers",
     adapter="swiftlite.engines.transformers.engine:TransformersEngine",
-    convention="swiftlite.engines.convention:as_trained",
+    convention="swiftlite.conventions.convention:as_trained",
     is_required=True,
     is_batched=False,
 )

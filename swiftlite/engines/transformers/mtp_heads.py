@@ -23,9 +23,9 @@ from swiftlite.bridge.expert_stack import stack
 from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Row, renamed
 from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.drafting import Drafting
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.transformers.verification import draw
-from swiftlite.families.drafting import Drafting
 
 
 class MtpHead(nn.Module):

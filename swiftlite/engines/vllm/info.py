@@ -26,7 +26,7 @@ VLLM = EngineInfo(
         "then pip install -r requirements/vllm.txt"
     ),
     adapter="swiftlite.engines.vllm.engine:VllmEngine",
-    convention="swiftlite.engines.vllm.conventions:convention",
+    convention="swiftlite.conventions.vllm:convention",
     measured="0.32.",
     options_class=VllmArgs,
     read_speculative_config=lambda args: args.vllm_speculative_config,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.served_model import ServedModel, require_heads
+from swiftlite.engines.served_model import ServedModel, log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.errors import UserError
 from swiftlite.families.attention import LatentAttention
@@ -39,6 +39,7 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
     if num_tokens == 0:
         return None
     require_heads(model)
+    log_fed_otherwise(model, VLLM)
     draft = VLLM.convention_for(model.family).draft
     if model.heads.draft_vocab and draft not in DRAFTS.values():
         raise UserError(

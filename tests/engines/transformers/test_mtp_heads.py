@@ -1,5 +1,7 @@
 """Drafts of the product's heads against a reference that keeps no cache, and inside transformers' own loop."""
 
+import json
+import shutil
 from typing import Any
 
 import pytest
@@ -7,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
+from swiftlite.drafting import Drafting
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
-from swiftlite.families.drafting import Drafting
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
 from tests.tiny import ALIKE, CLASSES, make_tiny_hf, mtp_names
 
@@ -40,6 +42,22 @@ def test_counts_equal_a_reference_without_cache(trained, family, depth, num_toke
     # The check has teeth only where some drafts are right and some wrong, at every position that has a head of its own.
     for accepted in counts.accepted_per_position[:depth]:
         assert 0.1 < accepted / counts.drafts < 0.9
+
+
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_heads_for_another_engine_are_run_as_it_runs_them(trained, tmp_path, family):
+    directory, prompts = trained(family, 1, "sglang")
+    fed = convention("sglang", family).drafting
+    reference = follow(Reference.load(directory, family, 1), fed)
+    expected, counts = reference.simulate(prompts, 20, 3)
+    follow(reference, convention("vllm", family).drafting)
+    assert reference.simulate(prompts, 20, 3)[1] != counts
+    shutil.copytree(directory, tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text()) | {"mtp_drafting": fed.to_json()}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    engine = start_engine("transformers", EngineConfig(tmp_path / "model", "float32", num_speculative_tokens=3))
+    assert [completion.token_ids for completion in engine.generate(prompts, Sampling(20))] == expected
+    assert engine.draft_counts().accepted_per_position == counts.accepted_per_position
 
 
 @pytest.mark.parametrize(("family", "depth"), [("qwen3", 2), ("llama", 1), ("qwen3_next", 1)])

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from swiftlite.engines.convention import Convention
+from swiftlite.conventions.convention import Convention
 from swiftlite.families import Family
 
 # HF model_type -> the class that drafts, and which of several heads do. The classes of Llama, Mistral, Seed-OSS and the

@@ -1,16 +1,15 @@
 """What an engine does with a family's MTP heads.
 
 Engines differ in which state they feed a head and in how many heads they run, and none of them reports it: the text
-stays right, only the acceptance falls. Each engine's folder has a line per family (`conventions.py`), and each line is
-measured: the running engine's counts of accepted drafts equal those of an independent reference that follows it.
-docs/en/serving.md shows all lines.
+stays right, only the acceptance falls. Each line is measured: the running engine's counts of accepted drafts equal
+those of an independent reference that follows it. docs/en/serving.md shows all lines.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+from swiftlite.drafting import Drafting
 from swiftlite.families import Family
-from swiftlite.families.drafting import Drafting
 
 
 @dataclass(frozen=True)
