@@ -61,6 +61,9 @@ class MtpArgs:
     mtp_unroll: bounds.PositiveInt = 1
     """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
     state. `infer` drafts as many."""
+    cache_trunk_states: str | None = None
+    """Directory for the trunk's states, with heads_only: the first epoch writes them, later epochs and later runs over
+    the same rows read them. Its size is logged before the first step."""
     draft_for: str | None = None
     """Engine that the heads are trained for: they are fed what it feeds them, which differs for MiMo, DeepSeek-V3, GLM
     and HY-V3. Unset: as the checkpoint says, else vllm."""

@@ -80,6 +80,19 @@ class Losses:
     mtp: list[TokenLoss]
 
 
+@dataclass(frozen=True)
+class TrunkOutput:
+    """What a frozen trunk makes of a micro-batch: all that heads and their losses need of it.
+
+    Attributes:
+        states_SBH: as `GPTModel.forward_decoder` gives them.
+        loss: of the trunk's own predictions.
+    """
+
+    states_SBH: torch.Tensor
+    loss: TokenLoss
+
+
 class GPTModel(McoreGPTModel):
     """megatron-core's GPTModel with its forward pass rewritten as four stages.
 
@@ -184,6 +197,7 @@ class GPTModel(McoreGPTModel):
         balance: Balance | None = None,
         cache: Cache | None = None,
         predicted: torch.Tensor | None = None,
+        trunk: TrunkOutput | None = None,
     ) -> Logits | Losses | torch.Tensor:
         """The stages that this rank holds; on a model that is not split, all four.
 
@@ -202,6 +216,7 @@ class GPTModel(McoreGPTModel):
             cache: of rows that grow: the tokens are those of a pass over them, B = 1. A pass is the trunk's, or with
                 `mtp_input_ids` the heads', over tokens that the trunk has had.
             predicted: with a cache, the tokens of the pass after which a prediction is wanted.
+            trunk: `trunk_output` of these tokens and labels, if it is known already; on a model that is no pipeline.
 
         Returns:
             On the last pipeline stage Losses with labels, Logits without; with a cache, instead of these, the most
@@ -227,7 +242,10 @@ class GPTModel(McoreGPTModel):
             states_SBH = list(received.chunk(1 + num_drafts))
         else:
             trunk_tokens, *mtp_tokens = self._routed_tokens(sequences, balance, cu_seqlens)
-            trunk_SBH, rotary_pos_emb = self._trunk(input_ids, position_ids, packed_seq_params, trunk_tokens)
+            if trunk is None:
+                trunk_SBH, rotary_pos_emb = self._trunk(input_ids, position_ids, packed_seq_params, trunk_tokens)
+            else:
+                trunk_SBH, rotary_pos_emb = trunk.states_SBH, self._turns(position_ids, packed_seq_params)
             states_SBH = [trunk_SBH]
             if self.mtp_process:
                 fed_SBH = trunk_SBH
@@ -241,7 +259,24 @@ class GPTModel(McoreGPTModel):
         if not self.post_process:
             return torch.cat(states_SBH)
         all_labels = None if labels is None or mtp_labels is None else [labels, *mtp_labels]
-        return self.forward_postprocess(states_SBH, all_labels, cu_seqlens)
+        return self.forward_postprocess(states_SBH, all_labels, cu_seqlens, trunk and trunk.loss)
+
+    @torch.no_grad()
+    def trunk_output(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        labels: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> TrunkOutput:
+        """What the trunk makes of a micro-batch, for `forward`; of a frozen trunk that is no pipeline.
+
+        Args:
+            input_ids, position_ids, labels, packed_seq_params: as for `forward`.
+        """
+        states_SBH, _ = self._trunk(input_ids, position_ids, packed_seq_params)
+        last_SBH = states_SBH.chunk(2)[1] if self.drafting.takes_before_norm else states_SBH
+        return TrunkOutput(states_SBH, self._cross_entropy(last_SBH, labels))
 
     def _routed_tokens(
         self, sequences: torch.Tensor | None, balance: Balance | None, cu_seqlens: torch.Tensor | None
@@ -457,6 +492,7 @@ class GPTModel(McoreGPTModel):
         states_SBH: Sequence[torch.Tensor],
         labels: Sequence[torch.Tensor] | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        main: TokenLoss | None = None,
     ) -> Logits | Losses:
         """The output layer over the trunk's and the heads' states: losses with labels, else logits.
 
@@ -464,12 +500,14 @@ class GPTModel(McoreGPTModel):
             states_SBH: the trunk's, then each depth's.
             labels: [B, S] for the trunk, then for each depth.
             cu_seqlens: of a packed row: where its padded sequences start, in the whole row.
+            main: the trunk's loss, if it is known already.
         """
         if labels is None:
-            main, *mtp = (self.logits(self.whole_sequence(hidden_SBH)).transpose(0, 1) for hidden_SBH in states_SBH)
-            return Logits(main, mtp)
-        with self._frozen():
-            main = self._cross_entropy(states_SBH[0], labels[0])
+            logits = [self.logits(self.whole_sequence(hidden_SBH)).transpose(0, 1) for hidden_SBH in states_SBH]
+            return Logits(logits[0], logits[1:])
+        if main is None:
+            with self._frozen():
+                main = self._cross_entropy(states_SBH[0], labels[0])
         heads = list(zip(states_SBH[1:], labels[1:], strict=True))
         if self.mtp_loss == "ce":
             return Losses(main, [self._cross_entropy(hidden_SBH, labels_BS) for hidden_SBH, labels_BS in heads])

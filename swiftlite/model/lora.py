@@ -8,7 +8,7 @@ Shapes: S sequence, B batch, R rank times the HF parts of the layer.
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
 from typing import Any, cast
@@ -92,9 +92,10 @@ class Adapter(nn.Module):
         for parameters, dim, is_split in ((self.parts(A), 1, not self.is_column), (self.parts(B), 0, self.is_column)):
             for parameter in parameters:
                 set_tensor_model_parallel_attributes(parameter, is_split or all_differ, dim, 1)
-                parameter.allreduce = getattr(weight, "allreduce", True)
+                parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
                 # megatron-core sums these gradients over tensor-parallel ranks, each of which sees a part of the row.
-                parameter.sequence_parallel = self.sequence_parallel and not self.caller_sums and not is_split
+                is_cut = self.sequence_parallel and not self.caller_sums and not is_split
+                parameter.sequence_parallel = is_cut  # type: ignore[attr-defined]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """What is added to the layer's output [S, B, out], of its input [S, B, in]."""
@@ -111,7 +112,8 @@ class Adapter(nn.Module):
 
     def parts(self, kind: str) -> list[torch.Tensor]:
         """The A's or the B's, in the order of the layer's HF parts."""
-        return [parameter for name, parameter in self.named_parameters() if name.startswith(kind)]
+        named: Iterable[tuple[str, torch.Tensor]] = self.named_parameters()
+        return [parameter for name, parameter in named if name.startswith(kind)]
 
     def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of one HF part after the other in the layer's order, zeros for the parts without an adapter."""

@@ -55,7 +55,12 @@ class Flops:
 
 
 def training_flops(
-    hf_config: HfConfig, heads: Heads = Heads(), *, heads_only: bool = False, lora: Lora | None = None
+    hf_config: HfConfig,
+    heads: Heads = Heads(),
+    *,
+    heads_only: bool = False,
+    trunk_is_read: bool = False,
+    lora: Lora | None = None,
 ) -> Flops:
     """Operations of training the trunk, MTP layers, and the output layer of each.
 
@@ -65,6 +70,7 @@ def training_flops(
 
     Args:
         hf_config: config.json.
+        trunk_is_read: from disk, so that it costs nothing; with `heads_only`.
 
     Raises:
         UserError: a model_type that is not known.
@@ -72,6 +78,8 @@ def training_flops(
     architecture = architecture_of(hf_config)
     hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
     of_trunk, of_output_layer = (1, 2) if heads_only else (3, 3)
+    if trunk_is_read:
+        of_trunk = 0
     of_matrices, of_heads = of_trunk, 3
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # and its projection
@@ -90,7 +98,7 @@ def training_flops(
     return Flops(
         linear=of_matrices * trunk + adapters + (of_heads * mtp_layer + head_adapters) * num_drafts + square,
         square=square,
-        targets=((1 if heads_only else of_output_layer) * vocabulary, *[of_output_layer * drafted] * num_drafts),
+        targets=((of_trunk if heads_only else of_output_layer) * vocabulary, *[of_output_layer * drafted] * num_drafts),
     )
 
 

@@ -164,6 +164,7 @@ RULES = (
     sft_lora.rank_is_low,
     sft_lora.heads_and_adapters_go_together,
     sft_heads.draft_for_is_measured,
+    sft_heads.trunk_states_come_again,
     common.graft_has_heads,
     sft_heads.graft_is_asked_for_once,
     sft_report.report_to_can_be,

@@ -17,6 +17,7 @@ from swiftlite.plan.heads import (
     new_heads_learn_alone,
     why_no_fit,
 )
+from swiftlite.plan.layout import layout_of
 
 
 def mtp_weights_have_a_source(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -100,6 +101,28 @@ def draft_for_is_measured(args: SftArgs, facts: Facts) -> Iterator[Problem]:
             f"--draft_for {args.draft_for}: what it feeds the heads of a {family.name} has not been measured",
             "leave it out: heads are then trained for vllm",
         )
+
+
+def trunk_states_come_again(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    """States are kept by micro-batch, so micro-batches must be the same in every epoch."""
+    if args.cache_trunk_states is None:
+        return
+    flag = "--cache_trunk_states"
+    if args.mtp_mode != "heads_only":
+        yield f"{flag} keeps what a trunk says that stays as it is", "add --mtp_mode heads_only, or leave it out"
+    if layout_of(args).pipeline_model_parallel_size > 1:
+        yield f"{flag} with a pipeline: its stages would wait for each other all the same", "use tensor parallelism"
+    if args.streaming or args.sft_mock_dataset_config_json:
+        yield f"{flag} needs rows that are known beforehand", "give files with --dataset, without --streaming"
+    if args.micro_batch_size > 1 and args.sequence_packing_scheduler == "none":
+        yield (
+            f"{flag} with --micro_batch_size {args.micro_batch_size}: other rows would meet in every epoch",
+            "--micro_batch_size 1, with --packing true to fill it",
+        )
+    if args.sequence_packing_scheduler != "none":
+        yield f"{flag} with --sequence_packing_scheduler: each step is packed anew", "leave one of the two out"
+    if args.moe_aux_loss_coeff or args.moe_router_bias_update_rate:
+        yield f"{flag}: a trunk that is read has no routers to balance", "leave out the options that balance them"
 
 
 def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:

@@ -20,6 +20,7 @@ _FREE = {
     *(field.name for field in dataclasses.fields(ParallelLayout)),
     *(field.name for field in dataclasses.fields(DistributedArgs)),
     *(field.name for field in dataclasses.fields(RecomputeArgs)),
+    "cache_trunk_states",
     "dataset_num_proc",
     "micro_batch_size",
     "num_train_epochs",

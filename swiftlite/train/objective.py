@@ -20,6 +20,7 @@ from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.model.pipeline import ForwardStep
 from swiftlite.model.ranks import from_last_stage
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.trunk_states import TrunkStates
 
 
 class Objective(Protocol):
@@ -102,6 +103,8 @@ class NextTokenObjective:
 
     heads: Heads
     mtp_loss_scaling_factor: float
+    trunk_states: TrunkStates | None = None
+    """Where what a frozen trunk says is kept; None computes it each time."""
 
     @property
     def remedy(self) -> str:
@@ -135,7 +138,8 @@ class NextTokenObjective:
 
         def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
             batch = next(batches)
-            output = forward(model, batch, balance)
+            trunk = self.trunk_states.output_of(model, batch) if self.trunk_states else None
+            output = forward(model, batch, balance, trunk)
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 num_targets = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()

@@ -129,7 +129,8 @@ def check_ranks_agree(args: SftArgs, data: Data, checkpoint: Path | None) -> Non
     Raises:
         UserError: on every rank, with what differs.
     """
-    where = ("model", "mtp_graft_from", "output_dir", "dataset", "val_dataset")  # may differ from node to node
+    # These may differ from node to node.
+    where = ("model", "mtp_graft_from", "cache_trunk_states", "output_dir", "dataset", "val_dataset")
     options = {f"--{name}": str(value) for name, value in asdict(args).items() if name not in where}
     versions = {name: version(name) for name in VERSIONS}
     check_agreement(

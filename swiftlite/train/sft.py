@@ -7,6 +7,7 @@ Three names to keep apart: a `Trainable` says which parameters learn, a `Learner
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -47,6 +48,7 @@ from swiftlite.train.sinks import open_sinks
 from swiftlite.train.source import check_model_links
 from swiftlite.train.streaming import StreamedBatches
 from swiftlite.train.trainer import GetBatches, Trainer
+from swiftlite.train.trunk_states import TrunkStates, open_trunk_states
 
 
 def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
@@ -85,7 +87,13 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
     data = load_data(args, tokenizer, hf_model)
     plan = replace(plan, heads=choose_draft_vocab(args, hf_model, plan.heads, data))
-    flops = training_flops(hf_model.config, plan.heads, heads_only=trainable.freezes_trunk, lora=plan.lora)
+    flops = training_flops(
+        hf_model.config,
+        plan.heads,
+        heads_only=trainable.freezes_trunk,
+        trunk_is_read=args.cache_trunk_states is not None,
+        lora=plan.lora,
+    )
     batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
@@ -152,7 +160,7 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
     return Trainer(
         mesh=run.mesh,
         model=learner.wrapped,
-        objective=NextTokenObjective(run.plan.heads, args.mtp_loss_scaling_factor),
+        objective=NextTokenObjective(run.plan.heads, args.mtp_loss_scaling_factor, open_cache(run)),
         optimizer=learner.optimizer,
         scheduler=learner.scheduler,
         plan=run.plan,
@@ -166,6 +174,14 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
         get_data_state=get_data_state,
         after_step=phases.hand_out_weights(run, after_step) if after_step else None,
     )
+
+
+def open_cache(run: phases.Run) -> TrunkStates | None:
+    """The cache of --cache_trunk_states; None without."""
+    args = run.args
+    if args.cache_trunk_states is None:
+        return None
+    return open_trunk_states(Path(args.cache_trunk_states), run.mesh, run.plan, run.learner, run.data, args.torch_dtype)
 
 
 def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:

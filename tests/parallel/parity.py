@@ -38,6 +38,7 @@ from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
 from swiftlite.train.objective import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
+from swiftlite.train.trunk_states import TrunkStates
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import HYBRID, make_tiny_hf
 
@@ -243,6 +244,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         flops = training_flops(hf_config, plan.heads)
         batches = Batches(plan, mesh.dp.rank(), 0, flops)
         rows = batches.rows(samples)
+        trunk_states = TrunkStates(Path(args.cache_trunk_states), mesh) if args.cache_trunk_states else None
         checkpointer = Checkpointer(
             job.out_dir,
             mesh,
@@ -254,7 +256,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         trainer = Trainer(
             mesh=mesh,
             model=wrapped,
-            objective=NextTokenObjective(plan.heads, args.mtp_loss_scaling_factor),
+            objective=NextTokenObjective(plan.heads, args.mtp_loss_scaling_factor, trunk_states),
             optimizer=optimizer,
             scheduler=scheduler,
             plan=plan,

@@ -75,3 +75,24 @@ def test_every_depth_is_measured(computed, way):
         count = 3 if way.startswith("unroll") else 2
         assert depths == {f"mtp_{k}_{what}" for k in range(1, count + 1) for what in ("loss", "acceptance")}
         assert all(step[f"mtp_{k}_loss"] > 0.1 for k in range(1, count + 1))
+
+
+def test_ranks_read_what_they_have_written(tmp_path):
+    """To the bit: the ranks of each layout hold other parts of the trunk's states."""
+    model = parity.make_model(tmp_path / "model", "glm4_moe", 1)
+    heads = UNROLL | {"mtp_loss": "kl", "mtp_mode": "heads_only"}
+    layouts = {"TP2+SP": TP2_SP, "CP2": LAYOUTS["CP2"], "EP2": CASES["EP2"].options}
+    jobs = []
+    for name, layout in layouts.items():
+        cache = tmp_path / name / "cache"
+        cache.mkdir(parents=True)
+        for number, cached in enumerate([{}, {"cache_trunk_states": str(cache)}, {"cache_trunk_states": str(cache)}]):
+            jobs.append(Job(model, tmp_path / name / str(number), heads | layout | cached))
+    results = parity.run(2, jobs)
+    for plain, written, read in zip(results[::3], results[1::3], results[2::3], strict=True):
+        assert plain.metrics == written.metrics == read.metrics
+        for key, tensor in plain.weights.items():
+            assert tensor.equal(written.weights[key])
+            assert tensor.equal(read.weights[key])
+    for name in layouts:
+        assert list((tmp_path / name / "cache").glob("*.safetensors"))

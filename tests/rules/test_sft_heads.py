@@ -130,6 +130,42 @@ def test_heads(here, change, problem, hint):
     assert hint in problems[0][1]
 
 
+CACHED = {"model": "mtp2", "mtp_mode": "heads_only", "cache_trunk_states": "cache"}
+
+
+def test_states_of_a_trunk_can_be_kept(here):
+    for more in ({}, {"packing": True}, {"padding_free": True}, {"num_train_epochs": 3}):
+        assert rules.check(dataclasses.replace(SFT, **CACHED | more)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "hint"),
+    [
+        ({"mtp_mode": "joint"}, "keeps what a trunk says that stays as it is", "add --mtp_mode heads_only"),
+        ({"pipeline_model_parallel_size": 2}, "with a pipeline: its stages would wait", "tensor parallelism"),
+        (
+            {"streaming": True, "packing": True, "train_iters": 9},
+            "needs rows that are known beforehand",
+            "without --streaming",
+        ),
+        ({"micro_batch_size": 4}, "with --micro_batch_size 4: other rows would meet in every epoch", "--packing true"),
+        (
+            {"packing": True, "sequence_packing_scheduler": "dp_balanced"},
+            "with --sequence_packing_scheduler: each step is packed anew",
+            "leave one of the two out",
+        ),
+        ({"moe_aux_loss_coeff": 0.1}, "a trunk that is read has no routers to balance", "leave out the options"),
+    ],
+)
+def test_states_that_would_not_come_again(here, change, problem, hint):
+    world_size = change.get("pipeline_model_parallel_size", 1)
+    problems = problems_of(dataclasses.replace(SFT, **CACHED | change), world_size)
+    assert len(problems) == 1
+    assert problems[0][0].startswith("--cache_trunk_states")
+    assert problem in problems[0][0]
+    assert hint in problems[0][1]
+
+
 def test_heads_for_an_engine_of_which_nothing_is_known(here, monkeypatch):
     monkeypatch.setitem(CONVENTIONS, "sglang", lambda family: None)
     ((problem, hint),) = problems_of(dataclasses.replace(SFT, model="mtp2", draft_for="sglang"))

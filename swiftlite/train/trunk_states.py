@@ -1,0 +1,221 @@
+"""`--cache_trunk_states`: with `--mtp_mode heads_only` the trunk says the same of a micro-batch in every epoch, so what
+it said is read from a directory instead of computed again.
+
+The directory holds one safetensors file per micro-batch (and part of its row, where ranks share rows), named by the
+sha256 of what the trunk was given. So any run over the same rows reads it: another epoch, order of rows, loss or number
+of drafts. `cache.json` says whose states they are. The bits are those that were computed, so nothing else changes.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from swiftlite.data.batch import Batch
+from swiftlite.data.dataset import Data
+from swiftlite.data.sample import digest
+from swiftlite.durable import check_writable, write_durably
+from swiftlite.errors import UserError
+from swiftlite.json_file import read_json
+from swiftlite.log import logger
+from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.gpt import TrunkOutput
+from swiftlite.model.loss import TokenLoss
+from swiftlite.model.ranks import largest
+from swiftlite.plan.run import Plan
+from swiftlite.plan.trainable import is_of_heads
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.learner import Learner
+
+FLAG = "--cache_trunk_states"
+MANIFEST = "cache.json"
+
+
+@dataclass(frozen=True)
+class TrunkStates:
+    """The cache of a run; `open_trunk_states` makes one.
+
+    Attributes:
+        directory: of the files.
+        mesh: the ranks of the run, which all go through their micro-batches in step.
+    """
+
+    directory: Path
+    mesh: Mesh
+
+    def output_of(self, model: torch.nn.Module, batch: Batch) -> TrunkOutput:
+        """What the trunk makes of a micro-batch: read, or computed and written; collective over all ranks.
+
+        Raises:
+            UserError: a file is damaged, or cannot be written.
+        """
+        path = self.directory / f"{self._name(batch)}.safetensors"
+        # Ranks share layers, so all of them compute or none does.
+        if not largest(int(not path.exists()), self.mesh):
+            return _read(path, self.mesh.device.torch_device)
+        trunk_output: Any = get_attr_wrapped_model(model, "trunk_output", allow_none=False)
+        output = trunk_output(
+            batch.tokens_KBS[0], batch.position_ids_BS, batch.labels_KBS[0], describe_packed(batch.cu_seqlens)
+        )
+        holds_it_alone = self.mesh.layout.sequence_parallel or self.mesh.tp.rank() == 0
+        if holds_it_alone and not path.exists():
+            _write(path, output)
+        return output
+
+    def _name(self, batch: Batch) -> str:
+        """sha256 of what the trunk is given and of its labels, and the part of the row that this rank has."""
+        tp_rank = self.mesh.tp.rank() if self.mesh.layout.sequence_parallel else 0
+        given = [batch.tokens_KBS[0], batch.labels_KBS[0], batch.position_ids_BS]
+        if batch.cu_seqlens is not None:
+            given.append(batch.cu_seqlens)
+        sha = hashlib.sha256()
+        for tensor in given:
+            sha.update(f"{tuple(tensor.shape)} ".encode() + _bytes_of(tensor))
+        return f"{sha.hexdigest()[:32]}-cp{self.mesh.cp.rank()}-tp{tp_rank}"
+
+
+def open_trunk_states(
+    directory: Path, mesh: Mesh, plan: Plan, learner: Learner, data: Data, torch_dtype: str
+) -> TrunkStates:
+    """The cache in a directory, which is made where it is not there; collective.
+
+    Raises:
+        UserError: the directory holds something else, another model's states or other rows'; the disk is too small; or
+            machines do not share the directory.
+    """
+    manifest = _manifest(plan, learner, data, torch_dtype)
+    if dist.get_rank() == 0:
+        check_writable(FLAG, directory)
+        _check_is_same(directory, manifest)
+        _check_disk(directory, learner, data)
+        write_durably(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+    dist.barrier()
+    if not (directory / MANIFEST).exists():
+        raise UserError(f"{FLAG} {directory} is another directory on each machine", "name one that they share")
+    return TrunkStates(directory, mesh)
+
+
+def _manifest(plan: Plan, learner: Learner, data: Data, torch_dtype: str) -> dict[str, str]:
+    """What the states depend on, by the words in which a difference is reported; collective."""
+    mine = {name: value for name, value in learner.hashes.items() if not is_of_heads(name)}
+    trunks: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(trunks, _sha256(mine))
+    rows = sorted(digest([sample]) for sample in (*data.train, *data.val))
+    layout = plan.layout
+    return {
+        "trunk's weights": _sha256(sorted(set(trunks))),
+        "rows": _sha256(rows),
+        "torch_dtype": torch_dtype,
+        "packing": f"{plan.packing} {plan.packing_length}",
+        "layout": f"tensor {layout.tensor_model_parallel_size} sequence {layout.sequence_parallel} "
+        f"context {layout.context_parallel_size}",
+        "states": "before and after the norm" if learner.chunks[0].drafting.takes_before_norm else "after the norm",
+    }
+
+
+def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
+    """The directory is empty, or has this run's states.
+
+    Raises:
+        UserError: it has something else.
+    """
+    hint = "name another directory; or delete this one, if nothing else needs it"
+    try:
+        found = read_json(directory / MANIFEST)
+    except FileNotFoundError:
+        if any(directory.iterdir()):
+            raise UserError(f"{FLAG} {directory} is not empty, and has no {MANIFEST}", hint) from None
+        return
+    except (OSError, ValueError):
+        raise UserError(f"{directory / MANIFEST} is damaged", hint) from None
+    others = [name for name, value in manifest.items() if not isinstance(found, dict) or found.get(name) != value]
+    if others:
+        raise UserError(f"{FLAG} {directory} was written with other {', '.join(others)}", hint)
+
+
+def _check_disk(directory: Path, learner: Learner, data: Data) -> None:
+    """Say how large the cache becomes.
+
+    Raises:
+        UserError: larger than the disk has room.
+    """
+    model = learner.chunks[0]
+    num_states = 2 if model.drafting.takes_before_norm else 1
+    state_bytes = num_states * model.config.hidden_size * next(model.parameters()).element_size()
+    num_tokens = sum(len(sample) for sample in (*data.train, *data.val))
+    loss_bytes = 4 + 8  # float32 and int64, as `TokenLoss`
+    needed = num_tokens * (state_bytes + loss_bytes)
+    there = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    free = shutil.disk_usage(directory).free
+    logger.info(
+        "the trunk's states of %d tokens take %.2f GB in %s; %.2f GB of them are there",
+        num_tokens,
+        needed / 1e9,
+        directory,
+        there / 1e9,
+    )
+    if needed - there > free:
+        raise UserError(
+            f"{FLAG} {directory}: the trunk's states take {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB left",
+            "make room, name a directory on another disk, or leave it out",
+        )
+
+
+def _write(path: Path, output: TrunkOutput) -> None:
+    """Write what the trunk made.
+
+    Raises:
+        UserError: the disk takes no more.
+    """
+    tensors = {
+        "states_SBH": output.states_SBH,
+        "loss_BS": output.loss.loss_BS,
+        "prediction_BS": output.loss.prediction_BS,
+    }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        write_durably(path, save(tensors, {"sha256": _sha256_of(tensors)}))
+    except OSError as error:
+        raise UserError(f"{FLAG}: {path} cannot be written: {error.strerror}", "make room, then --resume") from None
+
+
+def _read(path: Path, device: torch.device) -> TrunkOutput:
+    """What `_write` wrote.
+
+    Raises:
+        UserError: the file is another.
+    """
+    try:
+        content = path.read_bytes()
+        tensors = load(content)
+        loss = TokenLoss(tensors["loss_BS"].to(device), tensors["prediction_BS"].to(device))
+        is_whole = _sha256_of(tensors).encode() in content[:4096]  # the header
+    except (OSError, KeyError, SafetensorError):
+        is_whole = False
+    if not is_whole:
+        raise UserError(f"{FLAG}: {path} is damaged", "delete this file; its states are then computed again")
+    return TrunkOutput(tensors["states_SBH"].to(device), loss)
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        sha.update(_bytes_of(tensors[name]))
+    return sha.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()

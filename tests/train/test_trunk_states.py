@@ -1,0 +1,118 @@
+"""A run that reads the trunk's states computes what one without them does, to the bit; and reads no others."""
+
+import shutil
+
+import pytest
+
+from swiftlite.errors import UserError
+from swiftlite.model.gpt import GPTModel
+from tests.tiny import make_tiny_hf
+from tests.train.test_sft import metrics, train
+
+HEADS = {"mtp_mode": "heads_only", "micro_batch_size": 1, "num_train_epochs": 2, "train_iters": None}
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[int]:
+    """One entry for each pass of the trunk's layers over a micro-batch."""
+    counted = []
+    forward_decoder = GPTModel.forward_decoder
+
+    def count(self, *args, **kwargs):
+        counted.append(1)
+        return forward_decoder(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPTModel, "forward_decoder", count)
+    return counted
+
+
+WAYS = [
+    ("qwen3", {}),
+    ("qwen3", {"torch_dtype": "bfloat16", "packing": True, "max_length": 128, "mtp_unroll": 2}),
+    ("mimo", {"packing": True, "max_length": 128}),
+    ("glm4_moe", {"mtp_loss": "lk_hybrid"}),
+    ("qwen3_next", {"padding_free": True, "draft_vocab": 40}),
+]
+
+
+@pytest.mark.parametrize(("family", "more"), WAYS, ids=[family for family, _ in WAYS])
+def test_what_is_read_is_what_would_be_computed(options, mesh, tmp_path, passes, family, more):
+    model = make_tiny_hf(tmp_path / family, family, depth=1, with_tokenizer=True)
+
+    def run(name: str, **changed) -> tuple[list[dict], int]:
+        passes.clear()
+        run = train(options(model=str(model), output_dir=str(tmp_path / name), **HEADS | more | changed), mesh)
+        return metrics(run), len(passes)
+
+    cache = str(tmp_path / "cache")
+    plain, all_passes = run("plain")
+    written, first_passes = run("written", cache_trunk_states=cache)
+    read, no_passes = run("read", cache_trunk_states=cache)
+    assert plain == written == read
+    assert no_passes == 0
+    assert first_passes == len(list((tmp_path / "cache").glob("*.safetensors"))) < all_passes
+    for file in (tmp_path / "plain").glob("checkpoint-*/*.distcp"):
+        assert file.read_bytes() == (tmp_path / "read" / file.relative_to(tmp_path / "plain")).read_bytes()
+    changed, no_passes = run("changed", cache_trunk_states=cache, mtp_loss="tv")
+    assert (len(changed), no_passes) == (len(plain), 0)
+
+
+def test_rows_keep_their_states_in_another_order(options, mesh, tmp_path, passes):
+    """Held-out rows are chosen by the seed, so that another one asks for the same 20 rows in other roles."""
+    cached = HEADS | {"cache_trunk_states": str(tmp_path / "cache")}
+    train(options(output_dir=str(tmp_path / "first"), **cached), mesh)
+    passes.clear()
+    train(options(output_dir=str(tmp_path / "second"), seed=7, mtp_loss="nla", mtp_unroll=3, **cached), mesh)
+    assert passes == []
+
+
+def test_a_run_that_was_stopped_while_it_wrote_goes_on(options, mesh, tmp_path, passes):
+    cache = tmp_path / "cache"
+    args = options(**HEADS, cache_trunk_states=str(cache))
+    plain = metrics(train(args, mesh))
+    files = sorted(cache.glob("*.safetensors"))
+    assert len(files) == 20
+    for file in files[::2]:
+        file.unlink()
+    (cache / f".{files[0].name}.incomplete").write_bytes(b"half a file")
+    shutil.rmtree(args.output_dir)
+    passes.clear()
+    assert metrics(train(args, mesh)) == plain
+    assert len(passes) == 10
+    assert sorted(cache.glob("*.safetensors")) == files
+
+
+def test_other_states_are_refused(options, mesh, tmp_path, hf_dir, monkeypatch):
+    cache = tmp_path / "cache"
+
+    def refused(words: str, **changed) -> None:
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        args = options(output_dir=str(tmp_path / "again"), **HEADS | {"cache_trunk_states": str(cache)} | changed)
+        with pytest.raises(UserError, match=words):
+            train(args, mesh)
+
+    cache.mkdir()
+    (cache / "notes.txt").write_text("mine")
+    refused("cache is not empty, and has no cache.json")
+    shutil.rmtree(cache)
+    monkeypatch.setattr(shutil, "disk_usage", lambda directory: shutil._ntuple_diskusage(10**6, 10**6, 100))
+    refused("the trunk's states take 0.00 GB, the disk has 0.00 GB left")
+    monkeypatch.undo()
+
+    train(options(**HEADS, cache_trunk_states=str(cache)), mesh)
+    other_rows = tmp_path / "other.jsonl"
+    other_rows.write_text('{"query": "Who?", "response": "Nobody."}\n' * 20)
+    refused("written with other rows", dataset=[str(other_rows)])
+    refused("written with other rows", system="Answer.")
+    refused("written with other .*torch_dtype", torch_dtype="bfloat16")
+    refused("written with other packing", packing=True)
+    other_model = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, with_tokenizer=True, seed=5)
+    refused("written with other trunk's weights", model=str(other_model))
+
+    file = next(cache.glob("*.safetensors"))
+    content = file.read_bytes()
+    for damaged in (content[:-7], content[:-9] + b"\x01" + content[-8:], b""):
+        file.write_bytes(damaged)
+        refused(f"{file.name} is damaged")
+    (cache / "cache.json").write_text("{")
+    refused("cache.json is damaged")
