@@ -11,7 +11,8 @@ from typing import Literal
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
-from swiftlite.plan.heads import heads_of, lr_of, mtp_init_of, mtp_loss_of
+from swiftlite.lora import Lora
+from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.layout import data_parallel_size, layout_of
 from swiftlite.plan.trainable import trainable_of
 
@@ -36,6 +37,8 @@ class Plan:
     """MTP heads of the run."""
     mtp_init: MtpInit
     mtp_loss: MtpLoss
+    lora: Lora | None
+    """Adapters that learn in the place of the model's own parameters."""
     lr: float
     min_lr: float
     save_steps: int
@@ -71,6 +74,7 @@ def make_plan(args: SftArgs, world_size: int, checkpoint: Heads) -> Plan:
         heads=heads_of(args, checkpoint),
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
+        lora=lora_of(args, checkpoint),
         lr=lr_of(args, checkpoint),
         min_lr=_min_lr(args, lr_of(args, checkpoint)),
         save_steps=args.save_steps,
@@ -151,7 +155,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         ("model", args.model),
         ("torch_dtype", args.torch_dtype),
         ("MTP depth", mtp),
-        ("trains", trainable_of(args, heads).words),
+        ("trains", trainable_of(args, heads, plan.lora).words),
     ]
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
