@@ -349,6 +349,9 @@ class ServerArgs:
     """Address to listen on; 0.0.0.0 is every address of this machine."""
     port: bounds.Port = 8000
     """Port to listen on."""
+    draft_schedule: str | None = None
+    """The bench.json of `swiftlite bench`: tokens drafted per step change with the requests under way, as measured
+    there."""
     max_model_len: bounds.Length | None = None
     """Longest prompt plus answer. Unset: the model's own limit."""
     dry_run: bool = False

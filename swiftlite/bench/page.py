@@ -36,6 +36,8 @@ def bench_page(content: Mapping[str, Any]) -> Page:
     ]
     lead = "How many tokens to draft, by the speed that was measured."
     commands = list(dict.fromkeys(choice["command"] for choice in choices))
+    if content["schedule_command"]:
+        commands.append(content["schedule_command"])
     sections = [
         Section("What to start", commands=commands),
         Section("Speed", figures=_figures(servers), tables=[_table(servers, content["prompts"])]),
