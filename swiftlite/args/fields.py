@@ -402,6 +402,9 @@ class BenchmarkArgs:
     """Requests that are under way at once."""
     rounds: bounds.PositiveInt = 5
     """Times that every prompt is sent at each concurrency; more tell a small gain from noise."""
+    repeat_prompts: bool = False
+    """Let rounds share one cache of prefixes, as where the same prompts come again: the table says how much of them
+    came from it, with drafts and without."""
     max_prompts: bounds.PositiveInt = 64
     """Prompts of the files that are sent, the first ones."""
     max_new_tokens: bounds.PositiveInt = 128

@@ -16,6 +16,7 @@ COLUMNS = (
     "fastest round",
     "first token, ms",
     "per token, ms",
+    "cached share of prompts",
     "tokens per step",
     "answers equal",
 )
@@ -90,6 +91,7 @@ def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Tab
                     number(max(speeds)),
                     _milliseconds(measured["time_to_first_token_ms"]),
                     _milliseconds(measured["time_per_token_ms"]),
+                    f"{measured['cached_share_of_prompts']:.0%}",
                     f"{measured['mean_accepted_length']:.2f}",
                     "" if measured["answers_equal"] is None else f"{measured['answers_equal']} of {num_prompts}",
                 ]

@@ -19,7 +19,17 @@ from swiftlite.table import text_table
 BENCH_JSON = "bench.json"
 # Two servers that draft nothing differ by a few percent on a machine of their own.
 MUCH_DRIFT = 0.1
-COLUMNS = ("at once", "drafted", "tokens/s", "ratio", "first token", "per token", "accepted length", "answers equal")
+COLUMNS = (
+    "at once",
+    "drafted",
+    "tokens/s",
+    "ratio",
+    "first token",
+    "per token",
+    "cached",
+    "accepted length",
+    "answers equal",
+)
 
 
 def choose_all(servers: Sequence[ServerResult]) -> dict[int, Choice]:
@@ -97,6 +107,7 @@ def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence
         ratio,
         _milliseconds(figures["time_to_first_token_ms"]),
         _milliseconds(figures["time_per_token_ms"]),
+        f"{result.cached_share:.0%}",
         f"{figures['mean_accepted_length']:.2f}",
         "" if expected is None else f"{figures['answers_equal']} of {len(expected)}",
     )

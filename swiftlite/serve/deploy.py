@@ -71,9 +71,7 @@ def server_command(args: DeployArgs, model: ServedModel) -> ServerCommand:
     drafts = model.heads.layers > 0 if args.speculative is None else args.speculative == "mtp"
     schedule = read_schedule(Path(args.draft_schedule), args.infer_backend) if args.draft_schedule else None
     if schedule is not None and schedule.largest == 0:
-        logger.info(
-            "--draft_schedule %s: drafts were slower at every load, so there are none", args.draft_schedule
-        )
+        logger.info("--draft_schedule %s: drafts were slower at every load, so there are none", args.draft_schedule)
         drafts, schedule = False, None
     make_command = resolve_name(ENGINES[args.infer_backend].server)
     return make_command(args, model, drafts, schedule)

@@ -30,6 +30,7 @@ def server(k: int, *seconds: float, text: str = "hello") -> ServerResult:
             concurrency,
             [Round([Answer(text, 100, each / 10, each)], each + delay) for delay in (0.0, 0.001, 0.002)],
             DraftCounts(10, 10 * k, (10,) * k) if k else None,
+            cached_share=0.25,
         )
         for concurrency, each in zip((1, 8), seconds, strict=True)
     ]
@@ -46,7 +47,7 @@ def test_the_table_has_a_line_for_each_server_and_concurrency():
     cells = [line.split("  ") for line in lines]
     found = [[cell.strip() for cell in line if cell.strip()] for line in cells]
     assert [line[:2] for line in found] == [[c, k] for c in "18" for k in ("0", "1", "2", "0, at the end")]
-    assert found[1][2:] == ["199.6 (199.2 to 200.0)", "2.00", "50.0 (50.0)", "4.5 (4.5)", "2.00", "1 of 1"]
+    assert found[1][2:] == ["199.6 (199.2 to 200.0)", "2.00", "50.0 (50.0)", "4.5 (4.5)", "25%", "2.00", "1 of 1"]
     assert found[2][-1] == "0 of 1"
     assert found[5][3] == "0.83"
 

@@ -203,6 +203,10 @@ class PlainClient:
         """See `Client`."""
         return self._counts
 
+    async def cached_tokens(self) -> int:
+        """See `Client`."""
+        return 0
+
 
 # 5. What its loader makes of a checkpoint, for `doctor --engine`.
 def look(config: EngineConfig) -> LoadReport:
