@@ -300,6 +300,9 @@ class EngineArgs:
     """Engine that generates."""
     speculative: Literal["none", "mtp"] = "none"
     """mtp: the checkpoint's own heads draft tokens, the trunk verifies them."""
+    draft_confidence: bounds.Fraction | None = None
+    """Draft nothing more in a step behind a draft that its head gives a smaller probability; what is written stays the
+    same. `swiftlite evaluate` measures which one is fastest. Unset: always --num_speculative_tokens."""
 
 
 @dataclass(frozen=True)
@@ -378,6 +381,9 @@ class EvaluationArgs:
     temperature: bounds.NonNegativeFloat = 0.0
     """Above 0, the engine also draws answers at this temperature; what it then accepts stands beside what it accepts
     greedily."""
+    draft_confidence: list[float] = field(default_factory=list)
+    """Values of infer's option of this name, such as 0,0.2,0.4,0.6: the engine answers with each, and a table says how
+    fast it was."""
     max_length: bounds.Length = 2048
     """Longest row in tokens; longer ones are cut right."""
     max_bad_rows: bounds.NonNegativeInt = 0

@@ -49,6 +49,7 @@ class EngineInfo:
             with its heads; it returns None for a family for which nobody has measured it.
         measured: beginning of the version in which conventions were measured; "" where there is nothing to measure.
         is_required: whether swiftlite itself cannot do without its package.
+        takes_draft_confidence: whether the engine can stop drafting where a head is not sure, see `Sampling`.
         is_batched: whether the engine answers several prompts at once.
         options_class: class of the engine's own options in args/fields.py, part of the classes of the commands; None
             when it has none. Every name begins with the engine's.
@@ -78,6 +79,7 @@ class EngineInfo:
     convention: str
     measured: str = ""
     is_required: bool = False
+    takes_draft_confidence: bool = False
     is_batched: bool = True
     options_class: type | None = None
     read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None
