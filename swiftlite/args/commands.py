@@ -11,6 +11,7 @@ from swiftlite.args.bounds import Fraction, Length, NonNegativeInt, PositiveFloa
 class SftArgs(
     fields.RunArgs,
     fields.OptimArgs,
+    fields.KernelArgs,
     fields.RecomputeArgs,
     fields.DistributedArgs,
     fields.ParallelLayout,
@@ -167,7 +168,14 @@ class ExaminationArgs:
 
 
 @dataclass(frozen=True)
-class DoctorArgs(fields.RecomputeArgs, fields.ParallelLayout, fields.VllmArgs, fields.SpeculationArgs, ExaminationArgs):
+class DoctorArgs(
+    fields.KernelArgs,
+    fields.RecomputeArgs,
+    fields.ParallelLayout,
+    fields.VllmArgs,
+    fields.SpeculationArgs,
+    ExaminationArgs,
+):
     """Tell what is installed and needed, whether a model keeps its promises, to an engine too, what fits (--plan)."""
 
 

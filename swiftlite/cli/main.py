@@ -21,12 +21,15 @@ from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import COMMANDS, Command, find
 from swiftlite.errors import UserError, is_of_storage, reason_of
+from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule, render
 from swiftlite.redact import redact_text
 from swiftlite.runtime.parent import end_with_parent
+from swiftlite.surroundings import sees_gpu
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,10 +158,11 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
 
 
 def _dry_run(args: SftArgs, world_size: int) -> str:
-    heads = Heads.from_config(read_hf_config(description_of(args.model)))
+    hf_config = read_hf_config(description_of(args.model))
+    heads, head = Heads.from_config(hf_config), largest_head(known_architecture(hf_config))
     num_rows = None if args.packing else _count_rows(args.dataset)
     schedule = make_schedule(args, num_rows) if num_rows else None
-    return render(args, make_plan(args, world_size, heads), heads, schedule)
+    return render(args, make_plan(args, world_size, heads, this_machine(sees_gpu()), head), heads, schedule)
 
 
 def _count_rows(dataset: list[str]) -> int | None:

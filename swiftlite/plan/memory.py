@@ -52,6 +52,8 @@ class Setup:
     """2 for bfloat16, with float32 main weights in the optimizer; 4 for float32."""
     heads: Heads = Heads()
     mtp_mode: MtpMode = "joint"
+    is_fused: bool = False
+    """Whether kernels are fused, see `plan.kernels.Kernels`."""
 
 
 def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
@@ -70,6 +72,7 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         parameter_bytes=2 if args.torch_dtype == "bfloat16" else FLOAT32,
         heads=Heads(layers if args.mtp_num_layers is None else args.mtp_num_layers),
         mtp_mode=args.mtp_mode,
+        is_fused=args.fused_kernels == "auto",  # a plan is one for GPUs
     )
 
 

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.fields import KernelArgs
 from swiftlite.args.mock_config import FLAG
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, lr_of
+from swiftlite.plan.kernels import kernel_problems, largest_head, this_machine
 from swiftlite.plan.layout import (
     choices,
     data_parallel_size,
+    group_of,
     layout_of,
     layout_problems,
     num_virtual_stages,
@@ -22,6 +25,7 @@ from swiftlite.plan.layout import (
 )
 from swiftlite.plan.run import holds_out, packing_of
 from swiftlite.rules import common, sft_data, sft_heads, sft_report, sft_resume
+from swiftlite.surroundings import sees_gpu
 
 
 def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -61,6 +65,25 @@ def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[P
             f"virtual pipeline stages need a multiple of {pp} micro-batches per step, but there are {number} = "
             f"--global_batch_size {args.global_batch_size} / {unit}",
             f"use --global_batch_size {math.ceil(number / pp) * pp * unit}",
+        )
+
+
+def kernels_are_here(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    kernels = group_of(args, KernelArgs)
+    head = largest_head(facts.architecture)
+    yield from kernel_problems(kernels, this_machine(sees_gpu()), is_float32=args.torch_dtype == "float32", head=head)
+    cp, is_te = args.context_parallel_size, args.attention_backend == "te"
+    if is_te and cp > 1:
+        yield (
+            f"--attention_backend te with --context_parallel_size {cp}: Transformer Engine's attention is not asked "
+            "to cut rows over ranks here",
+            "use --attention_backend auto",
+        )
+    if is_te and args.mtp_unroll > 1:
+        yield (
+            f"--attention_backend te with --mtp_unroll {args.mtp_unroll}: no step of an unrolled head could see the "
+            "keys of the first",
+            "use --attention_backend auto",
         )
 
 
@@ -151,6 +174,7 @@ RULES = (
     global_batch_divides,
     virtual_stages_have_micro_batches,
     overlap_has_its_optimizer,
+    kernels_are_here,
     common.recompute_options_fit,
     sft_heads.mtp_weights_have_a_source,
     sft_heads.mtp_options_have_heads,
