@@ -35,6 +35,15 @@ def has_nvidia_driver() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
+def gpu_models() -> list[str]:
+    """The names of the GPUs that torch may use, by the driver's files."""
+    models = []
+    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        models += [line.partition(":")[2].strip() for line in information.read_text().splitlines() if "Model:" in line]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return models if visible is None else models[: len(list(filter(None, visible.split(","))))]
+
+
 def sees_gpu() -> bool:
     """Whether torch would find a GPU, as far as files and the environment tell; torch itself is not asked."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")

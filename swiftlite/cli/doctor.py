@@ -20,7 +20,7 @@ from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.kernels import automatic
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.redact import redact_text
-from swiftlite.surroundings import has_nvidia_driver, sees_gpu, torch_cuda
+from swiftlite.surroundings import gpu_models, has_nvidia_driver, sees_gpu, torch_cuda
 from swiftlite.table import text_table
 
 
@@ -172,10 +172,7 @@ def _cuda() -> str:
     built = torch_cuda()
     if not has_nvidia_driver():
         return "no NVIDIA driver here: everything runs on the CPU"
-    gpus = []
-    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        gpus += [line.partition(":")[2].strip() for line in information.read_text().splitlines() if "Model:" in line]
-    found = ", ".join(gpus) or "an NVIDIA driver"
+    found = ", ".join(gpu_models()) or "an NVIDIA driver"
     if built is None:
         return f"{found}, but torch is built without CUDA -> pip install a CUDA build of torch: https://pytorch.org"
     return f"{found}; torch is built for CUDA {built}"

@@ -29,7 +29,7 @@ from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule, render
 from swiftlite.redact import redact_text
 from swiftlite.runtime.parent import end_with_parent
-from swiftlite.surroundings import sees_gpu
+from swiftlite.surroundings import gpu_models, sees_gpu
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -135,6 +135,14 @@ def _settle_environment(args: object) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # of GNU's OpenMP, which torch brings along
+    if isinstance(args, SftArgs):
+        # Rows of all lengths would leave the allocator with pieces that none of the next fits into.
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        # GPUs before Blackwell start kernels of one queue in order: only so does a product not overtake the message
+        # that is to be sent beside it.
+        if args.tensor_model_parallel_size > 1 and not any("B200" in model for model in gpu_models()):
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if hasattr(args, "infer_backend"):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or vLLM's workers tell of the machine's NUMA nodes
 
@@ -153,6 +161,9 @@ def _ignore_upstream_warnings() -> None:
 def _log(notes: list[str], command: Command, processes: launch.Processes) -> None:
     if processes.must_start and not command.is_parallel:
         notes = [*notes, f"NPROC_PER_NODE and NNODES have no effect: swiftlite {command.words} is one process"]
+    num_gpus = len(gpu_models())
+    if command.is_parallel and processes.rank is None and processes.world_size == 1 and num_gpus > 1:
+        notes = [*notes, f"one process uses one GPU of {num_gpus}: export NPROC_PER_NODE={num_gpus} for all"]
     for note in notes:
         log.logger.warning(note)
 

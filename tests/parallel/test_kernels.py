@@ -1,5 +1,5 @@
-"""Kernels of GPUs at layouts, trained for some steps on a CPU: fused ones, and Transformer Engine's layers over stand-ins
-for its compiled parts (`tests/te_stand_ins`), against one process with local layers; and checkpoints of either.
+"""Kernels of GPUs at layouts, trained for some steps on a CPU: fused ones, and Transformer Engine's layers over
+stand-ins for its compiled parts (`tests/te_stand_ins`), against one process with local layers; checkpoints of either.
 """
 
 from dataclasses import replace

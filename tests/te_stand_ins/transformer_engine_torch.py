@@ -38,11 +38,7 @@ class NVTE_Fused_Attn_Backend(enum.Enum):
         return self.value
 
 
-TORCH = {
-    DType.kFloat32.value: torch.float32,
-    DType.kBFloat16.value: torch.bfloat16,
-    DType.kFloat16.value: torch.float16,
-}
+TORCH = {DType.kFloat32.value: torch.float32, DType.kBFloat16.value: torch.bfloat16}
 
 
 def get_cudnn_version() -> int:
@@ -138,6 +134,50 @@ def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, num_toke
     """The inverse."""
     lengths = cu_seqlens.diff().tolist()
     return torch.cat([row[:length] for row, length in zip(tensor, lengths, strict=True)])
+
+
+def multi_tensor_l2norm(
+    chunk: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """optimizers/multi_tensor_apply.py."""
+    (tensors,) = lists
+    norms = torch.stack([tensor.float().norm() for tensor in tensors])
+    return norms.norm().reshape(1), norms
+
+
+def multi_tensor_scale(
+    chunk: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], scale: float | torch.Tensor
+) -> None:
+    """optimizers/multi_tensor_apply.py; sources, then where they go."""
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source * scale)
+
+
+multi_tensor_scale_tensor = multi_tensor_scale
+
+
+def multi_tensor_adam(
+    chunk: int,
+    overflow: torch.Tensor,
+    lists: list[list[torch.Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    *others: Any,
+) -> None:
+    """optimizers/fused_adam.py; AdamW (mode 1), with gradients, weights, both moments in float32."""
+    assert mode == 1
+    assert bias_correction
+    for gradient, weight, mean, square in zip(*lists, strict=True):
+        mean.lerp_(gradient.float(), 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient.float(), gradient.float(), value=1 - beta2)
+        root = (square / (1 - beta2**step)).sqrt() + eps
+        weight.sub_(lr * (mean / (1 - beta1**step) / root + weight_decay * weight))
 
 
 class _Missing:
