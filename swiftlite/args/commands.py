@@ -153,7 +153,7 @@ class ExaminationArgs:
     """GPUs of the run. Unset: as few as the layout allows."""
     gpu_memory_gb: PositiveFloat = 80.0
     """Memory of one GPU, in GB (1e9 bytes)."""
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: bool | None = None
     """The same as for megatron sft."""
     micro_batch_size: PositiveInt = 1
     """The same as for megatron sft."""
@@ -165,17 +165,12 @@ class ExaminationArgs:
     """The same as for megatron sft. Unset: what the checkpoint has."""
     mtp_mode: fields.MtpMode = "joint"
     """The same as for megatron sft."""
+    fused_kernels: Literal["auto", "none"] = "auto"
+    """The same as for megatron sft, on GPUs."""
 
 
 @dataclass(frozen=True)
-class DoctorArgs(
-    fields.KernelArgs,
-    fields.RecomputeArgs,
-    fields.ParallelLayout,
-    fields.VllmArgs,
-    fields.SpeculationArgs,
-    ExaminationArgs,
-):
+class DoctorArgs(fields.RecomputeArgs, fields.ParallelLayout, fields.VllmArgs, fields.SpeculationArgs, ExaminationArgs):
     """Tell what is installed and needed, whether a model keeps its promises, to an engine too, what fits (--plan)."""
 
 

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from swiftlite.model.loss import DISTANCES, Distance, TokenLoss, cross_entropy_, laid_out, vocab_parallel_argmax
-
-CHUNK = 1024
-"""Positions whose logits are in memory at one time, in float32 and in a few copies."""
+from swiftlite.plan.kernels import CHUNK
 
 
 @dataclass(frozen=True)

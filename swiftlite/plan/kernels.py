@@ -16,6 +16,8 @@ from swiftlite.families.architecture import Architecture
 
 PackedKernel = Literal["flash_attn", "torch_varlen"]
 """Who computes all sequences of a packed row in one call: the package flash-attn, or torch itself."""
+CHUNK = 1024
+"""Positions whose logits `model/chunked_loss.py` has in memory at one time, in float32."""
 LARGEST_HEAD = 256
 """Channels of a head that these take."""
 _WORDS = {
