@@ -8,6 +8,7 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${SWIFTLITE_VENV:-$root/.venv${SWIFTLITE_MEGATRON:+-megatron-$SWIFTLITE_MEGATRON}}
+case $venv in /*) ;; *) venv=$PWD/$venv ;; esac # the scripts change directory
 
 die() {
     printf 'swiftlite: %s\n    %s\n' "$1" "$2" >&2
@@ -15,15 +16,16 @@ die() {
 }
 
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
+    local candidate candidates=(python3 python3.12 python3.11)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         # A name on PATH may be a launcher for a version that is not installed, so ask it, do not look for it.
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    die "needs Python 3.11 or 3.12; none of these is one: ${PYTHON:-python3 python3.12 python3.11}" \
+    die "needs Python 3.11 or 3.12; none of these is one: ${candidates[*]}" \
         "install one, or name it: PYTHON=/path/to/python3.12 bash ${0##*/}"
 }
 
@@ -34,7 +36,9 @@ install_once() {
     if [ "$(cat "$stamp" 2>/dev/null)" = "$fingerprint" ]; then
         return
     fi
-    echo "installing $name into $venv (core and vllm take minutes)"
+    local minutes=""
+    case $name in core | vllm) minutes=" (this takes minutes)" ;; esac
+    echo "installing $name into $venv$minutes"
     "$@" || die "could not install $name" "the lines above say why; run the same command again to go on from here"
     echo "$fingerprint" >"$stamp"
 }
@@ -112,7 +116,8 @@ use_environment() {
     fi
     local layer lock
     for layer in "$@"; do
-        lock=$(cat "$root/requirements/$layer.txt" "${BASH_SOURCE[0]}" | cksum)
+        # vllm.txt has the pin of torch, which comes with core.
+        lock=$(cat "$root/requirements/$layer.txt" "$root/requirements/vllm.txt" "${BASH_SOURCE[0]}" | cksum)
         install_once "$layer" "$lock ${SWIFTLITE_MEGATRON:-}" "install_$layer"
     done
     install_once swiftlite "$root $(cksum <"$root/pyproject.toml")" install_swiftlite

@@ -14,7 +14,7 @@ ROOT = Path(swiftlite.__file__).parent
 LEVELS = (
     {"chart", "errors", "json_file", "redact", "surroundings", "table"},
     {"draft_vocab", "drafting", "durable", "log"},
-    {"heads"},
+    {"heads", "lora"},
     {"args"},
     {"hub"},
     {"bridge", "data"},
@@ -41,6 +41,7 @@ WITHOUT_TORCH = (
     "heads.py",
     "json_file.py",
     "log.py",
+    "lora.py",
     "redact.py",
     "surroundings.py",
     "table.py",

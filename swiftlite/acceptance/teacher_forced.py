@@ -1,6 +1,7 @@
 """How often each head agrees with its trunk on given rows, by channel: no engine, one pass over each row."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from swiftlite.acceptance import places
 from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.statistics import sum_up
 from swiftlite.data.batch import collate_packed, shift_left
@@ -42,7 +44,8 @@ def teacher_forced(
     Returns:
         For each channel `samples`, `loss`, and per MTP depth `targets`, `loss` and `acceptance`: the share of its
         predictions that are the trunk's own for the same token; empty lists of a model without heads. Beside them
-        `replayed`: `DraftCounts.to_json` of an engine's walk over the same rows, which skips what it has accepted.
+        `replayed`: `DraftCounts.to_json` of an engine's walk over the same rows, which skips what it has accepted;
+        and the same acceptance by place, `places.describe`.
     """
     hf_model = read_hf_model(hf_dir)
     heads = hf_model.heads
@@ -51,45 +54,72 @@ def teacher_forced(
     by_channel: dict[str, list[Sample]] = {}
     for sample in samples:
         by_channel.setdefault(sample.channel or "", []).append(sample)
-    sums: dict[str, torch.Tensor] = {}
-    walks: dict[str, DraftCounts] = {}
+    found: dict[str, _Measured] = {}
     for channel, chosen in sorted(by_channel.items()):
         rows = pack([len(sample) for sample in chosen], max(row_length, *map(len, chosen)))
         parts = [_measure(model, [chosen[i] for i in row.tolist()], heads.drafts, num_drafts, mesh) for row in rows]
-        sums[channel] = torch.stack([rows for rows, _ in parts]).sum(dim=0)
-        walks[channel] = reduce(add, (walk for _, walk in parts))
-    counts = {channel: len(chosen) for channel, chosen in by_channel.items()}
-    named = {channel: _describe(sums[channel], walks[channel], counts[channel]) for channel in sums if channel}
-    total = torch.stack(list(sums.values())).sum(dim=0)
-    return {ALL: _describe(total, reduce(add, walks.values()), len(samples)), **named}
+        found[channel] = reduce(add, parts)
+    named = {channel: measured.to_json() for channel, measured in found.items() if channel}
+    return {ALL: reduce(add, found.values()).to_json(), **named}
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What rows come to; of two rows, the sum.
+
+    Attributes:
+        num_samples: in them.
+        sums: `statistics.sum_up`.
+        walk: of an engine over them.
+        table: `places.tally`.
+    """
+
+    num_samples: int
+    sums: torch.Tensor
+    walk: DraftCounts
+    table: torch.Tensor
+
+    def __add__(self, other: "_Measured") -> "_Measured":
+        return _Measured(
+            self.num_samples + other.num_samples,
+            self.sums + other.sums,
+            self.walk + other.walk,
+            self.table + other.table,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of evaluation.json."""
+        (loss, targets, _), *depths = self.sums.tolist()
+        heads = []
+        for loss_of_depth, count, hits in depths:
+            shares = {"loss": loss_of_depth / max(count, 1), "acceptance": hits / max(count, 1)}
+            heads.append({"targets": int(count), **shares})
+        return {
+            "samples": self.num_samples,
+            "loss": loss / max(targets, 1),
+            "heads": heads,
+            **places.describe(self.table),
+            "replayed": self.walk.to_json(),
+        }
 
 
 def _measure(
     model: torch.nn.Module, samples: Sequence[Sample], depth: int, num_drafts: int | None, mesh: Mesh
-) -> tuple[torch.Tensor, DraftCounts]:
-    """One packed row: its statistics, and the walk of an engine that drafts `num_drafts` of the `depth` tokens."""
+) -> _Measured:
+    """One packed row, and the walk over it of an engine that drafts `num_drafts` of the `depth` tokens."""
     batch = collate_packed(samples, 0, num_drafts=depth).map(lambda tensor: tensor.to(mesh.device.torch_device))
     losses = forward(model, batch)
-    rows = sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
-    if not depth:
-        return rows, DraftCounts(0, 0, ())
+    sums = sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens).cpu()
     trunk_BS = losses.main.prediction_BS
-    agrees = []
-    for head in losses.mtp:
+    learned_S = trunk_BS[0] != -1
+    agrees_KS = torch.zeros(depth, len(learned_S), dtype=torch.bool, device=learned_S.device)
+    counted_KS = agrees_KS.clone()
+    for number, head in enumerate(losses.mtp):
         trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=batch.cu_seqlens)
-        agrees.append(head.prediction_BS[0] == trunk_BS[0])
-    counted_KS = torch.stack([head.prediction_BS[0] != -1 for head in losses.mtp])
-    return rows, replay(torch.stack(agrees)[:num_drafts].cpu(), counted_KS[:num_drafts].cpu())
-
-
-def _describe(rows: torch.Tensor, walk: DraftCounts, num_samples: int) -> dict[str, Any]:
-    (loss, targets, _), *heads = rows.tolist()
-    return {
-        "samples": num_samples,
-        "loss": loss / max(targets, 1),
-        "heads": [
-            {"targets": int(count), "loss": loss / max(count, 1), "acceptance": hits / max(count, 1)}
-            for loss, count, hits in heads
-        ],
-        "replayed": walk.to_json(),
-    }
+        agrees_KS[number] = head.prediction_BS[0] == trunk_BS[0]
+        counted_KS[number] = head.prediction_BS[0] != -1
+    table = places.tally(counted_KS, agrees_KS, learned_S, batch.position_ids_BS[0], batch.cu_seqlens)
+    walk = DraftCounts(0, 0, ())
+    if depth:
+        walk = replay(agrees_KS[:num_drafts].cpu(), counted_KS[:num_drafts].cpu())
+    return _Measured(len(samples), sums, walk, table)

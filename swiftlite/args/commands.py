@@ -18,6 +18,7 @@ class SftArgs(
     fields.MoeArgs,
     fields.PackingArgs,
     fields.DataArgs,
+    fields.LoraArgs,
     fields.MtpArgs,
     fields.ModelArgs,
 ):
@@ -46,6 +47,9 @@ class ConversionArgs:
     often. Engines then compute no other logits of theirs. Unset: as the run has them."""
     torch_dtype: Literal["bfloat16", "float32"] | None = None
     """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
+    merge_lora: bool = True
+    """true: adapters (LoRA) are added to the weights, and the result is a model like any other. false: with --to_hf,
+    the adapters alone, in a directory that PEFT reads, and MTP heads in a file beside them."""
     max_shard_size_gb: PositiveFloat = 5.0
     """Largest safetensors file, in GB (1e9 bytes)."""
     val_dataset: list[str] = field(default_factory=list)
@@ -73,6 +77,7 @@ class ExportArgs(fields.ParallelLayout, ConversionArgs):
 @dataclass(frozen=True)
 class InferArgs(
     fields.AnswerArgs,
+    fields.AdapterArgs,
     fields.GenerationArgs,
     fields.SglangArgs,
     fields.VllmArgs,
@@ -167,6 +172,16 @@ class ExaminationArgs:
     """The same as for megatron sft."""
     fused_kernels: Literal["auto", "none"] = "auto"
     """The same as for megatron sft, on GPUs."""
+    tuner_type: fields.TunerType = "full"
+    """The same as for megatron sft."""
+    lora_rank: PositiveInt = 8
+    """The same as for megatron sft."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """The same as for megatron sft."""
+    lora_modules_to_save: list[str] = field(default_factory=list)
+    """The same as for megatron sft."""
+    mtp_tuner: fields.MtpTuner | None = None
+    """The same as for megatron sft."""
 
 
 @dataclass(frozen=True)

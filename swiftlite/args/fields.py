@@ -15,6 +15,8 @@ MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "
 MtpMode = Literal["joint", "heads_only"]
 MtpLoss = Literal["ce", "kl", "tv", "nla", "lk_hybrid"]
 TransformerImpl = Literal["local", "transformer_engine"]
+MtpTuner = Literal["full", "lora", "frozen"]
+TunerType = Literal["full", "lora"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
 
 
@@ -71,6 +73,40 @@ class MtpArgs:
     no other logits, in training and in engines. 0: the whole vocabulary. Unset: as the checkpoint has it."""
     mtp_unroll_beta: bounds.PositiveFraction = 0.6
     """With --mtp_unroll: weight of each drafted token's loss, relative to the one before."""
+
+
+@dataclass(frozen=True)
+class LoraArgs:
+    """Low-rank adapters (LoRA)"""
+
+    tuner_type: TunerType = "full"
+    """full: the parameters of the model learn. lora: they stay, and adapters beside its linear layers learn."""
+    lora_rank: bounds.PositiveInt = 8
+    """Rank of the adapters."""
+    lora_alpha: bounds.PositiveFloat = 32.0
+    """Weight of the adapters: what they compute is multiplied by this number / --lora_rank."""
+    lora_dropout: bounds.ProperFraction = 0.0
+    """Share of the numbers an adapter takes in that are zero in training."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers that get adapters, by their names in Hugging Face's files as PEFT takes them: q_proj, k_proj,
+    v_proj, o_proj, gate_proj, up_proj, down_proj, ... all-linear: all of them, experts too, but for the output
+    layer."""
+    lora_modules_to_save: list[str] = field(default_factory=list)
+    """Modules of the trunk that learn in full beside the adapters: embed_tokens, lm_head, norm, input_layernorm, ..."""
+    use_rslora: bool = False
+    """Divide --lora_alpha by the root of --lora_rank (rank-stabilised LoRA), not by the rank."""
+    mtp_tuner: MtpTuner | None = None
+    """How MTP heads learn beside adapters. full: all of their parameters. lora: adapters of their own. frozen: not at
+    all. Unset: lora where somebody has trained them before, full where they start anew."""
+
+
+@dataclass(frozen=True)
+class AdapterArgs:
+    """Adapters"""
+
+    adapters: str | None = None
+    """Directory of adapters (LoRA) of --model, from export --merge_lora false or PEFT. They are added to its weights in
+    a temporary copy, which the engine then loads."""
 
 
 @dataclass(frozen=True)

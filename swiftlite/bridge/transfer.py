@@ -399,6 +399,22 @@ def stream_hf(
             yield bucket
 
 
+def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """The HF tensors of these rows, whole, on the first rank; none on the others; collective.
+
+    Args:
+        bindings: of the rows, what this rank holds.
+        rows: the same on all ranks.
+    """
+    shapes = {key: shape for row in rows for key, shape in row.hf.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for key, index, tensor in placement.bring_to_first_rank(_pieces(bindings, ())):
+        if key not in tensors:
+            tensors[key] = torch.empty(shapes[key], dtype=tensor.dtype)
+        tensors[key][index] = tensor
+    return tensors
+
+
 def _read(bindings: Sequence[Binding], checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig) -> None:
     """Read every slice this rank holds, in the order of the files, so that disks read ahead."""
 

@@ -19,6 +19,7 @@ from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import EngineFigures, by_engine
 from swiftlite.evaluate.figures import REPLAYED, ModelFigures, compare_with_engine, table
 from swiftlite.evaluate.page import evaluation_page
+from swiftlite.evaluate.places import place_tables
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
 from swiftlite.report.page import render
@@ -53,6 +54,8 @@ def run(args: EvaluateArgs) -> None:
             if name in served:
                 results[name] |= _beside_the_engine(args, model, served[name], mesh)
     print(table(results))
+    if by_place := place_tables(results):
+        print(f"\n{by_place}")
     report = {name: {"directory": names[name], **measured} for name, measured in results.items()}
     write_durably(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
     write_durably(output_dir / "evaluation.svg", draw(results))

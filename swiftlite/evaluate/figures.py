@@ -48,14 +48,14 @@ def table(results: dict[str, ModelFigures]) -> str:
         for channel, figures in channels.items():
             before = baseline.get(method, {}).get(channel)
             number = figures["samples" if "samples" in figures else "prompts"]
-            cells = _cells(rates(method, figures), rates(method, before) if before else [])
-            lines.append([method, channel, str(number), *cells])
+            shares = share_cells(rates(method, figures), rates(method, before) if before else [])
+            lines.append([method, channel, str(number), *shares])
     num_columns = max(map(len, lines))
     head = ["measured by", "channel", "rows", *(f"depth {k}" for k in range(1, num_columns - 2))]
     return text_table([head, *(line + [""] * (num_columns - len(line)) for line in lines)])
 
 
-def _cells(found: list[float], before: list[float]) -> list[str]:
+def share_cells(found: list[float], before: list[float]) -> list[str]:
     """One cell for each depth: 50.0%, or 50.0% (+10.0) where the baseline has that depth."""
     cells = []
     for depth, rate in enumerate(found):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from swiftlite.acceptance.report import AT_TEMPERATURE
 from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.evaluate.figures import REPLAYED, ModelFigures, in_words, rates
+from swiftlite.evaluate.places import place_sections
 from swiftlite.report.figure import Bars, draw_bars, share
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 
@@ -41,7 +42,7 @@ def evaluation_page(results: Mapping[str, ModelFigures], directories: Mapping[st
     lead = f"How often the heads of {directories['model']} are right"
     if "baseline" in directories:
         lead += f", beside those of {directories['baseline']}"
-    return Page("Evaluation of heads", f"{lead}.", tiles, sections)
+    return Page("Evaluation of heads", f"{lead}.", tiles, [*sections, *place_sections(results)])
 
 
 def _meaning(method: str) -> str:

@@ -1,15 +1,17 @@
 """`swiftlite export`: a run or checkpoint to a Hugging Face model, audited before it appears; or the other way."""
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.adapter_files import Base
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
@@ -17,6 +19,7 @@ from swiftlite.bridge.transfer import graft_heads, save_hf
 from swiftlite.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
+from swiftlite.export import adapter
 from swiftlite.export.card import model_card
 from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.gate import check_acceptance
@@ -26,7 +29,9 @@ from swiftlite.hub.model import identity_of, local_model, optional_model
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import push
 from swiftlite.log import logger
+from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.lora import add_adapters, merge
 from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.agreement import check_agreement
@@ -73,13 +78,21 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     state = read_state(checkpoint)
     heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
     heads = restrict_heads(args, checkpoint.parent, hf_model, heads)
+    lora = _lora_of(args, state)
+    if not args.merge_lora:
+        adapter.check_can_be_written(checkpoint, lora, hf_model, heads)
     tensors = source_tensors(hf_model.directory)
     if args.mtp_graft_from:
         tensors = with_heads_of(hf_model, tensors, local_model(args.mtp_graft_from))
     dtypes = dtypes_of(tensors)
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
-        chunks = _open_checkpoint(args, mesh, checkpoint, hf_model, heads, getattr(torch, state["torch_dtype"]))
+        chunks = _open_checkpoint(args, mesh, checkpoint, hf_model, heads, lora, getattr(torch, state["torch_dtype"]))
+        if lora and not args.merge_lora:
+            adapter.write(chunks, writing, lora, Base(**state["base"]), hf_model, heads)
+            logger.info("wrote %s: adapters of %s, from %s", output_dir, state["base"]["model"], checkpoint)
+            return
+        merge(chunks)
         if dist.get_rank() == 0:
             _copy_small_files(args, hf_model, heads, writing)
         dist.barrier()
@@ -142,11 +155,27 @@ def _heads_of_result(args: ExportArgs, own: Heads) -> Heads:
     return own
 
 
+def _lora_of(args: ExportArgs, state: Mapping[str, Any]) -> Lora | None:
+    """The checkpoint's adapters; none in heads that another model gives."""
+    if state.get("lora") is None:
+        return None
+    lora = Lora.from_json(state["lora"])
+    return replace(lora, heads="frozen") if args.mtp_graft_from else lora
+
+
 def _open_checkpoint(
-    args: ExportArgs, mesh: Mesh, checkpoint: Path, hf_model: HfModel, heads: Heads, dtype: torch.dtype
+    args: ExportArgs,
+    mesh: Mesh,
+    checkpoint: Path,
+    hf_model: HfModel,
+    heads: Heads,
+    lora: Lora | None,
+    dtype: torch.dtype,
 ) -> list[GPTModel]:
     """The checkpoint's model on this rank, its heads from --mtp_graft_from if that is given."""
     chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads)
+    if lora:
+        add_adapters(chunks, lora, hf_model.family.rows(hf_model.config, heads.layers))
     load_checkpoint(checkpoint, mesh, chunks, with_heads=not args.mtp_graft_from)
     if args.mtp_graft_from:
         graft_heads(chunks, local_model(args.mtp_graft_from), hf_model.family, hf_model.config)

@@ -105,9 +105,14 @@ class Architecture:
     def rows(self) -> list[Row]:
         """Bridge rows, names whole."""
         rows = self.outside.rows()
-        for number, layer in enumerate(self.layers):
-            rows += lift(layer.rows(), f"decoder.layers.{number}.", f"{self.outside.hf_layers}{number}.")
+        for number in range(len(self.layers)):
+            rows += self.layer_rows(number)
         return rows
+
+    def layer_rows(self, number: int) -> list[Row]:
+        """Those of one decoder layer, from 0."""
+        rows = self.layers[number].rows()
+        return lift(rows, f"decoder.layers.{number}.", f"{self.outside.hf_layers}{number}.")
 
     def mcore_config(self) -> dict[str, Any]:
         """Arguments of megatron-core's TransformerConfig, which is one for all layers.

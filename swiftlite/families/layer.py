@@ -82,6 +82,11 @@ class FeedForward(Sublayer, Protocol):
         ...
 
     @property
+    def topk(self) -> int:
+        """Experts that are chosen for a token; 0 without any."""
+        ...
+
+    @property
     def expert_split(self) -> dict[str, int]:
         """What the ranks that share an expert's matrices share in equal parts: as `tensor_split`."""
         ...

@@ -32,6 +32,10 @@ class Mlp:
         return 0
 
     @property
+    def topk(self) -> int:
+        return 0
+
+    @property
     def tensor_split(self) -> dict[str, int]:
         return {"intermediate_size": self.ffn}
 

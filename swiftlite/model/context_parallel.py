@@ -14,6 +14,7 @@ Shapes: S the tokens of a whole row.
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -116,6 +117,19 @@ def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Seg
     """
     runs = [run for run in _runs(lengths, rank, size) if run[1] < run[2]]
     return tuple(Segment(end - start, first, end) for first, start, end in runs)
+
+
+def seen_by(segments: Sequence[Segment], row: torch.Tensor) -> list[torch.Tensor]:
+    """The part of a whole row of keys or values [S, ...] that the queries of each segment see.
+
+    Where these parts are the row, cut once, it is split: the gradient of a slice is as large as all of the row, and
+    each sequence would add another one.
+    """
+    sizes = [segment.key_end - segment.key_start for segment in segments]
+    ends = list(accumulate(sizes))
+    if [segment.key_end for segment in segments] == ends and ends[-1:] == [row.size(0)]:
+        return list(row.split(sizes))
+    return [row[segment.key_start : segment.key_end] for segment in segments]
 
 
 def shard_sequence(

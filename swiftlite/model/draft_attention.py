@@ -25,7 +25,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.cache import Cache
-from swiftlite.model.context_parallel import Segment, causal_segments, gather_sequence
+from swiftlite.model.context_parallel import Segment, causal_segments, gather_sequence, seen_by
 
 MAX_QUERIES = 1024
 """Most queries of one call. Scores are masked there, and a mask has an entry for each query and key."""
@@ -100,22 +100,23 @@ class DraftAttention(CoreAttention):
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
         """[S, B, N, D]: the query of each position over the first step's prefix and its own place in the later ones."""
+        segments = list(_short_segments(segments))
+        queries = query_SBND.split([segment.num_queries for segment in segments])
+        keys, values = _visible(draft.keys, segments), _visible(draft.values, segments)
         parts = []
-        start = 0
-        for segment in _short_segments(segments):
-            here = slice(start, start + segment.num_queries)
-            key = _visible(draft.keys, segment, here)
-            value = _visible(draft.values, segment, here)
+        for segment, query, key, value in zip(segments, queries, keys, values, strict=True):
             is_allowed = _allowed(segment, len(draft.keys), key.device)
-            parts.append(self._attend(query_SBND[here], key, value, ~is_allowed))
-            start = here.stop
+            parts.append(self._attend(query, key, value, ~is_allowed))
         return torch.cat(parts)
 
 
-def _visible(steps: Sequence[torch.Tensor], segment: Segment, here: slice) -> torch.Tensor:
-    """Keys or values that queries of a segment see some of: a prefix of the first step's, then each later step's."""
+def _visible(steps: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
+    """Keys or values that the queries of each segment see some of: a prefix of the first step's, and of each later
+    step's those at the places of the queries."""
     first, *later = steps
-    return torch.cat([first[segment.key_start : segment.key_end], *(step[here] for step in later)])
+    num_queries = [segment.num_queries for segment in segments]
+    parts = zip(seen_by(segments, first), *(step.split(num_queries) for step in later), strict=True)
+    return [torch.cat(of_segment) for of_segment in parts]
 
 
 def _allowed(segment: Segment, num_steps: int, device: torch.device) -> torch.Tensor:

@@ -10,9 +10,14 @@ and what is no matrix product (norms, rotary angles, softmax, optimizer).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swiftlite.bridge.adapter_rows import saved_names
+from swiftlite.bridge.rows import lift
+from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.heads import Heads
+from swiftlite.lora import Lora
+from swiftlite.plan.adapters import adapter_macs
 
 _PER_MAC = 2
 """Operations of a multiply-add."""
@@ -50,12 +55,18 @@ class Flops:
 
 
 def training_flops(
-    hf_config: HfConfig, heads: Heads = Heads(), *, heads_only: bool = False, trunk_is_read: bool = False
+    hf_config: HfConfig,
+    heads: Heads = Heads(),
+    *,
+    heads_only: bool = False,
+    trunk_is_read: bool = False,
+    lora: Lora | None = None,
 ) -> Flops:
     """Operations of training the trunk, MTP layers, and the output layer of each.
 
     A backward pass is twice the forward pass: gradients of inputs and of weights. With `heads_only` the trunk has none,
-    its loss neither, and the output layer none of its weights.
+    its loss neither, and the output layer none of its weights. With adapters there are gradients of weights only for
+    them, and for what learns in full beside them.
 
     Args:
         hf_config: config.json.
@@ -69,15 +80,27 @@ def training_flops(
     of_trunk, of_output_layer = (1, 2) if heads_only else (3, 3)
     if trunk_is_read:
         of_trunk = 0
+    of_matrices, of_heads = of_trunk, 3
     trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
     mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # and its projection
+    adapters, head_adapters = 0, 0
+    if lora is not None:
+        of_matrices, of_heads = min(of_trunk, 2), 3 if lora.heads == "full" else 2
+        of_output_layer = 3 if not heads_only and _output_layer_learns(architecture, lora) else 2
+        for number, layer in enumerate(architecture.layers):
+            adapters += 3 * _PER_MAC * adapter_macs(layer, architecture.layer_rows(number), lora)
+        head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
     # Of n * (n + 1) / 2 pairs, at two operations: n ** 2 and n times the same number.
     trunk_pairs = sum(layer.attention.macs_per_pair() for layer in architecture.layers)
     square = of_trunk * trunk_pairs + 3 * block.attention.macs_per_pair() * num_drafts
     vocabulary = _PER_MAC * architecture.outside.vocab * hidden
     drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
     return Flops(
-        linear=of_trunk * trunk + 3 * mtp_layer * num_drafts + square,
+        linear=of_matrices * trunk + adapters + (of_heads * mtp_layer + head_adapters) * num_drafts + square,
         square=square,
-        targets=(of_trunk * vocabulary, *[of_output_layer * drafted] * num_drafts),
+        targets=((of_trunk if heads_only else of_output_layer) * vocabulary, *[of_output_layer * drafted] * num_drafts),
     )
+
+
+def _output_layer_learns(architecture: Architecture, lora: Lora) -> bool:
+    return "output_layer.weight" in saved_names(lora, architecture.outside.rows())

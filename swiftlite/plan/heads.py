@@ -10,10 +10,13 @@ from typing import Any
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss
 from swiftlite.heads import Heads
+from swiftlite.lora import HeadsTuner, Lora
 from swiftlite.plan.layout import layout_of, mtp_is_with_last_layer
 
 LR = 1e-5
 """Peak learning rate where the trunk learns."""
+LR_OF_ADAPTERS = 1e-4
+"""Peak learning rate of adapters."""
 LR_OF_NEW_HEADS = 1e-3
 """Peak learning rate where heads alone learn, and start anew; measured on SmolLM2-135M. Heads that somebody has trained
 already would be thrown back by it."""
@@ -66,11 +69,40 @@ def new_heads_learn_alone(args: SftArgs, checkpoint: Heads) -> bool:
     return args.mtp_mode == "heads_only" and mtp_init_of(args, checkpoint) not in ("checkpoint", "graft")
 
 
+def heads_tuner_of(args: SftArgs, checkpoint: Heads) -> HeadsTuner:
+    """How the heads learn beside adapters."""
+    if args.mtp_tuner is not None:
+        return args.mtp_tuner
+    return "lora" if mtp_init_of(args, checkpoint) in ("checkpoint", "graft") else "full"
+
+
+def lora_of(args: SftArgs, checkpoint: Heads) -> Lora | None:
+    """The adapters of the run; None where the model's own parameters learn.
+
+    Args:
+        checkpoint: the heads of the model directory.
+    """
+    if args.tuner_type != "lora":
+        return None
+    return Lora(
+        rank=args.lora_rank,
+        alpha=args.lora_alpha,
+        dropout=args.lora_dropout,
+        is_rank_stabilised=args.use_rslora,
+        targets=tuple(args.target_modules),
+        saved=tuple(args.lora_modules_to_save),
+        on_trunk=args.mtp_mode != "heads_only",
+        heads=heads_tuner_of(args, checkpoint),
+    )
+
+
 def lr_of(args: SftArgs, checkpoint: Heads) -> float:
     """The peak learning rate."""
     if args.lr is not None:
         return args.lr
-    return LR_OF_NEW_HEADS if new_heads_learn_alone(args, checkpoint) else LR
+    if new_heads_learn_alone(args, checkpoint):
+        return LR_OF_NEW_HEADS
+    return LR_OF_ADAPTERS if args.tuner_type == "lora" else LR
 
 
 def heads_defaults(args: SftArgs, checkpoint: Heads) -> dict[str, Any]:
@@ -80,5 +112,6 @@ def heads_defaults(args: SftArgs, checkpoint: Heads) -> dict[str, Any]:
         "mtp_num_layers": heads_of(unset, checkpoint).layers,
         "mtp_init": mtp_init_of(unset, checkpoint),
         "mtp_loss": mtp_loss_of(unset),
+        "mtp_tuner": heads_tuner_of(replace(unset, mtp_tuner=None), checkpoint),
         "lr": lr_of(replace(args, lr=None), checkpoint),
     }

@@ -7,7 +7,8 @@ keep is read from torch's and megatron-core's sources: on a CPU torch has no fus
 
 What a decoder layer counts is its own answer (`families/layer.py`); here stand the modules around layers, and what a
 pipeline stage holds of all. Not counted: the CUDA context, NCCL's buffers, the allocator's fragments (`RESERVE`), and
-one layer's gradients in the backward pass.
+one layer's gradients in the backward pass. With adapters, activations are counted as if every weight learned, which is
+more than there are: a norm that stays keeps less.
 """
 
 import dataclasses
@@ -18,12 +19,15 @@ from dataclasses import dataclass, field
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.args.fields import MtpMode, ParallelLayout, RecomputeArgs
+from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
 from swiftlite.families.layer import Layer
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 from swiftlite.heads import Heads
+from swiftlite.lora import Lora
+from swiftlite.plan.adapters import adapter_parameters, saved_parameters
 from swiftlite.plan.kernels import CHUNK
 from swiftlite.plan.layout import (
     data_parallel_size,
@@ -55,6 +59,7 @@ class Setup:
     mtp_mode: MtpMode = "joint"
     is_fused: bool = False
     """Whether kernels are fused, see `plan.kernels.Kernels`."""
+    lora: Lora | None = None
 
 
 def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
@@ -77,7 +82,17 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         heads=Heads(layers if args.mtp_num_layers is None else args.mtp_num_layers),
         mtp_mode=args.mtp_mode,
         is_fused=args.fused_kernels == "auto",  # a plan is one for GPUs
+        lora=_planned_lora(args),
     )
+
+
+def _planned_lora(args: DoctorArgs) -> Lora | None:
+    if args.tuner_type != "lora":
+        return None
+    of_heads = args.mtp_tuner or ("lora" if args.mtp_num_layers is None else "full")
+    on_trunk = args.mtp_mode != "heads_only"
+    targets, saved = tuple(args.target_modules), tuple(args.lora_modules_to_save)
+    return Lora(args.lora_rank, 1.0, targets=targets, saved=saved, on_trunk=on_trunk, heads=of_heads)
 
 
 @dataclass(frozen=True)
@@ -295,6 +310,7 @@ class _VirtualStage:
     def __init__(self, model: _Model, holds: str, first_layer: int):
         self.model, self.holds = model, holds
         last_layer = first_layer + holds.count("t")
+        self.layer_numbers = range(first_layer, last_layer)
         self.layers: Sequence[Layer] = model.layers[first_layer:last_layer]
         self.num_mtp_layers = holds.count("m")
         self.is_first, self.is_last = "E" in holds, "L" in holds
@@ -320,10 +336,43 @@ class _VirtualStage:
             count += model.embedding()
         if self.has_final_norm:
             count += ParameterCount(model.hidden)
-        return count + self._mtp_parameters()
+        return count + self._mtp_parameters() + self._adapter_parameters()
 
     def trained_parameters(self) -> ParameterCount:
-        return self._mtp_parameters() if self.model.is_trunk_frozen else self.parameters()
+        lora = self.model.setup.lora
+        if lora is None:
+            return self._mtp_parameters() if self.model.is_trunk_frozen else self.parameters()
+        heads = self._mtp_parameters() if lora.heads == "full" else ParameterCount()
+        return self._adapter_parameters() + self._saved_parameters(lora) + heads
+
+    def _adapter_parameters(self) -> ParameterCount:
+        model, lora = self.model, self.model.setup.lora
+        if lora is None:
+            return ParameterCount()
+        count = ParameterCount()
+        for number in self.layer_numbers:
+            count += adapter_parameters(model.architecture.layer_rows(number), lora, model.rank)
+        if self.num_mtp_layers:
+            projection = Row("mtp.eh_proj.weight", {"mtp.fc.weight": (model.hidden, 2 * model.hidden)})
+            head = [projection, *lift(model.architecture.mtp_block.rows(), "mtp.", "mtp.")]
+            count += adapter_parameters(head, lora, model.rank) * self.num_mtp_layers
+        return count
+
+    def _saved_parameters(self, lora: Lora) -> ParameterCount:
+        """What of this stage learns in full beside adapters."""
+        model = self.model
+        rows = [*model.outside.rows(), *itertools.chain(*map(model.architecture.layer_rows, self.layer_numbers))]
+        number = 0
+        for name, parameters in saved_parameters(rows, lora, model.rank).items():
+            has_embedding = self.is_first or self.num_mtp_layers > 0
+            is_here = {
+                "embedding.word_embeddings.weight": has_embedding,
+                "output_layer.weight": self.is_last and not (model.outside.is_tied and has_embedding),
+                "decoder.final_layernorm.weight": self.has_final_norm,
+            }
+            if is_here.get(name, True):
+                number += parameters
+        return ParameterCount(number)
 
     def _mtp_parameters(self) -> ParameterCount:
         return self.model.mtp_layer() * self.num_mtp_layers if self.num_mtp_layers else ParameterCount()

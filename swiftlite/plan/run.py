@@ -11,7 +11,8 @@ from typing import Literal
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
-from swiftlite.plan.heads import heads_of, lr_of, mtp_init_of, mtp_loss_of
+from swiftlite.lora import Lora
+from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.kernels import Kernels, Machine, choose
 from swiftlite.plan.layout import data_parallel_size, group_of, layout_of
 from swiftlite.plan.trainable import trainable_of
@@ -39,6 +40,8 @@ class Plan:
     mtp_loss: MtpLoss
     kernels: Kernels
     distributed: DistributedArgs
+    lora: Lora | None
+    """Adapters that learn in the place of the model's own parameters."""
     lr: float
     min_lr: float
     save_steps: int
@@ -81,6 +84,7 @@ def make_plan(args: SftArgs, world_size: int, checkpoint: Heads, machine: Machin
         mtp_loss=mtp_loss_of(args),
         kernels=choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head),
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
+        lora=lora_of(args, checkpoint),
         lr=lr_of(args, checkpoint),
         min_lr=_min_lr(args, lr_of(args, checkpoint)),
         save_steps=args.save_steps,
@@ -182,7 +186,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         ("model", args.model),
         ("torch_dtype", args.torch_dtype),
         ("MTP depth", mtp),
-        ("trains", trainable_of(args, heads).words),
+        ("trains", trainable_of(args, heads, plan.lora).words),
     ]
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)

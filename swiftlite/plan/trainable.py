@@ -1,11 +1,13 @@
 """Which parameters of a model learn, as one value that also has the words for it."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.heads import Heads
+from swiftlite.lora import Lora, is_adapter
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,45 @@ HEADS_ONLY = Trainable(
 )
 
 
-def trainable_of(args: SftArgs, heads: Heads) -> Trainable:
+def trainable_of(args: SftArgs, heads: Heads, lora: Lora | None = None, saved: Collection[str] = ()) -> Trainable:
     """What the options let learn.
 
     Args:
         heads: those of the run.
+        lora: the adapters that it gets.
+        saved: Megatron names of the trunk's parameters that learn beside them.
     """
+    if lora is not None:
+        return _adapters(lora, heads, saved)
     if not heads.layers:
         return WHOLE_MODEL
     return HEADS_ONLY if args.mtp_mode == "heads_only" else JOINT
+
+
+def _adapters(lora: Lora, heads: Heads, saved: Collection[str]) -> Trainable:
+    of_any_layer = {_numberless(name) for name in saved}
+    learns_in_heads = lora.heads == "full"
+
+    def learns(name: str) -> bool:
+        if is_adapter(name) or _numberless(name) in of_any_layer:
+            return True
+        return learns_in_heads and is_of_heads(name)
+
+    return Trainable(learns, _words(lora, heads), "--tuner_type lora", freezes_trunk=not lora.on_trunk)
+
+
+def _words(lora: Lora, heads: Heads) -> str:
+    """What learns, as the plan of a run says it."""
+    adapters = f"adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
+    of_heads = {"full": "MTP heads in full", "lora": "adapters in the MTP heads too", "frozen": "the MTP heads stay"}
+    words = [adapters if lora.on_trunk else f"in the MTP heads alone {adapters}"]
+    if lora.saved:
+        words.append(f"{', '.join(lora.saved)} in full")
+    if heads.layers and lora.on_trunk:
+        words.append(of_heads[lora.heads])
+    return "; ".join(words)
+
+
+def _numberless(name: str) -> str:
+    """The name without the numbers of layers, which count from 0 in each chunk."""
+    return re.sub(r"\.\d+\.", ".#.", name)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from swiftlite.plan.heads import heads_of
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
-_PATHS += ("cache_trunk_states", "acceptance_json", "runs", "output")
+_PATHS += ("cache_trunk_states", "acceptance_json", "adapters", "runs", "output")
 # Linux takes 255 and 4095. What is written beside a path has a longer name while it is written.
 _MAX_NAME = 235
 _MAX_PATH = 4000
@@ -223,6 +223,12 @@ def recompute_options_fit(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[
                 "--distribute_saved_activations needs tensor-parallel ranks that hold whole activations",
                 "use --tensor_model_parallel_size 2 or more and --sequence_parallel false, or leave it out",
             )
+
+
+def changed(args: Any, names: Iterable[str]) -> list[str]:
+    """Those of the options that have another value than their default."""
+    known = options(type(args))
+    return [name for name in names if vars(args)[name] != known[name].default]
 
 
 def without_effect(args: Any, idle: dict[str, tuple[bool, str]]) -> Iterator[str]:

@@ -126,6 +126,16 @@ def export_settings_without_effect(args: ExportArgs, facts: Facts) -> Iterator[s
     yield from common.without_effect(args, idle)
 
 
+def adapters_alone_take_no_other_wish(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
+    if args.merge_lora:
+        return
+    if args.to_mcore:
+        yield "--merge_lora false is for --to_hf: a Hugging Face model has no adapters", "leave it out"
+    names = ("mtp_graft_from", "torch_dtype", "draft_vocab", "min_acceptance", "max_regression", "push_to_hub")
+    for name in common.changed(args, (*names, "max_shard_size_gb")):
+        yield f"--{name} with --merge_lora false, which writes adapters alone", "leave one of the two out"
+
+
 def graft_is_not_stripped(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_graft_from is not None and args.mtp == "strip":
         yield "--mtp_graft_from brings heads that --mtp strip leaves out", "leave one of them out"
@@ -142,6 +152,7 @@ RULES = (
     acceptance_can_be_measured,
     common.graft_has_heads,
     graft_is_not_stripped,
+    adapters_alone_take_no_other_wish,
     draft_vocab_can_be_chosen,
     push_can_be_tried,
 )

@@ -1,6 +1,7 @@
 """Rules of `megatron sft`: those of batches, optimizer and layout, and the list of all.
 
-By subject: `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_report.py`, `sft_resume.py`.
+By subject: `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters), `sft_report.py`,
+`sft_resume.py`.
 """
 
 import math
@@ -24,7 +25,7 @@ from swiftlite.plan.layout import (
     process_problems,
 )
 from swiftlite.plan.run import holds_out, packing_of
-from swiftlite.rules import common, sft_data, sft_heads, sft_report, sft_resume
+from swiftlite.rules import common, sft_data, sft_heads, sft_lora, sft_report, sft_resume
 from swiftlite.surroundings import sees_gpu
 
 
@@ -72,6 +73,11 @@ def kernels_are_here(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     kernels = group_of(args, KernelArgs)
     head = largest_head(facts.architecture)
     yield from kernel_problems(kernels, this_machine(sees_gpu()), is_float32=args.torch_dtype == "float32", head=head)
+    if args.transformer_impl == "transformer_engine" and args.tuner_type == "lora":
+        yield (
+            "--transformer_impl transformer_engine with --tuner_type lora: adapters stand beside torch's layers",
+            "leave --transformer_impl out",
+        )
     cp, is_te = args.context_parallel_size, args.attention_backend == "te"
     if is_te and cp > 1:
         yield (
@@ -181,6 +187,11 @@ RULES = (
     sft_heads.one_layer_is_unrolled,
     sft_heads.fit_has_something_to_fit_to,
     sft_heads.draft_vocab_can_be_learned,
+    sft_lora.lora_options_have_adapters,
+    sft_lora.target_modules_are_layers,
+    sft_lora.modules_to_save_are_whole,
+    sft_lora.rank_is_low,
+    sft_lora.heads_and_adapters_go_together,
     sft_heads.draft_for_is_measured,
     sft_heads.trunk_states_come_again,
     common.graft_has_heads,

@@ -27,6 +27,7 @@ from swiftlite.redact import redact
 # Options that do not change an answer. Of the model its files count, of a dataset its prompts, wherever they are.
 NOT_OF_ANSWERS = {
     "model",
+    "adapters",
     "val_dataset",
     "result_path",
     "compare",

@@ -29,6 +29,7 @@ from swiftlite.engines.prompts import encode_prompt, needed_length
 from swiftlite.engines.served_model import ServedModel, log_untrained_drafts, read_model
 from swiftlite.errors import UserError
 from swiftlite.log import logger
+from swiftlite.serve.adapters import with_adapters
 from swiftlite.serve.answers import AnswersFile, as_line, describe
 
 # A chat without --max_model_len is held to this; engines reserve memory for the longest sequence.
@@ -64,20 +65,26 @@ def run(args: InferArgs) -> None:
     Raises:
         UserError: before any engine starts, where that is possible.
     """
-    model, template, sampling = read_for_asking(args)
     _check_result_path(args)
     if args.acceptance_json:
         read_acceptance(Path(args.acceptance_json))
-    with ends_at_sigterm():
+    with ends_at_sigterm(), with_adapters(args.model, args.adapters) as name:
+        model, template, sampling = read_for_asking(args, name)
         if args.val_dataset:
             _answer_files(args, model, template, sampling)
         else:
             _chat(args, model, template, sampling)
 
 
-def read_for_asking(args: GenerationCommand) -> tuple[ServedModel, ChatTemplate, Sampling]:
-    """The model, how its prompts are written, and how its answers are drawn."""
-    model = read_model(args.model)
+def read_for_asking(
+    args: GenerationCommand, name: str | Path | None = None
+) -> tuple[ServedModel, ChatTemplate, Sampling]:
+    """The model, how its prompts are written, and how its answers are drawn.
+
+    Args:
+        name: of the model, where that is another than --model.
+    """
+    model = read_model(args.model if name is None else name)
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
     template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
     stops = stop_token_ids(template, model.directory)

@@ -29,9 +29,11 @@ from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError, is_of_storage, reason_of
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
+from swiftlite.lora import HeadsTuner
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.runtime.compat import ASYNC_WRITER, write_common
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.adapter_state import with_adapters
 from swiftlite.train.checkpoint_files import MANIFEST_FILE, SaveStrategy, changed_files, read_manifest, write_manifest
 from swiftlite.train.checkpoint_metadata import check_metadata
 from swiftlite.train.optimizer_state import set_state, slots_of, state_to_load, state_to_save
@@ -65,6 +67,26 @@ class _StreamState(BaseModel, strict=True):
     ready: list[list[_Count]]
 
 
+class _LoraState(BaseModel, strict=True):
+    """Adapters, as `dataclasses.asdict` of a `Lora`."""
+
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    is_rank_stabilised: bool
+    targets: list[str]
+    saved: list[str]
+    on_trunk: bool
+    heads: HeadsTuner
+
+
+class _BaseState(BaseModel, strict=True):
+    """The model that adapters belong to."""
+
+    model: str
+    sha256: str
+
+
 class _State(BaseModel, strict=True):
     """What trainer_state.json must hold."""
 
@@ -72,6 +94,8 @@ class _State(BaseModel, strict=True):
     mtp_num_layers: _Count
     torch_dtype: Literal["bfloat16", "float16", "float32", "float64"]
     stream: _StreamState | None = None
+    lora: _LoraState | None = None
+    base: _BaseState | None = None
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -361,7 +385,8 @@ def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
         # Beside weights Transformer Engine's layers keep what FP8 needs, which is not used here. Local ones have the
         # name and nothing under it; it is written, as megatron-core does, and never read.
-        states[name] = {key: value for key, value in state.items() if not (_is_extra(key) and value.data is not None)}
+        state = {key: value for key, value in state.items() if not (_is_extra(key) and value.data is not None)}
+        states[name] = with_adapters(state, chunk, mesh)
     return states
 
 

@@ -15,7 +15,9 @@ from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
 from swiftlite.heads import depth_key
 from swiftlite.hub.model import optional_model
+from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.lora import add_adapters
 from swiftlite.model.open import HfModel, open_model
 from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule
@@ -85,6 +87,9 @@ def make_learner(
     _check_no_head_is_forgotten(args, hf_model, plan, report)
     if rows_to_fit is not None:
         fit_heads(chunks, mesh, rows_to_fit)
+    if plan.lora:
+        rows = hf_model.family.rows(hf_model.config, plan.heads.layers)
+        logger.info("adapters: %d on this rank", add_adapters(chunks, plan.lora, rows, args.seed))
     trainable.apply(chunks)
     hashes = hash_tensors(chunks)
     wrapped = wrap_model(chunks, mesh, dtype, plan.distributed)

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from swiftlite.bridge.placement import is_first_rank
 from swiftlite.bridge.transfer import Dtypes, stream_hf
+from swiftlite.model.lora import merged
 from swiftlite.model.open import HfModel
 from swiftlite.train.trainer import whole_parameters
 
@@ -46,7 +47,7 @@ class LiveWeights:
 
     def stream(self, part: Literal["trunk", "heads"]) -> Iterator[Bucket]:
         """Bucket after bucket on the first rank, nothing on the others; collective: run through it on all of them."""
-        with whole_parameters(self.model):
+        with whole_parameters(self.model), merged(self.model):
             yield from stream_hf(
                 self.model,
                 self.hf_model.family,

@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
+from swiftlite.bridge.adapter_files import Base, digest_of
+from swiftlite.bridge.adapter_rows import saved_names
 from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data, Encoder, load_train_val
@@ -81,7 +83,8 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     plan = make_plan(args, dist.get_world_size(), hf_model.heads, this_machine(mesh.device.is_cuda), head)
     plan = replace(plan, heads=fed_as_asked(args, hf_model.family, plan.heads))
     check_computable(plan.layout, mesh.device)
-    trainable = trainable_of(args, plan.heads)
+    saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0)) if plan.lora else ()
+    trainable = trainable_of(args, plan.heads, plan.lora, saved)
 
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
     data = load_data(args, tokenizer, hf_model)
@@ -91,6 +94,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
         plan.heads,
         heads_only=trainable.freezes_trunk,
         trunk_is_read=args.cache_trunk_states is not None,
+        lora=plan.lora,
     )
     batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops)
     rows = batches.rows(data.train)
@@ -119,6 +123,20 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     )
 
 
+def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What checkpoints say of adapters and the model that they belong to; the first rank reads all of that once.
+
+    Args:
+        state: what `phases.restore` returned.
+    """
+    if run.plan.lora is None:
+        return {}
+    base = state.get("base")
+    if base is None and run.is_first_rank:
+        base = asdict(Base(run.args.model, digest_of(run.hf_model.directory)))
+    return {"lora": asdict(run.plan.lora), "base": base}
+
+
 def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.AfterStep | None = None) -> Trainer:
     """The trainer of a run that has been restored.
 
@@ -132,7 +150,7 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
         run.mesh,
         learner.chunks,
         learner.optimizer,
-        {"mtp_num_layers": run.plan.heads.layers, "torch_dtype": args.torch_dtype},
+        {"mtp_num_layers": run.plan.heads.layers, "torch_dtype": args.torch_dtype, **adapter_state(run, state)},
         keep=args.save_total_limit,
         is_async=args.async_save,
     )

@@ -132,6 +132,9 @@ class Trainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        # What is drawn in a step (the dropout of adapters) is a function of it, as the data is: a resumed run draws the
+        # same. Tensor-parallel ranks draw alike, as they compute alike.
+        torch.manual_seed(step * self.mesh.dp_cp.size() + self.mesh.dp_cp.rank())
         counts = self._count_targets(batches)
         sums = self._run(batches, counts, forward_only=False)
         self.scheduler.step(increment=1)  # before the update, so that the first one has a learning rate above 0

@@ -31,7 +31,7 @@ def test_a_docstring_may_span_lines():
 
 
 def test_groups_are_the_declaring_classes_in_order():
-    assert [*groups(SftArgs)][:3] == ["Model", "Multi-Token Prediction", "Data"]
+    assert [*groups(SftArgs)][:4] == ["Model", "Multi-Token Prediction", "Low-rank adapters (LoRA)", "Data"]
     assert [option.name for option in groups(SftArgs)["Model"]] == ["model", "torch_dtype", "trust_remote_code"]
     assert [*groups(ExportArgs)] == ["Conversion", "Parallel layout"]
 

@@ -1,6 +1,7 @@
 """Acceptance by channel: against predictions made one sample at a time, by engines, and as a table."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.figures import compare_with_engine, table
 from swiftlite.evaluate.page import evaluation_page
+from swiftlite.evaluate.places import place_tables
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
@@ -60,7 +62,10 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family)
     )
     load_hf(chunks, hf_dir, kind, hf_config)
     hits, targets = {"all": [0, 0], "sum": [0, 0]}, {"all": [0, 0], "sum": [0, 0]}
+    by_context: Counter = Counter()
+    by_position: Counter = Counter()
     for sample in data.val:
+        answer = next(place for place, label in enumerate(sample.labels) if label != IGNORED)
         ids, length = torch.from_numpy(sample.input_ids).long()[None], len(sample)
         with torch.no_grad():
             logits = chunks[0].eval()(ids, torch.arange(length)[None])
@@ -71,6 +76,11 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family)
                 if sample.labels[position + 2 + depth] == IGNORED:
                     continue
                 agrees = int(head[0, position].argmax() == trunk[position + 1 + depth])
+                drafted = position + 2 + depth
+                for counted, before in ((by_context, drafted), (by_position, drafted - answer)):
+                    first = max((size for size in (16, 32, 64, 128) if size <= before), default=0)
+                    counted[depth, first, "all"] += 1
+                    counted[depth, first, "right"] += agrees
                 for channel in {"all", sample.channel} & {"all", "sum"}:
                     hits[channel][depth] += agrees
                     targets[channel][depth] += 1
@@ -79,6 +89,19 @@ def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family)
         assert isinstance(heads, list)
         assert [head["targets"] for head in heads] == targets[channel]
         assert [round(head["acceptance"] * head["targets"]) for head in heads] == hits[channel]
+    assert in_buckets(found["all"], "by_context") == by_context
+    assert in_buckets(found["all"], "by_position") == by_position
+
+
+def in_buckets(figures: dict, place: str) -> Counter:
+    """Depth, and the first count of a bucket -> drafts that are right, and all of them."""
+    counted: Counter = Counter()
+    for bucket in figures[place]:
+        assert bucket["to"] == max(2 * bucket["from"], 16) - 1
+        for depth, head in enumerate(bucket["heads"]):
+            counted[depth, bucket["from"], "all"] += head["targets"]
+            counted[depth, bucket["from"], "right"] += round(head["acceptance"] * head["targets"])
+    return +counted
 
 
 def test_a_walk_drafts_as_many_tokens_as_the_engine(tmp_path, mesh, rows):
@@ -211,6 +234,14 @@ def test_table_and_picture():
         "teacher_forced  all      3     50.0% (+10.0)  25.0%",
         "teacher_forced  code     3     75.0%          50.0%",
     ]
+    places = {"from": 16, "to": 31, "heads": [{"targets": 8, "acceptance": 0.5}, {"targets": 6, "acceptance": 0.25}]}
+    results["model"]["teacher_forced"]["all"]["by_context"] = [places]
+    assert place_tables(results).splitlines() == [
+        "tokens before  drafts  depth 1  depth 2",
+        "16 to 31       8       50.0%    25.0%",
+    ]
+    results["baseline"]["teacher_forced"]["all"]["by_context"] = [places | {"heads": places["heads"][:1]}]
+    assert "50.0% (+0.0)" in place_tables(results)
     picture = draw(results)
     assert picture.startswith(b"<?xml")
     assert draw(results | {"baseline": {}}) != picture

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from swiftlite import families
 from swiftlite.args.commands import SftArgs
@@ -24,13 +24,15 @@ from swiftlite.bridge.transfer import load_hf, save_hf
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sampler import Sampler
 from swiftlite.heads import Heads
+from swiftlite.lora import Lora
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.lora import add_adapters, gather_adapters
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
 from swiftlite.plan.run import make_plan, make_schedule
-from swiftlite.plan.trainable import HEADS_ONLY
+from swiftlite.plan.trainable import HEADS_ONLY, trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
@@ -238,6 +240,9 @@ def compute(job: Job) -> list[dict[str, float]]:
         if args.mtp_mode == "heads_only":
             HEADS_ONLY.apply(model)
         load_hf(model, job.hf_dir, family, hf_config)
+        if plan.lora:
+            add_adapters(model, plan.lora, family.rows(hf_config, depth))
+            trainable_of(args, plan.heads, plan.lora).apply(model)
         wrapped = wrap_model(model, mesh, dtype, args)
         schedule = make_schedule(args, len(samples))
         optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
@@ -277,14 +282,25 @@ def compute(job: Job) -> list[dict[str, float]]:
         for step in range(first, last + 1):
             metrics.append(trainer.step(step))
             if step == first:
-                _save_gradients(wrapped, model, job.out_dir / "gradients", family, hf_config)
+                _save_gradients(wrapped, model, job.out_dir / "gradients", family, hf_config, plan.lora)
         with whole_parameters(wrapped):
             if job.save:
                 checkpointer.save(last)
                 trainer.close()
             check_embeddings(model)
-            save_hf(model, job.out_dir / "weights", family, hf_config, dtypes="float32")
+            _save(model, job.out_dir / "weights", family, hf_config, plan.lora)
     return metrics
+
+
+def _save(model: Sequence[GPTModel], out_dir: Path, family, hf_config, lora: Lora | None) -> None:
+    """Write what learns: the model, or its adapters."""
+    if lora is None:
+        save_hf(model, out_dir, family, hf_config, dtypes="float32")
+        return
+    tensors = gather_adapters(model, lora, family.rows(hf_config))
+    if tensors:  # on the first rank
+        out_dir.mkdir(parents=True)
+        save_file(tensors, out_dir / "model.safetensors")
 
 
 def check_embeddings(model: Sequence[GPTModel]) -> None:
@@ -307,7 +323,12 @@ def check_embeddings(model: Sequence[GPTModel]) -> None:
 
 
 def _save_gradients(
-    wrapped: Sequence[DistributedDataParallel], model: Sequence[GPTModel], out_dir: Path, family, hf_config
+    wrapped: Sequence[DistributedDataParallel],
+    model: Sequence[GPTModel],
+    out_dir: Path,
+    family,
+    hf_config,
+    lora: Lora | None = None,
 ) -> None:
     """The gradients as the bridge would write the weights: put in their place for a moment."""
     for chunk in wrapped:
@@ -318,7 +339,7 @@ def _save_gradients(
     for parameter in parameters:
         gradient = getattr(parameter, "main_grad", None)
         parameter.data = torch.zeros_like(parameter.data) if gradient is None else gradient.to(parameter.dtype)
-    save_hf(model, out_dir, family, hf_config, dtypes="float32")
+    _save(model, out_dir, family, hf_config, lora)
     for parameter, data in zip(parameters, kept, strict=True):
         parameter.data = data
 

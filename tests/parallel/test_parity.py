@@ -19,11 +19,11 @@ pytestmark = pytest.mark.gloo
 # (family, depth, tied) and its cases: each family with three layouts or more, each layout with a family or more.
 CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("llama", 1, False): ("TP2", "PP2xVPP2", "DP2+distopt", "PP4"),
-    ("qwen3", 2, True): ("TP2+SP", "PP2", "PP2xVPP2", "CP2", "PP2 MTP apart", "PP3 MTP middle", "PP2xTP2"),
-    ("mimo", 1, False): ("TP2+SP", "DP2+overlap", "CP2", "PP2", "PP2 MTP apart", "PP3 MTP middle"),
-    ("qwen3_moe", 1, False): ("EP2", "EP2xTP2", "ETP2xTP2", "TP2+SP", "DP2"),
-    ("glm4_moe", 1, False): ("EP2xTP2", "PP2", "CP2", "PP3 MTP middle"),
-    ("deepseek_v3", 1, False): ("EP2", "TP2+SP", "PP2xVPP2", "PP2xTP2"),
+    ("qwen3", 2, True): ("TP2+SP", "PP2", "CP2", "PP2 MTP apart", "PP3 MTP middle", "PP2xTP2"),
+    ("mimo", 1, False): ("TP2+SP", "DP2+overlap", "PP2 MTP apart"),
+    ("qwen3_moe", 1, False): ("EP2", "EP2xTP2", "ETP2xTP2", "DP2"),
+    ("glm4_moe", 1, False): ("EP2xTP2", "PP2", "CP2"),
+    ("deepseek_v3", 1, False): ("EP2", "TP2+SP", "PP2xTP2"),
     ("qwen3_next", 1, False): ("EP2xTP2", "CP2", "PP2"),
     ("hy_v3", 1, False): ("EP2xTP2", "CP2", "PP2"),
 }

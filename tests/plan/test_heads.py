@@ -10,17 +10,17 @@ from swiftlite.plan.heads import heads_defaults, heads_of, lr_of, mtp_init_of, m
 @pytest.mark.parametrize(
     ("options", "layers", "expected"),
     [
-        ({}, 0, {"mtp_num_layers": 0, "mtp_init": "checkpoint", "mtp_loss": "ce", "lr": 1e-5}),
-        ({}, 2, {"mtp_num_layers": 2, "mtp_init": "checkpoint", "mtp_loss": "ce", "lr": 1e-5}),
+        ({}, 0, {"mtp_num_layers": 0, "mtp_init": "checkpoint", "mtp_loss": "ce", "mtp_tuner": "lora", "lr": 1e-5}),
+        ({}, 2, {"mtp_num_layers": 2, "mtp_init": "checkpoint", "mtp_loss": "ce", "mtp_tuner": "lora", "lr": 1e-5}),
         (
             {"mtp_mode": "heads_only"},
             0,
-            {"mtp_num_layers": 1, "mtp_init": "fit_last_layer", "mtp_loss": "kl", "lr": 1e-3},
+            {"mtp_num_layers": 1, "mtp_init": "fit_last_layer", "mtp_loss": "kl", "mtp_tuner": "full", "lr": 1e-3},
         ),
         (
             {"mtp_mode": "heads_only"},
             2,
-            {"mtp_num_layers": 2, "mtp_init": "checkpoint", "mtp_loss": "kl", "lr": 1e-5},
+            {"mtp_num_layers": 2, "mtp_init": "checkpoint", "mtp_loss": "kl", "mtp_tuner": "lora", "lr": 1e-5},
         ),
     ],
 )
@@ -52,3 +52,7 @@ def test_what_is_given_stays():
 @pytest.mark.parametrize(("mtp_init", "lr"), [("random", 1e-3), ("copy_last_layer", 1e-3), ("graft", 1e-5)])
 def test_trained_heads_are_not_thrown_back(mtp_init, lr):
     assert lr_of(SftArgs(mtp_mode="heads_only", mtp_init=mtp_init), Heads(1)) == lr
+
+
+def test_adapters_take_larger_steps():
+    assert lr_of(SftArgs(tuner_type="lora"), Heads(1)) == 1e-4

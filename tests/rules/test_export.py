@@ -139,6 +139,15 @@ def test_a_private_repository_is_made_by_a_push_alone(here):
     assert note == "--hub_private_repo false has no effect: --push_to_hub is not given"
 
 
+def test_adapters_alone_are_written_as_they_are(here):
+    alone = dataclasses.replace(EXPORT, merge_lora=False)
+    rules.check(alone)
+    ((problem, _),) = problems_of(dataclasses.replace(alone, torch_dtype="bfloat16"))
+    assert problem == "--torch_dtype with --merge_lora false, which writes adapters alone"
+    ((problem, _),) = problems_of(ExportArgs(model="plain", output_dir="new", to_mcore=True, merge_lora=False))
+    assert problem == "--merge_lora false is for --to_hf: a Hugging Face model has no adapters"
+
+
 @pytest.mark.parametrize(
     ("change", "heads", "problem"),
     [

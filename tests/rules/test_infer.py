@@ -125,3 +125,11 @@ def test_infer_two_answers_for_the_draft_length(here):
 )
 def test_a_setting_without_effect_is_noted(here, args, note):
     assert note in rules.check(args)
+
+
+def test_adapters_are_named(here):
+    ((problem, hint),) = problems_of(dataclasses.replace(INFER, adapters="plain"))
+    assert (problem, hint) == (
+        "--adapters plain has no adapter_config.json",
+        "give what export --to_hf --merge_lora false has written",
+    )

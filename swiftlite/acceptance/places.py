@@ -1,0 +1,72 @@
+"""Where in its row a prediction stands: how much text comes before the token that it is of, and how far into the answer
+that token is. Heads may be weak at the beginning of an answer, or behind a long prompt.
+
+Shapes: K MTP depths, S tokens of a row, P `PLACES`, N `NUM_BUCKETS`.
+"""
+
+from typing import Any
+
+import torch
+
+from swiftlite.data.batch import shift_left
+
+PLACES = ("by_context", "by_position")
+"""Tokens before the predicted one, in its sequence; and those of them that are of the same answer."""
+NUM_BUCKETS = 24
+
+
+def bucket_of(count: torch.Tensor) -> torch.Tensor:
+    """The bucket of each count: 0 of 0 to 15, 1 of 16 to 31, 2 of 32 to 63, and so on by doubling."""
+    return (count // 8).clamp(min=1).double().log2().long().clamp(max=NUM_BUCKETS - 1)
+
+
+def bounds_of(bucket: int) -> tuple[int, int]:
+    """The smallest and the largest count of a bucket."""
+    return (8 << bucket if bucket else 0), (16 << bucket) - 1
+
+
+def tally(
+    valid_KS: torch.Tensor,
+    hits_KS: torch.Tensor,
+    learned_S: torch.Tensor,
+    position_S: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    """How many predictions there are, and how many are right, by place and depth: int64 [P, N, K, 2].
+
+    Args:
+        valid_KS: where depth k predicts a token that is learned; at position s that is the one at s + k + 1.
+        hits_KS: where it says what the trunk says.
+        learned_S: whether the token at s + 1 is learned; each run of such tokens is an answer.
+        position_S: of s in its sequence.
+        cu_seqlens: as in `Batch`.
+
+    For example, an answer of 3 tokens behind a prompt of 5: the last of them, at 7, has 7 tokens before it, 2 of the
+    answer.
+    """
+    number_S = torch.arange(len(learned_S), device=learned_S.device)
+    last_outside_S = torch.where(learned_S, -1, number_S).cummax(0).values
+    of_answer_S = number_S - last_outside_S - 1
+    table = torch.zeros(len(PLACES), NUM_BUCKETS, len(valid_KS), 2, dtype=torch.int64)
+    for number, (valid_S, hits_S) in enumerate(zip(valid_KS, hits_KS, strict=True)):
+        of_answer_S = shift_left(of_answer_S[None], 0, cu_seqlens)[0]
+        for place, count_S in enumerate((position_S + number + 2, of_answer_S)):
+            buckets = bucket_of(count_S)
+            table[place, :, number, 0] = buckets[valid_S].bincount(minlength=NUM_BUCKETS).cpu()
+            table[place, :, number, 1] = buckets[valid_S & hits_S].bincount(minlength=NUM_BUCKETS).cpu()
+    return table
+
+
+def describe(table: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
+    """A tally as evaluation.json has it: for each of PLACES its buckets that have predictions."""
+    return {name: _buckets(of_place.tolist()) for name, of_place in zip(PLACES, table, strict=True)}
+
+
+def _buckets(rows: list[list[list[int]]]) -> list[dict[str, Any]]:
+    found = []
+    for bucket, depths in enumerate(rows):
+        first, last = bounds_of(bucket)
+        heads = [{"targets": targets, "acceptance": hits / max(targets, 1)} for targets, hits in depths]
+        if any(head["targets"] for head in heads):
+            found.append({"from": first, "to": last, "heads": heads})
+    return found

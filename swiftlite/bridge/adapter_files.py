@@ -1,0 +1,217 @@
+"""Directories of adapters as PEFT writes and reads them: `adapter_config.json` and `adapter_model.safetensors`.
+
+Beside these, ours have `mtp_heads.safetensors`: the MTP heads whole, which PEFT has no place for; and the digest of the
+base in the metadata of the adapters, so that no other model is taken for it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from swiftlite.bridge.adapter_rows import leaf_of
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.durable import write_durably
+from swiftlite.errors import UserError
+from swiftlite.heads import Heads
+from swiftlite.json_file import read_json
+from swiftlite.lora import Lora
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+HEADS_FILE = "mtp_heads.safetensors"
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_DIGEST = "base_sha256"
+_PROMISE = "config"
+# What PEFT's LoRA can be asked for beside A and B, with what it is where nobody asks.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "lora_bias": (False, None),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that adapters belong to.
+
+    Attributes:
+        model: where it is, a directory or a name of the hub.
+        sha256: `digest_of` it.
+    """
+
+    model: str
+    sha256: str
+
+
+def digest_of(hf_dir: str | Path) -> str:
+    """One sha256 of all tensors of a Hugging Face directory, however they are spread over files."""
+    digest = hashlib.sha256()
+    with Checkpoint(hf_dir) as checkpoint:
+        for key in sorted(checkpoint.entries):
+            entry = checkpoint.entries[key]
+            digest.update(f"{key} {entry.dtype} {list(entry.shape)}\n".encode())
+            for chunk in checkpoint.chunks(key):
+                digest.update(chunk.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_adapter(
+    directory: Path,
+    lora: Lora,
+    base: Base,
+    tensors: Mapping[str, torch.Tensor],
+    saved: Mapping[str, torch.Tensor],
+) -> None:
+    """Write the two files that PEFT reads.
+
+    Args:
+        tensors: A's and B's by HF name, as `adapter_rows` has them.
+        saved: what learned in full beside them, by HF name.
+    """
+    modules = {key.removesuffix(_A).removesuffix(_B) for key in tensors}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.is_rank_stabilised,
+        "target_modules": sorted({leaf_of(module) for module in modules}),
+        # Whole names: PEFT compares ends of names, and many end in "norm".
+        "modules_to_save": sorted({key.rpartition(".")[0] for key in saved}) or None,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    write_durably(directory / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+    content = {_PREFIX + key: tensor.contiguous() for key, tensor in (*tensors.items(), *saved.items())}
+    write_durably(directory / TENSORS_FILE, save(content, metadata={"format": "pt", _DIGEST: base.sha256}))
+
+
+def write_heads(directory: Path, tensors: Mapping[str, torch.Tensor], heads: Heads, model_type: str) -> None:
+    """Write MTP heads, tensors by their HF names."""
+    promise = heads.config_change({"model_type": model_type})
+    metadata = {"format": "pt", _PROMISE: json.dumps(promise)}
+    write_durably(directory / HEADS_FILE, save(dict(tensors), metadata=metadata))
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """A directory of adapters, read.
+
+    Attributes:
+        scaling: what B A is multiplied by.
+        pairs: A and B of each module, by its HF name.
+        saved: whole tensors of the trunk, by HF name.
+        heads: whole MTP heads, by HF name; empty where there are none.
+        promise: what a config.json says of them.
+        base_sha256: of the base; empty where nobody noted it.
+    """
+
+    directory: Path
+    scaling: float
+    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    saved: Mapping[str, torch.Tensor]
+    heads: Mapping[str, torch.Tensor]
+    promise: Mapping[str, Any]
+    base_sha256: str
+
+    def heads_of(self, hf_config: Mapping[str, Any]) -> Heads:
+        """The MTP heads that a base has with these adapters.
+
+        Args:
+            hf_config: content of its config.json.
+        """
+        if not self.heads:
+            return Heads.from_config(hf_config)
+        return Heads.from_config({"model_type": hf_config.get("model_type"), **self.promise})
+
+    def check_base(self, hf_dir: Path) -> None:
+        """Compare the base with the digest that the adapters were written with.
+
+        Raises:
+            UserError: it is another one.
+        """
+        if self.base_sha256 and digest_of(hf_dir) != self.base_sha256:
+            made_for = read_json(self.directory / CONFIG_FILE).get("base_model_name_or_path")
+            raise UserError(
+                f"--adapters {self.directory} belong to another model than {hf_dir}: its tensors have another digest",
+                f"give the model that they were trained on, which was {made_for}",
+            )
+
+    def apply(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the base as it is with these adapters, in its precision; summed in float32."""
+        if key in self.saved:
+            return self.saved[key].to(tensor.dtype)
+        pair = self.pairs.get(key.removesuffix(".weight"))
+        if pair is None:
+            return tensor
+        a, b = (each.float() for each in pair)
+        return (tensor.float() + (b @ a) * self.scaling).to(tensor.dtype)
+
+    def check_places(self, keys: Iterable[str]) -> None:
+        """Every adapter has a tensor of the base of its shape, among `keys`.
+
+        Raises:
+            UserError: one has none.
+        """
+        known = set(keys)
+        wanted = [*self.saved, *(f"{module}.weight" for module in self.pairs)]
+        if missing := [key for key in wanted if key not in known]:
+            raise UserError(
+                f"--adapters {self.directory}: the model has no {missing[0]}, nor {len(missing) - 1} more",
+                "give the model that the adapters were trained on",
+            )
+
+
+def read_adapter(directory: Path) -> SavedAdapter:
+    """Read a directory of PEFT's, ours or another's.
+
+    Raises:
+        UserError: it is none, is damaged, or asks for more than an A and a B for each linear layer.
+    """
+    try:
+        config = read_json(directory / CONFIG_FILE)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        with safe_open(directory / TENSORS_FILE, "pt") as file:
+            digest = (file.metadata() or {}).get(_DIGEST, "")
+            tensors = {key.removeprefix(_PREFIX): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        heads, promise = _read_heads(directory / HEADS_FILE)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(
+            f"--adapters {directory} cannot be read: {type(error).__name__}: {error}",
+            f"give a directory with {CONFIG_FILE} and {TENSORS_FILE}, as export --merge_lora false or PEFT writes it",
+        ) from None
+    if unknown := [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]:
+        raise UserError(
+            f"--adapters {directory}: {', '.join(unknown)} is not supported", "merge them with PEFT: merge_and_unload()"
+        )
+    lora = Lora(rank, alpha, is_rank_stabilised=bool(config.get("use_rslora")))
+    modules = [key.removesuffix(_A) for key in tensors if key.endswith(_A)]
+    if lost := [module for module in modules if module + _B not in tensors]:
+        raise UserError(f"--adapters {directory}: {lost[0]} has no B", "export the adapters again")
+    pairs = {module: (tensors.pop(module + _A), tensors.pop(module + _B)) for module in modules}
+    return SavedAdapter(directory, lora.scaling, pairs, tensors, heads, promise, digest)
+
+
+def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    if not path.exists():
+        return {}, {}
+    with safe_open(path, "pt") as file:
+        promise = json.loads((file.metadata() or {})[_PROMISE])
+        return {key: file.get_tensor(key) for key in file.keys()}, promise  # noqa: SIM118

@@ -1,0 +1,110 @@
+"""The rows of adapters: what an adapter of a fused Megatron layer is in PEFT's files. They follow from the layer's row.
+
+megatron-core has queries, keys and values in one layer, gate and up in another, and PEFT has an A and a B for each of
+them. So does an adapter here: `linear_qkv.adapter.lora_A_q_proj` is PEFT's `q_proj.lora_A.weight`. The B's stand in the
+order in which the layer has the rows of their HF tensors.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from swiftlite.bridge.join import COPY, Join, SourceRange
+from swiftlite.bridge.rows import Row
+from swiftlite.lora import PART, Lora
+
+_LINEAR = re.compile(r"\.(linear_\w+|in_proj_\w+|out_proj|eh_proj)\.weight$")
+_WEIGHT = ".weight"
+A, B = "lora_A_", "lora_B_"
+"""How the Megatron names of an adapter's parameters begin; the last word of the HF module follows."""
+
+
+@dataclass(frozen=True)
+class OnePart:
+    """Of a join of several HF tensors the ranges of one, the others left out.
+
+    Args:
+        whole: the join.
+        lengths: length of each HF tensor along the axis.
+        source: number of the one.
+    """
+
+    whole: Join
+    lengths: tuple[int, ...]
+    source: int
+
+    @property
+    def axis(self) -> int:
+        return self.whole.axis
+
+    def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
+        ranges = self.whole.source_ranges(self.lengths, sum(self.lengths), tp_size)
+        return [SourceRange(0, start, length) for source, start, length in ranges if source == self.source]
+
+
+def module_of(name: str) -> str:
+    """The module whose weight this is, by its Megatron or its HF name."""
+    return name.removesuffix(_WEIGHT)
+
+
+def leaf_of(module: str) -> str:
+    """The last word of a module's name, `q_proj`."""
+    return module.rpartition(".")[2]
+
+
+def is_linear(row: Row) -> bool:
+    """Whether the row is the weight of a linear layer inside a decoder layer or a head."""
+    return _LINEAR.search(row.mcore) is not None
+
+
+def adapted_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
+    """The rows of the layers of which at least one HF part gets an adapter."""
+    return [row for row in rows if is_linear(row) and adapted_modules(row, lora)]
+
+
+def adapted_modules(row: Row, lora: Lora) -> list[str]:
+    """HF names of the parts of a layer that get an adapter, in the order of the row."""
+    is_wanted = lora.heads == "lora" if row.mcore.startswith("mtp.") else lora.on_trunk
+    return [module for module in map(module_of, row.hf) if is_wanted and lora.adapts(module)]
+
+
+def adapter_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
+    """The rows of all adapters, by the rows of the whole model; HF names as PEFT's, without its prefix."""
+    return [row for layer in adapted_rows(rows, lora) for row in _rows_of_layer(layer, lora)]
+
+
+def _rows_of_layer(layer: Row, lora: Lora) -> list[Row]:
+    axis = layer.join.axis
+    lengths = tuple(shape[axis] for shape in layer.hf.values())
+    adapter = module_of(layer.mcore) + PART
+    modules = adapted_modules(layer, lora)
+    rows = []
+    for source, (key, (size_out, size_in)) in enumerate(layer.hf.items()):
+        module = module_of(key)
+        if module not in modules:
+            continue
+        order = OnePart(layer.join, lengths, source)
+        a, b = (COPY, order) if axis == 0 else (order, COPY)
+        rows += [
+            Row(f"{adapter}{A}{leaf_of(module)}", {f"{module}.lora_A.weight": (lora.rank, size_in)}, a),
+            Row(f"{adapter}{B}{leaf_of(module)}", {f"{module}.lora_B.weight": (size_out, lora.rank)}, b),
+        ]
+    return rows
+
+
+def saved_names(lora: Lora, rows: Iterable[Row]) -> set[str]:
+    """Megatron names of the parameters of the trunk that learn in full beside adapters, copies included.
+
+    Args:
+        rows: the trunk's.
+    """
+    names: set[str] = set()
+    for row in rows:
+        if any(lora.saves(module) for module in modules_of(row)):
+            names.update((row.mcore, *row.mcore_copies))
+    return names
+
+
+def modules_of(row: Row) -> list[str]:
+    """The HF modules that a row's parameter belongs to, a tied output layer included."""
+    return [key.rpartition(".")[0] for key in (*row.hf, *row.hf_copies)]

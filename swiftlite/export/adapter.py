@@ -1,0 +1,67 @@
+"""`swiftlite export --to_hf --merge_lora false`: the adapters of a run as a directory that PEFT reads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from swiftlite.bridge.adapter_files import Base, write_adapter, write_heads
+from swiftlite.bridge.adapter_rows import adapted_modules, adapted_rows, saved_names
+from swiftlite.bridge.rows import Row
+from swiftlite.bridge.transfer import stream_hf
+from swiftlite.errors import UserError
+from swiftlite.heads import Heads
+from swiftlite.lora import Lora
+from swiftlite.model.gpt import GPTModel
+from swiftlite.model.lora import gather_adapters, gather_saved, merged
+from swiftlite.model.open import HfModel
+
+_MERGE = "leave --merge_lora out: the export then has the adapters in its weights"
+
+
+def check_can_be_written(checkpoint: Path, lora: Lora | None, hf_model: HfModel, heads: Heads) -> None:
+    """PEFT has a place for every adapter and everything that learned beside them.
+
+    Raises:
+        UserError: what it has none for.
+    """
+    if lora is None:
+        raise UserError(f"--merge_lora false: {checkpoint} has no adapters, its whole model was trained", _MERGE)
+    trunk = _trunk_rows(hf_model)
+    modules = [module for row in adapted_rows(trunk, lora) for module in adapted_modules(row, lora)]
+    why = ""
+    if not modules:
+        why = "only the MTP heads have adapters"
+    elif any(".experts." in module for module in modules):
+        why = "experts have adapters, and transformers holds all experts of a layer in one tensor"
+    elif hf_model.family.memory_names or hf_model.family.language_model:
+        why = f"transformers has other names in memory than the files of {hf_model.family.name}"
+    elif "embedding.word_embeddings.weight" in saved_names(lora, trunk) and hf_model.config.get("tie_word_embeddings"):
+        why = "the embedding learned, and PEFT would part it from the output layer that is tied to it"
+    elif heads.draft_vocab:
+        why = "the heads have a draft vocabulary, which belongs in a model's directory"
+    if why:
+        raise UserError(f"--merge_lora false: PEFT cannot read these adapters: {why}", _MERGE)
+
+
+def write(chunks: Sequence[GPTModel], directory: Path, lora: Lora, base: Base, hf_model: HfModel, heads: Heads) -> None:
+    """Write the directory; collective.
+
+    MTP heads, whatever of them learned, are written whole: the heads' adapters are added to their weights.
+    """
+    rows = _trunk_rows(hf_model)
+    of_trunk = gather_adapters(chunks, lora, rows)
+    saved = gather_saved(chunks, lora, rows)
+    of_heads: dict[str, torch.Tensor] = {}
+    with merged(chunks):
+        for bucket in stream_hf(chunks, hf_model.family, hf_model.config, "heads"):
+            of_heads |= bucket
+    if dist.get_rank() == 0:
+        write_adapter(directory, lora, base, of_trunk, saved)
+        if heads.layers:
+            write_heads(directory, of_heads, heads, hf_model.config["model_type"])
+
+
+def _trunk_rows(hf_model: HfModel) -> list[Row]:
+    return hf_model.family.rows(hf_model.config, 0)

@@ -1,0 +1,274 @@
+"""Adapters beside megatron-core's linear layers: put in by `add_adapters`, added to the weights by `merged`.
+
+A layer keeps its module, its name and its weight. The adapter is a child of it whose output is added to the layer's by
+a forward hook, so every kind of layer takes one. A step that starts with B = 0 gives the bits of the base.
+
+Shapes: S sequence, B batch, R rank times the HF parts of the layer.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import sqrt
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from torch import nn
+
+from swiftlite.bridge import placement
+from swiftlite.bridge.adapter_rows import (
+    A,
+    B,
+    adapted_modules,
+    adapted_rows,
+    adapter_rows,
+    leaf_of,
+    module_of,
+    saved_names,
+)
+from swiftlite.bridge.binding import Binding, bind
+from swiftlite.bridge.rows import Row
+from swiftlite.bridge.transfer import gather_hf
+from swiftlite.lora import Lora, is_adapter
+from swiftlite.model.gpt import GPTModel
+
+Linear = ColumnParallelLinear | RowParallelLinear
+
+
+class Adapter(nn.Module):
+    """The adapter of one linear layer: an A and a B for each HF part that gets one.
+
+    Where the layer's rows are split among ranks, B is split with them and A is whole on each; where its columns are, A
+    is split and B whole. Between the two stand `rank` numbers per token, and what ranks exchange is only those. Of
+    experts, and wherever the layer leaves the sum over ranks to its caller, the whole one of the two has its gradient
+    summed instead.
+    """
+
+    def __init__(self, linear: Linear, layer: Binding, lora: Lora):
+        """An adapter that is still empty.
+
+        Args:
+            layer: the layer's row and weight.
+        """
+        super().__init__()
+        weight = cast(nn.Parameter, linear.weight)
+        self.scaling, self.dropout = lora.scaling, lora.dropout
+        self.group = cast(dist.ProcessGroup, linear.tp_group)
+        self.is_column, self.is_expert = isinstance(linear, ColumnParallelLinear), linear.is_expert
+        # A row-parallel layer of experts says so too where nobody shares the expert.
+        self.sequence_parallel = linear.sequence_parallel and self.group.size() > 1
+        self.caller_sums = linear.explicit_expert_comm or getattr(linear, "disable_grad_reduce", False)
+
+        parts = [(key and module_of(key), length) for key, length in _parts(layer)]
+        lengths = Counter[str | None]()
+        for module, length in parts:
+            lengths[module] += length
+        modules = adapted_modules(layer.row, lora)
+        # Not in a ParameterDict: with overlap_param_gather they arrive when the module that has them is called.
+        for module in modules:
+            a, b = weight.new_empty(lora.rank, weight.size(1)), weight.new_empty(lengths[module], lora.rank)
+            self.register_parameter(f"{A}{leaf_of(module)}", nn.Parameter(a))
+            self.register_parameter(f"{B}{leaf_of(module)}", nn.Parameter(b))
+        order = _order(parts, modules, lengths)
+        is_ordered = torch.equal(order, torch.arange(sum(lengths[module] for module in modules)))
+        self.register_buffer("order", None if is_ordered else order.to(weight.device), persistent=False)
+
+        # Experts on whom no other tensor-parallel rank has a part are no duplicates of each other.
+        all_differ = linear.is_expert and self.group.size() == 1
+        for parameters, dim, is_split in ((self.parts(A), 1, not self.is_column), (self.parts(B), 0, self.is_column)):
+            for parameter in parameters:
+                set_tensor_model_parallel_attributes(parameter, is_split or all_differ, dim, 1)
+                parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+                # megatron-core sums these gradients over tensor-parallel ranks, each of which sees a part of the row.
+                is_cut = self.sequence_parallel and not self.caller_sums and not is_split
+                parameter.sequence_parallel = is_cut  # type: ignore[attr-defined]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """What is added to the layer's output [S, B, out], of its input [S, B, in]."""
+        a, b = torch.cat(self.parts(A)), self._in_order(torch.block_diag(*self.parts(B)))
+        if self.caller_sums:
+            a, b = (_summed(a, self.group), b) if self.is_column else (a, _summed(b, self.group))
+        hidden_SBR = F.linear(F.dropout(input, self.dropout, self.training), a)
+        return F.linear(self._exchange(hidden_SBR) * self.scaling, b)
+
+    def delta(self) -> torch.Tensor:
+        """What merging adds to the layer's weight on this rank, float32."""
+        pairs = zip(self.parts(A), self.parts(B), strict=True)
+        return self._in_order(torch.cat([(b.float() @ a.float()) * self.scaling for a, b in pairs]))
+
+    def parts(self, kind: str) -> list[torch.Tensor]:
+        """The A's or the B's, in the order of the layer's HF parts."""
+        named: Iterable[tuple[str, torch.Tensor]] = self.named_parameters()
+        return [parameter for name, parameter in named if name.startswith(kind)]
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one HF part after the other in the layer's order, zeros for the parts without an adapter."""
+        order = cast(torch.Tensor | None, self.order)
+        return rows if order is None else F.pad(rows, (0, 0, 0, 1)).index_select(0, order)
+
+    def _exchange(self, hidden_SBR: torch.Tensor) -> torch.Tensor:
+        if self.caller_sums:
+            return hidden_SBR
+        if self.is_column and self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_SBR, group=self.group)
+        if self.is_column:
+            return copy_to_tensor_model_parallel_region(hidden_SBR, group=self.group)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(hidden_SBR, group=self.group)
+        return reduce_from_tensor_model_parallel_region(hidden_SBR, group=self.group)
+
+
+def _summed(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The same, its gradient the sum over ranks."""
+    if group.size() == 1:
+        return whole
+    copied = copy_to_tensor_model_parallel_region(whole, group=group)
+    if copied.requires_grad:  # left out in silence where it is not contiguous (mappings.py:31 of 0.16.1)
+        copied.register_hook(torch.Tensor.contiguous)
+    return copied
+
+
+def _parts(layer: Binding) -> list[tuple[str | None, int]]:
+    """The rows of a layer on this rank from top to bottom: of which HF tensor, and how many."""
+    if layer.row.join.axis == 1:
+        (key,) = layer.row.hf
+        return [(key, layer.shard.tensor.size(0))]
+    return [(key, index[0].stop - index[0].start) for _, index, key, _ in layer.slices()]
+
+
+def _order(parts: Sequence[tuple[str | None, int]], modules: Sequence[str], lengths: Counter) -> torch.Tensor:
+    """For each row of the layer its place where the rows of `modules` stand one module after the other; behind all of
+    them for a row of another module."""
+    places: dict[str | None, int] = {}
+    behind = 0
+    for module in modules:
+        places[module] = behind
+        behind += lengths[module]
+    order = []
+    for module, length in parts:
+        if module in places:
+            order.append(torch.arange(places[module], places[module] + length))
+            places[module] += length
+        else:
+            order.append(torch.full((length,), behind))
+    return torch.cat(order)
+
+
+def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], seed: int = 42) -> int:
+    """Give the model's linear layers their adapters, which change nothing before they have learned; collective.
+
+    Args:
+        chunks: the bare model, loaded.
+        rows: the bridge's, of the whole model.
+        seed: of the numbers that the A's begin with, the same for every layout.
+
+    Returns:
+        The number of adapters on this rank, one for each HF part.
+    """
+    layers = {row.mcore: row for row in adapted_rows(rows, lora)}
+    for chunk in chunks:
+        shards = {shard.name: shard for shard in placement.shards_of([chunk])}
+        for name, linear in list(chunk.named_modules()):
+            if not isinstance(linear, Linear):
+                continue
+            full_name = placement.global_name(f"{name}.weight", chunk)
+            if full_name in layers:
+                adapter = Adapter(linear, Binding(layers[full_name], shards[full_name], is_copy=False), lora)
+                linear.add_module("adapter", adapter)
+                linear.register_forward_hook(_add)
+    bindings = bind_adapters(chunks, lora, rows)
+    for binding in bindings:
+        _draw(binding, seed)
+    return len(bindings) // 2
+
+
+def _add(linear: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, Any]) -> tuple:
+    output, bias = outputs
+    adapter = getattr(linear, "adapter", None)  # none where it is merged
+    return outputs if adapter is None else (output + adapter(inputs[0]), bias)
+
+
+def bind_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> list[Binding]:
+    """The adapters of this rank and their rows."""
+    held = [shard for shard in placement.shards_of(chunks) if is_adapter(shard.name)]
+    return bind(held, adapter_rows(rows, lora), others_hold=lambda name: True)
+
+
+@torch.no_grad()
+def _draw(binding: Binding, seed: int) -> None:
+    """Begin as PEFT does: A uniform, B zero; each HF tensor from a generator of its own, so no layout matters."""
+    ((key, shape),) = binding.row.hf.items()
+    tensor = torch.zeros(shape)
+    if key.endswith(".lora_A.weight"):
+        generator = torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))
+        nn.init.kaiming_uniform_(tensor, a=sqrt(5), generator=generator)
+    for shard, local_index, _, hf_index in binding.slices():
+        shard.tensor[local_index] = tensor[hf_index].to(shard.tensor)
+
+
+@torch.no_grad()
+def merge(chunks: Sequence[nn.Module]) -> None:
+    """Add the adapters to the weights and take them out, for good."""
+    for linear in _adapted(chunks):
+        linear.weight.data = _sum(linear)
+        del linear.adapter
+
+
+@contextmanager
+@torch.no_grad()
+def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the model is as `merge` leaves it; afterwards every bit is as it was. Weights that change are copied."""
+    taken = [(linear, linear.adapter, linear.weight.data) for linear in _adapted(chunks)]
+    try:
+        merge(chunks)
+        yield
+    finally:
+        for linear, adapter, data in taken:
+            linear.weight.data = data
+            linear.add_module("adapter", adapter)
+
+
+def _adapted(chunks: Sequence[nn.Module]) -> list[Any]:
+    """The linear layers that have an adapter."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    return [module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)]
+
+
+def _sum(linear: Any) -> torch.Tensor:
+    """The weight with its adapter's, summed in float32."""
+    return (linear.weight.data.float() + linear.adapter.delta()).to(linear.weight.dtype)
+
+
+def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """A's and B's, whole and by their HF names, on the first rank; none on the others; collective.
+
+    Args:
+        rows: of the layers whose adapters are wanted.
+    """
+    return _gather(chunks, adapter_rows(rows, lora))
+
+
+def gather_saved(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """What learned in full beside the adapters, as `gather_adapters`."""
+    names = saved_names(lora, rows)
+    return _gather(chunks, [row for row in rows if row.mcore in names])
+
+
+def _gather(chunks: Sequence[nn.Module], rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    names = {row.mcore for row in rows}
+    held = [shard for shard in placement.shards_of(chunks) if shard.name in names]
+    return gather_hf(bind(held, rows, others_hold=lambda name: True), rows)

@@ -1,0 +1,40 @@
+"""`swiftlite infer --adapters`: the model with its adapters, as a directory like any other."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from swiftlite.bridge.adapter_files import read_adapter
+from swiftlite.bridge.adapter_merge import write_merged
+from swiftlite.engines.served_model import read_model
+from swiftlite.log import logger
+
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
+
+
+@contextmanager
+def with_adapters(model: str, adapters: str | None) -> Iterator[str | Path]:
+    """What an engine is to load: the model itself, or a temporary directory of it with the adapters added.
+
+    No engine knows of them then, so every engine takes them, heads included, and computes as fast as without.
+
+    Raises:
+        UserError: they cannot be read, or belong to another model.
+    """
+    if adapters is None:
+        yield model
+        return
+    base = read_model(model)
+    adapter = read_adapter(Path(adapters))
+    adapter.check_base(base.directory)
+    with TemporaryDirectory(prefix="swiftlite-adapters-") as place:
+        merged = Path(place) / base.directory.name
+        merged.mkdir()
+        for path in base.directory.iterdir():
+            if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                shutil.copy2(path, merged / path.name)
+        logger.info("adding the adapters of %s to a copy of the model in %s", adapters, place)
+        write_merged(base.directory, base.hf_config, base.family, adapter, merged)
+        yield merged

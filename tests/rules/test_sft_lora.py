@@ -1,0 +1,74 @@
+"""Rules of `megatron sft` on adapters: each message, and that a usual command breaks none."""
+
+from dataclasses import replace
+
+import pytest
+
+from swiftlite import rules
+from tests.rules.good import SFT, problems_of
+
+LORA = replace(SFT, tuner_type="lora")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        LORA,
+        replace(LORA, target_modules=["q_proj", "mlp.down_proj"], lora_modules_to_save=["embed_tokens", "norm"]),
+        replace(LORA, model="mtp2", mtp_mode="heads_only"),
+        replace(LORA, mtp_num_layers=1, mtp_init="fit_last_layer"),
+    ],
+)
+def test_good_options_pass(here, args):
+    rules.check(args)
+
+
+@pytest.mark.parametrize(
+    ("args", "problem", "hint"),
+    [
+        (
+            replace(SFT, lora_rank=4, use_rslora=True),
+            "--lora_rank, --use_rslora without adapters: --tuner_type is full",
+            "add --tuner_type lora",
+        ),
+        (replace(LORA, lora_rank=64), "--lora_rank 64 is above the model's hidden_size 48", "--tuner_type full"),
+        (replace(LORA, target_modules=[]), "--target_modules names no layer", "all-linear"),
+        (
+            replace(LORA, target_modules=["query"]),
+            "--target_modules query: no linear layer",
+            "down_proj, gate_proj, k_proj",
+        ),
+        (replace(LORA, target_modules=["lm_head"]), "--target_modules lm_head", "--lora_modules_to_save lm_head"),
+        (replace(LORA, lora_modules_to_save=["nrm"]), "--lora_modules_to_save nrm: no module", "embed_tokens"),
+        (replace(LORA, lora_modules_to_save=["q_proj"]), "q_proj is a linear layer inside", "--target_modules q_proj"),
+        (
+            replace(LORA, mtp_num_layers=1, mtp_init="random", mtp_tuner="lora"),
+            "--mtp_tuner lora with heads that start anew",
+            "leave --mtp_tuner out",
+        ),
+        (
+            replace(LORA, model="mtp2", mtp_mode="heads_only", mtp_tuner="full"),
+            "--mtp_mode heads_only leaves no adapter to learn",
+            "leave --tuner_type out",
+        ),
+        (
+            replace(LORA, model="mtp2", mtp_mode="heads_only", mtp_tuner="frozen"),
+            "--mtp_mode heads_only leaves no adapter to learn",
+            "add --mtp_tuner lora",
+        ),
+        (
+            replace(LORA, model="mtp2", mtp_mode="heads_only", lora_modules_to_save=["norm"]),
+            "--lora_modules_to_save are modules of the trunk",
+            "leave one out",
+        ),
+        (
+            replace(LORA, model="mtp2", mtp_mode="heads_only", draft_vocab=8),
+            "--draft_vocab 8 is for heads that learn in full",
+            "leave --tuner_type out",
+        ),
+    ],
+)
+def test_each_message(here, args, problem, hint):
+    ((found, advice),) = problems_of(args)
+    assert found.startswith(problem) or problem in found
+    assert hint in advice

@@ -1,0 +1,240 @@
+"""Adapters in training, against PEFT: where they begin, what they learn, what a checkpoint keeps of them."""
+
+import json
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from swiftlite.args.commands import ExportArgs
+from swiftlite.bridge.adapter_files import digest_of
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.errors import UserError
+from swiftlite.export.run import to_hf
+from swiftlite.lora import is_adapter
+from swiftlite.model.lora import gather_adapters, merged
+from swiftlite.serve.adapters import with_adapters
+from swiftlite.train import phases, sft
+from tests.tiny import make_tiny_hf
+from tests.train.test_sft import metrics, train
+
+STEPS = 20
+LORA = {"tuner_type": "lora", "lora_rank": 4, "lora_alpha": 6.0, "train_iters": STEPS, "lr_decay_style": "constant"}
+LORA |= {"lr_warmup_fraction": 0.0, "lr": 1e-2, "weight_decay": 0.1}
+
+
+def adapters_of(run) -> dict[str, torch.Tensor]:
+    rows = run.hf_model.family.rows(run.hf_model.config, run.plan.heads.layers)
+    return {key: tensor.clone() for key, tensor in gather_adapters(run.learner.chunks, run.plan.lora, rows).items()}
+
+
+def peft_model(hf_dir, **config):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+
+
+def peft_name(key: str) -> str:
+    return f"base_model.model.{key.removesuffix('.weight')}.default.weight"
+
+
+def take_steps(model, batches, args) -> list[float]:
+    """The loop that everybody writes; returns the losses."""
+    learns = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [parameter for parameter in learns if parameter.dim() > 1]},
+            {"params": [parameter for parameter in learns if parameter.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=args.lr,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+    )
+    losses = []
+    for step in range(args.train_iters):
+        micro_batches = batches(step)
+        targets = sum(int((batch.labels_KBS[0] != -100).sum()) for batch in micro_batches)
+        optimizer.zero_grad()
+        loss = 0.0
+        for batch in micro_batches:
+            logits = model(input_ids=batch.tokens_KBS[0]).logits
+            part = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch.labels_KBS[0].flatten(), reduction="sum"
+            )
+            (part / targets).backward()
+            loss += float(part) / targets
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
+        optimizer.step()
+        losses.append(loss)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "config"),
+    [
+        ("qwen3", {}, {"target_modules": "all-linear"}),
+        (
+            "qwen2",
+            {"target_modules": ["q_proj", "v_proj", "up_proj"]},
+            {"target_modules": ["q_proj", "v_proj", "up_proj"]},
+        ),
+        (
+            "qwen3",
+            {
+                "use_rslora": True,
+                "lora_modules_to_save": ["norm", "lm_head"],
+                "target_modules": ["k_proj", "down_proj"],
+            },
+            {
+                "use_rslora": True,
+                "modules_to_save": ["model.norm", "lm_head"],
+                "target_modules": ["k_proj", "down_proj"],
+            },
+        ),
+    ],
+    ids=["all-linear", "some", "beside whole modules"],
+)
+def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, changed, config):
+    base = make_tiny_hf(tmp_path / "base", family, depth=0, with_tokenizer=True)
+    args = options(model=str(base), **LORA, **changed)
+    model = peft_model(base, r=4, lora_alpha=6.0, **config)
+
+    run = sft.prepare(args, mesh)
+    begun = adapters_of(run)
+    theirs = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {peft_name(key) for key in begun} == {name for name in theirs if "lora_" in name}
+    for key, tensor in begun.items():
+        parameter = theirs[peft_name(key)]
+        if "lora_B" in key:
+            assert not tensor.any()
+            assert not parameter.any()
+            continue
+        # Both are uniform with the same bound: the largest of some hundred numbers is near it.
+        assert tensor.abs().max() == pytest.approx(parameter.abs().max().item(), rel=0.05)
+        with torch.no_grad():
+            parameter.copy_(tensor)
+
+    trainer = sft.make_trainer(run, phases.restore(run))
+    batches = trainer.train_batches
+    expected = take_steps(model, batches, args)
+    phases.fit(run, trainer, 0, sft.make_held_out(run))
+    losses = [line["loss"] for line in metrics(run.output_dir) if "loss" in line]
+    # float32: the order of sums differs (fused products), and AdamW divides small numbers by small ones.
+    assert losses == pytest.approx(expected, rel=2e-5)
+    assert losses[-1] < losses[0] - 0.1
+    for key, tensor in adapters_of(run).items():
+        torch.testing.assert_close(tensor, theirs[peft_name(key)].data, rtol=1e-3, atol=1e-4)
+    phases.report(run, phases.Outcome(0, 1.0, {}))  # frozen tensors stayed
+
+    # What is merged is what PEFT merges, to the bit, and PEFT opens what is not merged.
+    to_hf(ExportArgs(to_hf=True, model=str(run.output_dir), output_dir=str(tmp_path / "merged")), mesh)
+    kept = ExportArgs(to_hf=True, model=str(run.output_dir), output_dir=str(tmp_path / "adapter"), merge_lora=False)
+    to_hf(kept, mesh)
+    import peft
+
+    opened = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter"
+    )
+    ours = load_file(tmp_path / "merged/model.safetensors")
+    merged = opened.merge_and_unload().state_dict()
+    for key, tensor in ours.items():
+        assert torch.equal(tensor, merged[key]), key
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_moe", "qwen3_5"])
+def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, family):
+    base = make_tiny_hf(tmp_path / "base", family, depth=1, with_tokenizer=True)
+    run = sft.prepare(options(model=str(base), tuner_type="lora"), mesh)
+    (chunk,) = run.learner.chunks
+    assert any(name.startswith("mtp.") and is_adapter(name) for name, _ in chunk.named_parameters())
+    logits = []
+    for without in (nullcontext(), merged([chunk])):
+        with mesh.active(), torch.no_grad(), without:
+            made = chunk.eval()(torch.arange(5, 45)[None], torch.arange(40)[None])
+        logits.append([made.main, *made.mtp])
+    assert all(torch.equal(adapted, plain) for adapted, plain in zip(*logits, strict=True))
+    weights = {name: tensor for name, tensor in chunk.state_dict().items() if ".adapter." not in name}
+    (other,) = sft.prepare(options(model=str(base)), mesh).learner.chunks
+    assert all(torch.equal(weights[name], parameter) for name, parameter in other.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("tuner", "learns"), [("lora", r"\.adapter\."), ("full", r"^mtp\.|\.adapter\."), ("frozen", r"\.adapter\.")]
+)
+def test_heads_beside_adapters(options, mesh, tmp_path, hf_dir, tuner, learns):
+    """Heads learn as they are told, and nothing of them is lost on the way out: what is added to files afterwards gives
+    the bits of what is merged here."""
+    args = options(tuner_type="lora", mtp_tuner=tuner, lr=1e-2)
+    run = train(args, mesh)
+    report = json.loads((run / "run_report.json").read_text())["tensors"]
+    assert report["frozen_but_changed"] == report["trained_but_unchanged"] == []
+    chunk = sft.prepare(replace(args, output_dir=str(tmp_path / "other")), mesh).learner.chunks[0]
+    parameters = dict(chunk.named_parameters())
+    assert any(name.startswith("mtp.") and ".adapter." in name for name in parameters) == (tuner == "lora")
+    for name, parameter in parameters.items():
+        assert parameter.requires_grad == bool(re.search(learns, name)), name
+
+    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
+    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
+    with with_adapters(str(hf_dir), str(tmp_path / "adapter")) as directory:
+        assert digest_of(directory) == digest_of(tmp_path / "merged") != digest_of(hf_dir)
+        assert read_config(directory) == read_config(tmp_path / "merged")
+
+
+def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path):
+    constant = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, "tuner_type": "lora", "lora_dropout": 0.1}
+    constant |= {"torch_dtype": "bfloat16", "mtp_tuner": "full"}
+    unbroken = train(options(output_dir=str(tmp_path / "unbroken"), **constant), mesh)
+    stopped = options(output_dir=str(tmp_path / "stopped"), train_iters=2, **constant)
+    train(stopped, mesh)
+    resumed = train(replace(stopped, train_iters=4, resume=True), mesh)
+    steps = [[line for line in metrics(run) if "loss" in line] for run in (unbroken, resumed)]
+    assert steps[0] == steps[1]
+    states = [json.loads((run / "checkpoint-4/trainer_state.json").read_text()) for run in (unbroken, resumed)]
+    assert states[0]["base"] == states[1]["base"] == {"model": stopped.model, "sha256": digest_of(stopped.model)}
+
+
+def test_adapters_of_another_model_are_refused(options, mesh, tmp_path):
+    run = train(options(tuner_type="lora", train_iters=1), mesh)
+    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
+    other = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, with_tokenizer=True, seed=1)
+    refused = pytest.raises(UserError, match=r"belong to another model than .*other: its tensors have another digest")
+    with refused, with_adapters(str(other), str(tmp_path / "adapter")):
+        pass
+    smaller = make_tiny_hf(tmp_path / "smaller", "qwen3", depth=1, with_tokenizer=True, num_hidden_layers=1)
+    tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")  # as others write it: without a digest
+    refused = pytest.raises(UserError, match=r"the model has no model\.layers\.1\.")
+    with refused, with_adapters(str(smaller), str(tmp_path / "adapter")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"tuner_type": "full"}, "has no adapters, its whole model was trained"),
+        ({"mtp_mode": "heads_only"}, "only the MTP heads have adapters"),
+    ],
+)
+def test_what_peft_has_no_place_for_is_refused(options, mesh, tmp_path, changed, why):
+    run = train(options(**{"tuner_type": "lora", "train_iters": 1} | changed), mesh)
+    with pytest.raises(UserError, match=why):
+        to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
+    assert not (tmp_path / "adapter").exists()
+    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
+
+
+def test_adapters_of_experts_are_merged(options, mesh, tmp_path):
+    base = make_tiny_hf(tmp_path / "base", "qwen3_moe", depth=1, with_tokenizer=True)
+    run = train(options(model=str(base), tuner_type="lora", lr=1e-2), mesh)
+    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
+    before, after = (load_file(place / "model.safetensors") for place in (base, tmp_path / "merged"))
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in before if re.search(r"_proj(\.weight)?$|mtp\.fc\.", key)}
+    with pytest.raises(UserError, match="experts have adapters"):
+        to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
