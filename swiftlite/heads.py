@@ -22,6 +22,9 @@ DRAFT_VOCAB_KEY = "mtp_draft_vocab"
 DRAFTING_KEY = "mtp_drafting"
 """config.json of an export: what its heads were fed, where --draft_for said so; no engine reads it."""
 
+KEYS = (DEPTH_KEY, QWEN3_5_DEPTH_KEY, UNROLL_KEY, DRAFT_VOCAB_KEY, DRAFTING_KEY)
+"""All keys of a config.json that speak of heads alone."""
+
 
 def depth_key(hf_config: Mapping[str, Any]) -> str:
     """The key of a config.json that says how many MTP layers the model has."""

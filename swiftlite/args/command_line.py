@@ -15,7 +15,7 @@ def as_typed(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
-    return str(value)
+    return "(unset)" if value is None else str(value)
 
 
 def command_line(command: str, args_class: type, values: Mapping[str, Any], always: Collection[str] = ()) -> str:

@@ -255,7 +255,8 @@ class OptimArgs:
     train_iters: bounds.PositiveInt | None = None
     """Optimizer steps; overrides --num_train_epochs."""
     lr: bounds.PositiveFloat | None = None
-    """Peak learning rate. Unset: 1e-5; 1e-3 with --mtp_mode heads_only where the heads start anew."""
+    """Peak learning rate. Unset: 1e-5; 1e-4 with --tuner_type lora; 1e-3 with --mtp_mode heads_only where the heads
+    start anew."""
     min_lr: bounds.NonNegativeFloat | None = None
     """Learning rate at the end of the decay. Unset: a tenth of --lr."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
@@ -365,6 +366,9 @@ class ServerArgs:
     """Address to listen on; 0.0.0.0 is every address of this machine."""
     port: bounds.Port = 8000
     """Port to listen on."""
+    draft_schedule: str | None = None
+    """The bench.json of `swiftlite bench`: tokens drafted per step change with the requests under way, as measured
+    there."""
     max_model_len: bounds.Length | None = None
     """Longest prompt plus answer. Unset: the model's own limit."""
     dry_run: bool = False
@@ -415,6 +419,9 @@ class BenchmarkArgs:
     """Requests that are under way at once."""
     rounds: bounds.PositiveInt = 5
     """Times that every prompt is sent at each concurrency; more tell a small gain from noise."""
+    repeat_prompts: bool = False
+    """Let rounds share one cache of prefixes, as where the same prompts come again: the table says how much of them
+    came from it, with drafts and without."""
     max_prompts: bounds.PositiveInt = 64
     """Prompts of the files that are sent, the first ones."""
     max_new_tokens: bounds.PositiveInt = 128

@@ -6,7 +6,7 @@ base in the metadata of the adapters, so that no other model is taken for it.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from swiftlite.bridge.adapter_rows import leaf_of
-from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.bridge.hf_config import digest_of_trunk, read_config
+from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -59,8 +60,9 @@ class Base:
 
 
 def digest_of(hf_dir: str | Path) -> str:
-    """One sha256 of all tensors of a Hugging Face directory, however they are spread over files."""
-    digest = hashlib.sha256()
+    """One sha256 of all tensors of a Hugging Face directory, however they are spread over files, and of its trunk's
+    settings."""
+    digest = hashlib.sha256(digest_of_trunk(read_config(hf_dir)).encode())
     with Checkpoint(hf_dir) as checkpoint:
         for key in sorted(checkpoint.entries):
             entry = checkpoint.entries[key]
@@ -103,10 +105,12 @@ def write_adapter(
     write_durably(directory / TENSORS_FILE, save(content, metadata={"format": "pt", _DIGEST: base.sha256}))
 
 
-def write_heads(directory: Path, tensors: Mapping[str, torch.Tensor], heads: Heads, model_type: str) -> None:
+def write_heads(
+    directory: Path, base: Base, tensors: Mapping[str, torch.Tensor], heads: Heads, model_type: str
+) -> None:
     """Write MTP heads, tensors by their HF names."""
     promise = heads.config_change({"model_type": model_type})
-    metadata = {"format": "pt", _PROMISE: json.dumps(promise)}
+    metadata = {"format": "pt", _DIGEST: base.sha256, _PROMISE: json.dumps(promise)}
     write_durably(directory / HEADS_FILE, save(dict(tensors), metadata=metadata))
 
 
@@ -150,7 +154,7 @@ class SavedAdapter:
         if self.base_sha256 and digest_of(hf_dir) != self.base_sha256:
             made_for = read_json(self.directory / CONFIG_FILE).get("base_model_name_or_path")
             raise UserError(
-                f"--adapters {self.directory} belong to another model than {hf_dir}: its tensors have another digest",
+                f"--adapters {self.directory} belong to another model than {hf_dir}: tensors or config.json differ",
                 f"give the model that they were trained on, which was {made_for}",
             )
 
@@ -164,17 +168,26 @@ class SavedAdapter:
         a, b = (each.float() for each in pair)
         return (tensor.float() + (b @ a) * self.scaling).to(tensor.dtype)
 
-    def check_places(self, keys: Iterable[str]) -> None:
-        """Every adapter has a tensor of the base of its shape, among `keys`.
+    def check_places(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Every adapter has a tensor of the base of its shape.
+
+        Args:
+            shapes: of the base's tensors.
 
         Raises:
             UserError: one has none.
         """
-        known = set(keys)
-        wanted = [*self.saved, *(f"{module}.weight" for module in self.pairs)]
-        if missing := [key for key in wanted if key not in known]:
+        wanted = {key: tuple(tensor.shape) for key, tensor in self.saved.items()}
+        wanted |= {f"{module}.weight": (b.size(0), a.size(1)) for module, (a, b) in self.pairs.items()}
+        problems = []
+        for key, shape in wanted.items():
+            if key not in shapes:
+                problems.append(f"the model has no {key}")
+            elif tuple(shapes[key]) != shape:
+                problems.append(f"{key} is {tuple(shapes[key])} in the model, and {shape} here")
+        if problems:
             raise UserError(
-                f"--adapters {self.directory}: the model has no {missing[0]}, nor {len(missing) - 1} more",
+                f"--adapters {self.directory}:\n  " + "\n  ".join(some(problems)),
                 "give the model that the adapters were trained on",
             )
 
@@ -188,10 +201,14 @@ def read_adapter(directory: Path) -> SavedAdapter:
     try:
         config = read_json(directory / CONFIG_FILE)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        if rank < 1:
+            raise ValueError(f"r is {rank}")
         with safe_open(directory / TENSORS_FILE, "pt") as file:
             digest = (file.metadata() or {}).get(_DIGEST, "")
             tensors = {key.removeprefix(_PREFIX): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        heads, promise = _read_heads(directory / HEADS_FILE)
+        heads, promise, of_heads = _read_heads(directory / HEADS_FILE)
+        if digest and of_heads and digest != of_heads:
+            raise ValueError(f"{HEADS_FILE} is of another base than {TENSORS_FILE}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(
             f"--adapters {directory} cannot be read: {type(error).__name__}: {error}",
@@ -206,12 +223,20 @@ def read_adapter(directory: Path) -> SavedAdapter:
     if lost := [module for module in modules if module + _B not in tensors]:
         raise UserError(f"--adapters {directory}: {lost[0]} has no B", "export the adapters again")
     pairs = {module: (tensors.pop(module + _A), tensors.pop(module + _B)) for module in modules}
-    return SavedAdapter(directory, lora.scaling, pairs, tensors, heads, promise, digest)
+    if not pairs:
+        raise UserError(f"--adapters {directory}: {TENSORS_FILE} has no adapter", "export the adapters again")
+    for module, (a, b) in pairs.items():
+        if a.dim() != 2 or b.dim() != 2 or (a.size(0), b.size(1)) != (rank, rank):
+            shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
+            raise UserError(f"--adapters {directory}: {module} has {shapes}, and r is {rank}", "export them again")
+    return SavedAdapter(directory, lora.scaling, pairs, tensors, heads, promise, digest or of_heads)
 
 
-def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
+    """Heads, what config.json says of them, and the digest of their base; all empty where there are none."""
     if not path.exists():
-        return {}, {}
+        return {}, {}, ""
     with safe_open(path, "pt") as file:
-        promise = json.loads((file.metadata() or {})[_PROMISE])
-        return {key: file.get_tensor(key) for key in file.keys()}, promise  # noqa: SIM118
+        metadata = file.metadata() or {}
+        promise, digest = json.loads(metadata[_PROMISE]), metadata.get(_DIGEST, "")
+        return {key: file.get_tensor(key) for key in file.keys()}, promise, digest  # noqa: SIM118

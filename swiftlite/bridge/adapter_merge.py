@@ -44,7 +44,7 @@ def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: Save
         raise UserError(f"{base} is quantised, and adapters are added to whole numbers of it", "give the model in BF16")
     heads = adapter.heads_of(hf_config)
     with Checkpoint(base) as checkpoint:
-        adapter.check_places(checkpoint.entries)
+        adapter.check_places({key: entry.shape for key, entry in checkpoint.entries.items()})
         dropped = {key for key in checkpoint.entries if adapter.heads and family.is_mtp(hf_config, key)}
         copies: dict[str, str] = {}
         if adapter.heads:

@@ -7,6 +7,7 @@ Vision-language models wrap a language model, whose settings stand under `text_c
 they stood at the top; where they are is known here.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
-from swiftlite.heads import DEPTH_KEY, depth_key
+from swiftlite.heads import DEPTH_KEY, KEYS, depth_key
 from swiftlite.json_file import parse_json, read_json
 
 REMOVE: Any = object()  # as a change: the key is taken out
@@ -141,3 +142,10 @@ def patch(hf_config: HfConfig, changes: Mapping[str, Any]) -> tuple[dict[str, An
 
 def _value(hf_config: HfConfig, key: str) -> str:
     return json.dumps(hf_config[key], ensure_ascii=False) if key in hf_config else "(none)"
+
+
+def digest_of_trunk(hf_config: Mapping[str, Any]) -> str:
+    """sha256 of all that a config.json says of the trunk: not of heads, of precision, nor of who wrote it."""
+    others = (*KEYS, "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
+    said = {key: value for key, value in hf_config.items() if key not in others}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

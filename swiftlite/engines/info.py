@@ -55,8 +55,9 @@ class EngineInfo:
         read_speculative_config: function that takes a command's options and returns those of speculative decoding that
             the user gave, by the engine's own names; it returns None when there are none.
         rules: what cannot be of its options, as functions that yield (problem, hint).
-        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, a `ServedModel`, and whether
-            the server drafts. "": the engine has no server, and `deploy` does not offer it.
+        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, a `ServedModel`, whether the
+            server drafts, and the `DraftSchedule` by which it does or None. "": the engine has no server, and `deploy`
+            does not offer it.
         client: name of the `Client` class that `bench` asks the server through. "": `bench` does not offer the engine.
         dry_load: name of the function that takes an `EngineConfig` and returns a `LoadReport`, called in a process of
             its own. "": `doctor` does not offer the engine.

@@ -60,7 +60,7 @@ def write(chunks: Sequence[GPTModel], directory: Path, lora: Lora, base: Base, h
     if dist.get_rank() == 0:
         write_adapter(directory, lora, base, of_trunk, saved)
         if heads.layers:
-            write_heads(directory, of_heads, heads, hf_model.config["model_type"])
+            write_heads(directory, base, of_heads, heads, hf_model.config["model_type"])
 
 
 def _trunk_rows(hf_model: HfModel) -> list[Row]:

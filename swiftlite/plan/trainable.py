@@ -72,11 +72,11 @@ def trainable_of(args: SftArgs, heads: Heads, lora: Lora | None = None, saved: C
 
 
 def _adapters(lora: Lora, heads: Heads, saved: Collection[str]) -> Trainable:
-    of_any_layer = {_numberless(name) for name in saved}
+    of_any_layer = {numberless(name) for name in saved}
     learns_in_heads = lora.heads == "full"
 
     def learns(name: str) -> bool:
-        if is_adapter(name) or _numberless(name) in of_any_layer:
+        if is_adapter(name) or numberless(name) in of_any_layer:
             return True
         return learns_in_heads and is_of_heads(name)
 
@@ -95,6 +95,6 @@ def _words(lora: Lora, heads: Heads) -> str:
     return "; ".join(words)
 
 
-def _numberless(name: str) -> str:
+def numberless(name: str) -> str:
     """The name without the numbers of layers, which count from 0 in each chunk."""
     return re.sub(r"\.\d+\.", ".#.", name)

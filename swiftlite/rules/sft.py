@@ -135,6 +135,7 @@ def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
         ),
         "mtp_unroll": no_heads,
         "draft_for": no_heads,
+        "mtp_tuner": no_heads,
         "draft_vocab": no_heads,
         "mtp_unroll_beta": (args.mtp_unroll == 1, "--mtp_unroll is 1"),
         "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),

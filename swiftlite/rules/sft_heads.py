@@ -1,6 +1,7 @@
 """Rules of `megatron sft` on MTP heads: whether there are any, and where their weights come from."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
@@ -108,6 +109,8 @@ def trunk_states_come_again(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.cache_trunk_states is None:
         return
     flag = "--cache_trunk_states"
+    if Path(args.cache_trunk_states).is_file():
+        yield f"{flag} {args.cache_trunk_states} is a file", "name a directory, which may be new"
     if args.mtp_mode != "heads_only":
         yield f"{flag} keeps what a trunk says that stays as it is", "add --mtp_mode heads_only, or leave it out"
     if layout_of(args).pipeline_model_parallel_size > 1:

@@ -10,6 +10,7 @@ from swiftlite.families.index import FAMILIES
 from swiftlite.lora import ALL_LINEAR, is_named
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, heads_tuner_of, mtp_init_of
+from swiftlite.plan.trainable import numberless
 from swiftlite.rules import common
 
 _OPTIONS = (
@@ -64,6 +65,11 @@ def modules_to_save_are_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
                 f"--lora_modules_to_save {name} is a linear layer inside a decoder layer, which gets an adapter",
                 f"--target_modules {name}; in full learn: {', '.join(known)}",
             )
+        elif len(found) < len(_alike(found, trunk)):
+            yield (
+                f"--lora_modules_to_save {name} is of some layers alone",
+                f"name it without the layer: {name.rpartition('.')[2]}",
+            )
 
 
 def rank_is_low(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -94,6 +100,12 @@ def heads_and_adapters_go_together(args: SftArgs, facts: Facts) -> Iterator[Prob
         yield "--lora_modules_to_save are modules of the trunk, which --mtp_mode heads_only keeps", "leave one out"
     elif args.draft_vocab:
         yield f"--draft_vocab {args.draft_vocab} is for heads that learn in full", "leave --tuner_type out"
+
+
+def _alike(some: list[Row], rows: list[Row]) -> list[Row]:
+    """The rows of the same modules in all layers."""
+    kinds = {numberless(row.mcore) for row in some}
+    return [row for row in rows if numberless(row.mcore) in kinds]
 
 
 def _rows(args: SftArgs, facts: Facts) -> list[Row]:

@@ -39,6 +39,7 @@ from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.report import check_frozen, compare_tensors, write_report
 from swiftlite.train.source import describe_tensors, dtypes_of, source_tensors, write_source
 from swiftlite.train.trainer import Trainer, whole_parameters
+from swiftlite.train.trunk_states import TrunkStates
 
 VERSIONS = ("torch", "megatron-core", "transformers")
 """Packages that numbers depend on."""
@@ -54,6 +55,7 @@ class Run:
         hf_model: --model.
         rows: what batch sizes count; none where training rows are read while training goes on.
         checkpoint: the one to continue from; None for a new run.
+        trunk_states: what a trunk that stays says, kept on disk; None computes it each time.
     """
 
     args: SftArgs
@@ -67,6 +69,7 @@ class Run:
     rows: SampleRows
     checkpoint: Path | None
     learner: Learner
+    trunk_states: TrunkStates | None
 
     @property
     def output_dir(self) -> Path:

@@ -34,7 +34,7 @@ from swiftlite.model.open import HfModel, read_hf_model
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.layout import sequence_multiple
-from swiftlite.plan.run import make_plan, make_schedule
+from swiftlite.plan.run import Plan, make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.redact import redact
 from swiftlite.runtime.agreement import digest
@@ -43,7 +43,7 @@ from swiftlite.train import phases
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.head_fit import samples_to_fit
-from swiftlite.train.learner import make_learner
+from swiftlite.train.learner import Learner, make_learner
 from swiftlite.train.objective import NextTokenObjective
 from swiftlite.train.sinks import open_sinks
 from swiftlite.train.source import check_model_links
@@ -72,7 +72,7 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
 
 
 def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
-    """Read data and model, and make what trains it; nothing is written.
+    """Read data and model, and make what trains it; nothing is written but the cache of --cache_trunk_states.
 
     Raises:
         UserError: data, model or checkpoint cannot be used, or the ranks do not agree.
@@ -120,6 +120,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
         rows=rows,
         checkpoint=checkpoint,
         learner=learner,
+        trunk_states=open_cache(args, mesh, hf_model, plan, learner, data),
     )
 
 
@@ -162,7 +163,7 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
     return Trainer(
         mesh=run.mesh,
         model=learner.wrapped,
-        objective=NextTokenObjective(run.plan.heads, args.mtp_loss_scaling_factor, open_cache(run)),
+        objective=NextTokenObjective(run.plan.heads, args.mtp_loss_scaling_factor, run.trunk_states),
         optimizer=learner.optimizer,
         scheduler=learner.scheduler,
         plan=run.plan,
@@ -178,12 +179,14 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
     )
 
 
-def open_cache(run: phases.Run) -> TrunkStates | None:
+def open_cache(
+    args: SftArgs, mesh: Mesh, hf_model: HfModel, plan: Plan, learner: Learner, data: Data
+) -> TrunkStates | None:
     """The cache of --cache_trunk_states; None without."""
-    args = run.args
     if args.cache_trunk_states is None:
         return None
-    return open_trunk_states(Path(args.cache_trunk_states), run.mesh, run.plan, run.learner, run.data, args.torch_dtype)
+    directory = Path(args.cache_trunk_states)
+    return open_trunk_states(directory, mesh, plan, hf_model, learner, data, args.torch_dtype)
 
 
 def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:

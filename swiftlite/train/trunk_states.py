@@ -2,7 +2,7 @@
 it said is read from a directory instead of computed again.
 
 The directory holds one safetensors file per micro-batch (and part of its row, where ranks share rows), named by the
-sha256 of what the trunk was given. So any run over the same rows reads it: another epoch, order of rows, loss or number
+sha256 of its tokens and labels. So any run over the same rows reads it: another epoch, order of rows, loss or number
 of drafts. `cache.json` says whose states they are. The bits are those that were computed, so nothing else changes.
 """
 
@@ -20,6 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from swiftlite.bridge.hf_config import digest_of_trunk
 from swiftlite.data.batch import Batch
 from swiftlite.data.dataset import Data
 from swiftlite.data.sample import digest
@@ -30,6 +31,7 @@ from swiftlite.log import logger
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import TrunkOutput
 from swiftlite.model.loss import TokenLoss
+from swiftlite.model.open import HfModel
 from swiftlite.model.ranks import largest
 from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_of_heads
@@ -66,8 +68,9 @@ class TrunkStates:
         output = trunk_output(
             batch.tokens_KBS[0], batch.position_ids_BS, batch.labels_KBS[0], describe_packed(batch.cu_seqlens)
         )
-        holds_it_alone = self.mesh.layout.sequence_parallel or self.mesh.tp.rank() == 0
-        if holds_it_alone and not path.exists():
+        # Without sequence parallelism all tensor-parallel ranks hold the same states.
+        writes = self.mesh.layout.sequence_parallel or self.mesh.tp.rank() == 0
+        if writes and not path.exists():
             _write(path, output)
         return output
 
@@ -84,7 +87,7 @@ class TrunkStates:
 
 
 def open_trunk_states(
-    directory: Path, mesh: Mesh, plan: Plan, learner: Learner, data: Data, torch_dtype: str
+    directory: Path, mesh: Mesh, plan: Plan, hf_model: HfModel, learner: Learner, data: Data, torch_dtype: str
 ) -> TrunkStates:
     """The cache in a directory, which is made where it is not there; collective.
 
@@ -92,7 +95,7 @@ def open_trunk_states(
         UserError: the directory holds something else, another model's states or other rows'; the disk is too small; or
             machines do not share the directory.
     """
-    manifest = _manifest(plan, learner, data, torch_dtype)
+    manifest = _manifest(plan, hf_model.config, learner, data, torch_dtype)
     if dist.get_rank() == 0:
         check_writable(FLAG, directory)
         _check_is_same(directory, manifest)
@@ -104,7 +107,9 @@ def open_trunk_states(
     return TrunkStates(directory, mesh)
 
 
-def _manifest(plan: Plan, learner: Learner, data: Data, torch_dtype: str) -> dict[str, str]:
+def _manifest(
+    plan: Plan, hf_config: Mapping[str, Any], learner: Learner, data: Data, torch_dtype: str
+) -> dict[str, str]:
     """What the states depend on, by the words in which a difference is reported; collective."""
     mine = {name: value for name, value in learner.hashes.items() if not is_of_heads(name)}
     trunks: list[str] = [""] * dist.get_world_size()
@@ -113,6 +118,7 @@ def _manifest(plan: Plan, learner: Learner, data: Data, torch_dtype: str) -> dic
     layout = plan.layout
     return {
         "trunk's weights": _sha256(sorted(set(trunks))),
+        "config.json": digest_of_trunk(hf_config),
         "rows": _sha256(rows),
         "torch_dtype": torch_dtype,
         "packing": f"{plan.packing} {plan.packing_length}",
@@ -137,9 +143,10 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
         return
     except (OSError, ValueError):
         raise UserError(f"{directory / MANIFEST} is damaged", hint) from None
-    others = [name for name, value in manifest.items() if not isinstance(found, dict) or found.get(name) != value]
-    if others:
-        raise UserError(f"{FLAG} {directory} was written with other {', '.join(others)}", hint)
+    found = found if isinstance(found, dict) else {}
+    differing = [name for name, value in manifest.items() if found.get(name) != value]
+    if differing:
+        raise UserError(f"{FLAG} {directory} was written with other {', '.join(differing)}", hint)
 
 
 def _check_disk(directory: Path, learner: Learner, data: Data) -> None:
@@ -183,7 +190,7 @@ def _write(path: Path, output: TrunkOutput) -> None:
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        write_durably(path, save(tensors, {"sha256": _sha256_of(tensors)}))
+        write_durably(path, save(tensors, {"sha256": _sha256_of(path.name, tensors)}))
     except OSError as error:
         raise UserError(f"{FLAG}: {path} cannot be written: {error.strerror}", "make room, then --resume") from None
 
@@ -198,11 +205,11 @@ def _read(path: Path, device: torch.device) -> TrunkOutput:
         content = path.read_bytes()
         tensors = load(content)
         loss = TokenLoss(tensors["loss_BS"].to(device), tensors["prediction_BS"].to(device))
-        is_whole = _sha256_of(tensors).encode() in content[:4096]  # the header
+        is_whole = _sha256_of(path.name, tensors).encode() in content[:4096]  # the header
     except (OSError, KeyError, SafetensorError):
         is_whole = False
     if not is_whole:
-        raise UserError(f"{FLAG}: {path} is damaged", "delete this file; its states are then computed again")
+        raise UserError(f"{FLAG}: {path} is damaged", "delete this file, then --resume: its states are computed again")
     return TrunkOutput(tensors["states_SBH"].to(device), loss)
 
 
@@ -210,8 +217,8 @@ def _sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    sha = hashlib.sha256()
+def _sha256_of(file_name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    sha = hashlib.sha256(file_name.encode())  # which says of what micro-batch they are
     for name in sorted(tensors):
         sha.update(_bytes_of(tensors[name]))
     return sha.hexdigest()

@@ -323,6 +323,14 @@ def test_heads_get_a_draft_vocabulary(export, converted, tmp_path):
     assert_same(tensors(directory), whole)
 
 
+def test_a_draft_vocabulary_is_chosen_from_the_rows_that_were_learned(export, converted, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"query": "What?", "response": "7 7 7"}\n' * 2)
+    write_config(SftArgs(model="hf", dataset=[str(tmp_path / "train.jsonl")]), converted / "args.json")
+    (converted / "run_report.json").write_text('{"data_sha256": "of other rows"}')
+    with pytest.raises(UserError, match="its --dataset has other rows now"):
+        export(draft_vocab=4)
+
+
 @pytest.mark.parametrize(
     ("trained_with", "problem"),
     [

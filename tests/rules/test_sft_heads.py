@@ -166,6 +166,12 @@ def test_states_that_would_not_come_again(here, change, problem, hint):
     assert hint in problems[0][1]
 
 
+def test_a_file_is_no_cache(here):
+    ((problem, hint),) = problems_of(dataclasses.replace(SFT, **CACHED | {"cache_trunk_states": "train.jsonl"}))
+    assert problem == "--cache_trunk_states train.jsonl is a file"
+    assert "directory" in hint
+
+
 def test_heads_for_an_engine_of_which_nothing_is_known(here, monkeypatch):
     monkeypatch.setitem(CONVENTIONS, "sglang", lambda family: None)
     ((problem, hint),) = problems_of(dataclasses.replace(SFT, model="mtp2", draft_for="sglang"))

@@ -40,6 +40,11 @@ def test_good_options_pass(here, args):
         ),
         (replace(LORA, target_modules=["lm_head"]), "--target_modules lm_head", "--lora_modules_to_save lm_head"),
         (replace(LORA, lora_modules_to_save=["nrm"]), "--lora_modules_to_save nrm: no module", "embed_tokens"),
+        (
+            replace(LORA, lora_modules_to_save=["layers.1.input_layernorm"]),
+            "--lora_modules_to_save layers.1.input_layernorm is of some layers alone",
+            "without the layer: input_layernorm",
+        ),
         (replace(LORA, lora_modules_to_save=["q_proj"]), "q_proj is a linear layer inside", "--target_modules q_proj"),
         (
             replace(LORA, mtp_num_layers=1, mtp_init="random", mtp_tuner="lora"),

@@ -203,15 +203,46 @@ def test_adapters_of_another_model_are_refused(options, mesh, tmp_path):
     run = train(options(tuner_type="lora", train_iters=1), mesh)
     to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
     other = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, with_tokenizer=True, seed=1)
-    refused = pytest.raises(UserError, match=r"belong to another model than .*other: its tensors have another digest")
+    refused = pytest.raises(UserError, match=r"belong to another model than .*other: tensors or config.json differ")
     with refused, with_adapters(str(other), str(tmp_path / "adapter")):
         pass
     smaller = make_tiny_hf(tmp_path / "smaller", "qwen3", depth=1, with_tokenizer=True, num_hidden_layers=1)
     tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")  # as others write it: without a digest
+    (tmp_path / "adapter/mtp_heads.safetensors").unlink()
     refused = pytest.raises(UserError, match=r"the model has no model\.layers\.1\.")
     with refused, with_adapters(str(smaller), str(tmp_path / "adapter")):
         pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (lambda files: files["config"].update(r=0), "r is 0"),
+        (lambda files: files["config"].update(r=4), r"has A \(8, \d+\) and B \(\d+, 8\), and r is 4"),
+        (lambda files: files["tensors"].clear(), "has no adapter"),
+        (lambda files: files["tensors"].update(wide(files["tensors"])), r"in the model, and \(\d+, 9\) here"),
+        (lambda files: files["tensors"].update({"base_model.model.lm_head.weight": torch.zeros(3, 4)}), "lm_head"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(options, mesh, tmp_path, hf_dir, changed, why):
+    """No digest tells, as PEFT writes none."""
+    directory = tmp_path / "adapter"
+    run = train(options(tuner_type="lora", train_iters=1, lora_rank=8), mesh)
+    to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(directory), merge_lora=False, mtp="strip"), mesh)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    files = {"config": config, "tensors": load_file(directory / "adapter_model.safetensors")}
+    changed(files)
+    (directory / "adapter_config.json").write_text(json.dumps(files["config"]))
+    save_file(files["tensors"], directory / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=why), with_adapters(str(hf_dir), str(directory)):
+        pass
+
+
+def wide(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An A that takes 9 numbers in."""
+    key = next(key for key in tensors if key.endswith("lora_A.weight"))
+    return {key: torch.zeros(len(tensors[key]), 9)}
 
 
 @pytest.mark.parametrize(

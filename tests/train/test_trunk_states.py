@@ -1,5 +1,6 @@
 """A run that reads the trunk's states computes what one without them does, to the bit; and reads no others."""
 
+import json
 import shutil
 
 import pytest
@@ -108,6 +109,18 @@ def test_other_states_are_refused(options, mesh, tmp_path, hf_dir, monkeypatch):
     refused("written with other packing", packing=True)
     other_model = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, with_tokenizer=True, seed=5)
     refused("written with other trunk's weights", model=str(other_model))
+    turned = tmp_path / "turned"
+    shutil.copytree(hf_dir, turned)
+    config = json.loads((turned / "config.json").read_text())
+    (turned / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    refused("written with other config.json", model=str(turned))
+    assert not (tmp_path / "again").exists()  # a run that cannot begin leaves no directory
+
+    one, other = sorted(cache.glob("*.safetensors"))[:2]
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    refused(f"{one.name} is damaged")
+    one.write_bytes(kept)
 
     file = next(cache.glob("*.safetensors"))
     content = file.read_bytes()

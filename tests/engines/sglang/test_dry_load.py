@@ -54,11 +54,17 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     return {name: LoadReport(**line) for name, line in zip(asked, lines, strict=True)}
 
 
+# SGLang's lines of these families are not vLLM's, for which heads are trained where nobody says otherwise.
+FED_OTHERWISE = ("mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3")
+
+
 @pytest.mark.parametrize(("family", "depth"), WHOLE)
 def test_a_whole_checkpoint_passes(reports, family, depth):
     report = reports[family, depth]
     assert report.problems == []
-    assert report.notes == []
+    assert ["feeds the heads otherwise" in note for note in report.notes] == [True] * (
+        depth == 1 and family in FED_OTHERWISE
+    )
     assert report.draft == (convention("sglang", family).draft if depth else None)
     assert (report.num_mtp_heads, report.num_drafting) == (depth, depth)
     assert report.target
