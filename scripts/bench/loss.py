@@ -39,7 +39,7 @@ def main() -> None:
 
 def losses(args: argparse.Namespace, learns: bool, group: Any) -> dict[str, Callable[[], None]]:
     """Forward and backward pass of each way."""
-    from swiftlite.model.chunked_loss import Target, chunked_loss
+    from swiftlite.model.chunked_loss import TrunkStates, Words, chunked_loss
     from swiftlite.model.loss import distillation_loss, token_loss
 
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def losses(args: argparse.Namespace, learns: bool, group: Any) -> dict[str, Call
         found.loss_BS.sum().backward()
 
     def chunked() -> None:
-        target = Target(words) if args.loss == "ce" else Target(trunk_NH=trunk, distance=args.loss)
+        target = Words(words) if args.loss == "ce" else TrunkStates(trunk, args.loss)
         chunked_loss(states, weight, target, picked, group).loss_BS.sum().backward()
 
     return {"all logits": whole, "in chunks": chunked}

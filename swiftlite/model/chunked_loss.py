@@ -21,28 +21,34 @@ from swiftlite.plan.kernels import CHUNK
 
 
 @dataclass(frozen=True)
-class Target:
-    """What the states of a head are to be near to: words, or what the trunk says.
+class Words:
+    """Tokens [N] that the states are to predict, by cross-entropy."""
 
-    Attributes:
-        words_N: of a cross-entropy.
-        trunk_NH: of a distance, the trunk's states.
-        distance: which one.
-    """
-
-    words_N: torch.Tensor | None = None
-    trunk_NH: torch.Tensor | None = None
-    distance: Distance = "kl"
+    words_N: torch.Tensor
 
     def loss_(
         self, logits_CV: torch.Tensor, rows: slice, weight_VH: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Losses [C], and in the place of the logits [C, V] their gradient; all in float32."""
-        if self.words_N is not None:
-            return cross_entropy_(logits_CV, self.words_N[rows], group)
-        assert self.trunk_NH is not None
+        """Losses [C] of a chunk, and in the place of its logits their gradient; all in float32."""
+        return cross_entropy_(logits_CV, self.words_N[rows], group)
+
+
+@dataclass(frozen=True)
+class TrunkStates:
+    """The trunk's own states [N, H], to whose logits those of the states are to be near."""
+
+    trunk_NH: torch.Tensor
+    distance: Distance
+
+    def loss_(
+        self, logits_CV: torch.Tensor, rows: slice, weight_VH: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        """As `Words.loss_`."""
         trunk_CV = (self.trunk_NH[rows] @ weight_VH.t()).float()
         return DISTANCES[self.distance](logits_CV, trunk_CV, group)
+
+
+Target = Words | TrunkStates
 
 
 def chunked_loss(

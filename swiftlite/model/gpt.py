@@ -41,7 +41,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.balance import Balance, RoutedTokens
 from swiftlite.model.cache import Cache
-from swiftlite.model.chunked_loss import Target, chunked_loss
+from swiftlite.model.chunked_loss import TrunkStates, Words, chunked_loss
 from swiftlite.model.context_parallel import (
     gather_sequence,
     padded_cu_seqlens,
@@ -533,7 +533,7 @@ class GPTModel(McoreGPTModel):
         states_NH, words_N = self._picked_states(hidden_SBH, row_N, place_N), labels_BS[row_N, place_N]
         tp = self.pg_collection.tp
         if self.loss_in_chunks:
-            return chunked_loss(states_NH, self._output_weight(), Target(words_N), picked_BS, tp)
+            return chunked_loss(states_NH, self._output_weight(), Words(words_N), picked_BS, tp)
         return token_loss(self._output(of_heads=False).logits(states_NH), words_N, picked_BS, tp)
 
     def _distillation(
@@ -557,7 +557,7 @@ class GPTModel(McoreGPTModel):
         trunk_NH = trunk_TBH[positions_S[place_N], row_N]
         tp = self.pg_collection.tp
         if self.loss_in_chunks:
-            target = Target(trunk_NH=trunk_NH, distance=self.mtp_loss)
+            target = TrunkStates(trunk_NH, self.mtp_loss)
             return chunked_loss(states_NH, output.weight_VH, target, picked_BS, tp, output.tokens_V)
 
         def trunk_logits(rows: slice) -> torch.Tensor:

@@ -73,24 +73,29 @@ def kernels_are_here(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     kernels = group_of(args, KernelArgs)
     head = largest_head(facts.architecture)
     yield from kernel_problems(kernels, this_machine(sees_gpu()), is_float32=args.torch_dtype == "float32", head=head)
+
+
+def adapters_stand_beside_local_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.transformer_impl == "transformer_engine" and args.tuner_type == "lora":
         yield (
             "--transformer_impl transformer_engine with --tuner_type lora: adapters stand beside torch's layers",
             "leave --transformer_impl out",
         )
-    cp, is_te = args.context_parallel_size, args.attention_backend == "te"
-    if is_te and cp > 1:
+
+
+def te_attention_has_whole_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.attention_backend != "te":
+        return
+    hint = "use --attention_backend auto"
+    if args.context_parallel_size > 1:
+        flag = f"--context_parallel_size {args.context_parallel_size}"
         yield (
-            f"--attention_backend te with --context_parallel_size {cp}: Transformer Engine's attention is not asked "
-            "to cut rows over ranks here",
-            "use --attention_backend auto",
+            f"--attention_backend te with {flag}: its attention is not told of other ranks here",
+            hint,
         )
-    if is_te and args.mtp_unroll > 1:
-        yield (
-            f"--attention_backend te with --mtp_unroll {args.mtp_unroll}: no step of an unrolled head could see the "
-            "keys of the first",
-            "use --attention_backend auto",
-        )
+    if args.mtp_unroll > 1:
+        flag = f"--mtp_unroll {args.mtp_unroll}"
+        yield f"--attention_backend te with {flag}: it shows later steps of a head no keys of the first", hint
 
 
 def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -182,6 +187,8 @@ RULES = (
     virtual_stages_have_micro_batches,
     overlap_has_its_optimizer,
     kernels_are_here,
+    adapters_stand_beside_local_layers,
+    te_attention_has_whole_rows,
     common.recompute_options_fit,
     sft_heads.mtp_weights_have_a_source,
     sft_heads.mtp_options_have_heads,

@@ -225,8 +225,9 @@ def test_stages_need_a_pipeline(here):
         ({"transformer_impl": "transformer_engine"}, "its kernels run on NVIDIA GPUs, and torch finds none here"),
         ({"attention_backend": "flash"}, "such kernels run on NVIDIA GPUs, and torch finds none here"),
         ({"attention_backend": "te"}, "is a part of Transformer Engine, but --transformer_impl is local"),
-        ({"attention_backend": "te", "context_parallel_size": 2}, "is not asked to cut rows over ranks here"),
-        ({"attention_backend": "te", "mtp_unroll": 2}, "no step of an unrolled head could see"),
+        ({"transformer_impl": "transformer_engine", "tuner_type": "lora"}, "adapters stand beside torch's layers"),
+        ({"attention_backend": "te", "context_parallel_size": 2}, "is not told of other ranks here"),
+        ({"attention_backend": "te", "mtp_unroll": 2}, "shows later steps of a head no keys of the first"),
     ],
 )
 def test_kernels_that_are_not_here_are_refused(here, monkeypatch, options, problem):
