@@ -14,6 +14,7 @@ from swiftlite.args import bounds
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "graft"]
 MtpMode = Literal["joint", "heads_only"]
 MtpLoss = Literal["ce", "kl", "tv", "nla", "lk_hybrid"]
+TransformerImpl = Literal["local", "transformer_engine"]
 MtpTuner = Literal["full", "lora", "frozen"]
 TunerType = Literal["full", "lora"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
@@ -188,14 +189,30 @@ class ParallelLayout:
 class DistributedArgs:
     """Distributed optimizer and communication"""
 
-    use_distributed_optimizer: bool = False
-    """Data-parallel ranks share the optimizer state instead of each holding all of it."""
-    overlap_grad_reduce: bool = False
+    use_distributed_optimizer: bool | None = None
+    """Data-parallel ranks share the optimizer state instead of each holding all of it. Unset, here and below: on GPUs,
+    where there are such ranks."""
+    overlap_grad_reduce: bool | None = None
     """Sum gradients over data-parallel ranks while the backward pass still runs."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: bool | None = None
     """Gather updated parameters while the forward pass already runs; needs the two options above."""
     distributed_timeout_minutes: bounds.PositiveInt = 10
     """Longest wait of one rank for another before the run ends with an error."""
+
+
+@dataclass(frozen=True)
+class KernelArgs:
+    """Kernels"""
+
+    transformer_impl: TransformerImpl = "local"
+    """Whose linear layers and norms: torch's (local) or, on NVIDIA GPUs, Transformer Engine's. Checkpoints are the
+    same."""
+    attention_backend: Literal["auto", "sdpa", "flash", "te"] = "auto"
+    """sdpa: torch's, a call for each sequence. flash: one call for all sequences of a packed row, of flash-attn if it
+    is installed, else of torch. te: Transformer Engine's. auto: on GPUs in bfloat16 flash, where it is there."""
+    fused_kernels: Literal["auto", "none"] = "auto"
+    """auto: on GPUs norms and activations are one kernel each, and losses never hold all logits. none: everything
+    rounds where transformers does."""
 
 
 @dataclass(frozen=True)
