@@ -212,4 +212,5 @@ NOTES = (
     sft_data.held_out_rows_are_trained_on,
     sft_data.streams_hold_nothing_out,
     sft_heads.heads_learn_slowly,
+    sft_heads.a_frozen_trunk_is_rounded,
 )

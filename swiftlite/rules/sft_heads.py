@@ -135,6 +135,15 @@ def heads_learn_slowly(args: SftArgs, facts: Facts) -> Iterator[str]:
         yield f"--lr {args.lr:g} is small for new heads, which hardly move with it; left out, it is {LR_OF_NEW_HEADS:g}"
 
 
+def a_frozen_trunk_is_rounded(args: SftArgs, facts: Facts) -> Iterator[str]:
+    stored = facts.hf_config.get("dtype") or facts.hf_config.get("torch_dtype")
+    if args.mtp_mode == "heads_only" and args.torch_dtype == "bfloat16" and stored == "float32":
+        yield (
+            "--torch_dtype bfloat16 rounds the trunk, which the checkpoint has in float32: the heads learn behind a "
+            "rounded one, and so it is exported; --torch_dtype float32 keeps it to the bit"
+        )
+
+
 def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.mtp_init == "graft" and args.mtp_graft_from is None:
         yield "--mtp_init graft does not say whose heads to take", "add --mtp_graft_from DIR"

@@ -1,6 +1,8 @@
 """Rules of MTP heads: the options that break each."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
@@ -184,3 +186,12 @@ def test_a_learning_rate_of_fine_tuning_is_small_for_heads(here):
     args = dataclasses.replace(SFT, mtp_mode="heads_only", lr=1e-5)
     assert rules.check(args) == ["--lr 1e-05 is small for new heads, which hardly move with it; left out, it is 0.001"]
     assert rules.check(dataclasses.replace(args, model="mtp2")) == []
+
+
+def test_a_frozen_trunk_in_another_precision(here):
+    config = json.loads(Path("mtp2/config.json").read_text())
+    Path("mtp2/config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    args = dataclasses.replace(SFT, model="mtp2", mtp_mode="heads_only")
+    (note,) = rules.check(dataclasses.replace(args, torch_dtype="bfloat16"))
+    assert note.startswith("--torch_dtype bfloat16 rounds the trunk")
+    assert rules.check(dataclasses.replace(args, torch_dtype="float32")) == []
