@@ -120,14 +120,16 @@ def log_probabilities(
 ) -> torch.Tensor:
     """Log-probabilities [len(pairs), 2] of both answers of each pair, on the CPU of every rank; collective.
 
+    Each pair is a micro-batch of its own, so that its bits do not depend on the pairs beside it: a run that goes on
+    with other steps has scored others.
+
     Args:
         chunks: the model's stages on this rank.
         batches: cuts rows for this mesh.
     """
-    size = batches.plan.micro_batch_size
-    starts = list(range(0, len(pairs), size * mesh.dp.size()))
-    mine = [range(len(pairs))[start + mesh.dp.rank() * size :][:size] for start in starts]
-    micro_batches = [batches.collate([pairs[index] for index in indices]) for indices in mine]
+    firsts = range(0, len(pairs), mesh.dp.size())
+    mine = [first + mesh.dp.rank() for first in firsts]  # the last one may be past the end: it is computed as padding
+    micro_batches = [batches.collate(pairs[index : index + 1]) for index in mine]
     for chunk in chunks:
         chunk.eval()
     with mesh.active():
@@ -142,8 +144,8 @@ def log_probabilities(
             forward_only=True,
         )
     found = torch.zeros(len(pairs), 2, device=mesh.device.torch_device)
-    for indices, log_p_P2 in zip(mine, parts, strict=False):  # no parts before the last stage
-        found[list(indices)] = log_p_P2
+    for index, log_p_P2 in zip(mine, parts, strict=False):  # no parts before the last stage
+        found[index : index + 1] = log_p_P2
     dist.all_reduce(found, group=mesh.dp)  # each pair has one rank's number, and zeros
     return from_last_stage(found, mesh).cpu()
 
