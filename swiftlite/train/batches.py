@@ -142,8 +142,9 @@ class Batches:
 
 def _length_of(sample: Sample, multiple: int) -> int:
     """Tokens that a sample, or both answers of a pair, take in a packed row."""
-    lengths = np.array([len(answer) for answer in sample.answers])
-    return int(lengths[0]) if len(lengths) == 1 else int(padded(lengths, multiple).sum())
+    if sample.rejected is None:
+        return len(sample)
+    return int(padded(np.array([len(answer) for answer in sample.answers]), multiple).sum())
 
 
 def _samples(rows: SampleRows, indices: np.ndarray) -> list[Sample]:

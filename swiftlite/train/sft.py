@@ -103,8 +103,8 @@ def prepare(args: SftArgs, mesh: Mesh, load: LoadData | None = None) -> phases.R
     phases.check_ranks_agree(args, data, checkpoint)
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
-        preferred = [replace(sample, rejected=None) for sample in data.train]
-        rows_to_fit = batches.evaluation(samples_to_fit(preferred, hf_model.config["hidden_size"]))
+        chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
+        rows_to_fit = batches.evaluation([replace(sample, rejected=None) for sample in chosen])
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit)
     if checkpoint is None:  # so the weights of this report are those that training starts from
         logger.info("%s", learner.weights_report)

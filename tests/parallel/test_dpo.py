@@ -58,7 +58,7 @@ def test_a_layout_changes_no_number(tmp_path):
             split_dataset_ratio=0.25,
             output_dir=str(tmp_path / name.replace(" ", "_")),
             acceptance_samples=0,
-            report_to=["none"],
+            report_to=[],
             **usual | layout,
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftlite.data.template import load_tokenizer
+from swiftlite.data.template import ChatTemplate, load_tokenizer
 from tests.train.pairs import LOSSES, ROWS, first_step, open_hf
 from tests.train.test_dpo import options, ref_dir  # noqa: F401, fixtures
 
@@ -16,20 +16,16 @@ datasets: Any = pytest.importorskip("datasets")
 FREE = ("simpo", "orpo")  # they have trainers of their own, see test_dpo.py
 
 
-def turns(role: str, text: str) -> list[dict[str, str]]:
-    return [{"role": role, "content": text}]
-
-
 def their_step(hf_dir: Path, ref_dir: Path, out_dir: Path, args) -> tuple[float, dict[str, float], Any]:  # noqa: F811
     """Loss, metrics and model with gradients after one batch of all pairs."""
-    rows = [
-        {
-            "prompt": turns("user", row["query"]),
-            "chosen": turns("assistant", row["response"]),
-            "rejected": turns("assistant", row["rejected_response"]),
-        }
-        for row in ROWS
-    ]
+    tokenizer = load_tokenizer(hf_dir)
+    template = ChatTemplate(tokenizer)
+    rows = []
+    for row in ROWS:
+        # Texts, to which TRL adds the end-of-turn token; of conversations it would score the newline behind that too.
+        asked = template.encode_prompt([{"role": "user", "content": row["query"]}])
+        prompt = tokenizer.decode(asked)
+        rows.append({"prompt": prompt, "chosen": row["response"], "rejected": row["rejected_response"]})
     config = trl.DPOConfig(
         output_dir=str(out_dir),
         beta=args.beta,
@@ -47,7 +43,7 @@ def their_step(hf_dir: Path, ref_dir: Path, out_dir: Path, args) -> tuple[float,
         ref_model=open_hf(ref_dir),
         args=config,
         train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=load_tokenizer(hf_dir),
+        processing_class=tokenizer,
     )
     inputs = next(iter(trainer.get_train_dataloader()))
     model = trainer.model.train()
