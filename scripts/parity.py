@@ -37,6 +37,7 @@ def parse() -> argparse.Namespace:
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By family and case: the differences by name, or why there are none."""
+    import torch
     from safetensors.torch import load_file
 
     from tests.parallel import parity
@@ -54,7 +55,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             for name in names:
                 case = parity.CASES[name]
                 job = parity.Job(hf_dir, root / family / name, options | case.options)
-                if args.device == "cuda" and case.num_processes > 1:
+                if args.device == "cuda" and case.num_processes > torch.cuda.device_count():
                     table[family][name] = f"needs {case.num_processes} GPUs"
                 elif reason := parity.refusal(job, case.num_processes):
                     table[family][name] = reason

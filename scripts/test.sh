@@ -2,11 +2,11 @@
 # Sets up what the tests need, then runs them; the last line is pytest's own count.
 #
 #   bash scripts/test.sh                everything a machine without a GPU can run: check.sh and the three tiers below
-#   bash scripts/test.sh unit|gloo|engine|slow|gpu [PYTEST OPTIONS]
+#   bash scripts/test.sh unit|gloo|engine|slow|te|gpu [PYTEST OPTIONS]
 #
 #   unit     in process, seconds each       gloo    several processes on this machine
 #   engine   with a real vLLM or SGLang     gpu     needs a GPU
-#   slow     engines too, minutes each
+#   slow     engines too, minutes each     te      with the Python of Transformer Engine; elsewhere skipped
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
@@ -19,16 +19,20 @@ case $tier in
     unit) markers="not gloo and not engine and not gpu and not slow" ;;
     engine) markers="engine and not slow" ;;
     gloo | slow | gpu) markers=$tier ;;
-    *) die "no tier '$tier'" "one of: unit gloo engine slow gpu, or nothing for all that run without a GPU" ;;
+    te) markers=gloo && set -- tests/parallel/test_kernels.py "$@" ;;
+    *) die "no tier '$tier'" "one of: unit gloo engine slow te gpu, or nothing for all that run without a GPU" ;;
 esac
 
 case $tier in
     all | engine | slow) use_environment core vllm sglang model dev ;;
+    te) use_environment core model te dev ;;
     *) use_environment core model dev ;;
 esac
 # Nothing here may go to the network: a test that tries to should fail at once. One thread per process: the models are
 # tiny, and many tests start several processes.
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Tests compare with what a CPU computes; models of the session would be on a GPU, their inputs not.
+[ "$tier" = gpu ] || export CUDA_VISIBLE_DEVICES=
 if [ "$tier" = all ]; then
     bash scripts/check.sh || status=1
 fi

@@ -11,6 +11,7 @@ from swiftlite.args.bounds import Fraction, Length, NonNegativeInt, PositiveFloa
 class SftArgs(
     fields.RunArgs,
     fields.OptimArgs,
+    fields.KernelArgs,
     fields.RecomputeArgs,
     fields.DistributedArgs,
     fields.ParallelLayout,
@@ -162,7 +163,7 @@ class ExaminationArgs:
     """GPUs of the run. Unset: as few as the layout allows."""
     gpu_memory_gb: PositiveFloat = 80.0
     """Memory of one GPU, in GB (1e9 bytes)."""
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: bool | None = None
     """The same as for megatron sft."""
     micro_batch_size: PositiveInt = 1
     """The same as for megatron sft."""
@@ -174,6 +175,8 @@ class ExaminationArgs:
     """The same as for megatron sft. Unset: what the checkpoint has."""
     mtp_mode: fields.MtpMode = "joint"
     """The same as for megatron sft."""
+    fused_kernels: Literal["auto", "none"] = "auto"
+    """The same as for megatron sft, on GPUs."""
     tuner_type: fields.TunerType = "full"
     """The same as for megatron sft."""
     lora_rank: PositiveInt = 8

@@ -14,6 +14,7 @@ from swiftlite.args import bounds
 MtpInit = Literal["checkpoint", "random", "copy_last_layer", "fit_last_layer", "graft"]
 MtpMode = Literal["joint", "heads_only"]
 MtpLoss = Literal["ce", "kl", "tv", "nla", "lk_hybrid"]
+TransformerImpl = Literal["local", "transformer_engine"]
 MtpTuner = Literal["full", "lora", "frozen"]
 TunerType = Literal["full", "lora"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
@@ -216,14 +217,30 @@ class ParallelLayout:
 class DistributedArgs:
     """Distributed optimizer and communication"""
 
-    use_distributed_optimizer: bool = False
-    """Data-parallel ranks share the optimizer state instead of each holding all of it."""
-    overlap_grad_reduce: bool = False
+    use_distributed_optimizer: bool | None = None
+    """Data-parallel ranks share the optimizer state instead of each holding all of it. Unset, here and below: on GPUs,
+    where there are such ranks."""
+    overlap_grad_reduce: bool | None = None
     """Sum gradients over data-parallel ranks while the backward pass still runs."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: bool | None = None
     """Gather updated parameters while the forward pass already runs; needs the two options above."""
     distributed_timeout_minutes: bounds.PositiveInt = 10
     """Longest wait of one rank for another before the run ends with an error."""
+
+
+@dataclass(frozen=True)
+class KernelArgs:
+    """Kernels"""
+
+    transformer_impl: TransformerImpl = "local"
+    """Whose linear layers and norms: torch's (local) or, on NVIDIA GPUs, Transformer Engine's. Checkpoints are the
+    same."""
+    attention_backend: Literal["auto", "sdpa", "flash", "te"] = "auto"
+    """sdpa: torch's, a call for each sequence. flash: one call for all sequences of a packed row, of flash-attn if it
+    is installed, else of torch. te: Transformer Engine's. auto: on GPUs in bfloat16 flash, where it is there."""
+    fused_kernels: Literal["auto", "none"] = "auto"
+    """auto: on GPUs norms and activations are one kernel each, and losses never hold all logits. none: everything
+    rounds where transformers does."""
 
 
 @dataclass(frozen=True)
@@ -328,6 +345,9 @@ class EngineArgs:
     """Engine that generates."""
     speculative: Literal["none", "mtp"] = "none"
     """mtp: the checkpoint's own heads draft tokens, the trunk verifies them."""
+    draft_confidence: bounds.Fraction | None = None
+    """Draft nothing more in a step behind a draft that its head gives a smaller probability; what is written stays the
+    same. `swiftlite evaluate` measures which one is fastest. Unset: always --num_speculative_tokens."""
 
 
 @dataclass(frozen=True)
@@ -377,6 +397,9 @@ class ServerArgs:
     """Address to listen on; 0.0.0.0 is every address of this machine."""
     port: bounds.Port = 8000
     """Port to listen on."""
+    draft_schedule: str | None = None
+    """The bench.json of `swiftlite bench`: tokens drafted per step change with the requests under way, as measured
+    there."""
     max_model_len: bounds.Length | None = None
     """Longest prompt plus answer. Unset: the model's own limit."""
     dry_run: bool = False
@@ -403,6 +426,9 @@ class EvaluationArgs:
     temperature: bounds.NonNegativeFloat = 0.0
     """Above 0, the engine also draws answers at this temperature; what it then accepts stands beside what it accepts
     greedily."""
+    draft_confidence: list[float] = field(default_factory=list)
+    """Values of infer's option of this name, such as 0,0.2,0.4,0.6: the engine answers with each, and a table says how
+    fast it was."""
     max_length: bounds.Length = 2048
     """Longest row in tokens; longer ones are cut right."""
     max_bad_rows: bounds.NonNegativeInt = 0
@@ -427,6 +453,9 @@ class BenchmarkArgs:
     """Requests that are under way at once."""
     rounds: bounds.PositiveInt = 5
     """Times that every prompt is sent at each concurrency; more tell a small gain from noise."""
+    repeat_prompts: bool = False
+    """Let rounds share one cache of prefixes, as where the same prompts come again: the table says how much of them
+    came from it, with drafts and without."""
     max_prompts: bounds.PositiveInt = 64
     """Prompts of the files that are sent, the first ones."""
     max_new_tokens: bounds.PositiveInt = 128

@@ -60,7 +60,7 @@ def run(args: BenchArgs) -> None:
             logger.info("%s: starting a server; its log: %s", in_words(k), log)
             servers.append(measure(args, k, url, commands[k], prompts, sampling, log))
             content = surroundings | report.to_json(args, servers, is_complete=is_last)
-            write_durably(output_dir / "bench.json", json.dumps(content, indent=2).encode() + b"\n")
+            write_durably(output_dir / report.BENCH_JSON, json.dumps(content, indent=2).encode() + b"\n")
             for name in DRAWN:  # of an earlier run
                 (output_dir / name).unlink(missing_ok=True)
     choices = report.choose_all(servers)
@@ -70,7 +70,7 @@ def run(args: BenchArgs) -> None:
         logger.warning("%s", warning)
     write_durably(output_dir / "bench.svg", draw(servers))
     write_durably(output_dir / "bench.html", render(bench_page(content)))
-    logger.info("%s, bench.svg and bench.html", output_dir / "bench.json")
+    logger.info("%s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
 
 
 def load(args: BenchArgs, model: ServedModel, template: ChatTemplate) -> list[list[int]]:

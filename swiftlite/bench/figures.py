@@ -33,11 +33,13 @@ class ConcurrencyResult:
 
     Attributes:
         counts: of drafts in all rounds; None when nothing was drafted.
+        cached_share: of the prompts' tokens in all rounds, what came from the cache of prefixes.
     """
 
     concurrency: int
     rounds: list[Round]
     counts: DraftCounts | None
+    cached_share: float
 
     @property
     def mean_accepted_length(self) -> float:
@@ -75,6 +77,7 @@ class ConcurrencyResult:
             "time_per_token_ms": _spread([value for value in per_token if value is not None]),
             "tokens_per_round": sum(answer.num_tokens for answer in self.rounds[0].answers),
             "answers_equal": None if expected is None else self.num_equal(expected),
+            "cached_share_of_prompts": self.cached_share,
             "mean_accepted_length": self.mean_accepted_length,
             "drafts": self.counts.to_json() if self.counts else None,
         }

@@ -23,6 +23,8 @@ from swiftlite.engines.server_command import ServerCommand
 from swiftlite.log import logger
 from swiftlite.redact import redact_text
 
+WARM_UP = "warm-up"
+
 
 @dataclass(frozen=True)
 class ServerResult:
@@ -75,15 +77,18 @@ async def _ask(
     measured = []
     async with connect(args.infer_backend, url, sampling, num_speculative_tokens) as client:
         # The first answers pay for kernels and memory that later ones find ready.
-        await ask_all(client, prompts, max(args.concurrency), "warm-up")
+        await ask_all(client, prompts, max(args.concurrency), WARM_UP)
         for concurrency in args.concurrency:
-            before = await client.draft_counts()
+            counts_before, cached_before = await client.draft_counts(), await client.cached_tokens()
             rounds: list[Round] = []
             for number in range(args.rounds):
                 # A prompt is computed anew in each round, and shares its beginning with others of the round alone.
-                rounds.append(await ask_all(client, prompts, concurrency, f"{concurrency} {number}"))
-            counts = (await client.draft_counts()).since(before)
-            result = ConcurrencyResult(concurrency, rounds, counts if num_speculative_tokens else None)
+                salt = WARM_UP if args.repeat_prompts else f"{concurrency} {number}"
+                rounds.append(await ask_all(client, prompts, concurrency, salt))
+            counts = (await client.draft_counts()).since(counts_before)
+            cached = await client.cached_tokens() - cached_before
+            asked = args.rounds * sum(map(len, prompts))
+            result = ConcurrencyResult(concurrency, rounds, counts if num_speculative_tokens else None, cached / asked)
             measured.append(result)
             speeds = ", ".join(f"{speed:.1f}" for speed in result.speeds)
             logger.info("%s, %d at once: %s tokens/s", in_words(num_speculative_tokens), concurrency, speeds)

@@ -16,6 +16,7 @@ COLUMNS = (
     "fastest round",
     "first token, ms",
     "per token, ms",
+    "cached share of prompts",
     "tokens per step",
     "answers equal",
 )
@@ -36,6 +37,8 @@ def bench_page(content: Mapping[str, Any]) -> Page:
     ]
     lead = "How many tokens to draft, by the speed that was measured."
     commands = list(dict.fromkeys(choice["command"] for choice in choices))
+    if content["schedule_command"]:
+        commands.append(content["schedule_command"])
     sections = [
         Section("What to start", commands=commands),
         Section("Speed", figures=_figures(servers), tables=[_table(servers, content["prompts"])]),
@@ -88,6 +91,7 @@ def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Tab
                     number(max(speeds)),
                     _milliseconds(measured["time_to_first_token_ms"]),
                     _milliseconds(measured["time_per_token_ms"]),
+                    f"{measured['cached_share_of_prompts']:.0%}",
                     f"{measured['mean_accepted_length']:.2f}",
                     "" if measured["answers_equal"] is None else f"{measured['answers_equal']} of {num_prompts}",
                 ]

@@ -1,8 +1,9 @@
 """What `bench` says of all servers: the table, the recommendations, bench.json."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import packages_distributions
+from pathlib import Path
 from typing import Any
 
 from swiftlite.args.command_line import command_line
@@ -15,9 +16,20 @@ from swiftlite.redact import redact
 from swiftlite.surroundings import describe_machine, versions_of
 from swiftlite.table import text_table
 
+BENCH_JSON = "bench.json"
 # Two servers that draft nothing differ by a few percent on a machine of their own.
 MUCH_DRIFT = 0.1
-COLUMNS = ("at once", "drafted", "tokens/s", "ratio", "first token", "per token", "accepted length", "answers equal")
+COLUMNS = (
+    "at once",
+    "drafted",
+    "tokens/s",
+    "ratio",
+    "first token",
+    "per token",
+    "cached",
+    "accepted length",
+    "answers equal",
+)
 
 
 def choose_all(servers: Sequence[ServerResult]) -> dict[int, Choice]:
@@ -51,6 +63,7 @@ def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool)
             {"concurrency": concurrency, **asdict(choice), "command": deploy_line(args, choice)}
             for concurrency, choice in choices.items()
         ],
+        "schedule_command": schedule_line(args) if changes_with_load(args, choices) else None,
     }
 
 
@@ -94,6 +107,7 @@ def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence
         ratio,
         _milliseconds(figures["time_to_first_token_ms"]),
         _milliseconds(figures["time_per_token_ms"]),
+        f"{result.cached_share:.0%}",
         f"{figures['mean_accepted_length']:.2f}",
         "" if expected is None else f"{figures['answers_equal']} of {len(expected)}",
     )
@@ -104,14 +118,24 @@ def _milliseconds(figures: dict[str, float] | None) -> str:
 
 
 def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
-    """What to draft at each concurrency, and the commands that serve so."""
+    """What to draft at each concurrency, the commands that serve so, and one that changes with the load."""
     lines: list[str] = []
     for concurrency, choice in choices.items():
         lines.append(
             f"{concurrency} at once: --num_speculative_tokens {choice.num_speculative_tokens}: {choice.reason}"
         )
-    commands = {choice.num_speculative_tokens: deploy_line(args, choice) for choice in choices.values()}
-    return "\n".join([*lines, *(f"\n    {command}" for command in commands.values())])
+    commands = list(dict.fromkeys(deploy_line(args, choice) for choice in choices.values()))
+    for command in commands:
+        lines.append(f"\n    {command}")
+    if changes_with_load(args, choices):
+        lines.append(f"\nOne server that drafts by the requests under way:\n\n    {schedule_line(args)}")
+    return "\n".join(lines)
+
+
+def changes_with_load(args: BenchArgs, choices: dict[int, Choice]) -> bool:
+    """Whether a server that changes with the load is worth its command."""
+    is_own = ENGINES[args.infer_backend].speculative_config(args) is None
+    return is_own and len({choice.num_speculative_tokens for choice in choices.values()}) > 1
 
 
 def warnings(choices: dict[int, Choice]) -> list[str]:
@@ -126,5 +150,14 @@ def warnings(choices: dict[int, Choice]) -> list[str]:
 
 def deploy_line(args: BenchArgs, choice: Choice) -> str:
     """The command that starts the server of a choice, with *** for a key."""
-    chosen = deploy_args(args, choice.num_speculative_tokens)
-    return command_line("deploy", DeployArgs, asdict(chosen), always=("infer_backend",))
+    return _as_typed(deploy_args(args, choice.num_speculative_tokens))
+
+
+def schedule_line(args: BenchArgs) -> str:
+    """The command that starts a server which drafts at every load what was chosen for it, with *** for a key."""
+    bench_json = str(Path(args.output_dir) / BENCH_JSON)
+    return _as_typed(replace(deploy_args(args, 1), num_speculative_tokens=None, draft_schedule=bench_json))
+
+
+def _as_typed(args: DeployArgs) -> str:
+    return command_line("deploy", DeployArgs, asdict(args), always=("infer_backend",))

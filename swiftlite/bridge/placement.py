@@ -47,7 +47,7 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
         model = _unwrap(chunk)
         # state_dict and not named_parameters: it has the persistent buffers too, and only those.
         for local_name, tensor in model.state_dict(keep_vars=True).items():
-            if not isinstance(tensor, torch.Tensor):  # megatron-core's _extra_state
+            if local_name.endswith("_extra_state"):  # megatron-core's None, Transformer Engine's state of FP8
                 continue
             name = global_name(local_name, model)
             tp_rank, tp_size, is_first_replica = _sharing(local_name, model)

@@ -4,9 +4,7 @@ an engine would make of it (--engine), and what memory a training run needs (--p
 Installed packages are asked for by their metadata; torch loads only to audit a model.
 """
 
-import importlib.util
 import platform
-import runpy
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +17,10 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.hub.model import description_of, local_model
 from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.kernels import automatic
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.redact import redact_text
+from swiftlite.surroundings import gpu_models, has_nvidia_driver, sees_gpu, torch_cuda
 from swiftlite.table import text_table
 
 
@@ -129,6 +129,8 @@ def _report_machine() -> bool:
     lines = [("python", platform.python_version())]
     lines += [(name, installed_version(names) or "not installed") for name, names in shown.items()]
     lines += [("CUDA", _cuda())]
+    kernels = automatic(sees_gpu(), is_float32=False).described
+    lines += [(f"{name}, in bfloat16", words) for name, words in kernels.items()]
     print(text_table(lines))
 
     try:
@@ -167,25 +169,13 @@ def tested_table() -> str:
 
 def _cuda() -> str:
     """The driver and the CUDA version that torch was built for, read from files."""
-    driver = Path("/proc/driver/nvidia/version")
-    built = _torch_cuda()
-    if not driver.exists() and not Path("/dev/nvidiactl").exists():
+    built = torch_cuda()
+    if not has_nvidia_driver():
         return "no NVIDIA driver here: everything runs on the CPU"
-    gpus = []
-    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        gpus += [line.partition(":")[2].strip() for line in information.read_text().splitlines() if "Model:" in line]
-    found = ", ".join(gpus) or "an NVIDIA driver"
+    found = ", ".join(gpu_models()) or "an NVIDIA driver"
     if built is None:
         return f"{found}, but torch is built without CUDA -> pip install a CUDA build of torch: https://pytorch.org"
     return f"{found}; torch is built for CUDA {built}"
-
-
-def _torch_cuda() -> str | None:
-    """`torch.version.cuda`, without importing torch."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda")
 
 
 def _report_model(directory: Path) -> bool:
@@ -332,7 +322,9 @@ def _describe(setup: memory.Setup) -> str:
     heads = f", MTP depth {setup.heads.layers} ({setup.mtp_mode})" if setup.heads.layers else ""
     rows = f"micro-batches of {setup.micro_batch_size} x {setup.max_length} tokens"
     gpus = f"{setup.num_gpus} GPU{'s' if setup.num_gpus > 1 else ''}"
-    return f"{gpus} = {' x '.join(parts)}{experts}; {rows}, recompute {setup.recompute.recompute_granularity}{heads}"
+    recompute = f"recompute {setup.recompute.recompute_granularity}"
+    fused = ", fused kernels" if setup.is_fused else ""
+    return f"{gpus} = {' x '.join(parts)}{experts}; {rows}, {recompute}{fused}{heads}"
 
 
 def _suggestion(hf_config: dict[str, Any], setup: memory.Setup, gpu_memory_gb: float) -> str:

@@ -21,12 +21,15 @@ from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import COMMANDS, Command, find
 from swiftlite.errors import UserError, is_of_storage, reason_of
+from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule, render
 from swiftlite.redact import redact_text
 from swiftlite.runtime.parent import end_with_parent
+from swiftlite.surroundings import gpu_models, sees_gpu
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,6 +135,14 @@ def _settle_environment(args: object) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # of GNU's OpenMP, which torch brings along
+    if isinstance(args, SftArgs):
+        # Rows of all lengths would leave the allocator with pieces that none of the next fits into.
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        # GPUs before Blackwell start kernels of one queue in order: only so does a product not overtake the message
+        # that is to be sent beside it.
+        if args.tensor_model_parallel_size > 1 and not any("B200" in model for model in gpu_models()):
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if hasattr(args, "infer_backend"):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or vLLM's workers tell of the machine's NUMA nodes
 
@@ -150,15 +161,19 @@ def _ignore_upstream_warnings() -> None:
 def _log(notes: list[str], command: Command, processes: launch.Processes) -> None:
     if processes.must_start and not command.is_parallel:
         notes = [*notes, f"NPROC_PER_NODE and NNODES have no effect: swiftlite {command.words} is one process"]
+    num_gpus = len(gpu_models())
+    if command.is_parallel and processes.rank is None and processes.world_size == 1 and num_gpus > 1:
+        notes = [*notes, f"one process uses one GPU of {num_gpus}: export NPROC_PER_NODE={num_gpus} for all"]
     for note in notes:
         log.logger.warning(note)
 
 
 def _dry_run(args: SftArgs, world_size: int) -> str:
-    heads = Heads.from_config(read_hf_config(description_of(args.model)))
+    hf_config = read_hf_config(description_of(args.model))
+    heads, head = Heads.from_config(hf_config), largest_head(known_architecture(hf_config))
     num_rows = None if args.packing else _count_rows(args.dataset)
     schedule = make_schedule(args, num_rows) if num_rows else None
-    return render(args, make_plan(args, world_size, heads), heads, schedule)
+    return render(args, make_plan(args, world_size, heads, this_machine(sees_gpu()), head), heads, schedule)
 
 
 def _count_rows(dataset: list[str]) -> int | None:

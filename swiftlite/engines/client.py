@@ -31,6 +31,7 @@ class Answer:
         seconds_to_first: from sending the request to the first piece of the answer.
         seconds: to the last piece.
         counts: of drafts, where the engine counts them by request.
+        cached_tokens: of the prompt, taken from the cache of prefixes, where the engine counts them by request.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Answer:
     seconds_to_first: float
     seconds: float
     counts: DraftCounts | None = None
+    cached_tokens: int = 0
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -61,6 +63,10 @@ class Client(Protocol):
 
     async def draft_counts(self) -> DraftCounts:
         """All that was drafted since the server was started."""
+        ...
+
+    async def cached_tokens(self) -> int:
+        """Tokens of all prompts since then that were taken from the cache of prefixes instead of computed."""
         ...
 
 

@@ -24,6 +24,8 @@ class Sampling:
         temperature: 0 is greedy.
         top_p: smallest set of tokens whose probability reaches this.
         seed: of the random numbers of one `generate` call; not used when greedy.
+        draft_confidence: nothing is drafted behind a draft that its head gives a smaller probability, by engines whose
+            record says `takes_draft_confidence`; 0 drafts as many as the engine was started for.
         stop_token_ids: tokens that end a completion; the one that did stays in it.
         numbers: one for each prompt of the call, which with `seed` says what is drawn for it; unset: 0, 1, 2 and so on.
             With its number from a longer list, a prompt is answered as it would be among all of them.
@@ -35,6 +37,7 @@ class Sampling:
     seed: int = 42
     stop_token_ids: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()
+    draft_confidence: float = 0.0
 
     def seed_of(self, place: int) -> int:
         """The seed of the prompt at a place in the call; one for all would answer a repeated prompt alike."""

@@ -49,14 +49,16 @@ class EngineInfo:
             with its heads; it returns None for a family for which nobody has measured it.
         measured: beginning of the version in which conventions were measured; "" where there is nothing to measure.
         is_required: whether swiftlite itself cannot do without its package.
+        takes_draft_confidence: whether the engine can stop drafting where a head is not sure, see `Sampling`.
         is_batched: whether the engine answers several prompts at once.
         options_class: class of the engine's own options in args/fields.py, part of the classes of the commands; None
             when it has none. Every name begins with the engine's.
         read_speculative_config: function that takes a command's options and returns those of speculative decoding that
             the user gave, by the engine's own names; it returns None when there are none.
         rules: what cannot be of its options, as functions that yield (problem, hint).
-        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, a `ServedModel`, and whether
-            the server drafts. "": the engine has no server, and `deploy` does not offer it.
+        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, a `ServedModel`, whether the
+            server drafts, and the `DraftSchedule` by which it does or None. "": the engine has no server, and `deploy`
+            does not offer it.
         client: name of the `Client` class that `bench` asks the server through. "": `bench` does not offer the engine.
         dry_load: name of the function that takes an `EngineConfig` and returns a `LoadReport`, called in a process of
             its own. "": `doctor` does not offer the engine.
@@ -77,6 +79,7 @@ class EngineInfo:
     convention: str
     measured: str = ""
     is_required: bool = False
+    takes_draft_confidence: bool = False
     is_batched: bool = True
     options_class: type | None = None
     read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from operator import add
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,7 @@ from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.engine import Completion, Engine, EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt, needed_length
 from swiftlite.engines.served_model import read_model
+from swiftlite.evaluate.confidence import by_confidence
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,14 @@ class EngineFigures:
         drawn_by_channel: the same of answers that were drawn at a temperature; empty when none were.
         answers: its prompts and its greedy answers, token by token; the answers are what is to be learned.
         num_speculative_tokens: drafted in each step.
+        by_confidence: see `confidence.by_confidence`; empty when no value was to be measured.
     """
 
     by_channel: dict[str, dict[str, object]]
     drawn_by_channel: dict[str, dict[str, object]]
     answers: list[Sample]
     num_speculative_tokens: int
+    by_confidence: list[dict[str, Any]]
 
 
 def by_engine(
@@ -44,6 +48,7 @@ def by_engine(
     max_new_tokens: int,
     max_prompts: int,
     temperature: float = 0.0,
+    confidences: Sequence[float] = (),
 ) -> EngineFigures:
     """Start the engine once, and let it answer.
 
@@ -52,6 +57,7 @@ def by_engine(
         conversations: their last assistant turn is what is generated.
         max_prompts: of each channel, the first ones.
         temperature: above 0, answers are drawn at it too.
+        confidences: values of `Sampling.draft_confidence` to compare by speed.
 
     Raises:
         UserError: a prompt that the template cannot render, or that leaves no room for an answer; names its row.
@@ -68,7 +74,8 @@ def by_engine(
         # First what an engine may refuse.
         drawn, _ = _ask(engine, prompts, replace(greedy, temperature=temperature)) if temperature else ({}, [])
         counted, answers = _ask(engine, prompts, greedy)
-        return EngineFigures(counted, drawn, answers, engine.num_speculative_tokens)
+        measured = by_confidence(engine, ids, greedy, confidences)
+        return EngineFigures(counted, drawn, answers, engine.num_speculative_tokens, measured)
     finally:
         engine.close()
 

@@ -17,6 +17,7 @@ from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import EngineFigures, by_engine
+from swiftlite.evaluate.confidence import confidence_table
 from swiftlite.evaluate.figures import REPLAYED, ModelFigures, compare_with_engine, table
 from swiftlite.evaluate.page import evaluation_page
 from swiftlite.evaluate.places import place_tables
@@ -56,10 +57,16 @@ def run(args: EvaluateArgs) -> None:
     print(table(results))
     if by_place := place_tables(results):
         print(f"\n{by_place}")
-    report = {name: {"directory": names[name], **measured} for name, measured in results.items()}
+    report: dict[str, dict[str, Any]] = {
+        name: {"directory": names[name], **measured} for name, measured in results.items()
+    }
+    confidences = served["model"].by_confidence if args.draft_confidence else []
+    if confidences:
+        print(f"\n{confidence_table(confidences)}")
+        report["model"]["by_draft_confidence"] = confidences
     write_durably(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
     write_durably(output_dir / "evaluation.svg", draw(results))
-    write_durably(output_dir / "evaluation.html", render(evaluation_page(results, names)))
+    write_durably(output_dir / "evaluation.html", render(evaluation_page(results, names, confidences)))
     logger.info("%s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
 
 
@@ -94,6 +101,7 @@ def _serve(args: EvaluateArgs, model: ServedModel, tokenizer: PreTrainedTokenize
             max_new_tokens=args.max_new_tokens,
             max_prompts=args.max_prompts,
             temperature=args.temperature,
+            confidences=args.draft_confidence,
         )
 
 

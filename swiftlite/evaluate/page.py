@@ -1,9 +1,11 @@
 """evaluation.html: the same as evaluation.json, to look at."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from swiftlite.acceptance.report import AT_TEMPERATURE
 from swiftlite.acceptance.teacher_forced import ALL
+from swiftlite.evaluate.confidence import COLUMNS, confidence_rows
 from swiftlite.evaluate.figures import REPLAYED, ModelFigures, in_words, rates
 from swiftlite.evaluate.places import place_sections
 from swiftlite.report.figure import Bars, draw_bars, share
@@ -16,12 +18,17 @@ METHODS = {
 """What is said of a way to measure; see `_meaning` for the others."""
 
 
-def evaluation_page(results: Mapping[str, ModelFigures], directories: Mapping[str, str]) -> Page:
+def evaluation_page(
+    results: Mapping[str, ModelFigures],
+    directories: Mapping[str, str],
+    confidences: Sequence[Mapping[str, Any]] = (),
+) -> Page:
     """The page of what was measured.
 
     Args:
         results: by name: "model", and "baseline" where there is one.
         directories: of the models, by the same names.
+        confidences: see `confidence.by_confidence`.
     """
     methods = list(results["model"])
     tiles = []
@@ -39,6 +46,9 @@ def evaluation_page(results: Mapping[str, ModelFigures], directories: Mapping[st
         )
         for method in methods
     ]
+    if confidences:
+        table = Table("The same answers at each value", COLUMNS, confidence_rows(confidences))
+        sections.append(Section("Where to stop drafting", "Speed at values of --draft_confidence.", tables=[table]))
     lead = f"How often the heads of {directories['model']} are right"
     if "baseline" in directories:
         lead += f", beside those of {directories['baseline']}"

@@ -115,8 +115,8 @@ class GroupedQueryAttention:
         _, keys = self._widths(rank)
         heads, groups = self.heads // rank.tp, self.groups // rank.tp
         kept = rank.kept_norm(rank.tokens * heads, self.head_dim) + rank.kept_norm(rank.tokens * groups, self.head_dim)
-        if rank.itemsize == FLOAT32 and rank.cp == 1:
-            kept -= rank.tokens * keys * FLOAT32  # the norm's input and the values are views of one tensor
+        if not rank.copies_norm_inputs and rank.cp == 1:
+            kept -= rank.tokens * keys * rank.itemsize  # the norm's input and the values are views of one tensor
         return kept
 
 

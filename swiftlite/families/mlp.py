@@ -142,7 +142,8 @@ class Mixture:
             return 0
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
         # As the MLP, once more times the router's weight.
-        per_choice = rank.itemsize * (self.hidden + 5 * (self.ffn // rank.etp)) + FLOAT32
+        widths = 4 if rank.is_fused else 5
+        per_choice = rank.itemsize * (self.hidden + widths * (self.ffn // rank.etp)) + FLOAT32
         experts = rank.sequence_tokens * rank.etp * self.topk * per_choice
         gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score, before they meet
         return scores + experts + _kept_gated(rank, self.shared_ffn // rank.tp) + gate
@@ -168,5 +169,5 @@ def _matrices(hidden: int, ffn: int) -> int:
 
 
 def _kept_gated(rank: Rank, ffn: int) -> int:
-    """Gate and up in one tensor, the gate's activation, the product."""
-    return rank.tokens * 4 * ffn * rank.itemsize
+    """Gate and up in one tensor, the gate's activation unless it is fused, the product."""
+    return rank.tokens * (3 if rank.is_fused else 4) * ffn * rank.itemsize

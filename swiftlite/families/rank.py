@@ -19,6 +19,7 @@ class Rank:
         rows: rows of a micro-batch.
         length: tokens of a row that this rank computes.
         zero_centered_norms: whether norms add their weights to 1, so that they round last.
+        is_fused: whether norms keep their input alone, activations theirs, and losses no logits.
         recomputed: modules that keep nothing for the backward pass, in the words of --recompute_modules.
     """
 
@@ -31,6 +32,7 @@ class Rank:
     rows: int = 0
     length: int = 0
     zero_centered_norms: bool = False
+    is_fused: bool = False
     recomputed: frozenset[str] = frozenset()
 
     @property
@@ -43,12 +45,20 @@ class Rank:
         """Tokens of a micro-batch outside of them: in norms, and in the states from layer to layer."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
+    @property
+    def copies_norm_inputs(self) -> bool:
+        """Whether norms keep their input in float32 beside the one they were given."""
+        return self.itemsize < FLOAT32 and not self.is_fused
+
     def kept_states(self, width: int) -> int:
         """Bytes of one state of `width` numbers for each of `sequence_tokens`."""
         return self.sequence_tokens * width * self.itemsize
 
     def kept_norm(self, tokens: int, width: int) -> int:
-        """Bytes that a norm keeps: its input in float32, the scale, and the result before the weight."""
+        """Bytes that a norm keeps: its input in float32, the scale, and the result before the weight; a fused one its
+        input as it is, and the scale."""
+        if self.is_fused:
+            return tokens * (self.itemsize * width + FLOAT32)
         result = FLOAT32 if self.zero_centered_norms else self.itemsize
         return tokens * ((FLOAT32 + result) * width + FLOAT32)
 

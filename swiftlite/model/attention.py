@@ -8,12 +8,11 @@ Shapes: S sequence, T tokens of a packed row, B batch, N query heads, G key-valu
 their own); N and G are per tensor-parallel rank, S and T per context-parallel rank.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,26 +34,31 @@ from swiftlite.model.context_parallel import (
 )
 
 
-@cache
-def _varlen_kernel() -> Callable[..., Any] | None:
-    """`kernel(q_TND, k_TGD, v_TGD, cu_q, cu_k, max_q, max_k, scale)` for CUDA: flash-attn's, else torch's, else None.
+class Offsets(NamedTuple):
+    """Where one kernel finds the queries and keys of all segments of all rows.
 
-    Causal from the lower right: the last query of a sequence sees its last key.
+    Attributes:
+        keys_T: which keys of the row, in the order of segments; None: all, as they stand.
+        cu_q, cu_k: where each segment starts, int32 [segments + 1], on the device.
     """
-    try:
-        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        pass
-    else:
-        return lambda *args, scale: flash_attn_varlen_func(*args, softmax_scale=scale, causal=True)
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    # Its first releases take neither a scale nor groups of heads.
-    if not {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-        return None
-    return lambda *args, scale: varlen_attn(*args, scale=scale, window_size=(-1, 0), enable_gqa=True)
+
+    keys_T: torch.Tensor | None
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+
+
+@lru_cache(maxsize=16)  # every layer asks again for the row of its micro-batch
+def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device: torch.device) -> Offsets:
+    """Made on the host and copied once: a copy that each layer made would have it wait for the device each time."""
+    keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
+    # Without context parallelism the prefixes are the row itself.
+    keys_T = None if len(keys) == num_keys else keys.to(device)
+    queries_of = [segment.num_queries for segment in segments] * num_rows
+    keys_of = [segment.key_end - segment.key_start for segment in segments] * num_rows
+    cu_q, cu_k = torch.tensor([[0, *accumulate(queries_of)], [0, *accumulate(keys_of)]], dtype=torch.int32).to(device)
+    return Offsets(keys_T, cu_q, cu_k, max(queries_of), max(keys_of))
 
 
 class CoreAttention(MegatronModule):
@@ -65,6 +69,9 @@ class CoreAttention(MegatronModule):
 
     The constructor takes what megatron-core's SelfAttention and MLASelfAttention pass (transformer/attention.py of
     0.16.1).
+
+    Args:
+        varlen: computes all sequences of a packed row in one call, see `kernels.varlen_kernel`.
     """
 
     def __init__(
@@ -77,9 +84,11 @@ class CoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
+        varlen: Callable[..., Any] | None = None,
         **unused: Any,
     ):
         super().__init__(config=config)
+        self.varlen = varlen
         self.dropout = config.attention_dropout
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
@@ -139,7 +148,7 @@ class CoreAttention(MegatronModule):
             key_value = gather_sequence(torch.cat([key_SBGD, value_SBGD], dim=-1), lengths, group)
             key_SBGD, value_SBGD = key_value.split(sizes, dim=-1)
         segments = causal_segments(lengths, group.rank(), group.size())
-        attend = self._attend_varlen if self._varlen_fits(query_SBND) else self._attend_segments
+        attend = self._attend_varlen if self.varlen else self._attend_segments
         out = attend(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 
@@ -233,37 +242,21 @@ class CoreAttention(MegatronModule):
         keys, values = seen_by(segments, key_SBGD), seen_by(segments, value_SBGD)
         return torch.cat([self._attend(*part) for part in zip(queries, keys, values, strict=True)])
 
-    def _varlen_fits(self, query_SBND: torch.Tensor) -> bool:
-        return (
-            query_SBND.is_cuda
-            and query_SBND.dtype in (torch.float16, torch.bfloat16)
-            and query_SBND.size(-1) <= 256
-            and not (self.training and self.dropout)
-            and _varlen_kernel() is not None
-        )
-
     def _attend_varlen(
         self,
         query_SBND: torch.Tensor,
         key_SBGD: torch.Tensor,
         value_SBGD: torch.Tensor,
-        segments: Sequence[Segment],
+        segments: tuple[Segment, ...],
     ) -> torch.Tensor:
         """[S, B, N, D] from one kernel over all segments of all rows."""
-        kernel = _varlen_kernel()
-        assert kernel is not None
-        num_rows, device, value_size = query_SBND.size(1), query_SBND.device, value_SBGD.size(-1)
-        keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments]).to(device)
-        if len(keys) != key_SBGD.size(0):  # without context parallelism the prefixes are the row itself
-            key_SBGD, value_SBGD = key_SBGD[keys], value_SBGD[keys]
-        # flash attention wants one head size; zeros at the end of the values add nothing.
-        value_SBGD = F.pad(value_SBGD, (0, query_SBND.size(-1) - value_size))
+        assert self.varlen is not None
+        num_rows, value_size = query_SBND.size(1), value_SBGD.size(-1)
+        keys_T, *places = offsets(segments, num_rows, key_SBGD.size(0), query_SBND.device)
+        if keys_T is not None:
+            key_SBGD, value_SBGD = key_SBGD.index_select(0, keys_T), value_SBGD.index_select(0, keys_T)
+        if value_size < query_SBND.size(-1):  # flash attention wants one head size; zeros at the end add nothing
+            value_SBGD = F.pad(value_SBGD, (0, query_SBND.size(-1) - value_size))
         query, key, value = (t.transpose(0, 1).flatten(0, 1) for t in (query_SBND, key_SBGD, value_SBGD))
-        num_queries = [segment.num_queries for segment in segments] * num_rows
-        num_keys = [segment.key_end - segment.key_start for segment in segments] * num_rows
-        cu_q, cu_k = (
-            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
-            for counts in (num_queries, num_keys)
-        )
-        out = kernel(query, key, value, cu_q, cu_k, max(num_queries), max(num_keys), scale=self.softmax_scale)
+        out = self.varlen(query, key, value, *places, scale=self.softmax_scale)
         return out[..., :value_size].unflatten(0, (num_rows, -1)).transpose(0, 1)

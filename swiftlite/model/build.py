@@ -12,9 +12,11 @@ from swiftlite.errors import OptionError
 from swiftlite.families.architecture import Architecture
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.kernels import Modules, modules_of
 from swiftlite.model.mla import MLATransformerConfig
 from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.model.specs import decoder_spec, mtp_spec
+from swiftlite.plan.kernels import Kernels, automatic, largest_head
 from swiftlite.plan.layout import (
     decoder_layers_per_stage,
     layout_problems,
@@ -42,6 +44,7 @@ def build_config(
     layout: ParallelLayout | None = None,
     recompute: RecomputeArgs | None = None,
     moe: MoeArgs | None = None,
+    kernels: Kernels = Kernels(),
 ) -> TransformerConfig:
     """megatron-core's config: what the architecture fixes, and how swiftlite runs it.
 
@@ -98,11 +101,11 @@ def build_config(
         calculate_per_token_loss=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Whose it is: the activation that the spec names.
-        use_te_activation_func=True,
+        # Whose it is: the activation that the spec names (model/swiglu.py), or one that megatron-core compiles.
+        use_te_activation_func=not kernels.is_fused,
+        bias_activation_fusion=kernels.is_fused,
         # These fusions need Transformer Engine or CUDA kernels, or change the order of operations.
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
@@ -128,6 +131,7 @@ def build_model(
     moe: MoeArgs | None = None,
     drafting: Drafting = Drafting(),
     mtp_loss: MtpLoss = "ce",
+    kernels: Kernels | None = None,
 ) -> list[GPTModel]:
     """The model's part on this rank, one per virtual pipeline stage, on the device, in `dtype`; weights are unset.
 
@@ -139,10 +143,14 @@ def build_model(
         freeze_trunk: no gradient is computed for the trunk; `Trainable` says which parameters learn.
         drafting: what MTP layers are fed; of no consequence where nothing is computed.
         mtp_loss: what the heads learn, see GPTModel.
+        kernels: what computes its layers; unset: what suits the device.
 
     Raises:
         OptionError: the model cannot be laid out so.
     """
+    if kernels is None:
+        is_float32 = dtype is torch.float32
+        kernels = automatic(mesh.device.is_cuda, is_float32=is_float32, head=largest_head(architecture))
     if problems := layout_problems(mesh.layout, architecture, heads.layers):
         raise OptionError(problems)
     mcore_config = architecture.mcore_config()
@@ -159,6 +167,7 @@ def build_model(
             layout=mesh.layout,
             recompute=recompute,
             moe=moe,
+            kernels=kernels,
         )
         with mesh.active():
             stage = GPTModel(
@@ -168,9 +177,10 @@ def build_model(
                 trunk_is_frozen=freeze_trunk,
                 drafting=drafting,
                 mtp_loss=mtp_loss,
+                loss_in_chunks=kernels.is_fused,
                 max_sequence_length=hf_config["max_position_embeddings"],
                 pg_collection=mesh.groups,
-                **_stage(config, architecture, mesh, vp_stage, heads, drafting),
+                **_stage(config, architecture, mesh, vp_stage, heads, drafting, modules_of(kernels)),
             )
         chunks.append(stage.to(mesh.device.torch_device))
     return chunks
@@ -183,6 +193,7 @@ def _stage(
     vp_stage: int,
     heads: Heads,
     drafting: Drafting,
+    modules: Modules,
 ) -> dict[str, Any]:
     """What this rank holds of a virtual stage, as arguments of GPTModel."""
     layout = mesh.layout
@@ -197,8 +208,8 @@ def _stage(
         "vocab_size": architecture.outside.vocab,
         "share_embeddings_and_output_weights": architecture.outside.is_tied,
         "position_embedding_type": "none",
-        "transformer_layer_spec": decoder_spec(config, layers, drafting),
-        "mtp_block_spec": mtp_spec(config, architecture.mtp_block, heads.unroll > 1) if has_mtp else None,
+        "transformer_layer_spec": decoder_spec(config, layers, drafting, modules),
+        "mtp_block_spec": mtp_spec(config, architecture.mtp_block, heads.unroll > 1, modules) if has_mtp else None,
         "pre_process": stage == 0,
         "post_process": stage == len(per_stage) - 1,
         "vp_stage": vp_stage if num_virtual_stages(layout) else None,

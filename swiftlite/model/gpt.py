@@ -41,6 +41,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.balance import Balance, RoutedTokens
 from swiftlite.model.cache import Cache
+from swiftlite.model.chunked_loss import TrunkStates, Words, chunked_loss
 from swiftlite.model.context_parallel import (
     gather_sequence,
     padded_cu_seqlens,
@@ -107,6 +108,7 @@ class GPTModel(McoreGPTModel):
         trunk_is_frozen: embedding, decoder and the trunk's loss are computed without gradient. Which parameters learn
             is for the caller to say (`requires_grad`).
         drafting: what MTP layers are fed.
+        loss_in_chunks: losses are made a chunk of positions at a time (`chunked_loss.py`), instead of from all logits.
         mtp_loss: what the heads learn: the data's tokens by cross-entropy (ce), or the trunk's own distribution of
             them, from which no gradient flows back (kl, tv: `distillation_loss`).
         kwargs: of megatron-core's GPTModel.
@@ -123,6 +125,7 @@ class GPTModel(McoreGPTModel):
         trunk_is_frozen: bool = False,
         drafting: Drafting = Drafting(),
         mtp_loss: MtpLoss = "ce",
+        loss_in_chunks: bool = False,
         vp_stage: int | None = None,
         **kwargs: Any,
     ):
@@ -144,6 +147,7 @@ class GPTModel(McoreGPTModel):
         self.trunk_is_frozen = trunk_is_frozen
         self.drafting = drafting
         self.mtp_loss: MtpLoss = mtp_loss
+        self.loss_in_chunks = loss_in_chunks
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Part of the stock constructor, called once embedding and output layer are there; both become ours."""
@@ -250,7 +254,7 @@ class GPTModel(McoreGPTModel):
             if self.mtp_process:
                 fed_SBH = trunk_SBH
                 if self.drafting.takes_before_norm:
-                    fed_SBH, trunk_SBH = trunk_SBH.chunk(2)  # KeepingRMSNorm's
+                    fed_SBH, trunk_SBH = trunk_SBH.chunk(2)  # see `norm.keeping`
                 heads_SBH = self.forward_mtp(
                     fed_SBH, list(mtp_input_ids), position_ids, rotary_pos_emb, packed_seq_params, mtp_tokens
                 )
@@ -526,8 +530,11 @@ class GPTModel(McoreGPTModel):
     def _cross_entropy(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> TokenLoss:
         picked_BS = labels_BS != IGNORE_INDEX
         row_N, place_N = picked_BS.nonzero(as_tuple=True)
-        logits_NV = self._output(of_heads=False).logits(self._picked_states(hidden_SBH, row_N, place_N))
-        return token_loss(logits_NV, labels_BS[row_N, place_N], picked_BS, self.pg_collection.tp)
+        states_NH, words_N = self._picked_states(hidden_SBH, row_N, place_N), labels_BS[row_N, place_N]
+        tp = self.pg_collection.tp
+        if self.loss_in_chunks:
+            return chunked_loss(states_NH, self._output_weight(), Words(words_N), picked_BS, tp)
+        return token_loss(self._output(of_heads=False).logits(states_NH), words_N, picked_BS, tp)
 
     def _distillation(
         self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, trunk_TBH: torch.Tensor, positions_S: torch.Tensor
@@ -546,13 +553,17 @@ class GPTModel(McoreGPTModel):
         picked_BS = labels_BS != IGNORE_INDEX
         row_N, place_N = picked_BS.nonzero(as_tuple=True)
         output = self._output(of_heads=True)
-        logits_NV = output.logits(self._picked_states(hidden_SBH, row_N, place_N))
+        states_NH = self._picked_states(hidden_SBH, row_N, place_N)
         trunk_NH = trunk_TBH[positions_S[place_N], row_N]
+        tp = self.pg_collection.tp
+        if self.loss_in_chunks:
+            target = TrunkStates(trunk_NH, self.mtp_loss)
+            return chunked_loss(states_NH, output.weight_VH, target, picked_BS, tp, output.tokens_V)
 
         def trunk_logits(rows: slice) -> torch.Tensor:
             return output.logits(trunk_NH[rows])
 
-        tp = self.pg_collection.tp
+        logits_NV = output.logits(states_NH)
         return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, picked_BS, tp, output.tokens_V)
 
     def _picked_states(self, hidden_SBH: torch.Tensor, row_N: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
@@ -563,11 +574,10 @@ class GPTModel(McoreGPTModel):
 
     def _output(self, of_heads: bool) -> "_Output":
         """The output layer as the trunk has it, or the heads, which may have a draft vocabulary."""
+        weight = self._output_weight()
         if not (of_heads and self.heads.draft_vocab):
-            return _Output(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), None)
+            return _Output(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), weight, None)
         group: Any = self.pg_collection.tp
-        is_tied = self.share_embeddings_and_output_weights
-        weight: Any = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         tokens_V = torch.tensor(self.heads.draft_vocab, device=weight.device) - group.rank() * len(weight)
         rows_V = tokens_V[(tokens_V >= 0) & (tokens_V < len(weight))]
         # No gradient: heads have a draft vocabulary where the trunk stays (`rules.sft_heads`).
@@ -576,7 +586,13 @@ class GPTModel(McoreGPTModel):
         def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
             return F.linear(copy_to_tensor_model_parallel_region(hidden_NH, group), weight_VH)
 
-        return _Output(logits, rows_V + group.rank() * len(weight))
+        return _Output(logits, weight_VH, rows_V + group.rank() * len(weight))
+
+    def _output_weight(self) -> torch.Tensor:
+        """The matrix [V, H] of the output layer, which may be the embedding's."""
+        is_tied = self.share_embeddings_and_output_weights
+        weight: Any = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        return weight
 
     def _whole_rows(
         self, trunk_SBH: torch.Tensor, cu_seqlens: torch.Tensor | None
@@ -602,9 +618,11 @@ class GPTModel(McoreGPTModel):
 
 @dataclass(frozen=True)
 class _Output:
-    """What makes logits [N, V] of states [N, H], and the token of each if they are not the whole vocabulary."""
+    """What makes logits [N, V] of states [N, H] by a matrix [V, H], and the token of each if they are not the whole
+    vocabulary."""
 
     logits: Callable[[torch.Tensor], torch.Tensor]
+    weight_VH: torch.Tensor
     tokens_V: torch.Tensor | None
 
 

@@ -69,7 +69,7 @@ def token_loss(
         prediction_N = vocab_parallel_argmax(logits_NV, tp_group)
     # The [1, N] shape is megatron-core's [S, B]; the loss does not care which is which.
     loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], targets_N[None])[0]
-    return _laid_out(loss_N, prediction_N, picked_BS)
+    return laid_out(loss_N, prediction_N, picked_BS)
 
 
 def distillation_loss(
@@ -98,7 +98,7 @@ def distillation_loss(
         prediction_N = vocab_parallel_argmax(logits_NV, tp_group, tokens_V)
     loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, tp_group)
     assert loss_N is not None
-    return _laid_out(loss_N, prediction_N, picked_BS)
+    return laid_out(loss_N, prediction_N, picked_BS)
 
 
 class _Distillation(torch.autograd.Function):
@@ -112,7 +112,7 @@ class _Distillation(torch.autograd.Function):
         kind: str,
         tp_group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        distance = _DISTANCES[kind]
+        distance = DISTANCES[kind]
         gradient_NV = logits_NV.float()
         loss_N = gradient_NV.new_zeros(len(gradient_NV))
         for start in range(0, len(gradient_NV), MAX_POSITIONS):
@@ -126,6 +126,19 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx, *grad_outputs: torch.Tensor):
         (gradient_NV,) = ctx.saved_tensors
         return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None, None
+
+
+def cross_entropy_(logits_NV: torch.Tensor, words_N: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """[N], minus the log of what each word gets; in the place of the logits their gradient, softmax minus one-hot."""
+    _below_largest_(logits_NV, tp_group)
+    here_N = words_N - tp_group.rank() * logits_NV.size(-1)
+    is_elsewhere_N = (here_N < 0) | (here_N >= logits_NV.size(-1))
+    here_N1 = here_N.masked_fill(is_elsewhere_N, 0)[:, None]
+    logit_N = _sum_over_ranks(logits_NV.gather(1, here_N1)[:, 0].masked_fill(is_elsewhere_N, 0), tp_group)
+    sum_N = _sum_over_ranks(logits_NV.exp_().sum(dim=-1), tp_group)
+    one_N = torch.where(is_elsewhere_N, 0.0, -1.0)
+    logits_NV.div_(sum_N[:, None]).scatter_add_(1, here_N1, one_N[:, None])
+    return sum_N.log() - logit_N
 
 
 # All distances take logits. They leave the gradient with respect to the head's in their place, and use up the trunk's.
@@ -169,7 +182,7 @@ def _lk_hybrid_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, tp_group: dist.Pr
     return w_N * kl_N + (1 - w_N) * tv_N
 
 
-_DISTANCES = {"kl": _kl_, "tv": _tv_, "nla": _nla_, "lk_hybrid": _lk_hybrid_}
+DISTANCES = {"kl": _kl_, "tv": _tv_, "nla": _nla_, "lk_hybrid": _lk_hybrid_}
 
 
 def _kl_and_probabilities_(
@@ -201,11 +214,16 @@ def _gradient_of_overlap_(h: torch.Tensor, t: torch.Tensor, tp_group: dist.Proce
 
 def _log_softmax_(logits_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
     """In place, over the whole vocabulary."""
+    _below_largest_(logits_NV, tp_group)
+    log_sum_N = _sum_over_ranks(logits_NV.exp().sum(dim=-1), tp_group).log()
+    return logits_NV.sub_(log_sum_N[:, None])
+
+
+def _below_largest_(logits_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> None:
+    """Subtract the largest over the whole vocabulary, so that no exponential overflows."""
     largest_N = logits_NV.amax(dim=-1)
     dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=tp_group)
     logits_NV.sub_(largest_N[:, None])
-    log_sum_N = _sum_over_ranks(logits_NV.exp().sum(dim=-1), tp_group).log()
-    return logits_NV.sub_(log_sum_N[:, None])
 
 
 def _sum_of_products(one_NV: torch.Tensor, other_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
@@ -219,7 +237,8 @@ def _sum_over_ranks(part_N: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.
     return part_N
 
 
-def _laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, picked_BS: torch.Tensor) -> TokenLoss:
+def laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, picked_BS: torch.Tensor) -> TokenLoss:
+    """As [B, S] again, what was computed at the picked positions."""
     loss_BS = loss_N.new_zeros(picked_BS.shape).masked_scatter(picked_BS, loss_N)
     prediction_BS = prediction_N.new_full(picked_BS.shape, -1).masked_scatter(picked_BS, prediction_N)
     return TokenLoss(loss_BS, prediction_BS)

@@ -8,6 +8,7 @@ channels of a head, R of them rotary, V value channels.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention as
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
 
-from swiftlite.model.norm import RMSNorm
 from swiftlite.model.rope import rope_config, rotate
 
 
@@ -54,11 +54,14 @@ class MLATransformerConfig(McoreMLATransformerConfig):
         assert not self.qk_layernorm, "multi-latent attention always has its norms; qk_layernorm doubles a gradient"
 
 
-class LatentRMSNorm(RMSNorm):
+@cache
+def latent_norm(norm: Any) -> type:
     """The norm of a latent: its epsilon is 1e-6 whatever `rms_norm_eps` says, as in transformers."""
 
-    def __init__(self, config: McoreMLATransformerConfig, hidden_size: int, eps: float = 1e-6):
-        super().__init__(config, hidden_size, eps=1e-6)
+    def init(self: torch.nn.Module, config: McoreMLATransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        norm.__init__(self, config, hidden_size, eps=1e-6)
+
+    return type(f"Latent{norm.__name__}", (norm,), {"__init__": init})
 
 
 class MLASelfAttention(McoreMLASelfAttention):

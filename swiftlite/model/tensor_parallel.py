@@ -6,7 +6,7 @@ CUDA (`gradient_accumulation_fusion`). torch itself can add where weight and sum
 layers do in float32, and the embedding always. A float32 step of SmolLM2-135M is a tenth shorter on two cores.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,28 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 
-def add_gradients_in_place(model: torch.nn.Module) -> None:
-    """The layers below add their gradients to `main_grad` themselves, from now on.
+class AddsGradients:
+    """A layer that can add its weight's gradient to `main_grad` itself."""
 
-    The model is under megatron-core's DistributedDataParallel, whose hook then finds nothing left to add. Not with
-    `overlap_grad_reduce`: there the hook counts on autograd's gradient (distributed_data_parallel.py:434 of 0.16.1).
+    works_with_overlap: ClassVar[bool] = False
+    """Whether it still gives autograd a gradient, which the hook of `overlap_grad_reduce` counts on
+    (distributed_data_parallel.py:434 of 0.16.1)."""
+
+    def add_gradients_in_place(self) -> None:
+        self.gradient_accumulation_fusion = True
+
+
+def add_gradients_in_place(model: torch.nn.Module, overlap_grad_reduce: bool) -> None:
+    """Layers that can add their gradients to `main_grad` themselves, from now on.
+
+    The model is under megatron-core's DistributedDataParallel, whose hook then finds nothing left to add.
     """
     for module in model.modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
-            module.gradient_accumulation_fusion = True
+        if isinstance(module, AddsGradients) and (module.works_with_overlap or not overlap_grad_reduce):
+            module.add_gradients_in_place()
 
 
-class ColumnParallelLinear(McoreColumnParallelLinear):
+class ColumnParallelLinear(AddsGradients, McoreColumnParallelLinear):
     """megatron-core's, with the bias added before the product is rounded.
 
     The stock layer rounds twice (product, then sum), 0.01 in bfloat16 logits of a tiny Qwen2. torch's own linear needs
@@ -49,7 +59,7 @@ class ColumnParallelLinear(McoreColumnParallelLinear):
         return super()._forward_impl(input=input, weight=weight, **{**options, "gradient_accumulation_fusion": False})
 
 
-class RowParallelLinear(McoreRowParallelLinear):
+class RowParallelLinear(AddsGradients, McoreRowParallelLinear):
     """megatron-core's, with the weight's gradient added in place."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -71,7 +81,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, options: dict[str, Any]) 
     return output
 
 
-class VocabParallelEmbedding(McoreVocabParallelEmbedding):
+class VocabParallelEmbedding(AddsGradients, McoreVocabParallelEmbedding):
     """megatron-core's, with the rows of tokens that occur added to `main_grad`, instead of a gradient of all rows."""
 
     gradient_accumulation_fusion = False

@@ -2,8 +2,8 @@
 
 Parameters, gradients and optimizer state are counted exactly (but for the padding of the distributed optimizer's
 buffers, a few kilobytes). Activations are the tensors that autograd keeps in our own model (`swiftlite/model`), written
-down module by module as `saved_tensors_hooks` shows them; `scripts/bench/memory.py` measures both. With Transformer
-Engine's fused layers they are fewer.
+down module by module as `saved_tensors_hooks` shows them; `scripts/bench/memory.py` measures both. What fused kernels
+keep is read from torch's and megatron-core's sources: on a CPU torch has no fused norm.
 
 What a decoder layer counts is its own answer (`families/layer.py`); here stand the modules around layers, and what a
 pipeline stage holds of all. Not counted: the CUDA context, NCCL's buffers, the allocator's fragments (`RESERVE`), and
@@ -28,6 +28,7 @@ from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.plan.adapters import adapter_parameters, saved_parameters
+from swiftlite.plan.kernels import CHUNK
 from swiftlite.plan.layout import (
     data_parallel_size,
     decoder_layers_per_stage,
@@ -56,6 +57,8 @@ class Setup:
     """2 for bfloat16, with float32 main weights in the optimizer; 4 for float32."""
     heads: Heads = Heads()
     mtp_mode: MtpMode = "joint"
+    is_fused: bool = False
+    """Whether kernels are fused, see `plan.kernels.Kernels`."""
     lora: Lora | None = None
 
 
@@ -65,16 +68,20 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
     per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
     per_experts = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
     layers = Heads.from_config(hf_config).layers
+    num_gpus = args.num_gpus or math.lcm(per_replica, per_experts) * layout.pipeline_model_parallel_size
+    has_replicas = num_gpus > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    shares = args.use_distributed_optimizer
     return Setup(
         layout=layout,
         recompute=group_of(args, RecomputeArgs),
-        num_gpus=args.num_gpus or math.lcm(per_replica, per_experts) * layout.pipeline_model_parallel_size,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        num_gpus=num_gpus,
+        use_distributed_optimizer=has_replicas if shares is None else shares,
         micro_batch_size=args.micro_batch_size,
         max_length=args.max_length,
         parameter_bytes=2 if args.torch_dtype == "bfloat16" else FLOAT32,
         heads=Heads(layers if args.mtp_num_layers is None else args.mtp_num_layers),
         mtp_mode=args.mtp_mode,
+        is_fused=args.fused_kernels == "auto",  # a plan is one for GPUs
         lora=_planned_lora(args),
     )
 
@@ -258,14 +265,16 @@ class _Model:
         if self.is_trunk_frozen:
             # A frozen embedding and a frozen trunk want no gradient: of the norms over them only the weights learn.
             frozen_norms = 2 if head == 0 else 1
-            norms -= frozen_norms * rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
+            if not rank.is_fused:  # which keep their input for the weights too
+                norms -= frozen_norms * rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
             ids = 0
         return ids + norms + 2 * rank.kept_states(self.hidden) + self.architecture.mtp_block.kept(rank)
 
     def kept_loss(self) -> int:
-        """One loss without its logits: states for the output layer's gradient, targets, weights."""
-        states = 0 if self.is_trunk_frozen else self.hidden * self.rank.itemsize
-        return self.rank.tokens * (states + 14)
+        """One loss without its logits: states for the output layer's gradient, targets, weights; made in chunks, also
+        the gradient of the states."""
+        kept_states = (not self.is_trunk_frozen) + self.setup.is_fused
+        return self.rank.tokens * (kept_states * self.hidden * self.rank.itemsize + 14)
 
     def kept_turns(self) -> int:
         """Cosines and sines of all positions, of which all layers take the same."""
@@ -285,6 +294,7 @@ def _rank_of(architecture: Architecture, setup: Setup) -> Rank:
         rows=setup.micro_batch_size,
         length=setup.max_length // layout.context_parallel_size,
         zero_centered_norms=architecture.outside.mcore_config.get("layernorm_zero_centered_gamma", False),
+        is_fused=setup.is_fused,
         recomputed=frozenset(recompute.recompute_modules if is_selective else ()),
     )
 
@@ -375,19 +385,24 @@ class _VirtualStage:
         if not model.is_trunk_frozen:
             if self.is_first:
                 kept += 8 * rank.tokens  # ids
-            elif rank.itemsize < FLOAT32 and model.setup.recompute.recompute_granularity != "full":
+            elif (
+                rank.itemsize < FLOAT32 and not rank.is_fused and model.setup.recompute.recompute_granularity != "full"
+            ):
                 kept += rank.kept_states(model.hidden)  # from the stage before; float32 norms keep that very tensor
             if self.has_final_norm:
                 kept += rank.kept_norm(rank.sequence_tokens, model.hidden)
         if not self.is_last:
             return _ForwardPass(kept, recomputed)
         kept += model.num_losses * model.kept_loss()
-        num_logits = rank.tokens * model.vocab
+        num_logits = min(rank.tokens, CHUNK) * model.vocab if rank.is_fused else rank.tokens * model.vocab
+        rounded = num_logits * rank.itemsize if rank.itemsize < FLOAT32 else 0
+        if rank.is_fused:
+            return _ForwardPass(kept, recomputed, passing_logits=num_logits * FLOAT32 + rounded)
         return _ForwardPass(
             kept,
             recomputed,
             logits=model.num_losses * num_logits * FLOAT32,
-            passing_logits=num_logits * rank.itemsize if rank.itemsize < FLOAT32 else 0,
+            passing_logits=rounded,
         )
 
     def _kept_layers(self) -> tuple[int, int]:
@@ -412,7 +427,7 @@ class _ForwardPass:
     logits: int = 0
     """The softmax of each loss, in float32, until its backward pass."""
     passing_logits: int = 0
-    """Logits of one loss before they are float32, gone after it."""
+    """Logits that are gone after a loss: of one loss before they are float32, or of one chunk of it."""
 
 
 def _recompute(setup: Setup, layers: list[int], boundary: int) -> tuple[int, int]:

@@ -5,15 +5,16 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from swiftlite.args.commands import DpoArgs, SftArgs
-from swiftlite.args.fields import MtpInit, MtpLoss, ParallelLayout
+from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
-from swiftlite.plan.layout import data_parallel_size, layout_of
+from swiftlite.plan.kernels import Kernels, Machine, choose
+from swiftlite.plan.layout import data_parallel_size, group_of, layout_of
 from swiftlite.plan.preference import WITHOUT_REFERENCE
 from swiftlite.plan.trainable import trainable_of
 
@@ -38,6 +39,8 @@ class Plan:
     """MTP heads of the run."""
     mtp_init: MtpInit
     mtp_loss: MtpLoss
+    kernels: Kernels
+    distributed: DistributedArgs
     lora: Lora | None
     """Adapters that learn in the place of the model's own parameters."""
     lr: float
@@ -56,11 +59,16 @@ class Schedule:
     warmup_steps: int
 
 
-def make_plan(args: SftArgs, world_size: int, checkpoint: Heads) -> Plan:
+def make_plan(args: SftArgs, world_size: int, checkpoint: Heads, machine: Machine = Machine(), head: int = 0) -> Plan:
     """Layout and batches for `world_size` processes; the options have passed `rules.check`.
 
     Args:
         checkpoint: the heads of the model directory.
+        machine: what there is to compute with; unset: a CPU.
+        head: `plan.kernels.largest_head` of the model.
+
+    Raises:
+        OptionError: kernels that cannot be had.
     """
     layout = layout_of(args)
     replicas = data_parallel_size(layout, world_size)
@@ -75,11 +83,34 @@ def make_plan(args: SftArgs, world_size: int, checkpoint: Heads) -> Plan:
         heads=heads_of(args, checkpoint),
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
+        kernels=choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head),
+        distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
         lora=lora_of(args, checkpoint),
         lr=lr_of(args, checkpoint),
         min_lr=_min_lr(args, lr_of(args, checkpoint)),
         save_steps=args.save_steps,
         eval_steps=args.eval_steps or args.save_steps,
+    )
+
+
+def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> DistributedArgs:
+    """The options with what stands for those that are unset: on GPUs true where ranks hold the same parameters. gloo
+    has nothing to hide the sums behind: a CPU computes meanwhile no faster.
+
+    Args:
+        num_replicas: ranks that hold the same parameters.
+    """
+    default = is_cuda and num_replicas > 1
+
+    def settled(value: bool | None, needed: bool = True) -> bool:
+        return default and needed if value is None else value
+
+    shares, overlaps = settled(args.use_distributed_optimizer), settled(args.overlap_grad_reduce)
+    return replace(
+        group_of(args, DistributedArgs),
+        use_distributed_optimizer=shares,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=settled(args.overlap_param_gather, shares and overlaps),
     )
 
 
@@ -171,7 +202,13 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         lines.append(("draft vocabulary", f"{len(heads.draft_vocab)} tokens"))
     if heads.layers and args.mtp_mode == "joint":
         lines.append(("MTP loss weight", f"{args.mtp_loss_scaling_factor:g}"))
-    return lines
+    return lines + kernel_lines(plan.kernels)
+
+
+def kernel_lines(kernels: Kernels) -> list[tuple[str, str]]:
+    """What computes the layers, in words."""
+    described = kernels.described
+    return [("layers are", described["layers"]), ("attention", described["attention"]), ("fused", described["fused"])]
 
 
 def layout_lines(plan: Plan) -> list[tuple[str, str]]:
@@ -195,6 +232,13 @@ def layout_lines(plan: Plan) -> list[tuple[str, str]]:
         "rows": "packed into rows",
         "step": "packed anew for each step",
     }
+    shared = {
+        "optimizer state": plan.distributed.use_distributed_optimizer,
+        "sums of gradients behind the backward pass": plan.distributed.overlap_grad_reduce,
+        "gathers of parameters behind the forward pass": plan.distributed.overlap_param_gather,
+    }
+    if any(shared.values()):
+        lines.append(("ranks share", ", ".join(name for name, is_so in shared.items() if is_so)))
     return [*lines, ("samples", packed[plan.packing]), ("global batch", _global_batch(plan))]
 
 

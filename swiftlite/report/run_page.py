@@ -247,7 +247,7 @@ def _rows_section(run: RunFiles) -> Section | None:
 
 def _run_section(run: RunFiles) -> Section:
     tables = []
-    for title, name in (("Layout", "layout"), ("Versions", "versions"), ("Machine", "machine")):
+    for title, name in (("Layout", "layout"), ("Kernels", "kernels"), ("Versions", "versions"), ("Machine", "machine")):
         values = run.report.get(name)
         if values:
             tables.append(Table(title, ["what", "value"], [[key, _cell(value)] for key, value in values.items()]))

@@ -19,6 +19,12 @@ def engine_is_installed(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
         yield problem, hint + OR_PRINT_IT if info.command_needs_no_install else hint
 
 
+def given_of_drafting(args: DeployArgs) -> list[str]:
+    """Names of the options that say how to draft and were given."""
+    own = ["draft_schedule"] if args.draft_schedule is not None else []
+    return [*own, *engine.given_of_speculation(args)]
+
+
 def speculation_has_heads(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config or facts.heads.layers:
         return
@@ -27,14 +33,20 @@ def speculation_has_heads(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if args.speculative == "mtp":
         yield f"--speculative mtp, but {why}", hint
     elif args.speculative is None:
-        for name in engine.given_of_speculation(args):
+        for name in given_of_drafting(args):
             yield f"--{name}, but {why}", hint
 
 
 def speculative_options_have_speculation(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if args.speculative == "none":
-        for name in engine.given_of_speculation(args):
+        for name in given_of_drafting(args):
             yield f"--{name} with --speculative none", "leave one of them out"
+
+
+def tokens_to_draft_are_said_once(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+    if args.draft_schedule is not None:
+        for name in engine.given_of_speculation(args):
+            yield f"--draft_schedule and --{name} both say how many tokens to draft", "leave one of them out"
 
 
 RULES = (
@@ -44,6 +56,7 @@ RULES = (
     engine.options_have_their_engine,
     speculation_has_heads,
     speculative_options_have_speculation,
+    tokens_to_draft_are_said_once,
     engine.options_of_engines_agree,
     engine.engine_kwargs_leave_what_has_an_option,
 )

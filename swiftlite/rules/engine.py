@@ -21,6 +21,8 @@ def given(args: EngineCommand, names: tuple[str, ...]) -> dict[str, object]:
 def given_of_speculation(args: EngineCommand) -> dict[str, object]:
     """Options that say how to draft, of every engine."""
     names = ["num_speculative_tokens"]
+    if not isinstance(args, DeployArgs):
+        names.append("draft_confidence")
     for info in ENGINES.values():
         names += info.speculative_option_names
     return given(args, tuple(names))
@@ -42,6 +44,13 @@ def options_have_their_engine(args: EngineCommand, facts: Facts) -> Iterator[Pro
         if info.name != args.infer_backend:
             for name in given(args, info.option_names):
                 yield f"--{name} with --infer_backend {args.infer_backend}", f"add --infer_backend {info.name}"
+
+
+def draft_confidence_has_its_engine(args: GenerationCommand | EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    takers = [info.name for info in ENGINES.values() if info.takes_draft_confidence]
+    if args.draft_confidence not in (None, []) and args.infer_backend not in takers:
+        what = f"--draft_confidence {as_typed(args.draft_confidence)} with --infer_backend {args.infer_backend}"
+        yield f"{what}, which always drafts as many", f"add --infer_backend {' or '.join(takers)}"
 
 
 def options_of_engines_agree(args: EngineCommand, facts: Facts) -> Iterator[Problem]:

@@ -28,6 +28,12 @@ def output_dir_can_be(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--output_dir {args.output_dir} is a file", "name a directory"
 
 
+def confidences_are_probabilities(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
+    for value in args.draft_confidence:
+        if not 0 <= value <= 1:
+            yield f"--draft_confidence {value:g}: a probability is at least 0 and at most 1", ""
+
+
 def evaluate_settings_without_effect(args: EvaluateArgs, facts: Facts) -> Iterator[str]:
     no_engine = (args.infer_backend == "none", "--infer_backend is none")
     yield from common.without_effect(
@@ -41,7 +47,9 @@ RULES = (
     there_are_heads,
     common.baseline_is_a_model,
     output_dir_can_be,
+    confidences_are_probabilities,
     common.numbers_are_in_range,
     engine.engine_is_installed,
+    engine.draft_confidence_has_its_engine,
 )
 NOTES = (evaluate_settings_without_effect,)

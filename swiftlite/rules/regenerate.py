@@ -43,6 +43,7 @@ RULES = (
     infer.speculative_options_have_speculation,
     engine.options_of_engines_agree,
     engine.engine_is_installed,
+    engine.draft_confidence_has_its_engine,
     engine.options_have_their_engine,
     engine.engine_kwargs_leave_what_has_an_option,
 )

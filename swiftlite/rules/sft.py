@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
+from swiftlite.args.fields import KernelArgs
 from swiftlite.args.mock_config import FLAG
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, lr_of
+from swiftlite.plan.kernels import kernel_problems, largest_head, this_machine
 from swiftlite.plan.layout import (
     choices,
     data_parallel_size,
+    group_of,
     layout_of,
     layout_problems,
     num_virtual_stages,
@@ -23,6 +26,7 @@ from swiftlite.plan.layout import (
 )
 from swiftlite.plan.run import holds_out, packing_of
 from swiftlite.rules import common, sft_data, sft_heads, sft_lora, sft_report, sft_resume
+from swiftlite.surroundings import sees_gpu
 
 
 def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -63,6 +67,35 @@ def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[P
             f"--global_batch_size {args.global_batch_size} / {unit}",
             f"use --global_batch_size {math.ceil(number / pp) * pp * unit}",
         )
+
+
+def kernels_are_here(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    kernels = group_of(args, KernelArgs)
+    head = largest_head(facts.architecture)
+    yield from kernel_problems(kernels, this_machine(sees_gpu()), is_float32=args.torch_dtype == "float32", head=head)
+
+
+def adapters_stand_beside_local_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.transformer_impl == "transformer_engine" and args.tuner_type == "lora":
+        yield (
+            "--transformer_impl transformer_engine with --tuner_type lora: adapters stand beside torch's layers",
+            "leave --transformer_impl out",
+        )
+
+
+def te_attention_has_whole_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.attention_backend != "te":
+        return
+    hint = "use --attention_backend auto"
+    if args.context_parallel_size > 1:
+        flag = f"--context_parallel_size {args.context_parallel_size}"
+        yield (
+            f"--attention_backend te with {flag}: its attention is not told of other ranks here",
+            hint,
+        )
+    if args.mtp_unroll > 1:
+        flag = f"--mtp_unroll {args.mtp_unroll}"
+        yield f"--attention_backend te with {flag}: it shows later steps of a head no keys of the first", hint
 
 
 def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -153,6 +186,9 @@ RULES = (
     global_batch_divides,
     virtual_stages_have_micro_batches,
     overlap_has_its_optimizer,
+    kernels_are_here,
+    adapters_stand_beside_local_layers,
+    te_attention_has_whole_rows,
     common.recompute_options_fit,
     sft_heads.mtp_weights_have_a_source,
     sft_heads.mtp_options_have_heads,

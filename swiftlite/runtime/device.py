@@ -6,8 +6,25 @@ from dataclasses import dataclass
 
 import torch
 
-# By a part of the device's name, from the makers' data sheets: bfloat16 on tensor cores, without sparsity.
-PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "L40S": 362e12}
+from swiftlite.errors import UserError
+
+# By a part of the device's name, the first that fits, from the makers' data sheets: bfloat16 on tensor cores, without
+# sparsity.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "A800": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
 
 
 @dataclass(frozen=True)
@@ -41,9 +58,18 @@ class Device:
 
 
 def current_device() -> Device:
-    """The CUDA device of LOCAL_RANK when there is one, else the CPU."""
+    """The CUDA device of LOCAL_RANK when there is one, else the CPU.
+
+    Raises:
+        UserError: there are GPUs, but fewer than processes.
+    """
     if torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", "0"))
+        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if index >= count:
+            raise UserError(
+                f"more processes than GPUs: LOCAL_RANK is {index}, and this machine has {count}",
+                f"export NPROC_PER_NODE={count}, or CUDA_VISIBLE_DEVICES='' to compute on the CPU",
+            )
         torch.cuda.set_device(index)
         return Device(torch.device("cuda", index), "nccl")
     return Device(torch.device("cpu"), "gloo")

@@ -48,6 +48,8 @@ def session(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=timeout_minutes),
+        # Or NCCL's first barrier would guess another GPU.
+        device_id=device.torch_device if device.is_cuda else None,
     )
     try:
         mesh = Mesh.create(device, layout, tied_embeddings=tied_embeddings, timeout_minutes=timeout_minutes)

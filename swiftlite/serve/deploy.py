@@ -7,9 +7,11 @@ import errno
 import os
 import socket
 import sys
+from pathlib import Path
 from pkgutil import resolve_name
 
 from swiftlite.args.commands import DeployArgs
+from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import ServedModel, log_untrained_drafts, read_model
 from swiftlite.engines.server_command import ServerCommand
@@ -64,8 +66,12 @@ def server_command(args: DeployArgs, model: ServedModel) -> ServerCommand:
     """The command of the engine that --infer_backend names; without --speculative, heads draft if there are any.
 
     Raises:
-        UserError: the engine would not draft with the checkpoint's heads.
+        UserError: the engine would not draft with the checkpoint's heads, or --draft_schedule is not of this engine.
     """
     drafts = model.heads.layers > 0 if args.speculative is None else args.speculative == "mtp"
+    schedule = read_schedule(Path(args.draft_schedule), args.infer_backend) if args.draft_schedule else None
+    if schedule is not None and schedule.largest == 0:
+        logger.info("--draft_schedule %s: drafts were slower at every load, so there are none", args.draft_schedule)
+        drafts, schedule = False, None
     make_command = resolve_name(ENGINES[args.infer_backend].server)
-    return make_command(args, model, drafts)
+    return make_command(args, model, drafts, schedule)

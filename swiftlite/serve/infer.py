@@ -90,7 +90,15 @@ def read_for_asking(
     stops = stop_token_ids(template, model.directory)
     if args.speculative == "mtp":
         log_untrained_drafts(model, args.num_speculative_tokens)
-    return model, template, Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed, stops)
+    sampling = Sampling(
+        args.max_new_tokens,
+        args.temperature,
+        args.top_p,
+        args.seed,
+        stop_token_ids=stops,
+        draft_confidence=args.draft_confidence or 0.0,
+    )
+    return model, template, sampling
 
 
 def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:

@@ -309,7 +309,7 @@ def load_checkpoint(
         UserError: the checkpoint is damaged or belongs to another model.
     """
     verify_files(checkpoint)
-    tensors = sharded_model(chunks, mesh)
+    tensors = {name: _without_extra(state) for name, state in sharded_model(chunks, mesh).items()}
     if not with_heads:
         tensors = {name: _without_heads(state) for name, state in tensors.items()}
     slots = slots_of(optimizer) if optimizer is not None else []
@@ -328,7 +328,10 @@ def load_checkpoint(
             f"{_USE_ANOTHER}; the model must be the one that the run began with",
         ) from error
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
-        chunk.load_state_dict(loaded[name], strict=with_heads)
+        found = chunk.load_state_dict(loaded[name], strict=False)
+        missing = [key for key in found.missing_keys if not _is_extra(key)]
+        assert not found.unexpected_keys
+        assert not missing or not with_heads, missing
     if slots:
         set_state(slots, loaded["optimizer"], read_state(checkpoint)["step"])
 
@@ -380,8 +383,20 @@ def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any
     states = {}
     for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
+        # Beside weights Transformer Engine's layers keep what FP8 needs, which is not used here. Local ones have the
+        # name and nothing under it; it is written, as megatron-core does, and never read.
+        state = {key: value for key, value in state.items() if not (_is_extra(key) and value.data is not None)}
         states[name] = with_adapters(state, chunk, mesh)
     return states
+
+
+def _is_extra(key: str) -> bool:
+    return key.endswith("_extra_state")
+
+
+def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What either kind of layers reads of a checkpoint of the other."""
+    return {key: value for key, value in state.items() if not _is_extra(key)}
 
 
 def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:

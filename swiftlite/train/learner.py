@@ -81,6 +81,7 @@ def make_learner(
         recompute=group_of(args, RecomputeArgs),
         moe=group_of(args, MoeArgs),
         mtp_loss=plan.mtp_loss,
+        kernels=plan.kernels,
     )
     report = report.over_all_ranks()
     _check_no_head_is_forgotten(args, hf_model, plan, report)
@@ -91,7 +92,7 @@ def make_learner(
         logger.info("adapters: %d on this rank", add_adapters(chunks, plan.lora, rows, args.seed))
     trainable.apply(chunks)
     hashes = hash_tensors(chunks)
-    wrapped = wrap_model(chunks, mesh, dtype, args)
+    wrapped = wrap_model(chunks, mesh, dtype, plan.distributed)
     optimizer, scheduler = make_optimizer(args, plan, schedule, wrapped, mesh)
     return Learner(chunks, wrapped, optimizer, scheduler, report, trainable, hashes)
 

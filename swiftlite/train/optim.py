@@ -25,15 +25,19 @@ from swiftlite.train.clipping import ClippedApart, heads_in_groups_of_their_own
 def wrap_model(
     chunks: Sequence[GPTModel], mesh: Mesh, dtype: torch.dtype, distributed: DistributedArgs | None = None
 ) -> list[DistributedDataParallel]:
-    """The chunks under megatron-core's precision and data-parallel wrappers; gradients accumulate in float32."""
+    """The chunks under megatron-core's precision and data-parallel wrappers; gradients accumulate in float32.
+
+    Args:
+        distributed: `Plan.distributed`; what is unset is false.
+    """
     distributed = distributed or DistributedArgs()
     wrapped = []
     for number, chunk in enumerate(chunks):
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=distributed.overlap_grad_reduce,
-            use_distributed_optimizer=distributed.use_distributed_optimizer,
-            overlap_param_gather=distributed.overlap_param_gather,
+            overlap_grad_reduce=bool(distributed.overlap_grad_reduce),
+            use_distributed_optimizer=bool(distributed.use_distributed_optimizer),
+            overlap_param_gather=bool(distributed.overlap_param_gather),
         )
         module = Float16Module(chunk.config, chunk) if dtype is torch.bfloat16 else chunk
         # As in megatron-core's own trainer, only the first virtual stage splits its gradients into buckets.
@@ -44,8 +48,7 @@ def wrap_model(
         )
     for chunk in wrapped:
         chunk.broadcast_params()
-        if not distributed.overlap_grad_reduce:
-            add_gradients_in_place(chunk)
+        add_gradients_in_place(chunk, bool(distributed.overlap_grad_reduce))
     return wrapped
 
 
@@ -77,8 +80,8 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         clip_grad=args.clip_grad,
         bf16=is_bfloat16,
         params_dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=bool(plan.distributed.use_distributed_optimizer),
+        overlap_param_gather=bool(plan.distributed.overlap_param_gather),
     )
     overrides = get_standard_config_overrides(config)
     mtp_clip_grad = args.mtp_clip_grad if plan.heads.layers else None

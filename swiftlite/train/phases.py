@@ -126,7 +126,7 @@ def checkpoint_to_resume(args: SftArgs) -> Path | None:
     return None
 
 
-def check_ranks_agree(args: SftArgs, data: Data, checkpoint: Path | None) -> None:
+def check_ranks_agree(args: SftArgs, plan: Plan, data: Data, checkpoint: Path | None) -> None:
     """Every rank must be about to do the same; nodes have files of their own.
 
     Raises:
@@ -141,6 +141,7 @@ def check_ranks_agree(args: SftArgs, data: Data, checkpoint: Path | None) -> Non
         {
             **options,
             **versions,
+            **plan.kernels.described,
             "rows of the dataset": data.digest[:16],
             "tensors of --model": digest(describe(local_model(args.model))),
             "commit of --model": identity_of(args.model),
@@ -251,6 +252,7 @@ def report(run: Run, outcome: Outcome) -> None:
             "seconds": round(outcome.seconds, 1),
             "evaluation": outcome.evaluation,
             "layout": dict(layout_lines(run.plan)),
+            "kernels": run.plan.kernels.described,
             "versions": versions_of(VERSIONS),
             "machine": describe_machine(),
         }

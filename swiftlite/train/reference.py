@@ -76,7 +76,8 @@ class Reference:
     def _ask(self, pairs: Sequence[Sample]) -> torch.Tensor:
         dtype = torch.bfloat16 if self.torch_dtype == "bfloat16" else torch.float32
         with self.mesh.active():
-            chunks, _ = open_model(read_hf_model(self.model), self.mesh, dtype=dtype, heads=Heads())
+            kernels = self.batches.plan.kernels
+            chunks, _ = open_model(read_hf_model(self.model), self.mesh, dtype=dtype, heads=Heads(), kernels=kernels)
         return log_probabilities(chunks, self.mesh, self.batches, pairs)
 
     def _manifest(self) -> dict[str, str]:

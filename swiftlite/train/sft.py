@@ -32,6 +32,7 @@ from swiftlite.log import logger
 from swiftlite.model.build import check_computable
 from swiftlite.model.open import HfModel, read_hf_model
 from swiftlite.plan.flops import training_flops
+from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.layout import sequence_multiple
 from swiftlite.plan.run import Plan, make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
@@ -79,7 +80,8 @@ def prepare(args: SftArgs, mesh: Mesh, load: LoadData | None = None) -> phases.R
     """
     hf_model = read_hf_model(args.model)
     check_model_links(hf_model.directory)
-    plan = make_plan(args, dist.get_world_size(), hf_model.heads)
+    head = largest_head(hf_model.family.architecture(hf_model.config))
+    plan = make_plan(args, dist.get_world_size(), hf_model.heads, this_machine(mesh.device.is_cuda), head)
     plan = replace(plan, heads=fed_as_asked(args, hf_model.family, plan.heads))
     check_computable(plan.layout, mesh.device)
     saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0)) if plan.lora else ()
@@ -100,7 +102,7 @@ def prepare(args: SftArgs, mesh: Mesh, load: LoadData | None = None) -> phases.R
     schedule = make_schedule(args, len(rows))
 
     checkpoint = phases.checkpoint_to_resume(args)
-    phases.check_ranks_agree(args, data, checkpoint)
+    phases.check_ranks_agree(args, plan, data, checkpoint)
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
         chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])

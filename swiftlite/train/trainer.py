@@ -157,7 +157,8 @@ class Trainer:
         }
         if isinstance(self.optimizer, ClippedApart):
             metrics["mtp_grad_norm"] = self.optimizer.mtp_grad_norm
-        if peak := self.mesh.device.peak_flops:
+        peak, is_bfloat16 = self.mesh.device.peak_flops, self.model[0].config.params_dtype is torch.bfloat16
+        if peak and is_bfloat16:
             metrics["mfu"] = flops_per_second / peak
         if not all(map(math.isfinite, metrics.values())):
             raise UserError(

@@ -121,6 +121,7 @@ def _manifest(
         "config.json": digest_of_trunk(hf_config),
         "rows": _sha256(rows),
         "torch_dtype": torch_dtype,
+        "kernels": ", ".join(plan.kernels.described.values()),
         "packing": f"{plan.packing} {plan.packing_length}",
         "layout": f"tensor {layout.tensor_model_parallel_size} sequence {layout.sequence_parallel} "
         f"context {layout.context_parallel_size}",

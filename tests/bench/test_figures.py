@@ -17,7 +17,7 @@ def test_figures_of_a_server_at_one_concurrency():
         Round([answer("a", 5, 0.2, 1.0), answer("b", 1, 0.4, 0.4)], 1.0),  # 6 tokens/s, 200 ms per token
         Round([answer("a", 5, 0.5, 1.7), answer("c", 1, 0.5, 0.5)], 2.0),  # 3 tokens/s, 300 ms per token
     ]
-    measured = ConcurrencyResult(2, rounds, DraftCounts(8, 16, (6, 2)))
+    measured = ConcurrencyResult(2, rounds, DraftCounts(8, 16, (6, 2)), 0.5)
     figures = measured.to_json([answer("a"), answer("b", 1)])
     assert figures["tokens_per_second"] == 6
     assert figures["tokens_per_second_of_rounds"] == [12, 6, 3]
@@ -31,13 +31,13 @@ def test_figures_of_a_server_at_one_concurrency():
 
 
 def test_answers_differ_by_text_and_by_tokens():
-    measured = ConcurrencyResult(1, [Round([answer("a", 5), answer("b", 5)], 1.0)], None)
+    measured = ConcurrencyResult(1, [Round([answer("a", 5), answer("b", 5)], 1.0)], None, 0.0)
     assert measured.num_equal([answer("a", 5), answer("b", 6)]) == 1
     assert measured.num_equal([answer("c", 5), answer("b", 5)]) == 1
 
 
 def test_without_drafts_or_with_single_tokens_there_is_less_to_say():
-    figures = ConcurrencyResult(1, [Round([answer(num_tokens=1)], 1.0)], None).to_json([answer()])
+    figures = ConcurrencyResult(1, [Round([answer(num_tokens=1)], 1.0)], None, 0.0).to_json([answer()])
     assert figures["drafts"] is None
     assert figures["mean_accepted_length"] == 1.0
     assert figures["time_per_token_ms"] is None

@@ -50,6 +50,9 @@ class Counting:
     async def draft_counts(self):
         raise NotImplementedError
 
+    async def cached_tokens(self):
+        raise NotImplementedError
+
 
 def test_prompts_are_answered_in_order_so_many_at_once():
     client = Counting()

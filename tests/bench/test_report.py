@@ -16,8 +16,11 @@ from swiftlite.bench.report import choose_all, deploy_line, recommendations, tab
 from swiftlite.bench.speed_chart import draw
 from swiftlite.cli.parse import parse
 from swiftlite.engines.client import Answer
+from swiftlite.engines.draft_schedule import read_schedule
 
-ARGS = BenchArgs(model="a model", num_speculative_tokens=[0, 1, 2], concurrency=[1, 8], max_model_len=64)
+ARGS = BenchArgs(
+    model="a model", num_speculative_tokens=[0, 1, 2], concurrency=[1, 8], max_model_len=64, output_dir="figures"
+)
 
 
 def server(k: int, *seconds: float, text: str = "hello") -> ServerResult:
@@ -27,6 +30,7 @@ def server(k: int, *seconds: float, text: str = "hello") -> ServerResult:
             concurrency,
             [Round([Answer(text, 100, each / 10, each)], each + delay) for delay in (0.0, 0.001, 0.002)],
             DraftCounts(10, 10 * k, (10,) * k) if k else None,
+            cached_share=0.25,
         )
         for concurrency, each in zip((1, 8), seconds, strict=True)
     ]
@@ -43,7 +47,7 @@ def test_the_table_has_a_line_for_each_server_and_concurrency():
     cells = [line.split("  ") for line in lines]
     found = [[cell.strip() for cell in line if cell.strip()] for line in cells]
     assert [line[:2] for line in found] == [[c, k] for c in "18" for k in ("0", "1", "2", "0, at the end")]
-    assert found[1][2:] == ["199.6 (199.2 to 200.0)", "2.00", "50.0 (50.0)", "4.5 (4.5)", "2.00", "1 of 1"]
+    assert found[1][2:] == ["199.6 (199.2 to 200.0)", "2.00", "50.0 (50.0)", "4.5 (4.5)", "25%", "2.00", "1 of 1"]
     assert found[2][-1] == "0 of 1"
     assert found[5][3] == "0.83"
 
@@ -62,10 +66,23 @@ def test_what_is_recommended_is_what_was_measured():
     lines = recommendations(ARGS, choices).splitlines()
     assert lines[0] == "1 at once: --num_speculative_tokens 1: 2.00x the tokens/s of drafting nothing"
     assert lines[1] == "8 at once: --num_speculative_tokens 0: drafting is slower, 0.83x at best"
-    for line, k in zip((line.strip() for line in lines if "swiftlite" in line), (1, 0), strict=True):
-        words = shlex.split(line)
-        assert words[:2] == ["swiftlite", "deploy"]
-        assert parse(DeployArgs, words[2:], "deploy")[0] == deploy_args(ARGS, k)
+    typed = [shlex.split(line) for line in lines if "swiftlite" in line]
+    assert [words[:2] for words in typed] == [["swiftlite", "deploy"]] * 3
+    one, none, changing = (parse(DeployArgs, words[2:], "deploy")[0] for words in typed)
+    assert (one, none) == (deploy_args(ARGS, 1), deploy_args(ARGS, 0))
+    assert changing == replace(one, num_speculative_tokens=None, draft_schedule="figures/bench.json")
+
+
+def test_a_schedule_is_offered_where_the_load_changes_something(tmp_path):
+    report = to_json(ARGS, SERVERS, is_complete=True)
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"options": {"infer_backend": "vllm"}} | report))
+    assert read_schedule(path, "vllm").numbers == {1: 1, 8: 0}
+    assert "--draft_schedule figures/bench.json" in report["schedule_command"]
+    alone = [replace(each, measured=each.measured[:1]) for each in SERVERS]
+    assert to_json(ARGS, alone, is_complete=True)["schedule_command"] is None
+    another = replace(ARGS, vllm_speculative_config={"method": "ngram"})
+    assert to_json(another, SERVERS, is_complete=True)["schedule_command"] is None
 
 
 def test_a_machine_that_changed_is_named():

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
 from swiftlite.cli.doctor import TESTED
+from swiftlite.surroundings import torch_cuda
 from tests.tiny import make_tiny_hf, make_tiny_tokenizer
 
 
@@ -75,7 +76,7 @@ def test_unmet_requirements_name_the_fix():
 
 
 def test_the_cuda_version_is_torch_s_own():
-    assert doctor._torch_cuda() == torch.version.cuda
+    assert torch_cuda() == torch.version.cuda
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mimo"])

@@ -36,11 +36,11 @@ def plan(capsys, **options) -> tuple[int, list[str]]:
 def test_one_gpu_is_too_small_and_says_what_fits(model, capsys):
     code, lines = plan(capsys, model=model)
     assert code == 1
-    assert lines[1] == "1 GPU = data parallel 1; micro-batches of 1 x 2048 tokens, recompute none"
+    assert lines[1] == "1 GPU = data parallel 1; micro-batches of 1 x 2048 tokens, recompute none, fused kernels"
     assert lines[5].split()[:5] == ["0", "8,190,735,360", "16.38", "32.76", "98.29"]
     assert lines[-2].startswith("does not fit: ")
     assert lines[-1].strip() == (
-        "fits with 58.4 GB, on 4 GPUs: "
+        "fits with 55.0 GB, on 4 GPUs: "
         "--tensor_model_parallel_size 2 --sequence_parallel true --use_distributed_optimizer true"
     )
 
@@ -56,7 +56,7 @@ def test_the_suggestion_fits_when_it_is_typed(model, capsys):
         use_distributed_optimizer=True,
     )
     assert code == 0
-    assert lines[-1].startswith("fits: 58.4 GB on stage 0, of 73.6 GB; 8% of 80 GB is left")
+    assert lines[-1].startswith("fits: 55.0 GB on stage 0, of 73.6 GB; 8% of 80 GB is left")
 
 
 def test_a_line_for_every_stage(model, capsys):

@@ -25,11 +25,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.drafting import Drafting
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from tests.e2e.conftest import Commands
-from tests.e2e.vllm_here import load_draft, prefix_hits
+from tests.e2e.vllm_here import drafted_by_load, load_draft, prefix_hits
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
@@ -136,6 +137,20 @@ def test_linear_attention_in_bfloat16(family, vllm, trained):
         assert served.token_ids == expected
         assert expected_counts(served.counts) == expected_counts(counts)
         assert counts.acceptance_rate > 0.8
+
+
+def test_a_schedule_drafts_by_the_load(vllm_host, trained):
+    """One request gets three drafts a step, three requests get none; answers are the trunk's either way."""
+    directory, prompts = trained("qwen3", 1, "vllm")
+    reference = Reference.load(directory, "qwen3", depth=1)
+    prompts = prompts[:3]
+    schedule = DraftSchedule({1: 3, 3: 0})
+    alone, together = vllm_host.call(partial(drafted_by_load, directory, schedule, [prompts[:1], prompts]))
+    expected, counts = reference.simulate(prompts[:1], 12, 3)
+    assert alone.token_ids == expected
+    assert expected_counts(alone.counts) == expected_counts(counts)
+    assert together.token_ids == reference.simulate(prompts, 12, 3)[0]
+    assert together.counts.drafted == 0
 
 
 def test_drafts_leave_the_prefix_cache_on(vllm_host, trained):

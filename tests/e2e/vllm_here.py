@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.served_model import read_model
 from tests.forked import Host
@@ -92,6 +93,24 @@ def serve(
     finally:
         engine.close()
     return Served([completion.token_ids for completion in completions], counts, draft, logits)
+
+
+def drafted_by_load(directory: Path, schedule: DraftSchedule, loads: list[list[list[int]]]) -> list[Served]:
+    """What a vLLM that drafts by a schedule makes of some prompts at once, and then of others."""
+    from swiftlite.engines.vllm.options import schedule_options
+
+    given = {"method": "mtp", "num_speculative_tokens": schedule.largest, **schedule_options(schedule)}
+    engine: Any = start_engine("vllm", EngineConfig(directory, "float32", max_model_len=256, speculative_config=given))
+    served = []
+    try:
+        for prompts in loads:
+            before = engine.draft_counts()
+            completions = engine.generate(prompts, Sampling(12))
+            counts = engine.draft_counts().since(before)
+            served.append(Served([completion.token_ids for completion in completions], counts, "", []))
+    finally:
+        engine.close()
+    return served
 
 
 def prefix_hits(

@@ -191,27 +191,37 @@ class Reference(nn.Module):
         return ids[len(prompt) :]
 
     def simulate(
-        self, prompts: list[list[int]], max_new_tokens: int, num_tokens: int
+        self, prompts: list[list[int]], max_new_tokens: int, num_tokens: int, confidence: float = 0.0
     ) -> tuple[list[list[int]], Counts]:
-        """Greedy completions, and the counts of an engine that drafts `num_tokens` per step.
+        """Greedy completions, and the counts of an engine that drafts `num_tokens` per step, or up to the first draft
+        that is less likely than `confidence`.
 
         The first token comes from the prompt alone. A draft past max_new_tokens counts when it matches, as in vLLM,
         whose scheduler takes its statistics before it cuts the output (v1/core/sched/scheduler.py).
         """
-        completions, drafts, accepted = [], 0, [0] * num_tokens
+        completions, drafts, drafted, accepted = [], 0, 0, [0] * num_tokens
         for prompt in prompts:
             row = self.greedy(prompt, max_new_tokens + num_tokens)
             done = 1
             while done < max_new_tokens:
-                proposal = self.draft(prompt + row[:done], num_tokens)
+                proposal = self._sure_drafts(prompt + row[:done], num_tokens, confidence)
+                drafted += len(proposal)
                 hits = 0
-                while hits < num_tokens and proposal[hits] == row[done + hits]:
+                while hits < len(proposal) and proposal[hits] == row[done + hits]:
                     accepted[hits] += 1
                     hits += 1
                 drafts += 1
                 done += hits + 1
             completions.append(row[:max_new_tokens])
-        return completions, Counts(drafts, drafts * num_tokens, tuple(accepted))
+        return completions, Counts(drafts, drafted, tuple(accepted))
+
+    def _sure_drafts(self, tokens: list[int], num_tokens: int, confidence: float) -> list[int]:
+        proposal = []
+        for probabilities in self.draft_logits(tokens, num_tokens).softmax(dim=-1):
+            proposal.append(int(probabilities.argmax()))
+            if probabilities.max() < confidence:
+                break
+        return proposal
 
 
 def convention(engine: str, family: str) -> Convention:

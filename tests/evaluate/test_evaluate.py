@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from swiftlite.engines.engine import EngineConfig
 from swiftlite.errors import UserError
 from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
+from swiftlite.evaluate.confidence import confidence_rows, confidence_table
 from swiftlite.evaluate.figures import compare_with_engine, table
 from swiftlite.evaluate.page import evaluation_page
 from swiftlite.evaluate.places import place_tables
@@ -145,7 +147,7 @@ def test_an_engine_counts_drawn_answers_apart(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
     tokenizer, data = load_rows(hf_dir, [rows])
     config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
-    options = {"max_new_tokens": 8, "max_prompts": 2}
+    options: dict[str, Any] = {"max_new_tokens": 8, "max_prompts": 2}
     greedy = by_engine("transformers", config, data.val_conversations, tokenizer, **options)
     both = by_engine("transformers", config, data.val_conversations, tokenizer, **options, temperature=1.5)
     assert greedy.drawn_by_channel == {}
@@ -156,6 +158,31 @@ def test_an_engine_counts_drawn_answers_apart(tmp_path, mesh, rows):
         "tale": 2,
     }
     assert both.drawn_by_channel != both.by_channel
+
+
+def test_values_of_draft_confidence_are_compared(tmp_path, rows, capsys):
+    hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
+    tokenizer, data = load_rows(hf_dir, [rows])
+    served = by_engine(
+        "transformers",
+        EngineConfig(hf_dir, "float32", num_speculative_tokens=3),
+        data.val_conversations,
+        tokenizer,
+        max_new_tokens=8,
+        max_prompts=2,
+        confidences=[0, 1],
+    )
+    always, never_sure = served.by_confidence
+    assert (always["drafted_per_step"], never_sure["drafted_per_step"]) == (3, 1)
+    assert always["mean_accepted_length"] == served.by_channel["all"]["mean_accepted_length"]
+    figures = [
+        {**always, "tokens_per_second": 10.0},
+        {**never_sure, "mean_accepted_length": 1.5, "tokens_per_second": 12.5},
+    ]
+    assert confidence_rows(figures)[1] == ["1", "1.00", "1.50", "12.5", "1.25"]
+    assert confidence_table(figures).endswith("fastest here: --draft_confidence 1")
+    page = evaluation_page({"model": {}}, {"model": "m"}, figures)
+    assert page.sections[-1].tables[0].rows == confidence_rows(figures)
 
 
 def test_the_page_and_the_chart_name_the_temperature():

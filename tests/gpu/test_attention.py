@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from swiftlite.model import attention as module
 from swiftlite.model.context_parallel import causal_segments
+from swiftlite.model.kernels import varlen_kernel
+from swiftlite.plan.kernels import automatic
 from tests.model.test_attention import SHAPES, make_attention, make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -13,12 +14,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
 def test_the_kernel_computes_what_a_call_for_each_does(mesh, shape, rank, size):
-    assert module._varlen_kernel() is not None
-    attention = make_attention(mesh, k_channels=SHAPES[shape][2])
+    kernel = varlen_kernel(automatic(True, is_float32=False))
+    assert kernel is not None
+    attention = make_attention(mesh, k_channels=SHAPES[shape][2], varlen=kernel)
     _, key, value = (t.detach().cuda().requires_grad_() for t in make_inputs(128, shape, torch.bfloat16, 2))
     query = make_inputs(128 // size, shape, torch.bfloat16, 2)[0].detach().cuda().requires_grad_()
     segments = causal_segments((16, 8, 104), rank, size)
-    assert attention._varlen_fits(query)
     results = []
     for attend in (attention._attend_varlen, attention._attend_segments):
         out = attend(query, key, value, segments)

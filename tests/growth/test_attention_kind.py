@@ -32,7 +32,7 @@ from swiftlite.families.qwen3 import QWEN3
 from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.heads import Heads
 from swiftlite.model import specs
-from swiftlite.model.attention import CoreAttention
+from swiftlite.model.kernels import Modules
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.model.tensor_parallel import ColumnParallelLinear
 from swiftlite.plan.flops import training_flops
@@ -114,7 +114,7 @@ def mean_so_far(values: torch.Tensor, dim: int) -> torch.Tensor:
     return values.cumsum(dim) / torch.arange(1, values.size(dim) + 1, dtype=values.dtype).view(shape)
 
 
-def running_mean(attention: RunningMean, core_attention: type[CoreAttention]) -> ModuleSpec:
+def running_mean(attention: RunningMean, modules: Modules) -> ModuleSpec:
     return ModuleSpec(module=RunningMeanAttention)
 
 

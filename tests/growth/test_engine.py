@@ -29,6 +29,7 @@ from swiftlite.args.commands import DeployArgs
 from swiftlite.cli.main import main
 from swiftlite.conventions.convention import Convention
 from swiftlite.engines.client import Answer, stream
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
@@ -143,7 +144,9 @@ class PlainEngine:
 
 
 # 4. Its server and the client of it, for `deploy` and `bench`.
-def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> ServerCommand:
+def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
+    if schedule is not None:
+        raise UserError("plain drafts as many tokens at every load", "leave --draft_schedule out")
     num_tokens = (args.num_speculative_tokens or 1) if drafts else 0
     words = [sys.executable, "-m", HERE, "serve", str(model.directory.absolute()), str(args.port), str(num_tokens)]
     return ServerCommand(words, {"PYTHONPATH": str(ROOT)})
@@ -199,6 +202,10 @@ class PlainClient:
     async def draft_counts(self) -> DraftCounts:
         """See `Client`."""
         return self._counts
+
+    async def cached_tokens(self) -> int:
+        """See `Client`."""
+        return 0
 
 
 # 5. What its loader makes of a checkpoint, for `doctor --engine`.

@@ -8,7 +8,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.model import attention as module
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.context_parallel import causal_segments
 from swiftlite.runtime.mesh import Mesh
@@ -101,10 +100,9 @@ def varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (3, 4)])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_one_call_over_all_segments_is_a_call_for_each(mesh, monkeypatch, shape, rank, size, rows):
+def test_one_call_over_all_segments_is_a_call_for_each(mesh, shape, rank, size, rows):
     """The way to CUDA's kernels, without them: tests/gpu/test_attention.py has the kernels."""
-    monkeypatch.setattr(module, "_varlen_kernel", lambda: varlen)
-    attention = make_attention(mesh, k_channels=SHAPES[shape][2])
+    attention = make_attention(mesh, k_channels=SHAPES[shape][2], varlen=varlen)
     _, key, value = make_inputs(48, shape, torch.float64, rows)
     query, *_ = make_inputs(48 // size, shape, torch.float64, rows)
     segments = causal_segments((16, 0, 8, 24), rank, size)

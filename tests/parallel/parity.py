@@ -4,7 +4,7 @@
 scripts/parity.py prints the table, test_parity.py tests a part of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.lora import add_adapters, gather_adapters
 from swiftlite.plan.flops import training_flops
+from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import HEADS_ONLY, trainable_of
@@ -118,6 +119,7 @@ class Job:
         options: of `swiftlite megatron sft`, on top of OPTIONS; MTP in a layout string stands for all MTP layers.
         steps: the first and the last one; none where the last comes before the first.
         resume: a checkpoint to go on from, of whatever layout.
+        kernels: what computes its layers.
         save: write `checkpoint-N` into out_dir after the last step.
     """
 
@@ -127,6 +129,7 @@ class Job:
     steps: tuple[int, int] = (1, STEPS)
     resume: Path | None = None
     save: bool = False
+    kernels: Kernels = Kernels()
 
     def args(self, depth: int) -> SftArgs:
         """The job as a command line would have it."""
@@ -176,7 +179,7 @@ def refusal(job: Job, num_processes: int) -> str:
     return "; ".join(problem for problem, _ in problems)
 
 
-def run(num_processes: int, jobs: Sequence[Job]) -> list[Result]:
+def run(num_processes: int, jobs: Sequence[Job], launch: Callable[..., list[Any]] = launch) -> list[Result]:
     """Compute the jobs, in order, in one start of processes."""
     # One each: the next session would read the addresses that this one left.
     stores = [open_store() for _ in jobs]
@@ -195,7 +198,8 @@ _PARTS = ("gradients", "weights")
 
 def _without_speed(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     return [
-        {name: value for name, value in step.items() if not name.endswith(("per_second", "_gb"))} for step in metrics
+        {name: value for name, value in step.items() if not name.endswith(("per_second", "_gb", "mfu"))}
+        for step in metrics
     ]
 
 
@@ -231,6 +235,7 @@ def compute(job: Job) -> list[dict[str, float]]:
             freeze_trunk=args.mtp_mode == "heads_only",
             drafting=family.mtp.drafting,
             mtp_loss=plan.mtp_loss,
+            kernels=job.kernels,
         )
         if args.mtp_mode == "heads_only":
             HEADS_ONLY.apply(model)

@@ -249,3 +249,23 @@ def test_a_suggestion_takes_more_gpus_where_these_are_too_few():
 
 def test_nothing_is_suggested_where_nothing_fits():
     assert memory.suggest(CONFIGS["qwen3"], Setup(), 1e-6) is None
+
+
+def test_fused_kernels_keep_inputs_and_one_chunk_of_logits():
+    """Of a dense layer of bfloat16, per token: two norms (input, scale), the input of each half, queries, keys and
+    values in one tensor, the result and what softmax leaves, 3 widths of the MLP. Written out for Qwen3-8B's sizes."""
+    config = CONFIGS["llama"] | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+    config |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "num_hidden_layers": 4}
+    tokens = 8192
+    plain, fused = (Setup(max_length=tokens, is_fused=is_fused) for is_fused in (False, True))
+    deeper = config | {"num_hidden_layers": 5}
+    of_layer = {
+        setup.is_fused: estimate(deeper, setup)[0].activations - estimate(config, setup)[0].activations
+        for setup in (plain, fused)
+    }
+    norms, inputs = 2 * (2 * 4096 + 4), 2 * 2 * 4096
+    attention = 2 * (2 * 4096 + 1024 + 4096 + 2 * 1024) + 32 * 4
+    assert of_layer[True] == tokens * (norms + inputs + attention + 2 * 3 * 12288)
+    assert of_layer[True] < 0.75 * of_layer[False]
+    assert estimate(config, plain)[0].logits == tokens * 151936 * (4 + 2)
+    assert estimate(config, fused)[0].logits == 1024 * 151936 * (4 + 2)

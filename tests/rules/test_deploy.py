@@ -38,6 +38,13 @@ def test_good_options_pass_without_a_note(here, args):
             "leave it",
         ),
         ({"speculative": "none", "num_speculative_tokens": 1}, "--num_speculative_tokens with --speculative none", ""),
+        ({"speculative": "none", "draft_schedule": "bench.json"}, "--draft_schedule with --speculative none", ""),
+        ({"model": "plain", "draft_schedule": "bench.json"}, "--draft_schedule, but plain/config.json", "leave it"),
+        (
+            {"num_speculative_tokens": 1, "draft_schedule": "bench.json"},
+            "--draft_schedule and --num_speculative_tokens both say",
+            "leave one",
+        ),
         (
             {"sglang_speculative_num_steps": 2},
             "2 without --sglang_speculative_eagle_topk and --sglang_spec",

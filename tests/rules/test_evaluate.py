@@ -25,6 +25,12 @@ def test_good_options_pass_without_a_note(here):
         ({"baseline": "nowhere"}, "--baseline nowhere has no config.json", "a Hugging Face model"),
         ({"output_dir": ""}, "--output_dir is required", "--output_dir evaluation"),
         ({"output_dir": "val.jsonl"}, "--output_dir val.jsonl is a file", "name a directory"),
+        ({"draft_confidence": [0.5]}, "--draft_confidence 0.5 with --infer_backend none", "add --infer_backend transf"),
+        (
+            {"draft_confidence": [0.5, 2.0], "infer_backend": "transformers"},
+            "--draft_confidence 2: a probability",
+            "",
+        ),
         ({"max_prompts": 0}, "--max_prompts 0 must be at least 1", ""),
     ],
 )

@@ -34,6 +34,11 @@ def test_good_options_pass_without_a_note(here, args):
             "--num_speculative_tokens 2 without speculation",
             "add --speculative mtp",
         ),
+        (
+            {"speculative": "none", "draft_confidence": 0.5},
+            "--draft_confidence 0.5 without speculation",
+            "add --speculative mtp",
+        ),
         ({"speculative": "none", "compare": True}, "--compare has nothing to compare", "add --speculative mtp"),
         ({"compare": True, "val_dataset": []}, "a chat on stdin has none to repeat", "add --val_dataset FILE"),
         ({"num_speculative_tokens": 0}, "--num_speculative_tokens 0 must be at least 1", ""),

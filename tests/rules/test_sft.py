@@ -217,3 +217,20 @@ def test_stages_need_a_pipeline(here):
     ]
     ((problem, _),) = problems_of(dataclasses.replace(SFT, pipeline_model_parallel_layout="Et*99999999999|tL"))
     assert "99999999999 repetitions are more than any model has layers" in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "its kernels run on NVIDIA GPUs, and torch finds none here"),
+        ({"attention_backend": "flash"}, "such kernels run on NVIDIA GPUs, and torch finds none here"),
+        ({"attention_backend": "te"}, "is a part of Transformer Engine, but --transformer_impl is local"),
+        ({"transformer_impl": "transformer_engine", "tuner_type": "lora"}, "adapters stand beside torch's layers"),
+        ({"attention_backend": "te", "context_parallel_size": 2}, "is not told of other ranks here"),
+        ({"attention_backend": "te", "mtp_unroll": 2}, "shows later steps of a head no keys of the first"),
+    ],
+)
+def test_kernels_that_are_not_here_are_refused(here, monkeypatch, options, problem):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = problems_of(dataclasses.replace(SFT, **options), world_size=2)
+    assert any(problem in text for text, _ in found), found

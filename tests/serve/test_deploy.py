@@ -1,6 +1,7 @@
 """The command that becomes the server; vLLM's is started in tests/e2e/test_engines.py."""
 
 import importlib.util
+import json
 import logging
 import shlex
 import socket
@@ -58,6 +59,27 @@ def test_sglang_is_told_all_three_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("swiftlite.engines.sglang.options.is_on_cpu", lambda: True)
     cpu = "--device cpu --disable-cuda-graph --max-total-tokens 32768"
     assert command(model, speculative="none") == ["SGLANG_USE_CPU_ENGINE=1", *start, *cpu.split()]
+
+
+def test_sglang_reads_a_schedule_from_a_file(tmp_path):
+    model = make_tiny_hf(tmp_path / "model", "mimo", 1)
+    chosen = [{"concurrency": c, "num_speculative_tokens": k} for c, k in ((1, 3), (8, 1), (32, 0))]
+    bench_json = tmp_path / "bench.json"
+    bench_json.write_text(json.dumps({"options": {"infer_backend": "sglang"}, "recommendations": chosen}))
+    words = shlex.join(command(model, draft_schedule=str(bench_json)))
+    config = tmp_path / "bench.sglang.json"
+    assert "--speculative-num-steps 3 " in words
+    assert f"--speculative-adaptive --speculative-adaptive-config {config}" in words
+    steps = {number: slot["candidate_steps"] for number, slot in json.loads(config.read_text()).items()}
+    assert steps == {"1": [3], "8": [1], "32": [0]}
+
+
+def test_a_schedule_that_drafts_nothing(tmp_path):
+    model = make_tiny_hf(tmp_path / "model", "mimo", 1)
+    bench_json = tmp_path / "bench.json"
+    chosen = [{"concurrency": 1, "num_speculative_tokens": 0}]
+    bench_json.write_text(json.dumps({"options": {"infer_backend": "sglang"}, "recommendations": chosen}))
+    assert command(model, draft_schedule=str(bench_json)) == command(model, speculative="none")
 
 
 @pytest.mark.parametrize(

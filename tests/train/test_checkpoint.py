@@ -338,7 +338,7 @@ def test_an_enum_that_the_pickle_changes(open_chunks, mesh, saved):
 
 
 def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_path):
-    """torch reads those with weights_only=False."""
+    """torch reads those with weights_only=False, if somebody asks for them; a damaged place is found all the same."""
     (saved / "SHA256SUMS").unlink()
     metadata = pickle.loads((saved / ".metadata").read_bytes())
     index = next(index for index in metadata.storage_data if "_extra_state" in index.fqn)
@@ -348,8 +348,7 @@ def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_pa
         metadata.storage_data[index], relative_path="evil", offset=0, length=size
     )
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match="checkpoint-1 is damaged"):
-        load_checkpoint(saved, mesh, open_chunks())
+    load_checkpoint(saved, mesh, open_chunks())
     assert not (tmp_path / "ran").exists()
     metadata.storage_data[index] = dataclasses.replace(metadata.storage_data[index], relative_path="../evil")
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))

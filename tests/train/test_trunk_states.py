@@ -7,6 +7,8 @@ import pytest
 
 from swiftlite.errors import UserError
 from swiftlite.model.gpt import GPTModel
+from swiftlite.plan.kernels import Machine
+from swiftlite.train import sft
 from tests.tiny import make_tiny_hf
 from tests.train.test_sft import metrics, train
 
@@ -34,10 +36,26 @@ WAYS = [
     ("glm4_moe", {"mtp_loss": "lk_hybrid"}),
     ("qwen3_next", {"padding_free": True, "draft_vocab": 40}),
 ]
+ON_GPU = Machine(is_cuda=True)
+"""Where kernels are fused; they compute on a CPU as well."""
 
 
 @pytest.mark.parametrize(("family", "more"), WAYS, ids=[family for family, _ in WAYS])
 def test_what_is_read_is_what_would_be_computed(options, mesh, tmp_path, passes, family, more):
+    check_that_nothing_changes(options, mesh, tmp_path, passes, family, more)
+
+
+@pytest.mark.parametrize("more", [{}, {"mtp_loss": "kl", "draft_vocab": 40}], ids=["ce", "kl, draft vocabulary"])
+def test_nor_with_fused_kernels(options, mesh, tmp_path, passes, monkeypatch, more):
+    monkeypatch.setattr(sft, "this_machine", lambda is_cuda: ON_GPU)
+    check_that_nothing_changes(options, mesh, tmp_path, passes, "qwen3", more)
+    monkeypatch.undo()
+    args = options(output_dir=str(tmp_path / "unfused"), **HEADS, cache_trunk_states=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="written with other kernels"):
+        train(args, mesh)
+
+
+def check_that_nothing_changes(options, mesh, tmp_path, passes, family, more) -> None:
     model = make_tiny_hf(tmp_path / family, family, depth=1, with_tokenizer=True)
 
     def run(name: str, **changed) -> tuple[list[dict], int]:

@@ -18,6 +18,7 @@ class SglangClient:
         self._sampling = sampling
         self._num_tokens = num_speculative_tokens
         self._counts = DraftCounts(0, 0, (0,) * num_speculative_tokens)
+        self._cached_tokens = 0
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
         """See `Client`."""
@@ -34,11 +35,16 @@ class SglangClient:
         answer = read_answer(await stream(self._session, "/generate", request), self._num_tokens)
         if answer.counts:
             self._counts += answer.counts
+        self._cached_tokens += answer.cached_tokens
         return answer
 
     async def draft_counts(self) -> DraftCounts:
         """See `Client`."""
         return self._counts
+
+    async def cached_tokens(self) -> int:
+        """See `Client`."""
+        return self._cached_tokens
 
 
 def read_answer(events: Sequence[Event], num_speculative_tokens: int) -> Answer:
@@ -51,4 +57,5 @@ def read_answer(events: Sequence[Event], num_speculative_tokens: int) -> Answer:
         seconds_to_first=events[0][0],
         seconds=seconds,
         counts=draft_counts(about, num_speculative_tokens),
+        cached_tokens=about["cached_tokens"],
     )

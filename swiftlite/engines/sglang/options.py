@@ -5,12 +5,16 @@ architecture that is not in it becomes its own draft (`plugin.py` adds some). Th
 together: steps alone is a TypeError there, topk alone a bare AssertionError.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from swiftlite.draft_vocab import TOKEN_MAP_FILE
+from swiftlite.durable import check_writable, write_durably
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.load_report import LoadReport
 from swiftlite.engines.served_model import ServedModel, fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
@@ -67,6 +71,25 @@ def speculative_options(
         **_token_map(model),
         **given,
     }
+
+
+def schedule_options(schedule: DraftSchedule, bench_json: Path) -> dict[str, Any]:
+    """SGLang's options of drafting by the number of requests in a step. It reads them from a file, which is written
+    beside bench.json.
+
+    SGLang chooses among the candidates of the nearest number below, by what was accepted lately; here each number has
+    one candidate, the one that was fastest.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if schedule.is_constant:
+        return {}
+    path = bench_json.with_suffix(".sglang.json")
+    slots = {str(begin): {"candidate_steps": [number]} for begin, number in schedule.numbers.items()}
+    check_writable("--draft_schedule", path.parent)
+    write_durably(path, json.dumps(slots).encode() + b"\n")
+    return {"speculative_adaptive": True, "speculative_adaptive_config": str(path.absolute())}
 
 
 def _token_map(model: ServedModel) -> dict[str, str]:

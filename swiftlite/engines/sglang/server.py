@@ -1,21 +1,24 @@
 """The command of SGLang's OpenAI-compatible server. It can be made where SGLang is not installed."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import DeployArgs
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.sglang.info import SGLANG
-from swiftlite.engines.sglang.options import cpu_options, cpu_variables, speculative_options
+from swiftlite.engines.sglang.options import cpu_options, cpu_variables, schedule_options, speculative_options
 from swiftlite.hub.name import served_name
 
 
-def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> ServerCommand:
+def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
     """SGLang's server of a model.
 
     Raises:
-        UserError: SGLang would not draft with the checkpoint's heads.
+        UserError: SGLang would not draft with the checkpoint's heads, or what it reads a schedule from cannot be
+            written beside --draft_schedule.
     """
     given: dict[str, Any] = {
         "model_path": str(model.directory.absolute()),
@@ -27,7 +30,10 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> Server
         "context_length": args.max_model_len,
     }
     if drafts:
-        given |= speculative_options(model, args.num_speculative_tokens, SGLANG.speculative_config(args))
+        num_tokens = args.num_speculative_tokens if schedule is None else schedule.largest
+        given |= speculative_options(model, num_tokens, SGLANG.speculative_config(args))
+    if schedule is not None and args.draft_schedule is not None:
+        given |= schedule_options(schedule, Path(args.draft_schedule))
     given |= cpu_options(drafts)
     # SGLang's switches are there or not; vLLM's have a --no- form.
     given |= {name: None if value is False else value for name, value in SGLANG.engine_kwargs(args).items()}

@@ -83,7 +83,7 @@ class TransformersEngine:
         limit = min(len(prompt) + sampling.max_new_tokens, self._max_length)
         cache = DynamicCache(config=self._decoder.config)
         processor = warpers(sampling)
-        drafter = self._make_drafter(processor, generator)
+        drafter = self._make_drafter(processor, generator, sampling.draft_confidence)
         fed = None  # the trunk's states of its last pass, as the heads take them
         while True:
             drafted_ids, drawn_from = _draft(drafter, ids, fed)
@@ -113,7 +113,7 @@ class TransformersEngine:
                     return Completion(ids[0, len(prompt) :].tolist(), "length")
 
     def _make_drafter(
-        self, processor: LogitsProcessorList | None, generator: torch.Generator
+        self, processor: LogitsProcessorList | None, generator: torch.Generator, confidence: float
     ) -> MtpCandidateGenerator | None:
         """One for a prompt; None without speculation."""
         if self._heads is None:
@@ -126,6 +126,7 @@ class TransformersEngine:
             self._drafting,
             processor,
             generator,
+            confidence,
         )
 
     def _states(self, ids: torch.Tensor, cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +151,7 @@ class TransformersEngine:
 
     def _count(self, num_drafted: int, num_accepted: int) -> None:
         if num_drafted:
-            accepted = tuple(int(position < num_accepted) for position in range(num_drafted))
+            accepted = tuple(int(position < num_accepted) for position in range(self.num_speculative_tokens))
             self._counts += DraftCounts(1, num_drafted, accepted)
 
 

@@ -11,5 +11,6 @@ TRANSFORMERS = EngineInfo(
     adapter="swiftlite.engines.transformers.engine:TransformersEngine",
     convention="swiftlite.conventions.convention:as_trained",
     is_required=True,
+    takes_draft_confidence=True,
     is_batched=False,
 )

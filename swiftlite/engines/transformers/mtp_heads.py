@@ -130,6 +130,9 @@ class MtpCandidateGenerator(CandidateGenerator):
 
         depth 0 at 4, 5 is fed h4 t5, h5 t6 and drafts d7; depth 1 at 3, 4, 5 is fed s3 t5, s4 t6, s5 d7 and drafts d8
 
+    A depth that is not run, because a draft before it was not sure enough, keeps its cache; what the depth before it
+    keeps waits for it.
+
     With more tokens than heads, the last head drafts the rest alone: its own state takes the place of the state of the
     depth before, one position further each time. With one head this is what vLLM does.
 
@@ -141,6 +144,8 @@ class MtpCandidateGenerator(CandidateGenerator):
         drafting: what the heads are fed, `MtpLayout.drafting` of the family.
         logits_processor: drafts are drawn from the heads' logits behind it; None takes the likeliest token.
         generator: of the random numbers; None is torch's own.
+        confidence: nothing is drafted behind a draft that its head gives a smaller probability; that draft itself is
+            still proposed. 0 always drafts `num_tokens`.
     """
 
     requires_model_outputs = True
@@ -155,6 +160,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         drafting: Drafting,
         logits_processor: LogitsProcessorList | None = None,
         generator: torch.Generator | None = None,
+        confidence: float = 0.0,
     ):
         self._decoder = decoder
         self._drafting = drafting
@@ -163,6 +169,7 @@ class MtpCandidateGenerator(CandidateGenerator):
         self._num_tokens = num_tokens
         self._logits_processor = logits_processor
         self._generator = generator
+        self._confidence = confidence
         self._reset()
 
     def _reset(self) -> None:
@@ -197,23 +204,28 @@ class MtpCandidateGenerator(CandidateGenerator):
         begins = [cache.get_seq_length() for cache in self._caches]
         ids = input_ids
         drawn_from: list[torch.Tensor] = []
+        is_sure = True
         hidden = model_outputs.hidden_states[-1][:, : end - begins[0]]
         for depth, head in enumerate(self._heads):
             fed = torch.cat((*self._waiting[depth], hidden), dim=1)
-            before, hidden = self._run(head, self._caches[depth], fed, ids[:, begins[depth] + depth + 1 :])
-            ids = self._append_draft(ids, hidden, drawn_from)
+            # Positions that the depth before keeps and this one does not, see above.
+            kept = max(end - depth, 0) if is_sure else begins[depth]
+            kept_before = max(end - depth + 1, 0)
             if depth > 0:
-                # Positions that the depth before keeps and this one does not, see above.
-                kept = max(end - depth, 0)
-                kept_before = max(end - depth + 1, 0)
                 self._waiting[depth] = [fed[:, kept - begins[depth] : kept_before - begins[depth]]]
+            if not is_sure:
+                break
+            before, hidden = self._run(head, self._caches[depth], fed, ids[:, begins[depth] + depth + 1 :])
+            ids, is_sure = self._append_draft(ids, hidden, drawn_from)
         for _ in range(len(self._heads), self._num_tokens):
+            if not is_sure:
+                break
             own = before if self._drafting.recycles_before_norm else hidden
             before, hidden = self._run(self._heads[-1], self._caches[-1], own[:, -1:], ids[:, -1:])
-            ids = self._append_draft(ids, hidden, drawn_from)
+            ids, is_sure = self._append_draft(ids, hidden, drawn_from)
         for depth, cache in enumerate(self._caches):
             surplus = cache.get_seq_length() - max(end - depth, 0)
-            if surplus:
+            if surplus > 0:
                 cache.crop(-surplus)
         return ids, torch.stack(drawn_from, dim=1) if drawn_from else None
 
@@ -244,12 +256,22 @@ class MtpCandidateGenerator(CandidateGenerator):
         )
         return before, head.final_layernorm(before)
 
-    def _append_draft(self, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]) -> torch.Tensor:
-        """The ids with one draft more, the logits [1, V] of which are noted if it is drawn."""
+    def _append_draft(
+        self, ids: torch.Tensor, hidden: torch.Tensor, drawn_from: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, bool]:
+        """The ids with one draft more, and whether another may follow it.
+
+        Args:
+            drawn_from: is given the logits [1, V] of the draft if it is drawn.
+        """
         logits = self._output_layer(hidden[:, -1])
         if self._logits_processor is None:
             draft = logits.argmax(dim=-1)
         else:
-            drawn_from.append(self._logits_processor(ids, logits.float()))  # pyright: ignore[reportArgumentType]
-            draft = draw(drawn_from[-1][0].softmax(dim=-1), self._generator)
-        return torch.cat((ids, draft[None]), dim=1)
+            logits = self._logits_processor(ids, logits.float())  # pyright: ignore[reportArgumentType]
+            drawn_from.append(logits)
+            draft = draw(logits[0].softmax(dim=-1), self._generator)
+        ids = torch.cat((ids, draft[None]), dim=1)
+        if self._confidence == 0:
+            return ids, True  # without waiting for a GPU
+        return ids, bool(logits[0].float().softmax(dim=-1)[draft] >= self._confidence)

@@ -1,6 +1,7 @@
 """Asking vLLM's server: the OpenAI route, and drafts as /metrics counts them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import aiohttp
 
@@ -32,8 +33,15 @@ class VllmClient:
 
     async def draft_counts(self) -> DraftCounts:
         """See `Client`."""
+        return read_metrics(await self._metrics(), self._num_tokens)
+
+    async def cached_tokens(self) -> int:
+        """See `Client`."""
+        return read_cached_tokens(await self._metrics())
+
+    async def _metrics(self) -> str:
         async with self._session.get("/metrics", raise_for_status=True) as response:
-            return read_metrics(await response.text(), self._num_tokens)
+            return await response.text()
 
 
 def read_answer(events: Sequence[Event]) -> Answer:
@@ -49,15 +57,24 @@ def read_answer(events: Sequence[Event]) -> Answer:
 
 def read_metrics(text: str, num_speculative_tokens: int) -> DraftCounts:
     """vLLM's counters from what its /metrics says, over all its engines."""
-    from prometheus_client.parser import text_string_to_metric_families  # vLLM's own requirement
-
     counted = {"num_drafts": 0, "num_draft_tokens": 0}
     per_position = [0] * num_speculative_tokens
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
-            if name in counted:
-                counted[name] += int(sample.value)
-            elif name == "num_accepted_tokens_per_pos":
-                per_position[int(sample.labels["position"])] += int(sample.value)
+    for sample in _samples(text):
+        name = sample.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
+        if name in counted:
+            counted[name] += int(sample.value)
+        elif name == "num_accepted_tokens_per_pos":
+            per_position[int(sample.labels["position"])] += int(sample.value)
     return DraftCounts(counted["num_drafts"], counted["num_draft_tokens"], tuple(per_position))
+
+
+def read_cached_tokens(text: str) -> int:
+    """Tokens of prompts that came from the cache of prefixes, from what /metrics says, over all engines."""
+    return sum(int(sample.value) for sample in _samples(text) if sample.name == "vllm:prefix_cache_hits_total")
+
+
+def _samples(text: str) -> Iterator[Any]:
+    from prometheus_client.parser import text_string_to_metric_families  # vLLM's own requirement
+
+    for family in text_string_to_metric_families(text):
+        yield from family.samples

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.served_model import ServedModel, log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
@@ -80,6 +81,18 @@ def num_drafting_heads(model: ServedModel) -> int:
 
     can_draft = VLLM.convention_for(model.family).num_drafting(model.heads.layers)
     return can_draft if has_multi_module_runner() else min(can_draft, 1)
+
+
+def schedule_options(schedule: DraftSchedule) -> dict[str, Any]:
+    """vLLM's options of drafting by the number of requests in a step, as [first, last, tokens]; behind the last of
+    them vLLM goes on with the same number.
+    """
+    if schedule.is_constant:
+        return {}
+    begins = list(schedule.numbers)
+    ends = [begin - 1 for begin in begins[1:]] + begins[-1:]
+    ranges = [list(each) for each in zip(begins, ends, schedule.numbers.values(), strict=True)]
+    return {"num_speculative_tokens_per_batch_size": ranges}
 
 
 def is_on_cpu() -> bool:

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from swiftlite.args.commands import DeployArgs
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel
@@ -14,21 +15,24 @@ from swiftlite.hub.name import served_name
 from swiftlite.log import logger
 
 
-def server_command(args: DeployArgs, model: ServedModel, drafts: bool) -> ServerCommand:
+def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
     """vLLM's server of a model.
 
     Raises:
         UserError: vLLM would not draft with the checkpoint's heads.
     """
     require_plugin(VLLM)
+    num_tokens = args.num_speculative_tokens if schedule is None else schedule.largest
     config = EngineConfig(
         model.directory,
-        num_speculative_tokens=args.num_speculative_tokens if drafts else 0,
+        num_speculative_tokens=num_tokens if drafts else 0,
         speculative_config=args.vllm_speculative_config,
         draws_drafts=True,  # each request has a temperature of its own
     )
     attention = options.attention_options(model, args.torch_dtype)
     speculative = options.with_backend_of_trunk(options.speculative_config(model, config), attention)
+    if schedule is not None and speculative is not None:
+        speculative |= options.schedule_options(schedule)
     given: dict[str, Any] = {
         "model": str(model.directory.absolute()),
         "served_model_name": served_name(args.model),

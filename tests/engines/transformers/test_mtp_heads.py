@@ -44,6 +44,27 @@ def test_counts_equal_a_reference_without_cache(trained, family, depth, num_toke
         assert 0.1 < accepted / counts.drafts < 0.9
 
 
+@pytest.mark.parametrize(("depth", "num_tokens"), [(1, 3), (2, 2), (2, 4)])
+def test_drafts_end_behind_the_first_unsure_one(trained, depth, num_tokens):
+    directory, prompts = trained("qwen3", depth)
+    engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=num_tokens))
+    reference = Reference.load(directory, "qwen3", depth)
+    follow(reference, convention("transformers", "qwen3").drafting)
+    before = engine.draft_counts()
+    for confidence in (0.3, 0.9):
+        completions = engine.generate(prompts, Sampling(20, draft_confidence=confidence))
+        expected, counts = reference.simulate(prompts, 20, num_tokens, confidence)
+        assert [completion.token_ids for completion in completions] == expected
+        found = engine.draft_counts().since(before)
+        assert (found.drafts, found.drafted, found.accepted_per_position) == (
+            counts.drafts,
+            counts.drafted,
+            counts.accepted_per_position,
+        )
+        assert counts.drafts < counts.drafted < counts.drafts * num_tokens
+        before = engine.draft_counts()
+
+
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
 def test_heads_for_another_engine_are_run_as_it_runs_them(trained, tmp_path, family):
     directory, prompts = trained(family, 1, "sglang")

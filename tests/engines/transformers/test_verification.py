@@ -111,10 +111,11 @@ def make_small(tmp_path, family: str, depth: int):
     return make_tiny_hf(tmp_path, family, depth=depth, vocab_size=6)
 
 
-def answered(directory, top_p: float) -> tuple[list[list[int]], DraftCounts]:
+def answered(directory, top_p: float, confidence: float = 0.0) -> tuple[list[list[int]], DraftCounts]:
     """Three tokens behind PROMPT, 600 times."""
     engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=2))
-    completions = engine.generate([PROMPT] * 600, Sampling(3, temperature=TEMPERATURE, top_p=top_p))
+    sampling = Sampling(3, temperature=TEMPERATURE, top_p=top_p, draft_confidence=confidence)
+    completions = engine.generate([PROMPT] * 600, sampling)
     return [completion.token_ids for completion in completions], engine.draft_counts()
 
 
@@ -124,6 +125,14 @@ def test_an_engine_that_drafts_writes_what_the_trunk_would(tmp_path, family, dep
     found, counts = answered(directory, top_p)
     assert probability(found, joint_distribution(directory, top_p)) > FALSE_ALARM
     assert 0.02 < counts.accepted / counts.drafted < 0.9
+
+
+def test_an_engine_that_stops_drafting_writes_what_the_trunk_would(tmp_path):
+    """Whether it stops behind a draft depends on that draft, which is verified all the same."""
+    directory = make_small(tmp_path, "qwen3", 1)
+    found, counts = answered(directory, 1.0, confidence=0.17)  # of 6 tokens that are about as likely
+    assert probability(found, joint_distribution(directory, 1.0)) > FALSE_ALARM
+    assert 1.1 < counts.drafted / counts.drafts < 1.9
 
 
 @pytest.mark.parametrize("how", ["replaced by a draw from p", "always kept"])

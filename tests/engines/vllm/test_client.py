@@ -6,7 +6,7 @@ pytest.importorskip("aiohttp")
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.client import Answer
-from swiftlite.engines.vllm.client import read_answer, read_metrics
+from swiftlite.engines.vllm.client import read_answer, read_cached_tokens, read_metrics
 from tests.engines.small_server import streamed, with_server
 
 
@@ -31,6 +31,15 @@ def test_vllm_counts_over_all_its_engines():
         labels = f'engine="{engine}",model_name="m",position="{position}"'
         lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {value}.0")
     assert read_metrics("\n".join([*lines, ""]), 2) == DraftCounts(7, 14, (4, 1))
+
+
+def test_vllm_counts_what_came_from_the_cache():
+    pytest.importorskip("prometheus_client")
+    lines = ["# TYPE vllm:prefix_cache_queries counter", "# TYPE vllm:prefix_cache_hits counter"]
+    for engine, hits in ((0, 128), (1, 256)):
+        lines.append(f'vllm:prefix_cache_queries_total{{engine="{engine}"}} 400.0')
+        lines.append(f'vllm:prefix_cache_hits_total{{engine="{engine}"}} {hits}.0')
+    assert read_cached_tokens("\n".join([*lines, ""])) == 384
 
 
 def test_what_vllm_is_asked():

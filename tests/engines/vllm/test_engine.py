@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, start_engine
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.engine import engine_options
 from swiftlite.engines.vllm.info import VLLM
-from swiftlite.engines.vllm.options import speculative_config
+from swiftlite.engines.vllm.options import schedule_options, speculative_config
 from swiftlite.errors import UserError
 from tests.tiny import make_tiny_hf
 
@@ -91,6 +92,15 @@ def test_drafts_are_drawn_where_vllm_can_verify_them(tmp_path, monkeypatch, gree
     VLLM.check_temperature(0)
     with pytest.raises(UserError, match="random memory") if greedily_only else nullcontext():
         VLLM.check_temperature(0.5)
+
+
+def test_a_schedule_is_one_that_vllm_takes():
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    assert schedule_options(DraftSchedule({1: 2})) == {}
+    ranges = schedule_options(DraftSchedule({1: 3, 4: 1, 8: 0}))["num_speculative_tokens_per_batch_size"]
+    assert ranges == [[1, 3, 3], [4, 7, 1], [8, 8, 0]]
+    assert build_dynamic_sd_schedule_lookup(ranges, 10, 3)[1:] == [3, 3, 3, 1, 1, 1, 1, 0, 0, 0]
 
 
 def test_no_speculation(tmp_path):

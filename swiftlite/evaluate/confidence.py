@@ -1,0 +1,57 @@
+"""Where to stop drafting: an engine's speed at several values of `infer --draft_confidence`, on the same prompts.
+
+Stopping early saves drafts that would be refused, and loses some that would not. What a draft costs is a matter of the
+machine, so the values are compared by the clock.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from swiftlite.engines.engine import Engine, Sampling
+from swiftlite.table import text_table
+
+COLUMNS = ["draft_confidence", "drafted per step", "tokens per step", "tokens/s", "ratio"]
+
+
+def by_confidence(
+    engine: Engine, prompts: Sequence[Sequence[int]], greedy: Sampling, confidences: Sequence[float]
+) -> list[dict[str, Any]]:
+    """What the engine does at each value, as evaluation.json has it."""
+    measured = []
+    for confidence in confidences:
+        before = engine.draft_counts()
+        start = time.perf_counter()
+        completions = engine.generate(prompts, replace(greedy, draft_confidence=confidence))
+        seconds = time.perf_counter() - start
+        counts = engine.draft_counts().since(before)
+        steps = max(counts.drafts, 1)
+        measured.append(
+            {
+                "draft_confidence": confidence,
+                "drafted_per_step": counts.drafted / steps,
+                "mean_accepted_length": 1 + counts.accepted / steps,
+                "tokens_per_second": sum(len(each.token_ids) for each in completions) / seconds,
+            }
+        )
+    return measured
+
+
+def confidence_rows(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row of COLUMNS for each value; ratios are to the first."""
+    first = measured[0]["tokens_per_second"]
+    rows = []
+    for each in measured:
+        speed = each["tokens_per_second"]
+        figures = [each["drafted_per_step"], each["mean_accepted_length"]]
+        rows.append([f"{each['draft_confidence']:g}", *(f"{x:.2f}" for x in figures), f"{speed:.1f}"])
+        rows[-1].append(f"{speed / first:.2f}")
+    return rows
+
+
+def confidence_table(measured: Sequence[Mapping[str, Any]]) -> str:
+    """The table, and below it the fastest value."""
+    fastest = max(measured, key=lambda each: each["tokens_per_second"])
+    advice = f"fastest here: --draft_confidence {fastest['draft_confidence']:g}"
+    return f"{text_table([COLUMNS, *confidence_rows(measured)])}\n\n{advice}"

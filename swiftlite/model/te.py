@@ -1,0 +1,123 @@
+"""Transformer Engine's layers at the places of ours, with the same parameters: bridge, checkpoints and exports are the
+same. Only `kernels.py` imports this, where the package is there.
+
+Linear layers are megatron-core's wrappers of Transformer Engine's; the norm is its RMSNorm as a class, where
+megatron-core has a function that looks like one. Experts, embedding and output layer stay torch's.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TERowParallelLinear,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformer_engine.pytorch import RMSNorm as TERMSNorm  # pyright: ignore[reportMissingImports]
+
+from swiftlite.model import attention
+from swiftlite.model.cache import Cache
+from swiftlite.model.context_parallel import causal_segments
+from swiftlite.model.tensor_parallel import AddsGradients
+
+
+class RMSNorm(TERMSNorm):
+    """Transformer Engine's, made as megatron-core makes norms. It multiplies by the weight before it rounds."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__(
+            hidden_size,
+            eps=eps,
+            sequence_parallel=config.sequence_parallel,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            dtype=config.params_dtype,
+            device="cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+        )
+
+
+class _AddsGradients(AddsGradients):
+    """Its products add to `main_grad`, of any precision; megatron-core's hook is told so, and loses no overlap."""
+
+    works_with_overlap = True
+
+    def add_gradients_in_place(self) -> None:
+        self.fuse_wgrad_accumulation = True
+
+
+class ColumnParallelLinear(_AddsGradients, TEColumnParallelLinear):
+    """megatron-core's wrapper."""
+
+
+class RowParallelLinear(_AddsGradients, TERowParallelLinear):
+    """megatron-core's wrapper."""
+
+
+class CoreAttention(attention.CoreAttention):
+    """Transformer Engine's attention over rows; what rows that grow do with a cache is ours."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        *,
+        pg_collection: ProcessGroupCollection,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **options: Any,
+    ):
+        super().__init__(
+            config,
+            layer_number,
+            attn_mask_type,
+            attention_type,
+            pg_collection=pg_collection,
+            k_channels=k_channels,
+            **options,
+        )
+        self.kernel = TEDotProductAttention(
+            config,
+            layer_number,
+            attn_mask_type,
+            attention_type,
+            softmax_scale=self.softmax_scale,
+            k_channels=k_channels,
+            v_channels=v_channels,
+            pg_collection=pg_collection,
+        )
+
+    def forward(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        attention_mask: torch.Tensor | Cache | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """As `attention.CoreAttention`; no context parallelism."""
+        if attention_mask is not None:
+            return super().forward(query_SBND, key_SBGD, value_SBGD, attention_mask)
+        mask_type = AttnMaskType.causal
+        if packed_seq_params is not None:
+            mask_type = AttnMaskType.padding_causal
+            lengths, _ = self._row(query_SBND.size(0), packed_seq_params)
+            packed_seq_params = _on_device(lengths, query_SBND.device)
+        out = self.kernel(
+            query_SBND, key_SBGD, value_SBGD, None, attn_mask_type=mask_type, packed_seq_params=packed_seq_params
+        )
+        return out if packed_seq_params is None else out.view(len(query_SBND), -1)
+
+
+def _on_device(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
+    """The sequences of a row, where Transformer Engine reads them; copied once for all layers."""
+    _, starts, _, longest, _ = attention.offsets(causal_segments(lengths, rank=0, size=1), 1, sum(lengths), device)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+    )

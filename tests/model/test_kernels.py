@@ -1,0 +1,142 @@
+"""Fused kernels on a CPU: what they compute, and that no layer asks the host for anything, or copies to the device."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swiftlite.model.attention import CoreAttention, offsets
+from swiftlite.model.context_parallel import causal_segments, describe_packed
+from swiftlite.plan.kernels import Kernels
+from tests.model.test_attention import varlen
+from tests.model.test_distillation import make_batch
+from tests.model.test_logits import load_megatron
+from tests.tiny import make_tiny_hf
+
+FUSED = Kernels(is_fused=True)
+# Each makes a GPU's queue run dry: its result, or the size of it, must come to the host first.
+WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.masked_select")
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = str(func)
+        moves = name.startswith("aten._to_copy") and (kwargs or {}).get("device") not in (None, args[0].device)
+        self.counts["to another device" if moves else name] += 1
+        return out
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        of_host = (*WAITING, "to another device", "aten.lift_fresh")  # torch.tensor(...) of numbers
+        return {name: count for name, count in self.counts.items() if name.startswith(of_host)}
+
+
+def run(model: Any, packed: bool) -> torch.Tensor:
+    batch = make_batch(1, packed)
+    tokens, positions, labels = batch.tokens_KBS, batch.position_ids_BS, batch.labels_KBS
+    found: Any = model(
+        tokens[0],
+        positions,
+        labels=labels[0],
+        mtp_input_ids=tokens[1:],
+        mtp_labels=labels[1:],
+        packed_seq_params=describe_packed(batch.cu_seqlens),
+    )
+    return found.main.loss_BS.sum() + found.mtp[0].loss_BS.sum()
+
+
+@pytest.fixture
+def load(tmp_path, mesh):
+    def load(family: str, kernels: Kernels, dtype: torch.dtype = torch.float32, **options: Any):
+        directory = make_tiny_hf(tmp_path / f"{family}{len(options)}", family, depth=1, **options)
+        return load_megatron(directory, mesh, dtype, kernels=kernels)
+
+    return load
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "deepseek_v3", "qwen3_next"])
+def test_fused_kernels_compute_the_same(family, load):
+    """In float32 up to roundings; parameters have the same names."""
+    plain, fused = load(family, Kernels()), load(family, FUSED)
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    losses = [run(model, packed=family != "qwen3_next") for model in (plain, fused)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    ours = dict(fused.named_parameters())
+    for name, parameter in plain.named_parameters():
+        theirs, gradient = parameter.grad, ours[name].grad
+        if theirs is not None:
+            assert gradient is not None, name
+            # Measured up to 3.5e-6 (qwen3_next).
+            torch.testing.assert_close(gradient, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()) + 1e-9)
+
+
+def test_a_fused_norm_rounds_once(mesh):
+    """In bfloat16 transformers rounds before it multiplies by the weight, and after; the fused norm after alone."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from swiftlite.model.norm import FusedRMSNorm, RMSNorm
+
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, params_dtype=torch.bfloat16)
+    hidden = torch.randn(50, 64, dtype=torch.bfloat16)
+    for is_zero_centered in (False, True):
+        config.layernorm_zero_centered_gamma = is_zero_centered
+        plain, fused = RMSNorm(config, 64), FusedRMSNorm(config, 64)
+        weight = torch.randn(64, dtype=torch.bfloat16)
+        for norm in (plain, fused):
+            norm.weight.data = weight
+        exact = hidden.double() * torch.rsqrt(hidden.double().pow(2).mean(-1, keepdim=True) + 1e-5)
+        exact = exact * (weight.double() + is_zero_centered)
+        # Half an ulp of bfloat16's 8 bits for each rounding: of the result, and of 1 + weight.
+        roundings = 2 if is_zero_centered else 1
+        torch.testing.assert_close(fused(hidden).double(), exact, rtol=roundings * 2**-8, atol=1e-6)
+        torch.testing.assert_close(plain(hidden), fused(hidden), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_layer_asks_the_host_for_nothing(family, packed, load):
+    """With 4 layers as many operations that wait as with 2: none is a layer's. Of the dense layers: a mixture's router
+    says how many tokens are whose, and experts are called one by one."""
+    counted = []
+    for num_layers in (2, 4):
+        sizes = {"num_hidden_layers": num_layers}
+        if family == "deepseek_v3":
+            sizes["first_k_dense_replace"] = num_layers - 1
+        model = load(family, FUSED, **sizes)
+        for module in model.modules():
+            if isinstance(module, CoreAttention):
+                module.varlen = varlen_without_counting
+        offsets.cache_clear()
+        with Operations() as operations:
+            run(model, packed).backward()
+        counted.append(operations.waiting)
+    assert counted[0] == counted[1]
+
+
+def varlen_without_counting(*args: Any, scale: float) -> torch.Tensor:
+    """A kernel, of which only the result is seen: what the reference in torch asks is not asked on a GPU."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return varlen(*args, scale=scale)
+
+
+def test_offsets_are_made_once_for_a_row():
+    offsets.cache_clear()
+    segments = causal_segments((16, 8, 104), 0, 1)
+    first = offsets(segments, 1, 128, torch.device("cpu"))
+    again = offsets(causal_segments((16, 8, 104), 0, 1), 1, 128, torch.device("cpu"))
+    assert again.cu_q is first.cu_q
+    assert first.cu_q.tolist() == first.cu_k.tolist() == [0, 16, 24, 128]
+    assert (first.keys_T, first.longest_q) == (None, 104)

@@ -1,0 +1,99 @@
+"""What `auto` stands for, and wishes that are refused."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.fields import DistributedArgs, KernelArgs
+from swiftlite.errors import OptionError
+from swiftlite.heads import Heads
+from swiftlite.plan.kernels import Kernels, Machine, choose, this_machine
+from swiftlite.plan.run import make_plan, render
+
+CPU = Machine()
+GPU = Machine(is_cuda=True, has_transformer_engine=True, packed_kernel="torch_varlen")
+FLASH = dataclasses.replace(GPU, packed_kernel="flash_attn")
+PLAIN = Machine(is_cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "machine", "is_float32", "expected"),
+    [
+        ({}, CPU, False, Kernels()),
+        ({}, GPU, False, Kernels(attention="torch_varlen", is_fused=True)),
+        ({}, FLASH, False, Kernels(attention="flash_attn", is_fused=True)),
+        ({}, FLASH, True, Kernels(is_fused=True)),
+        ({}, PLAIN, False, Kernels(is_fused=True)),
+        ({"fused_kernels": "none", "attention_backend": "sdpa"}, FLASH, False, Kernels()),
+        ({"attention_backend": "flash"}, FLASH, False, Kernels(attention="flash_attn", is_fused=True)),
+        (
+            {"transformer_impl": "transformer_engine", "attention_backend": "te"},
+            GPU,
+            True,
+            Kernels("transformer_engine", "te", True),
+        ),
+    ],
+)
+def test_what_is_chosen(options, machine, is_float32, expected):
+    assert choose(KernelArgs(**options), machine, is_float32=is_float32, head=128) == expected
+
+
+def test_auto_leaves_large_heads_to_torch():
+    assert choose(KernelArgs(), FLASH, is_float32=False, head=320).attention == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("options", "machine", "is_float32", "head", "problem"),
+    [
+        ({"transformer_impl": "transformer_engine"}, CPU, False, 64, "torch finds none here"),
+        ({"transformer_impl": "transformer_engine"}, PLAIN, False, 64, "transformer-engine is not installed"),
+        ({"attention_backend": "te"}, GPU, False, 64, "but --transformer_impl is local"),
+        ({"attention_backend": "flash"}, CPU, False, 64, "torch finds none here"),
+        ({"attention_backend": "flash"}, PLAIN, False, 64, "neither flash-attn nor a torch with varlen_attn"),
+        ({"attention_backend": "flash"}, GPU, True, 64, "compute in 16 bits"),
+        ({"attention_backend": "flash"}, GPU, False, 320, "320 channels, such kernels take 256"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(options, machine, is_float32, head, problem):
+    with pytest.raises(OptionError, match=problem):
+        choose(KernelArgs(**options), machine, is_float32=is_float32, head=head)
+
+
+def test_this_machine_is_what_can_be_imported():
+    machine = this_machine(is_cuda=False)
+    assert machine.has_transformer_engine is (importlib.util.find_spec("transformer_engine") is not None)
+    if machine.packed_kernel == "torch_varlen":
+        assert {"scale", "window_size", "enable_gqa"} <= {
+            *importlib.import_module("torch.nn.attention.varlen").varlen_attn.__annotations__
+        }
+    assert torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "is_cuda", "expected"),
+    [
+        ({}, 1, True, (False, False, False)),
+        ({}, 2, False, (False, False, False)),
+        ({}, 2, True, (True, True, True)),
+        ({"context_parallel_size": 2}, 2, True, (True, True, True)),
+        ({"tensor_model_parallel_size": 2}, 2, True, (False, False, False)),
+        ({"overlap_grad_reduce": False}, 2, True, (True, False, False)),
+        ({"use_distributed_optimizer": True}, 2, False, (True, False, False)),
+    ],
+)
+def test_ranks_share_on_gpus_unless_told_otherwise(options, world_size, is_cuda, expected):
+    plan = make_plan(SftArgs(**options), world_size, Heads(), Machine(is_cuda=is_cuda))
+    found = plan.distributed
+    assert isinstance(found, DistributedArgs)
+    assert (found.use_distributed_optimizer, found.overlap_grad_reduce, found.overlap_param_gather) == expected
+
+
+def test_the_plan_says_so():
+    args = SftArgs(model="m", dataset=["d.jsonl"], output_dir="o")
+    text = render(args, make_plan(args, 2, Heads(), FLASH), Heads(), None)
+    assert "flash-attn over packed rows" in text
+    assert "RMSNorm, SwiGLU, loss in chunks" in text
+    assert "optimizer state, sums of gradients behind the backward pass" in text

@@ -1,0 +1,90 @@
+"""Transformer Engine without its compiled parts, on a CPU: the Python of its real wheel, over stand-ins in torch.
+
+What is tested so is which of its modules are built, how they are called, what becomes of parameters, gradients, groups
+and checkpoints; not its kernels. The wheel lies in a directory of its own: where it can be found, megatron-core takes
+it for one that works.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+RELEASE = "2.20.2"
+SITE = Path(os.environ.get("SWIFTLITE_TE_SITE", Path(sys.prefix) / "te"))
+
+
+def missing() -> str:
+    """Why these stand-ins cannot be used here; "" if they can."""
+    if (SITE / f"transformer_engine-{RELEASE}.dist-info").is_dir():
+        return ""
+    return f"transformer-engine {RELEASE} is not in {SITE} (requirements/te.txt)"
+
+
+def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`tests.parallel.launch.launch` with Transformer Engine in each process, all of which begin from nothing: the one
+    that others are forked from has imported megatron-core without it."""
+    from tests.parallel.launch import open_store, rank_environments
+
+    store = open_store()
+    with tempfile.TemporaryDirectory() as directory:
+        call = Path(directory) / "call"
+        call.write_bytes(pickle.dumps((function, args)))
+        running = []
+        for rank, environment in enumerate(rank_environments(num_processes, store.port)):
+            command = [sys.executable, "-W", "ignore", "-m", "tests.te_stand_ins", str(call), f"{call}.{rank}"]
+            running.append(subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True))
+        errors = [process.communicate(timeout=600)[1] for process in running]
+        failed = [error for process, error in zip(running, errors, strict=True) if process.returncode]
+        assert not failed, failed[0]
+        return [pickle.loads(Path(f"{call}.{rank}").read_bytes()) for rank in range(num_processes)]
+
+
+def install() -> None:
+    """Let `import transformer_engine.pytorch` work in this process, for good; before megatron-core is imported."""
+    sys.path.append(str(SITE))
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # what would load shared libraries is left out (common/__init__.py)
+    import torch
+    from transformer_engine import common  # pyright: ignore[reportMissingImports]
+
+    from tests.te_stand_ins import transformer_engine_torch
+
+    sys.modules["transformer_engine_torch"] = transformer_engine_torch
+    common.load_framework_extension = lambda framework: None
+    # A Hopper, of whose kernels utils.py asks; torch's own function would want a driver.
+    hopper = SimpleNamespace(major=9, minor=0, name="stand-in", multi_processor_count=1, total_memory=1 << 34)
+    torch.cuda.get_device_properties = lambda device=None: hopper  # type: ignore[assignment]
+    torch.cuda.is_current_stream_capturing = lambda: False
+    from transformer_engine.pytorch import utils  # pyright: ignore[reportMissingImports]
+    from transformer_engine.pytorch.module import base  # pyright: ignore[reportMissingImports]
+
+    base.torch = _Torch()
+    utils._empty_tensor = lambda: torch.empty(0)
+    is_cuda: Any = torch.Tensor.is_cuda
+    package = str(Path(utils.__file__).parents[1])
+    # Transformer Engine refuses tensors that are not; nobody else is told so.
+    torch.Tensor.is_cuda = property(  # type: ignore[assignment]
+        lambda tensor: sys._getframe(1).f_code.co_filename.startswith(package) or is_cuda.__get__(tensor)
+    )
+
+
+class _Torch:
+    """torch, as module/base.py sees it: with CUDA, whose tensors lie on the CPU. swiftlite's own way to that
+    (runtime/cpu.py) does not reach into backward passes."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self.cuda = SimpleNamespace(**vars(torch.cuda) | {"is_available": lambda: True})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def empty(self, *size: Any, device: Any = None, **options: Any) -> Any:
+        return self._torch.empty(*size, **options)
