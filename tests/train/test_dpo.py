@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import DpoArgs
 from swiftlite.errors import UserError
+from swiftlite.report.run_page import write_run_page
 from swiftlite.train import dpo
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import LOSSES, first_step, log_p, open_hf, train, write_pairs
@@ -122,10 +123,14 @@ def test_heads_learn_from_the_preferred_answers_alone(options, mesh):
 
 
 def test_at_the_first_step_the_model_is_its_own_reference(options, mesh):
-    (first, *_, last) = metrics(train(options(tuner_type="lora", lora_rank=4), mesh))
+    run = train(options(tuner_type="lora", lora_rank=4), mesh)
+    first, *_, last = metrics(run)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)  # the same weights, padded otherwise
     assert abs(first["rewards/margins"]) < 1e-5
     assert last["rewards/margins"] > 0.01
+    page = write_run_page(run).read_text()
+    assert "swiftlite megatron dpo" in page
+    assert "Rewards of both answers" in page
 
 
 @pytest.mark.parametrize("changed", [{}, {"packing": True, "packing_length": 128, "max_length": 64}])
