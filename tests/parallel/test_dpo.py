@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gloo
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 REF_PP2 = {"ref_tensor_model_parallel_size": 1, "ref_pipeline_model_parallel_size": 2}
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2, reference PP2": TP2 | REF_PP2,
     "PP2, reference TP2": PP2 | {"ref_tensor_model_parallel_size": 2, "ref_pipeline_model_parallel_size": 1},
     "DP2, reference PP2": REF_PP2,
@@ -49,8 +50,8 @@ def test_a_layout_changes_no_number(tmp_path):
         for seed, name in enumerate(("model", "reference"))
     }
 
-    def args(name: str, **layout) -> DpoArgs:
-        usual = OPTIONS | {"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 3}
+    def args(name: str, **layout: Any) -> DpoArgs:
+        usual: dict[str, Any] = OPTIONS | {"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 3}
         return DpoArgs(
             model=str(models["model"]),
             ref_model=str(models["reference"]),
@@ -59,7 +60,7 @@ def test_a_layout_changes_no_number(tmp_path):
             output_dir=str(tmp_path / name.replace(" ", "_")),
             acceptance_samples=0,
             report_to=[],
-            **usual | layout,
+            **(usual | layout),
         )
 
     (alone,) = start(1, [args("alone")])

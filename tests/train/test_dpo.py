@@ -94,10 +94,10 @@ def test_loss_and_gradients_are_those_of_the_formula(options, mesh, hf_dir, ref_
     for pair in pairs:
         (chosen, length), (rejected, other_length) = (log_p(model, answer) for answer in pair.answers)
         with torch.no_grad():
-            of_reference = [log_p(reference, answer)[0] * needs_reference for answer in pair.answers]
-        losses.append(formula(args, chosen, rejected, *of_reference, (length, other_length)))
+            ref_chosen, ref_rejected = (log_p(reference, answer)[0] * needs_reference for answer in pair.answers)
+        losses.append(formula(args, chosen, rejected, ref_chosen, ref_rejected, (length, other_length)))
         lengths = (1, 1) if needs_reference else (length, other_length)
-        rewards.append(args.beta * float((chosen - of_reference[0]) / lengths[0]))
+        rewards.append(args.beta * float((chosen - ref_chosen) / lengths[0]))
         nll, tokens = nll - chosen, tokens + length
     weight = {"simpo": args.cpo_alpha, "orpo": 1.0}.get(loss_type, 0.0)
     loss = torch.stack(losses).mean() + weight * nll / tokens
