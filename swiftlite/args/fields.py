@@ -17,6 +17,7 @@ MtpLoss = Literal["ce", "kl", "tv", "nla", "lk_hybrid"]
 TransformerImpl = Literal["local", "transformer_engine"]
 MtpTuner = Literal["full", "lora", "frozen"]
 TunerType = Literal["full", "lora"]
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
 
 
@@ -159,6 +160,33 @@ class PackingArgs:
 
 
 @dataclass(frozen=True)
+class PreferenceArgs:
+    """Preferences"""
+
+    loss_type: PreferenceLoss = "sigmoid"
+    """What a pair of answers adds to the loss, by TRL's names. sigmoid: DPO. hinge, ipo, robust, apo_zero, apo_down:
+    its relatives. simpo, orpo: without a reference model; simpo as TRL's CPO has it."""
+    beta: bounds.PositiveFloat = 0.1
+    """Weight of the distance from the reference model; with ipo the paper's tau, with orpo its lambda."""
+    label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
+    """With sigmoid, robust and simpo: share of the pairs that are taken to be the wrong way round; below 0.5."""
+    simpo_gamma: bounds.NonNegativeFloat = 0.5
+    """With simpo: margin by which beta times the log-probability per token is to be larger for preferred answers."""
+    cpo_alpha: bounds.NonNegativeFloat = 1.0
+    """With simpo: weight of the next-token loss on the preferred answers; the SimPO paper has none, which is 0."""
+    ref_model: str | None = None
+    """A Hugging Face model, as for --model, that answers are compared with. Unset: --model as it is before the first
+    step."""
+    ref_tensor_model_parallel_size: bounds.PositiveInt | None = None
+    """Ranks that share each matrix of the reference model. Unset: as --tensor_model_parallel_size."""
+    ref_pipeline_model_parallel_size: bounds.PositiveInt | None = None
+    """Stages of the reference model. Unset: as --pipeline_model_parallel_size."""
+    ref_logprobs_cache: str | None = None
+    """Directory for what the reference model says of the pairs; later runs over the same pairs read it. Unset:
+    OUTPUT_DIR/reference."""
+
+
+@dataclass(frozen=True)
 class ParallelLayout:
     """Parallel layout"""
 
@@ -255,8 +283,8 @@ class OptimArgs:
     train_iters: bounds.PositiveInt | None = None
     """Optimizer steps; overrides --num_train_epochs."""
     lr: bounds.PositiveFloat | None = None
-    """Peak learning rate. Unset: 1e-5; 1e-4 with --tuner_type lora; 1e-3 with --mtp_mode heads_only where the heads
-    start anew."""
+    """Peak learning rate. Unset: 1e-5, in megatron dpo 1e-6; 1e-4 with --tuner_type lora; 1e-3 with
+    --mtp_mode heads_only where the heads start anew."""
     min_lr: bounds.NonNegativeFloat | None = None
     """Learning rate at the end of the decay. Unset: a tenth of --lr."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"

@@ -10,6 +10,7 @@ from swiftlite.args.commands import (
     BenchArgs,
     DeployArgs,
     DoctorArgs,
+    DpoArgs,
     EvaluateArgs,
     ExportArgs,
     InferArgs,
@@ -51,6 +52,7 @@ class Command:
 
 COMMANDS = (
     Command("megatron sft", SftArgs, "swiftlite.train.sft:run", "fine-tune, with MTP heads, on megatron-core", True),
+    Command("megatron dpo", DpoArgs, "swiftlite.train.dpo:run", "learn from pairs of answers, one preferred", True),
     Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
     Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate, heads drafting, count what is accepted", False),
     Command(
@@ -67,6 +69,7 @@ COMMANDS = (
 # The option that takes an engine's name, and the names that it takes.
 ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     SftArgs: ("draft_for", lambda: list(CONVENTIONS)),
+    DpoArgs: ("draft_for", lambda: list(CONVENTIONS)),
     InferArgs: ("infer_backend", lambda: names_with("adapter")),
     RegenerateArgs: ("infer_backend", lambda: names_with("adapter")),
     DeployArgs: ("infer_backend", lambda: names_with("server")),

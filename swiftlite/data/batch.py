@@ -4,11 +4,12 @@ to where they are predicted.
 A batch carries what each MTP depth sees and predicts as well, shifted here, inside each sequence and on whole rows:
 what comes later may cut the rows over context-parallel ranks.
 
-Shape suffixes: K the trunk and each MTP depth, B rows of the micro-batch, S tokens of a row.
+Shape suffixes: K the trunk and each MTP depth, B rows of the micro-batch, S tokens of a row, P pairs of answers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -58,6 +59,8 @@ class Batch:
         cu_seqlens: int32 [num_sequences + 1], where each sequence of a packed row starts, its padding counted, and
             last S. It is on the host, since shapes follow from it, and stays that of the whole row when the row is cut
             over ranks. None: the rows are padded.
+        reference_P2: float32, on the host; of pairs of answers, the log-probabilities by a reference model. Sequence
+            2p is the preferred answer of pair p, sequence 2p + 1 the other one. Of no pairs it is empty.
     """
 
     tokens_KBS: torch.Tensor
@@ -68,6 +71,7 @@ class Batch:
     num_tokens: int
     squares: int
     cu_seqlens: torch.Tensor | None = None
+    reference_P2: torch.Tensor = field(default_factory=partial(torch.zeros, 0, 2))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with its tensors of one entry per token replaced: moved to a device, cut along the last axis."""
@@ -93,6 +97,22 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, num_drafts: int = 0
     starts = range(0, len(samples) * length, length)
     position_ids_BS = torch.arange(length).repeat(len(samples), 1)
     return _lay_out(samples, starts, position_ids_BS, pad_token_id, num_drafts)
+
+
+def pair_up(batch: Batch, pairs: Sequence[Sample]) -> Batch:
+    """The batch of both answers of these pairs, one pair after the other, with what a reference says of them.
+
+    MTP heads learn from the preferred answers alone: of the others their labels are taken out.
+    """
+    is_rejected_BS = batch.sequence_KBS[0] % 2 == 1
+    is_idle_KBS = is_rejected_BS.repeat(len(batch.labels_KBS), 1, 1)
+    is_idle_KBS[0] = False
+    return replace(
+        batch,
+        labels_KBS=batch.labels_KBS.masked_fill(is_idle_KBS, IGNORED),
+        loss_scale_KBS=batch.loss_scale_KBS.masked_fill(is_idle_KBS, 0),
+        reference_P2=torch.tensor([pair.reference for pair in pairs], dtype=torch.float32),
+    )
 
 
 def collate_packed(

@@ -72,6 +72,7 @@ class Conversation:
         tools: JSON schemas, untouched.
         channel: the row's own name for its domain.
         source: `file:line`; for Parquet the row's number instead of a line.
+        rejected: the assistant's turn that the last one is preferred to; None where the row is no pair.
     """
 
     messages: list[Message]
@@ -79,17 +80,23 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     channel: str | None = None
     source: str = ""
+    rejected: Message | None = None
 
     def prompt(self) -> "Conversation":
         """What a model is asked: the same without its last turn where that is the assistant's."""
         if self.messages[-1]["role"] != "assistant":
             return self
-        return replace(self, messages=self.messages[:-1], weights=self.weights[:-1])
+        return replace(self, messages=self.messages[:-1], weights=self.weights[:-1], rejected=None)
 
     def with_answer(self, text: str) -> "Conversation":
         """The same with one more turn, the assistant's."""
         turn = {"role": "assistant", "content": text}
         return replace(self, messages=[*self.messages, turn], weights=[*self.weights, 1.0])
+
+    def other(self) -> "Conversation":
+        """The same with the rejected answer in the place of the preferred one."""
+        assert self.rejected is not None
+        return replace(self, messages=[*self.messages[:-1], self.rejected], rejected=None)
 
     def answer(self) -> str | None:
         """Text of the last turn where that is the assistant's: the reference for what a model answers."""

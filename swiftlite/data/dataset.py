@@ -15,7 +15,7 @@ import numpy as np
 
 from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.conversation import BadRow, Conversation, RowError
-from swiftlite.data.sample import Sample, digest, truncate
+from swiftlite.data.sample import Sample, digest, join, truncate
 from swiftlite.data.sources import find_rows, read_rows
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
@@ -96,7 +96,7 @@ class Data:
 class Encoded:
     """What became of one row; neither a sample nor bad means too long."""
 
-    length: int = 0  # before truncation
+    length: int = 0  # before truncation; of a pair, of its longer answer
     sample: Sample | None = None
     bad: BadRow | None = None
     source: str = ""
@@ -120,18 +120,36 @@ class Encoder:
     def __call__(self, conversation: Conversation) -> Encoded:
         source = conversation.source
         try:
-            sample = self.template.encode(conversation)
+            answers = self._answers(conversation)
         except RowError as error:
             return Encoded(bad=BadRow(source, error.problem, error.hint), source=source)
-        length = len(sample)
+        length = max(map(len, answers))
         special_token = self.template.special_token_in(conversation)
         if length <= self.max_length:
-            return Encoded(length, sample, source=source, special_token=special_token)
+            return Encoded(length, join(answers), source=source, special_token=special_token)
         if self.truncation_strategy in ("left", "right"):
-            sample = truncate(sample, self.max_length, self.truncation_strategy)
-            if sample.num_trained_tokens:
-                return Encoded(length, sample, source=source, special_token=special_token)
+            answers = [truncate(answer, self.max_length, self.truncation_strategy) for answer in answers]
+            if all(answer.num_trained_tokens for answer in answers) and not _are_equal(answers):
+                return Encoded(length, join(answers), source=source, special_token=special_token)
         return Encoded(length, source=source)
+
+    def _answers(self, conversation: Conversation) -> list[Sample]:
+        """The sample of the row, or both of a pair.
+
+        Raises:
+            RowError: as `ChatTemplate.encode`; the answers of a pair are equal as tokens.
+        """
+        answers = [self.template.encode(conversation)]
+        if conversation.rejected is not None:
+            answers.append(self.template.encode(conversation.other()))
+        if _are_equal(answers):
+            raise RowError("row", "its two answers are the same tokens: a tie teaches nothing", "leave the row out")
+        return answers
+
+
+def _are_equal(answers: Sequence[Sample]) -> bool:
+    """Whether the two samples of a pair are one and the same; a sample alone is none."""
+    return len(answers) > 1 and np.array_equal(answers[0].input_ids, answers[1].input_ids)
 
 
 def load_train_val(
@@ -145,6 +163,7 @@ def load_train_val(
     num_proc: int = 1,
     seed: int = 42,
     offered: Collection[str] | None = None,
+    are_pairs: bool = False,
 ) -> Data:
     """Read, encode and split the data of a run.
 
@@ -157,14 +176,15 @@ def load_train_val(
         num_proc: processes that tokenize; does not change the result.
         seed: decides which rows are the `#N` samples and which are held out.
         offered: names of the command's options, so that errors name no other; those of `megatron sft` if not given.
+        are_pairs: whether each row has two answers, see `parse_pair`.
 
     Raises:
         UserError: a file that cannot be read, more bad rows than allowed, no row left.
     """
     report = DataReport()
     val_flag = "--val_dataset" if offered is None or "val_dataset" in offered else "--dataset"
-    train_rows = _read(dataset, report, system, seed)
-    val_rows = _read(val_dataset, report, system, seed)
+    train_rows = _read(dataset, report, system, seed, are_pairs=are_pairs)
+    val_rows = _read(val_dataset, report, system, seed, are_pairs=are_pairs)
     conversations = train_rows.conversations + val_rows.conversations
     encoded = list(_encode_all(encoder, conversations, num_proc))
     bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
@@ -242,11 +262,18 @@ class _Rows:
     bad_rows: list[BadRow] = field(default_factory=list)
 
 
-def _read(specs: Sequence[str], report: DataReport, system: str | None, seed: int, needs_answer: bool = True) -> _Rows:
+def _read(
+    specs: Sequence[str],
+    report: DataReport,
+    system: str | None,
+    seed: int,
+    needs_answer: bool = True,
+    are_pairs: bool = False,
+) -> _Rows:
     rows = _Rows()
     files = [(spec, find_rows(spec)) for spec in specs]  # a misspelt last name shows before the first file is read
     for spec, file in files:
-        read = read_rows(file, system=system, needs_answer=needs_answer, seed=seed)
+        read = read_rows(file, system=system, needs_answer=needs_answer, are_pairs=are_pairs, seed=seed)
         rows.specs += [spec] * len(read.conversations)
         rows.conversations += read.conversations
         rows.bad_rows += read.bad_rows
@@ -267,9 +294,10 @@ def _count(row: Encoded, counts: Counts) -> None:
         counts.dropped_too_long += 1
     else:
         counts.kept += 1
-        counts.truncated += len(row.sample) < row.length
-        counts.tokens += len(row.sample)
-        counts.trained_tokens += row.sample.num_trained_tokens
+        answers = row.sample.answers
+        counts.truncated += max(map(len, answers)) < row.length
+        counts.tokens += sum(map(len, answers))
+        counts.trained_tokens += sum(answer.num_trained_tokens for answer in answers)
 
 
 def _special_token_notes(encoded: Sequence[Encoded]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,6 +22,9 @@ class Sample:
         loss_scale: float32; what the label weighs in the loss, 0 where it is ignored.
         source: `file:line`.
         channel: the row's own name for its domain.
+        rejected: the sample that this one is preferred to; None where it is no pair. A pair stays together: what counts
+            samples counts it as one.
+        reference: log-probabilities of the labels of both, by a reference model.
     """
 
     input_ids: np.ndarray
@@ -29,9 +32,16 @@ class Sample:
     loss_scale: np.ndarray
     source: str = ""
     channel: str | None = None
+    rejected: "Sample | None" = None
+    reference: tuple[float, float] = (0.0, 0.0)
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def answers(self) -> "list[Sample]":
+        """The two of a pair, the preferred one first; else the sample alone."""
+        return [self] if self.rejected is None else [self, self.rejected]
 
     @property
     def num_trained_tokens(self) -> int:
@@ -51,6 +61,11 @@ def make_sample(
     return Sample(ids, np.where(loss_scale > 0, ids, np.int32(IGNORED)), loss_scale, source, channel)
 
 
+def join(answers: Sequence[Sample]) -> Sample:
+    """The pair of two answers, or the one sample."""
+    return replace(answers[0], rejected=answers[1]) if len(answers) > 1 else answers[0]
+
+
 def truncate(sample: Sample, max_length: int, strategy: Literal["left", "right"]) -> Sample:
     """Cut to `max_length` tokens: `left` loses the beginning, `right` the end. May leave no label."""
     if len(sample) <= max_length:
@@ -62,8 +77,9 @@ def truncate(sample: Sample, max_length: int, strategy: Literal["left", "right"]
 def digest(samples: Iterable[Sample]) -> str:
     """sha256 over tokens, labels and weights in order: equal on two ranks only if they would train on the same data."""
     sha = hashlib.sha256()
-    for sample in samples:
-        sha.update(len(sample).to_bytes(8, "little"))
-        for array in (sample.input_ids, sample.labels, sample.loss_scale):
-            sha.update(array.tobytes())
+    for pair in samples:
+        for sample in pair.answers:
+            sha.update(len(sample).to_bytes(8, "little"))
+            for array in (sample.input_ids, sample.labels, sample.loss_scale):
+                sha.update(array.tobytes())
     return sha.hexdigest()

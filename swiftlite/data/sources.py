@@ -21,6 +21,7 @@ from swiftlite.args.data_file import is_number_of_rows, split_sample
 from swiftlite.data.conversation import BadRow, Conversation, RowError, parse_row
 from swiftlite.data.hub_rows import HubRows
 from swiftlite.data.padding import padding_error
+from swiftlite.data.pair import parse_pair
 from swiftlite.errors import UserError
 from swiftlite.hub.name import dataset_name
 from swiftlite.json_file import decode_json, parse_json, skip_space
@@ -72,7 +73,12 @@ def find_rows(spec: str) -> DataFile | HubRows:
 
 
 def read_rows(
-    file: DataFile | HubRows, *, system: str | None = None, needs_answer: bool = True, seed: int = 42
+    file: DataFile | HubRows,
+    *,
+    system: str | None = None,
+    needs_answer: bool = True,
+    are_pairs: bool = False,
+    seed: int = 42,
 ) -> FileRows:
     """Read, check and, for `FILE#N`, sample the rows of one file or dataset.
 
@@ -83,6 +89,7 @@ def read_rows(
         file: from `find_rows`.
         system: system prompt for rows that bring none.
         needs_answer: whether each row must end with the assistant's turn.
+        are_pairs: whether each row has two answers, see `parse_pair`.
         seed: of the sample.
     Raises:
         UserError: a file that is not what its suffix says, or holds no rows.
@@ -90,7 +97,8 @@ def read_rows(
     rows = FileRows()
     for line, row in file.rows():
         rows.num_rows += 1
-        parsed = check_row(row, f"{file.name}:{line}", system=system, needs_answer=needs_answer)
+        where = f"{file.name}:{line}"
+        parsed = check_row(row, where, system=system, needs_answer=needs_answer, is_pair=are_pairs)
         if isinstance(parsed, BadRow):
             rows.bad_rows.append(parsed)
         else:
@@ -109,7 +117,7 @@ def read_rows(
 
 
 def check_row(
-    row: object, source: str, *, system: str | None = None, needs_answer: bool = True
+    row: object, source: str, *, system: str | None = None, needs_answer: bool = True, is_pair: bool = False
 ) -> Conversation | BadRow:
     """One row as a reader gives it.
 
@@ -119,6 +127,8 @@ def check_row(
     try:
         if isinstance(row, RowError):
             raise row
+        if is_pair:
+            return parse_pair(row, system=system, source=source)
         return parse_row(row, system=system, needs_answer=needs_answer, source=source)
     except RowError as error:
         return BadRow(source, error.problem, error.hint)

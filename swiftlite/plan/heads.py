@@ -7,7 +7,7 @@ by a large step, and what they should say is known at every token: what the trun
 from dataclasses import replace
 from typing import Any
 
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss
 from swiftlite.heads import Heads
 from swiftlite.lora import HeadsTuner, Lora
@@ -15,6 +15,8 @@ from swiftlite.plan.layout import layout_of, mtp_is_with_last_layer
 
 LR = 1e-5
 """Peak learning rate where the trunk learns."""
+LR_OF_PREFERENCES = 1e-6
+"""Peak learning rate where the trunk learns from pairs of answers; TRL's."""
 LR_OF_ADAPTERS = 1e-4
 """Peak learning rate of adapters."""
 LR_OF_NEW_HEADS = 1e-3
@@ -102,7 +104,9 @@ def lr_of(args: SftArgs, checkpoint: Heads) -> float:
         return args.lr
     if new_heads_learn_alone(args, checkpoint):
         return LR_OF_NEW_HEADS
-    return LR_OF_ADAPTERS if args.tuner_type == "lora" else LR
+    if args.tuner_type == "lora":
+        return LR_OF_ADAPTERS
+    return LR_OF_PREFERENCES if isinstance(args, DpoArgs) else LR
 
 
 def heads_defaults(args: SftArgs, checkpoint: Heads) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.kernels import Kernels, Machine, choose
 from swiftlite.plan.layout import data_parallel_size, group_of, layout_of
+from swiftlite.plan.preference import WITHOUT_REFERENCE
 from swiftlite.plan.trainable import trainable_of
 
 Packing = Literal["none", "micro_batch", "rows", "step"]
@@ -188,6 +189,10 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         ("MTP depth", mtp),
         ("trains", trainable_of(args, heads, plan.lora).words),
     ]
+    if isinstance(args, DpoArgs):
+        lines.append(("learns from", f"pairs of answers, {args.loss_type}, beta {args.beta:g}"))
+        if args.loss_type not in WITHOUT_REFERENCE:
+            lines.append(("reference", args.ref_model or "the model as it is before the first step"))
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
         lines.append(("drafts", f"{heads.drafts} tokens with the one MTP layer, losses weighted {weights}"))
@@ -291,8 +296,9 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
 
 
 def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
+    command = "megatron dpo" if isinstance(args, DpoArgs) else "megatron sft"
     lines = [
-        ("args.json", "these options; runs again: swiftlite megatron sft args.json --output_dir OTHER"),
+        ("args.json", f"these options; runs again: swiftlite {command} args.json --output_dir OTHER"),
         ("source/", "config, tokenizer and generation files of the model"),
         ("checkpoint-N/", "weights, optimizer, data position; `export --to_hf` and `--resume` read them"),
         ("metrics.jsonl", f"losses, every {args.logging_steps} steps"),

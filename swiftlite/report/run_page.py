@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftlite.acceptance.report import in_words
 from swiftlite.args.command_line import as_typed, command_line
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.durable import write_durably
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, number, share
@@ -195,8 +195,16 @@ def _training_section(run: RunFiles) -> Section | None:
     heads = lines_of(run, r"mtp_(\d+)_loss", "depth {}")
     heads += lines_of(run, r"eval_mtp_(\d+)_loss", "depth {}, held out")
     norms = [*lines_of(run, "grad_norm", "gradient norm"), *lines_of(run, "mtp_grad_norm", "of the heads")]
+    rewards = lines_of(run, r"rewards/(chosen|rejected)", "{}")
+    rewards += lines_of(run, r"eval_rewards/(chosen|rejected)", "{}, held out")
+    accuracies = [
+        *lines_of(run, "rewards/accuracies", "training"),
+        *lines_of(run, "eval_rewards/accuracies", "held out"),
+    ]
     drawn = [
         ("loss", "Loss of the trunk", trunk, "loss"),
+        ("rewards", "Rewards of both answers", rewards, "reward"),
+        ("accuracies", "Pairs whose preferred answer has the higher reward", accuracies, "share"),
         ("heads", "Loss of the heads", heads, "loss"),
         ("norm", "Gradient norm", norms, "norm"),
         ("rate", "Learning rate", lines_of(run, "learning_rate", "learning rate"), "learning rate"),
@@ -252,13 +260,19 @@ def _run_section(run: RunFiles) -> Section:
     if tensors := run.report.get("tensors"):
         rows = [[name.replace("_", " "), _cell(value)] for name, value in tensors.items()]
         tables.append(Table("Tensors that learned, and those that stayed", ["what", "value"], rows))
-    known = options(SftArgs)
+    words, args_class = _command_of(run)
+    known = options(args_class)
     changed = {name: value for name, value in run.options.items() if name in known and value != known[name].default}
     if changed:
         rows = [[f"--{name}", as_typed(value)] for name, value in changed.items()]
         tables.append(Table("Options that are not the defaults", ["option", "value"], rows))
-    commands = [command_line("megatron sft", SftArgs, run.options)] if run.options else []
+    commands = [command_line(words, args_class, run.options)] if run.options else []
     return Section("The run", commands=commands, tables=tables)
+
+
+def _command_of(run: RunFiles) -> tuple[str, type]:
+    """The command that the options of a run belong to: pairs of answers have a --loss_type."""
+    return ("megatron dpo", DpoArgs) if "loss_type" in run.options else ("megatron sft", SftArgs)
 
 
 def _cell(value: Any) -> str:

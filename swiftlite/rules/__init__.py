@@ -12,6 +12,7 @@ from swiftlite.args.commands import (
     BenchArgs,
     DeployArgs,
     DoctorArgs,
+    DpoArgs,
     EvaluateArgs,
     ExportArgs,
     InferArgs,
@@ -23,7 +24,7 @@ from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
 from swiftlite.plan.facts import Facts, read_hf_config
-from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, report, sft
+from swiftlite.rules import bench, common, deploy, doctor, dpo, evaluate, export, infer, regenerate, report, sft
 
 
 def check(args: Any, world_size: int = 1) -> list[str]:
@@ -59,6 +60,7 @@ def check(args: Any, world_size: int = 1) -> list[str]:
 
 _RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {
     SftArgs: sft.RULES,
+    DpoArgs: dpo.RULES,
     ExportArgs: export.RULES,
     InferArgs: infer.RULES,
     RegenerateArgs: regenerate.RULES,
@@ -71,6 +73,7 @@ _RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {
 _NOTES: dict[type, tuple[Callable[[Any, Facts], Iterator[str]], ...]] = {
     ExportArgs: export.NOTES,
     SftArgs: sft.NOTES,
+    DpoArgs: dpo.NOTES,
     InferArgs: infer.NOTES,
     RegenerateArgs: regenerate.NOTES,
     EvaluateArgs: evaluate.NOTES,

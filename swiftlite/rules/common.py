@@ -23,7 +23,7 @@ from swiftlite.plan.heads import heads_of
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
 _PATHS = ("model", "output_dir", "dataset", "val_dataset", "baseline", "mtp_graft_from", "result_path")
-_PATHS += ("cache_trunk_states", "acceptance_json", "adapters", "runs", "output")
+_PATHS += ("ref_model", "ref_logprobs_cache", "cache_trunk_states", "acceptance_json", "adapters", "runs", "output")
 # Linux takes 255 and 4095. What is written beside a path has a longer name while it is written.
 _MAX_NAME = 235
 _MAX_PATH = 4000

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 
-from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed
-from swiftlite.data.packing import Rows, pack
+from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed, pair_up
+from swiftlite.data.packing import Rows, pack, padded
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
 from swiftlite.data.schedule import schedule
@@ -63,8 +64,8 @@ class Batches:
         """Packed rows if the run packs all samples into rows, else a row for each sample."""
         if self.plan.packing != "rows":
             return SampleRows(samples, Rows(np.arange(len(samples)), np.arange(len(samples) + 1)))
-        lengths = [len(sample) for sample in samples]
         multiple = sequence_multiple(self.plan.layout)
+        lengths = [_length_of(sample, multiple) for sample in samples]
         return SampleRows(samples, pack(lengths, self.plan.packing_length, multiple=multiple))
 
     def train(self, rows: SampleRows, sampler: Sampler, step: int) -> list[Batch]:
@@ -87,7 +88,12 @@ class Batches:
         return batches
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """One micro-batch."""
+        """One micro-batch; of pairs, both answers of each."""
+        answers = list(chain.from_iterable(sample.answers for sample in samples))
+        batch = self._lay_out(answers)
+        return pair_up(batch, samples) if len(answers) > len(samples) else batch
+
+    def _lay_out(self, samples: Sequence[Sample]) -> Batch:
         plan, layout = self.plan, self.plan.layout
         if plan.packing == "none":
             return collate(
@@ -132,6 +138,13 @@ class Batches:
         for indices in scheduled.rank(self.data_parallel_rank):
             mine.append([samples[index] for index in indices.tolist()])
         return mine
+
+
+def _length_of(sample: Sample, multiple: int) -> int:
+    """Tokens that a sample, or both answers of a pair, take in a packed row."""
+    if sample.rejected is None:
+        return len(sample)
+    return int(padded(np.array([len(answer) for answer in sample.answers]), multiple).sum())
 
 
 def _samples(rows: SampleRows, indices: np.ndarray) -> list[Sample]:

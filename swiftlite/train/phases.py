@@ -134,6 +134,7 @@ def check_ranks_agree(args: SftArgs, plan: Plan, data: Data, checkpoint: Path | 
     """
     # These may differ from node to node.
     where = ("model", "mtp_graft_from", "cache_trunk_states", "output_dir", "dataset", "val_dataset")
+    where += ("ref_model", "ref_logprobs_cache")
     options = {f"--{name}": str(value) for name, value in asdict(args).items() if name not in where}
     versions = {name: version(name) for name in VERSIONS}
     check_agreement(
@@ -223,6 +224,17 @@ def fit(run: Run, trainer: Trainer, first: int, held_out: HeldOut) -> Outcome:
         trainer.summarize(held_out.summary())
     trainer.close()
     return Outcome(stopped_by, seconds, evaluation)
+
+
+def finish(run: Run, outcome: Outcome) -> int:
+    """Report on a run whose steps are over; returns its exit code: 0, or 128 plus the number of the signal that stopped
+    it, as a shell reports a command that a signal ended."""
+    if outcome.stopped_by:
+        if run.is_first_rank:
+            write_page(run)
+        return 128 + outcome.stopped_by
+    report(run, outcome)
+    return 0
 
 
 def report(run: Run, outcome: Outcome) -> None:

@@ -44,12 +44,15 @@ from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.learner import Learner, make_learner
-from swiftlite.train.objective import NextTokenObjective
+from swiftlite.train.objective import NextTokenObjective, Objective
 from swiftlite.train.sinks import open_sinks
 from swiftlite.train.source import check_model_links
 from swiftlite.train.streaming import StreamedBatches
 from swiftlite.train.trainer import GetBatches, Trainer
 from swiftlite.train.trunk_states import TrunkStates, open_trunk_states
+
+LoadData = Callable[[Any, PreTrainedTokenizerBase, HfModel], Data]
+"""Reads the data of a run from its options, with its tokenizer and model."""
 
 
 def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
@@ -63,16 +66,14 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         state = phases.restore(prepared)
         trainer = make_trainer(prepared, state, after_step)
         outcome = phases.fit(prepared, trainer, state["step"], make_held_out(prepared))
-        if outcome.stopped_by:
-            if prepared.is_first_rank:
-                phases.write_page(prepared)
-            return 128 + outcome.stopped_by  # as a shell reports a command that a signal ended
-        phases.report(prepared, outcome)
-        return 0
+        return phases.finish(prepared, outcome)
 
 
-def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
+def prepare(args: SftArgs, mesh: Mesh, load: LoadData | None = None) -> phases.Run:
     """Read data and model, and make what trains it; nothing is written but the cache of --cache_trunk_states.
+
+    Args:
+        load: reads the data; unset: `load_data`.
 
     Raises:
         UserError: data, model or checkpoint cannot be used, or the ranks do not agree.
@@ -87,7 +88,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     trainable = trainable_of(args, plan.heads, plan.lora, saved)
 
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
-    data = load_data(args, tokenizer, hf_model)
+    data = (load or load_data)(args, tokenizer, hf_model)
     plan = replace(plan, heads=choose_draft_vocab(args, hf_model, plan.heads, data))
     flops = training_flops(
         hf_model.config,
@@ -104,7 +105,8 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     phases.check_ranks_agree(args, plan, data, checkpoint)
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
-        rows_to_fit = batches.evaluation(samples_to_fit(data.train, hf_model.config["hidden_size"]))
+        chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
+        rows_to_fit = batches.evaluation([replace(sample, rejected=None) for sample in chosen])
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit)
     if checkpoint is None:  # so the weights of this report are those that training starts from
         logger.info("%s", learner.weights_report)
@@ -138,11 +140,17 @@ def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
     return {"lora": asdict(run.plan.lora), "base": base}
 
 
-def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.AfterStep | None = None) -> Trainer:
+def make_trainer(
+    run: phases.Run,
+    state: Mapping[str, Any],
+    after_step: phases.AfterStep | None = None,
+    objective: Objective | None = None,
+) -> Trainer:
     """The trainer of a run that has been restored.
 
     Args:
         state: what `phases.restore` returned.
+        objective: what is minimised; unset: the next-token loss.
     """
     args, learner = run.args, run.learner
     train_batches, get_data_state = open_train_batches(run, state)
@@ -163,7 +171,7 @@ def make_trainer(run: phases.Run, state: Mapping[str, Any], after_step: phases.A
     return Trainer(
         mesh=run.mesh,
         model=learner.wrapped,
-        objective=NextTokenObjective(run.plan.heads, args.mtp_loss_scaling_factor, run.trunk_states),
+        objective=objective or NextTokenObjective(run.plan.heads, args.mtp_loss_scaling_factor, run.trunk_states),
         optimizer=learner.optimizer,
         scheduler=learner.scheduler,
         plan=run.plan,

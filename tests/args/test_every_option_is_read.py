@@ -16,6 +16,15 @@ from swiftlite.engines.index import ENGINES
 PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
     "megatron sft": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "cli/main.py"],
+    "megatron dpo": [
+        "train",
+        "model",
+        "plan/run.py",
+        "plan/heads.py",
+        "plan/layout.py",
+        "plan/preference.py",
+        "cli/main.py",
+    ],
     "export": ["export", "model", "plan/layout.py"],
     "infer": ["serve/infer.py", "engines"],
     "regenerate": ["regenerate", "serve/infer.py", "engines"],

@@ -33,7 +33,7 @@ from swiftlite.train.exchange import broadcast, stage_fields
 from swiftlite.train.objective import NextTokenObjective, add_up
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session
-from tests.parallel.parity import _save_gradients
+from tests.parallel.parity import save_gradients
 
 LONGEST = 64
 """The tiny models' max_position_embeddings."""
@@ -154,7 +154,7 @@ def compute(job: Job, mesh: Mesh) -> tuple[list[torch.Tensor], dict[str, float]]
         batches = [collate([sample], 0, num_drafts=depth) for row in rows for sample in row]
     objective = NextTokenObjective(Heads(depth), 0.5)
     losses, sums = forward_backward(wrapped, mesh, objective, batches)
-    _save_gradients(wrapped, model, job.out_dir, family, hf_config)
+    save_gradients(wrapped, model, job.out_dir, family, hf_config)
     if job.is_packed and losses:
         losses = [
             part for row, batch, loss in zip(rows, batches, losses, strict=True) for part in split(loss, batch, row)

@@ -282,7 +282,7 @@ def compute(job: Job) -> list[dict[str, float]]:
         for step in range(first, last + 1):
             metrics.append(trainer.step(step))
             if step == first:
-                _save_gradients(wrapped, model, job.out_dir / "gradients", family, hf_config, plan.lora)
+                save_gradients(wrapped, model, job.out_dir / "gradients", family, hf_config, plan.lora)
         with whole_parameters(wrapped):
             if job.save:
                 checkpointer.save(last)
@@ -322,7 +322,7 @@ def check_embeddings(model: Sequence[GPTModel]) -> None:
     assert all(torch.equal(copy, ours[0]) for copy in copies), "copies of the embedding differ"
 
 
-def _save_gradients(
+def save_gradients(
     wrapped: Sequence[DistributedDataParallel],
     model: Sequence[GPTModel],
     out_dir: Path,

@@ -1,0 +1,52 @@
+"""What `megatron dpo` learns from a pair of answers, and how the reference model is laid out. Arithmetic, no torch."""
+
+from dataclasses import dataclass
+
+from swiftlite.args.commands import DpoArgs
+from swiftlite.args.fields import ParallelLayout, PreferenceLoss
+
+WITHOUT_REFERENCE = ("simpo", "orpo")
+SMOOTHED = ("sigmoid", "robust", "simpo")
+"""The losses that know --label_smoothing."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A loss over pairs of answers, with its numbers under TRL's names."""
+
+    loss_type: PreferenceLoss = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+    cpo_alpha: float = 1.0
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss_type not in WITHOUT_REFERENCE
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether answers are scored by the mean over their tokens, not by the sum."""
+        return not self.needs_reference
+
+    @property
+    def imitation(self) -> float:
+        """Weight of the next-token loss on the preferred answers."""
+        return {"simpo": self.cpo_alpha, "orpo": 1.0}.get(self.loss_type, 0.0)
+
+
+def preference_of(args: DpoArgs) -> Preference:
+    """The loss that the options ask for."""
+    return Preference(args.loss_type, args.beta, args.label_smoothing, args.simpo_gamma, args.cpo_alpha)
+
+
+def reference_layout(args: DpoArgs) -> ParallelLayout:
+    """How the reference model is cut up: as the model, but for what the options say, its layers in even shares."""
+    return ParallelLayout(
+        tensor_model_parallel_size=args.ref_tensor_model_parallel_size or args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.ref_pipeline_model_parallel_size or args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        sequence_parallel=args.sequence_parallel and (args.ref_tensor_model_parallel_size != 1),
+    )

@@ -1,0 +1,113 @@
+"""Rules of `megatron dpo`: those of `megatron sft`, and what is said here of pairs and of the reference model."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.bounds import out_of_bounds
+from swiftlite.args.commands import DpoArgs
+from swiftlite.args.config import Problem
+from swiftlite.args.docs import options
+from swiftlite.families.index import known_architecture
+from swiftlite.hub.model import description_of
+from swiftlite.plan.facts import Facts, near_path, read_hf_config
+from swiftlite.plan.layout import layout_of, layout_problems, process_problems, sequence_multiple
+from swiftlite.plan.preference import SMOOTHED, preference_of, reference_layout
+from swiftlite.rules import common, sft
+
+_OF_SFT_ALONE = {
+    "loss_scale": "of a pair the last answers train",
+    "streaming": "pairs are read before the first step, for the reference model",
+    "sft_mock_dataset_config_json": "random tokens are no pairs",
+    "sequence_packing_scheduler": "it levels samples, not pairs",
+    "cache_trunk_states": "the trunk learns",
+}
+
+
+def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+    known = options(DpoArgs)
+    for name, why in _OF_SFT_ALONE.items():
+        if getattr(args, name) != known[name].default:
+            yield f"--{name} is no option of megatron dpo: {why}", f"leave --{name} out"
+    if args.mtp_mode == "heads_only":
+        yield (
+            "--mtp_mode heads_only: pairs teach the trunk, which would stay",
+            "swiftlite megatron sft trains heads alone",
+        )
+
+
+def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+    """A packed row has to hold both answers of a pair."""
+    if not args.packing or out_of_bounds(args):
+        return
+    multiple = sequence_multiple(layout_of(args))
+    longest = 2 * math.ceil(args.max_length / multiple) * multiple
+    length = args.packing_length or args.max_length
+    if length < longest:
+        yield (
+            f"a packed row of {length} tokens has no room for two answers of --max_length {args.max_length}",
+            f"--packing_length {longest}",
+        )
+
+
+def reference_is_a_model(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+    if args.ref_model is None:
+        return
+    directory = description_of(args.ref_model)
+    config = read_hf_config(directory)
+    if not config:
+        yield (
+            f"--ref_model {args.ref_model} has no config.json",
+            near_path(Path(directory)) or "give a model's directory",
+        )
+    elif known_architecture(config) is None:
+        yield f"--ref_model {args.ref_model}: {config.get('model_type')} is no known kind of model", ""
+    elif facts.hf_config and config.get("vocab_size") != facts.hf_config.get("vocab_size"):
+        yield (
+            f"--ref_model {args.ref_model} has {config.get('vocab_size')} tokens, --model "
+            f"{facts.hf_config.get('vocab_size')}: it would read other words",
+            "give a model with the same tokenizer",
+        )
+
+
+def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+    if out_of_bounds(args) or not preference_of(args).needs_reference:
+        return
+    config = read_hf_config(description_of(args.ref_model)) if args.ref_model else facts.hf_config
+    architecture = known_architecture(config) if config else None
+    layout = reference_layout(args)
+    problems = [*layout_problems(layout, architecture, 0), *process_problems(layout, facts.world_size)]
+    of_model = layout_of(args)
+    of_model = [*layout_problems(of_model, facts.architecture, 0), *process_problems(of_model, facts.world_size)]
+    for problem, hint in problems:
+        if (problem, hint) not in of_model:  # which another rule says
+            yield f"the reference model: {problem}", hint or "see --ref_tensor_model_parallel_size and its like"
+
+
+def reference_has_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
+    """Settings that --loss_type makes idle, when they were changed from their defaults."""
+    loss = f"--loss_type is {args.loss_type}"
+    unused = (not preference_of(args).needs_reference, f"{loss}, which has no reference model")
+    not_simpo = (args.loss_type != "simpo", loss)
+    yield from common.without_effect(
+        args,
+        {
+            "ref_model": unused,
+            "ref_tensor_model_parallel_size": unused,
+            "ref_pipeline_model_parallel_size": unused,
+            "ref_logprobs_cache": unused,
+            "label_smoothing": (args.loss_type not in SMOOTHED, loss),
+            "simpo_gamma": not_simpo,
+            "cpo_alpha": not_simpo,
+        },
+    )
+
+
+RULES = (
+    *sft.RULES,
+    options_of_sft_are_left_out,
+    pairs_have_room,
+    reference_is_a_model,
+    reference_fits_its_layout,
+)
+NOTES = (*sft.NOTES, reference_has_an_effect)

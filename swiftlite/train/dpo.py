@@ -1,0 +1,132 @@
+"""`swiftlite megatron dpo`: a run as in `sft.py`, over pairs of answers, with what a reference model says of them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.args.commands import DpoArgs
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.data.dataset import Data, Encoder, load_train_val
+from swiftlite.data.sampler import Sampler
+from swiftlite.data.template import ChatTemplate
+from swiftlite.heads import Heads
+from swiftlite.hub.model import local_model
+from swiftlite.model.open import HfModel
+from swiftlite.plan.layout import data_parallel_size
+from swiftlite.plan.preference import preference_of, reference_layout
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train import phases, sft
+from swiftlite.train.batches import Batches
+from swiftlite.train.preference import PreferenceObjective
+from swiftlite.train.reference import Reference
+from swiftlite.train.trainer import Trainer
+
+
+def run(args: DpoArgs, after_step: phases.AfterStep | None = None) -> int:
+    """Learn from pairs; returns 0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
+
+    Args:
+        after_step: as for `sft.run`.
+    """
+    with phases.open_session(args) as mesh, phases.claim_output_dir(args):
+        prepared = prepare(args, mesh)
+        state = phases.restore(prepared)
+        trainer = make_trainer(args, prepared, state, after_step)
+        outcome = phases.fit(prepared, trainer, state["step"], sft.make_held_out(prepared))
+        return phases.finish(prepared, outcome)
+
+
+def prepare(args: DpoArgs, mesh: Mesh) -> phases.Run:
+    """As `sft.prepare`; what the reference model says of the pairs is written to its cache.
+
+    Raises:
+        UserError: also where the reference model or its cache cannot be used.
+    """
+    prepared = sft.prepare(args, mesh, load_pairs)
+    return compare_with_reference(args, prepared) if preference_of(args).needs_reference else prepared
+
+
+def make_trainer(
+    args: DpoArgs, prepared: phases.Run, state: dict, after_step: phases.AfterStep | None = None
+) -> Trainer:
+    """The trainer of a run that has been restored.
+
+    Args:
+        state: what `phases.restore` returned.
+    """
+    objective = PreferenceObjective(preference_of(args), prepared.plan.heads, args.mtp_loss_scaling_factor)
+    return sft.make_trainer(prepared, state, after_step, objective)
+
+
+def load_pairs(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Data:
+    """The pairs to train on and those held out; of each answer the last turn trains.
+
+    Raises:
+        UserError: files or rows that cannot be used.
+    """
+    template = ChatTemplate(tokenizer, "last_round", hf_model.config["vocab_size"])
+    return load_train_val(
+        Encoder(template, args.max_length, args.truncation_strategy),
+        args.dataset,
+        args.val_dataset,
+        split_dataset_ratio=args.split_dataset_ratio,
+        max_bad_rows=args.max_bad_rows,
+        system=args.system,
+        num_proc=args.dataset_num_proc,
+        seed=args.seed,
+        are_pairs=True,
+    )
+
+
+def compare_with_reference(args: DpoArgs, run: phases.Run) -> phases.Run:
+    """The run, its pairs with what the reference model says of them; collective.
+
+    Raises:
+        UserError: the reference model or its cache cannot be used.
+    """
+    reference = open_reference(args, run)
+    used = pairs_of_steps(args, run)
+    scored = reference.of([*(run.data.train[index] for index in used), *run.data.val])
+    train = list(run.data.train)
+    for index, pair in zip(used, scored, strict=False):  # those held out follow
+        train[index] = pair
+    data = replace(run.data, train=train, val=scored[len(used) :])
+    return replace(run, data=data, rows=run.batches.rows(train))
+
+
+def pairs_of_steps(args: DpoArgs, run: phases.Run) -> list[int]:
+    """Indices of the training pairs that the steps of the run use."""
+    num_rows, batch_size = len(run.rows), run.plan.global_batch_size
+    if run.schedule.steps * batch_size >= num_rows:
+        return list(range(len(run.data.train)))
+    sampler = Sampler(num_rows, batch_size, args.seed, args.dataset_shuffle)
+    rows = np.concatenate([sampler.global_batch(step) for step in range(run.schedule.steps)])
+    indices = np.concatenate([run.rows.rows[row] for row in rows])
+    return sorted(indices.tolist())
+
+
+def open_reference(args: DpoArgs, run: phases.Run) -> Reference:
+    """The reference model on a mesh of its own layout; collective."""
+    layout = reference_layout(args)
+    model = args.ref_model or args.model
+    mesh = run.mesh
+    if layout != mesh.layout:
+        tied = bool(read_config(local_model(model)).get("tie_word_embeddings"))
+        minutes = args.distributed_timeout_minutes
+        mesh = Mesh.create(mesh.device, layout, tied_embeddings=tied, timeout_minutes=minutes)
+    plan = replace(
+        run.plan,
+        layout=layout,
+        data_parallel_size=data_parallel_size(layout, run.plan.world_size),
+        packing="none" if run.plan.packing == "none" else "micro_batch",
+        heads=Heads(),
+    )
+    return Reference(
+        model=model,
+        torch_dtype=args.torch_dtype,
+        mesh=mesh,
+        batches=Batches(plan, mesh.dp.rank(), run.batches.pad_token_id, run.batches.flops),
+        directory=Path(args.ref_logprobs_cache or run.output_dir / "reference"),
+    )

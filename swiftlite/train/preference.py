@@ -1,0 +1,211 @@
+"""What `megatron dpo` minimises: a loss over pairs of answers, and the heads' own loss on the preferred ones.
+
+Shapes: P pairs of a micro-batch, 2 the answers of each (the preferred one first), N positions of all its rows, K, B
+and S as in `objective.py`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from torch.nn.functional import logsigmoid
+
+from swiftlite.acceptance import statistics
+from swiftlite.data.batch import Batch
+from swiftlite.heads import Heads
+from swiftlite.model.balance import Balance
+from swiftlite.model.forward import forward
+from swiftlite.model.gpt import Losses
+from swiftlite.model.loss import IGNORE_INDEX
+from swiftlite.model.pipeline import ForwardStep
+from swiftlite.plan.preference import Preference
+from swiftlite.runtime.mesh import Mesh
+
+FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+FIGURES += ("logps/chosen", "logps/rejected")
+"""Means over pairs, by TRL's names."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model and its reference say of pairs of answers.
+
+    Attributes:
+        log_p_P2: the model's log-probability of each answer.
+        tokens_P2: labels of each answer.
+        reference_P2: the reference's log-probability of each.
+    """
+
+    log_p_P2: torch.Tensor
+    tokens_P2: torch.Tensor
+    reference_P2: torch.Tensor
+
+    @property
+    def mean_P2(self) -> torch.Tensor:
+        """The model's log-probability per token."""
+        return self.log_p_P2 / self.tokens_P2
+
+    @property
+    def ratio_P2(self) -> torch.Tensor:
+        """log(model / reference)."""
+        return self.log_p_P2 - self.reference_P2
+
+    @property
+    def margin_P(self) -> torch.Tensor:
+        """By how much the preferred answer's ratio is larger."""
+        return self.ratio_P2[:, 0] - self.ratio_P2[:, 1]
+
+
+def score(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> Scores:
+    """The answers' scores of one micro-batch, the same on every context-parallel rank.
+
+    Args:
+        loss_BS: the trunk's loss of each label, 0 where there is none.
+        batch: what this rank holds of it.
+    """
+    numbers = torch.arange(2 * len(batch.reference_P2), device=loss_BS.device)
+    # A product and not index_add, whose sums have another order each time on a GPU.
+    is_of_answer = (batch.sequence_KBS[0].flatten() == numbers[:, None]).float()
+    log_p = is_of_answer @ -(loss_BS * batch.loss_scale_KBS[0]).flatten()
+    tokens = is_of_answer @ (batch.labels_KBS[0] != IGNORE_INDEX).float().flatten()
+    # Forward this sums the ranks' parts of each answer; backward each rank has the gradient of its own part.
+    log_p = reduce_from_tensor_model_parallel_region(log_p, group=mesh.cp)
+    tokens = reduce_from_tensor_model_parallel_region(tokens, group=mesh.cp)
+    return Scores(log_p.view(-1, 2), tokens.view(-1, 2), batch.reference_P2.to(loss_BS.device))
+
+
+def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
+    """The loss [P] of each pair, as in TRL's DPOTrainer; of simpo as in its CPOTrainer, of orpo as in its ORPOTrainer,
+    both without the next-token loss (`Preference.imitation`)."""
+    beta, smoothing = preference.beta, preference.label_smoothing
+    match preference.loss_type:
+        case "sigmoid":
+            return _smoothed(beta * scores.margin_P, smoothing)
+        case "robust":
+            logits_P = beta * scores.margin_P
+            right_P, wrong_P = -logsigmoid(logits_P), -logsigmoid(-logits_P)
+            return ((1 - smoothing) * right_P - smoothing * wrong_P) / (1 - 2 * smoothing)
+        case "hinge":
+            return torch.relu(1 - beta * scores.margin_P)
+        case "ipo":
+            mean_P2 = scores.ratio_P2 / scores.tokens_P2
+            return (mean_P2[:, 0] - mean_P2[:, 1] - 1 / (2 * beta)) ** 2
+        case "apo_zero":
+            likely_P2 = torch.sigmoid(beta * scores.ratio_P2)
+            return 1 - likely_P2[:, 0] + likely_P2[:, 1]
+        case "apo_down":
+            return torch.sigmoid(beta * scores.ratio_P2[:, 0]) + 1 - torch.sigmoid(beta * scores.margin_P)
+        case "simpo":
+            mean_P2 = scores.mean_P2
+            return _smoothed(beta * (mean_P2[:, 0] - mean_P2[:, 1]) - preference.simpo_gamma, smoothing)
+        case "orpo":
+            log_odds_P2 = scores.mean_P2 - torch.log1p(-scores.mean_P2.exp())
+            return -beta * logsigmoid(log_odds_P2[:, 0] - log_odds_P2[:, 1])
+
+
+def _smoothed(logits_P: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """-log of the probability that the preference has, where a share of the pairs is the wrong way round."""
+    return -logsigmoid(logits_P) * (1 - smoothing) - logsigmoid(-logits_P) * smoothing
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """The loss of pairs, a mean over all pairs of a global batch, plus losses on the preferred answers' tokens.
+
+    With P pairs in the global batch, whose preferred answers have N_0 labels, and N_k for MTP depth k (see
+    `NextTokenObjective` for a_k):
+
+        loss = sum(pair losses) / P + imitation * sum(CE) / N_0
+             + mtp_loss_scaling_factor * sum_k( a_k * sum(CE_k) / N_k )
+
+    megatron-core divides all gradients by P at the end of the step, so the latter sums are multiplied by P / N.
+    """
+
+    preference: Preference
+    heads: Heads
+    mtp_loss_scaling_factor: float
+
+    @property
+    def remedy(self) -> str:
+        return "lower --lr or --mtp_loss_scaling_factor"
+
+    @property
+    def sums_shape(self) -> tuple[int]:
+        # The pairs, FIGURES, the loss and number of preferred tokens, and per depth as `acceptance/statistics.py`.
+        return (1 + len(FIGURES) + 2 + 3 * self.heads.drafts,)
+
+    def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Valid targets of the trunk and of each MTP depth, all their tokens, their targets in preferred answers, and
+        in each column the pairs: int64 [4, K]."""
+        counts = torch.zeros(4, 1 + self.heads.drafts, dtype=torch.int64)
+        for batch in batches:
+            is_target_KBS = batch.labels_KBS != IGNORE_INDEX
+            counts[0] += is_target_KBS.sum(dim=(1, 2)).cpu()
+            counts[1] += (batch.sequence_KBS >= 0).sum(dim=(1, 2)).cpu()
+            counts[2] += (is_target_KBS & _is_preferred(batch)).sum(dim=(1, 2)).cpu()
+            counts[3] += len(batch.reference_P2)
+        return counts
+
+    def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
+        """Each micro-batch's loss, its pairs and its statistics."""
+        _, tokens, targets, (num_pairs, *_) = counts.tolist()
+        imitation = self.preference.imitation * num_pairs / max(targets[0], 1)
+        coefficients = [
+            self.mtp_loss_scaling_factor * weight * num_pairs / count if count else 0.0
+            for weight, count in zip(self.heads.weights, targets[1:], strict=True)
+        ]
+        balance = Balance(tokens, divisor=num_pairs)
+        counts_here = mesh.cp.rank() == 0  # context-parallel ranks have the same scores
+
+        def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
+            batch = next(batches)
+
+            def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                scores = score(losses.main.loss_BS, batch, mesh)
+                losses_P = pair_losses(scores, self.preference)
+                preferred = (losses.main.loss_BS * batch.loss_scale_KBS[0] * _is_preferred(batch)).sum()
+                total = losses_P.sum() + imitation * preferred
+                for coefficient, head, weight_BS in zip(
+                    coefficients, losses.mtp, batch.loss_scale_KBS[1:], strict=True
+                ):
+                    total = total + coefficient * (head.loss_BS * weight_BS).sum()
+                pairs = torch.tensor(len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
+                figures = self._figures(scores, losses_P) * counts_here
+                num_tokens = ((batch.labels_KBS[0] != IGNORE_INDEX) & _is_preferred(batch)).sum()
+                imitated = torch.stack([preferred.detach().double(), num_tokens.double()])
+                heads = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)[1:].flatten()
+                return total, pairs, torch.cat([pairs.double()[None], figures, imitated, heads])
+
+            return forward(model, batch, balance), loss_func
+
+        return forward_step
+
+    @torch.no_grad()
+    def _figures(self, scores: Scores, losses_P: torch.Tensor) -> torch.Tensor:
+        """Sums over pairs, float64, in the order of FIGURES."""
+        log_p_P2 = scores.mean_P2 if self.preference.is_per_token else scores.log_p_P2
+        rewards_P2 = self.preference.beta * (log_p_P2 - scores.reference_P2)
+        chosen_P, rejected_P = rewards_P2.unbind(dim=1)
+        rows = [losses_P, chosen_P, rejected_P, chosen_P > rejected_P, chosen_P - rejected_P, *log_p_P2.unbind(dim=1)]
+        return torch.stack([row.double().sum() for row in rows])
+
+    def means(self, sums: torch.Tensor) -> dict[str, float]:
+        """FIGURES by name; `nll_loss` where the preferred answers are imitated, the `loss` then with it; and per depth
+        `mtp_K_loss` and `mtp_K_acceptance`, on the preferred answers."""
+        pairs, *rest = sums.tolist()
+        figures = rest[: len(FIGURES)]
+        named = {name: figure / pairs if pairs else 0.0 for name, figure in zip(FIGURES, figures, strict=True)}
+        if self.preference.imitation:
+            loss, tokens = rest[len(FIGURES) : len(FIGURES) + 2]
+            named["nll_loss"] = loss / tokens if tokens else 0.0
+            named["loss"] += self.preference.imitation * named["nll_loss"]
+        of_heads = sums[1 + len(FIGURES) + 2 :].view(-1, 3)
+        of_all = statistics.means(torch.cat([torch.zeros(1, 3, dtype=sums.dtype), of_heads]))
+        del of_all["loss"]  # the trunk's, of which nothing was given
+        return named | of_all
+
+
+def _is_preferred(batch: Batch) -> torch.Tensor:
+    """[B, S]: whether a token belongs to a preferred answer."""
+    return batch.sequence_KBS[0] % 2 == 0  # padding, -1, is none

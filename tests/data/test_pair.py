@@ -1,0 +1,69 @@
+"""Rows with two answers: every format, and what is refused by field."""
+
+import pytest
+
+from swiftlite.data.conversation import RowError
+from swiftlite.data.pair import parse_pair
+from swiftlite.data.sources import find_rows, read_rows
+
+ASKED = {"role": "user", "content": "q"}
+GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, GOOD], "rejected_response": "bad"},
+        {"messages": [ASKED, GOOD], "rejected_messages": [ASKED, BAD]},
+        {"query": "q", "response": "good", "rejected_response": "bad", "margin": 2},
+        {"prompt": "q", "chosen": "good", "rejected": "bad"},
+        {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "q", "chosen": [GOOD], "rejected": [BAD], "score_chosen": 1.0},
+        {"prompt": "q", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+        {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    ],
+)
+def test_every_format_is_the_same_pair(row):
+    pair = parse_pair(row)
+    assert (pair.messages, pair.rejected) == ([ASKED, GOOD], BAD)
+    assert pair.other().messages == [ASKED, BAD]
+    assert pair.prompt().rejected is None
+
+
+def test_the_system_prompt_stands_before_both():
+    pair = parse_pair({"query": "q", "response": "good", "rejected_response": "bad"}, system="be brief")
+    assert [turn["content"] for turn in pair.messages] == ["be brief", "q", "good"]
+    assert [turn["content"] for turn in pair.other().messages] == ["be brief", "q", "bad"]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"query": "q", "response": "good"}, "row: has no rejected answer, only query, response"),
+        ({"query": "q", "response": "same", "rejected_response": "same"}, "rejected_response: is the same as response"),
+        ({"prompt": "q", "chosen": "same", "rejected": "same"}, "rejected: is the same as chosen: a tie"),
+        ({"query": "q", "response": "good", "rejected_response": " "}, "rejected_response: is empty"),
+        ({"query": "q", "response": "", "rejected_response": "bad"}, "response: is empty"),
+        ({"query": "q", "response": "good", "rejected_response": ""}, "row: has no rejected answer"),
+        ({"prompt": "q", "chosen": "", "rejected": "bad"}, "chosen: is empty or missing"),
+        ({"chosen": "good", "rejected": "bad"}, "prompt: is missing beside chosen, which is a text"),
+        ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "prompt: is neither a text nor a list"),
+        ({"chosen": [ASKED, GOOD], "rejected": [{**ASKED, "content": "r"}, BAD]}, "rejected: follows other turns"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED]}, "rejected: messages.*: the last turn is the user's"),
+        ({"chosen": [ASKED, GOOD], "rejected": ["bad"]}, "rejected: messages"),
+        ([1], "row: is a list"),
+    ],
+)
+def test_what_is_no_pair_is_named(row, problem):
+    with pytest.raises(RowError, match=problem):
+        parse_pair(row)
+
+
+def test_bad_pairs_have_their_line(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(
+        '{"prompt": "q", "chosen": "a", "rejected": "b"}\n{"prompt": "q", "chosen": "a", "rejected": "a"}\n'
+    )
+    rows = read_rows(find_rows(str(path)), are_pairs=True)
+    assert len(rows.conversations) == 1
+    assert str(rows.bad_rows[0]) == f"{path}:2: rejected: is the same as chosen: a tie teaches nothing"

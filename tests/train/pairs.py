@@ -1,0 +1,73 @@
+"""Pairs of answers, what transformers says of them, and runs of `megatron dpo` in this process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from swiftlite.args.commands import DpoArgs
+from swiftlite.data.sample import Sample
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train import dpo, phases
+from tests.parallel.parity import save_gradients
+
+ROWS = [
+    {
+        "query": f"What is {n} plus {n}?",
+        "response": f"It is {2 * n}{' exactly' * (n % 3)}.",
+        "rejected_response": f"No idea{', perhaps' * (n % 4)} {n}?",
+    }
+    for n in range(20)
+]
+# Each loss with numbers that are not the defaults.
+LOSSES: dict[str, dict[str, Any]] = {
+    "sigmoid": {"beta": 0.2},
+    "hinge": {},
+    "ipo": {"beta": 0.3},
+    "robust": {"label_smoothing": 0.1},
+    "apo_zero": {},
+    "apo_down": {},
+    "simpo": {"beta": 2.0, "simpo_gamma": 0.7, "cpo_alpha": 0.4, "label_smoothing": 0.1},
+    "orpo": {"beta": 0.3},
+}
+
+
+def write_pairs(path: Path) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def train(args: DpoArgs, mesh: Mesh) -> Path:
+    """All phases in order; returns the run's directory."""
+    run = dpo.prepare(args, mesh)
+    state = phases.restore(run)
+    trainer = dpo.make_trainer(args, run, state)
+    trainer.fit(state["step"])
+    trainer.close()
+    return run.output_dir
+
+
+def first_step(args: DpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, torch.Tensor], list[Sample]]:
+    """Metrics and gradients, by HF name, of one step over all training pairs, and those pairs."""
+    run = dpo.prepare(args, mesh)
+    run.output_dir.mkdir(exist_ok=True)
+    metrics = dpo.make_trainer(args, run, {"step": 0}).step(1)
+    out_dir, hf_model = Path(args.output_dir) / "gradients", run.hf_model
+    save_gradients(run.learner.wrapped, run.learner.chunks, out_dir, hf_model.family, hf_model.config)
+    return metrics, load_file(out_dir / "model.safetensors"), list(run.data.train)
+
+
+def log_p(model: Any, sample: Sample) -> tuple[torch.Tensor, int]:
+    """The log-probability of the labels of one answer, by transformers, and their number."""
+    ids = torch.from_numpy(sample.input_ids).long()
+    places = [place for place, label in enumerate(sample.labels) if label != -100]
+    logits = model(ids[None], use_cache=False).logits[0].log_softmax(dim=-1)
+    found = [logits[place - 1, ids[place]] for place in places]
+    return torch.stack(found).sum(), len(places)
+
+
+def open_hf(hf_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)

@@ -1,0 +1,171 @@
+"""`megatron dpo` in one process: its numbers against the formulas with transformers' logits, caches, resuming."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swiftlite.args.commands import DpoArgs
+from swiftlite.errors import UserError
+from swiftlite.report.run_page import write_run_page
+from swiftlite.train import dpo
+from tests.tiny import make_tiny_hf
+from tests.train.pairs import LOSSES, first_step, log_p, open_hf, train, write_pairs
+from tests.train.test_sft import metrics
+
+
+@pytest.fixture
+def options(hf_dir, tmp_path):
+    """The options of a run of 4 steps, some of them replaced."""
+    usual = DpoArgs(
+        model=str(hf_dir),
+        dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
+        split_dataset_ratio=0.2,
+        output_dir=str(tmp_path / "run"),
+        torch_dtype="float32",
+        micro_batch_size=2,
+        global_batch_size=4,
+        train_iters=4,
+        lr=1e-3,
+        acceptance_samples=0,
+        report_to=[],
+        clip_grad=0.0,
+    )
+    return lambda **changed: replace(usual, **changed)
+
+
+@pytest.fixture
+def ref_dir(tmp_path) -> Path:
+    return make_tiny_hf(tmp_path / "ref", "qwen3", depth=0, seed=1, with_tokenizer=True)
+
+
+def formula(args: DpoArgs, chosen, rejected, ref_chosen, ref_rejected, lengths) -> torch.Tensor:
+    """The losses as their papers and TRL write them, for one pair; the imitation of simpo and orpo is apart."""
+    beta, smoothing = args.beta, args.label_smoothing
+    better, worse = chosen - ref_chosen, rejected - ref_rejected
+
+    def log_sigmoid(value: torch.Tensor) -> torch.Tensor:
+        return -(1 + (-value).exp()).log()
+
+    mean_chosen, mean_rejected = chosen / lengths[0], rejected / lengths[1]
+    match args.loss_type:
+        case "sigmoid":
+            return -log_sigmoid(beta * (better - worse))
+        case "hinge":
+            return (1 - beta * (better - worse)).clamp(min=0)
+        case "ipo":
+            return (better / lengths[0] - worse / lengths[1] - 1 / (2 * beta)) ** 2
+        case "robust":
+            logits = beta * (better - worse)
+            return (-(1 - smoothing) * log_sigmoid(logits) + smoothing * log_sigmoid(-logits)) / (1 - 2 * smoothing)
+        case "apo_zero":
+            return 1 - (beta * better).sigmoid() + (beta * worse).sigmoid()
+        case "apo_down":
+            return (beta * better).sigmoid() + 1 - (beta * (better - worse)).sigmoid()
+        case "simpo":
+            logits = beta * (mean_chosen - mean_rejected) - args.simpo_gamma
+            return -(1 - smoothing) * log_sigmoid(logits) - smoothing * log_sigmoid(-logits)
+        case "orpo":
+            odds = (mean_chosen.exp() / (1 - mean_chosen.exp())) / (mean_rejected.exp() / (1 - mean_rejected.exp()))
+            return -beta * log_sigmoid(odds.log())
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_loss_and_gradients_are_those_of_the_formula(options, mesh, hf_dir, ref_dir, loss_type):
+    """Without heads, so that the trunk hears the pairs alone."""
+    args = options(
+        loss_type=loss_type,
+        ref_model=str(ref_dir),
+        split_dataset_ratio=0.0,
+        global_batch_size=20,
+        padding_free=loss_type == "ipo",
+        mtp_num_layers=0,
+        **LOSSES[loss_type],
+    )
+    ours, gradients, pairs = first_step(args, mesh)
+
+    model, reference = open_hf(hf_dir), open_hf(ref_dir)
+    losses, nll, tokens, rewards = [], torch.zeros(()), 0, []
+    needs_reference = loss_type not in ("simpo", "orpo")
+    for pair in pairs:
+        (chosen, length), (rejected, other_length) = (log_p(model, answer) for answer in pair.answers)
+        with torch.no_grad():
+            ref_chosen, ref_rejected = (log_p(reference, answer)[0] * needs_reference for answer in pair.answers)
+        losses.append(formula(args, chosen, rejected, ref_chosen, ref_rejected, (length, other_length)))
+        lengths = (1, 1) if needs_reference else (length, other_length)
+        rewards.append(args.beta * float((chosen - ref_chosen) / lengths[0]))
+        nll, tokens = nll - chosen, tokens + length
+    weight = {"simpo": args.cpo_alpha, "orpo": 1.0}.get(loss_type, 0.0)
+    loss = torch.stack(losses).mean() + weight * nll / tokens
+    loss.backward()
+    # Sums of float32 over log-probabilities of about 100, in another order.
+    assert ours["loss"] == pytest.approx(float(loss.detach()), rel=2e-5)
+    assert ours["rewards/chosen"] == pytest.approx(sum(rewards) / len(rewards), rel=2e-5, abs=1e-5)
+    for name, parameter in model.named_parameters():
+        largest = float(parameter.grad.abs().max())
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=name)
+
+
+def test_heads_learn_from_the_preferred_answers_alone(options, mesh):
+    """Their loss is what `megatron sft` has on those answers."""
+    run = dpo.prepare(options(global_batch_size=16, micro_batch_size=16), mesh)
+    (batch,) = run.batches.train(run.rows, dpo.Sampler(16, 16, 0, shuffle=False), 0)
+    preferred = replace(run.data, train=[replace(pair, rejected=None) for pair in run.data.train])
+    (alone,) = run.batches.train(run.batches.rows(preferred.train), dpo.Sampler(16, 16, 0, shuffle=False), 0)
+    length = alone.labels_KBS.size(2)
+    assert batch.labels_KBS[1, ::2, :length].equal(alone.labels_KBS[1])
+    assert (batch.labels_KBS[1, 1::2] == -100).all()
+    assert (batch.labels_KBS[0, 1::2] != -100).any()
+
+
+def test_at_the_first_step_the_model_is_its_own_reference(options, mesh):
+    run = train(options(tuner_type="lora", lora_rank=4), mesh)
+    first, *_, last = metrics(run)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)  # the same weights, padded otherwise
+    assert abs(first["rewards/margins"]) < 1e-5
+    assert last["rewards/margins"] > 0.01
+    page = write_run_page(run).read_text()
+    assert "swiftlite megatron dpo" in page
+    assert "Rewards of both answers" in page
+
+
+@pytest.mark.parametrize("changed", [{}, {"packing": True, "packing_length": 128, "max_length": 64}])
+def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path, changed):
+    constant = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, **changed}
+    unbroken = train(options(output_dir=str(tmp_path / "unbroken"), **constant), mesh)
+    stopped = options(output_dir=str(tmp_path / "stopped"), train_iters=2, **constant)
+    train(stopped, mesh)
+    resumed = train(replace(stopped, train_iters=4, resume=True), mesh)
+    steps = [[line for line in metrics(run) if "loss" in line] for run in (unbroken, resumed)]
+    assert steps[0] == steps[1]
+
+
+def test_the_cache_is_read_and_refused_by_name(options, mesh, tmp_path, ref_dir, caplog):
+    cache = tmp_path / "cache"
+    args = options(ref_model=str(ref_dir), ref_logprobs_cache=str(cache))
+    first = dpo.prepare(args, mesh)
+    numbers = load_file(cache / "reference.safetensors")["log_probabilities"]
+    caplog.clear()
+    again = dpo.prepare(args, mesh)
+    assert "scores" not in caplog.text
+    assert [pair.reference for pair in first.data.train] == [pair.reference for pair in again.data.train]
+    assert numbers.size(1) == 2
+    with pytest.raises(UserError, match="was written with another model"):
+        dpo.prepare(replace(args, ref_model=None), mesh)
+    save_file({"other": numbers}, cache / "reference.safetensors")
+    with pytest.raises(UserError, match=r"reference\.safetensors is damaged"):
+        dpo.prepare(args, mesh)
+    (cache / "reference.safetensors").rename(cache / "notes.txt")
+    with pytest.raises(UserError, match=r"is not empty, and has no reference\.safetensors"):
+        dpo.prepare(args, mesh)
+
+
+def test_pairs_that_are_ties_as_tokens_or_too_long_are_named(options, mesh, tmp_path):
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"query": "a", "response": "b " * 40, "rejected_response": "c"}) + "\n")
+    with pytest.raises(UserError, match=r"long\.jsonl:1 has \d+ tokens, over --max_length 48"):
+        dpo.prepare(options(dataset=[str(long)], max_length=48, truncation_strategy="error"), mesh)
