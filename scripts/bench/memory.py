@@ -28,6 +28,7 @@ from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.plan import memory
 from swiftlite.plan import run as plan
+from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
@@ -71,6 +72,7 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             freeze_trunk=setup.mtp_mode == "heads_only",
             recompute=setup.recompute,
             drafting=family.mtp.drafting,
+            kernels=Kernels(is_fused=setup.is_fused),
         )
         if setup.mtp_mode == "heads_only":
             HEADS_ONLY.apply(chunks)
