@@ -26,6 +26,7 @@ from swiftlite.families import index
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
+from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.plan import memory
 from swiftlite.plan import run as plan
 from swiftlite.plan.kernels import Kernels
@@ -70,6 +71,7 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             dtype=dtype,
             heads=setup.heads,
             freeze_trunk=setup.mtp_mode == "heads_only",
+            mtp_loss="kl" if setup.heads.draft_vocab else "ce",
             recompute=setup.recompute,
             drafting=family.mtp.drafting,
             kernels=Kernels(is_fused=setup.is_fused),
@@ -144,9 +146,13 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, dev
     tokens_BS = torch.randint(hf_config["vocab_size"], shape, device=device)
     position_ids_BS = torch.arange(shape[1], device=device).expand(shape)
     ahead = [tokens_BS] * setup.heads.drafts
+    labels = [tokens_BS.clone() for _ in ahead]
+    if model.mtp_loss != "ce":  # the trunk says nothing of what follows the row
+        for depth, labels_BS in enumerate(labels, start=1):
+            labels_BS[:, -depth:] = IGNORE_INDEX
     before = {id(tensor) for tensor in _tensors_alive()}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        losses = model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=ahead)
+        losses = model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=labels)
     assert isinstance(losses, Losses)
     results = {id(tensor) for loss in (losses.main, *losses.mtp) for tensor in vars(loss).values()}
     # What sequence parallelism gathers goes through one buffer, used again and again.
@@ -155,10 +161,13 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, dev
         # Bytes are the states of random generators, of one size whatever the model.
         if id(tensor) not in before | results and tensor.dtype is not torch.uint8:
             pack(tensor)
-    vocab = hf_config["vocab_size"] // setup.layout.tensor_model_parallel_size
-    of_loss = {
-        address for address, tensor in kept.items() if tensor.dtype is torch.float32 and tensor.size(-1) == vocab
-    }
+    vocab = (len(setup.heads.draft_vocab) or hf_config["vocab_size"]) // setup.layout.tensor_model_parallel_size
+
+    def is_of_loss(tensor: torch.Tensor) -> bool:
+        is_matrix = tensor.shape == (model.config.hidden_size, vocab)  # of a draft vocabulary, turned
+        return tensor.dtype is torch.float32 and tensor.size(-1) == vocab and not is_matrix
+
+    of_loss = {address for address, tensor in kept.items() if is_of_loss(tensor)}
     logits = _bytes(kept[address] for address in of_loss)
     passing = tokens_BS.numel() * vocab * setup.parameter_bytes if setup.parameter_bytes < 4 else 0
     return _bytes(tensor for address, tensor in kept.items() if address not in of_loss), logits + passing

@@ -14,9 +14,11 @@ from packaging.requirements import Requirement
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.engines.index import ENGINES
+from swiftlite.families.index import FAMILIES, architecture_of
 from swiftlite.hub.model import description_of, local_model
 from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.flops import training_flops
 from swiftlite.plan.kernels import automatic
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.redact import redact_text
@@ -288,7 +290,25 @@ def _report_plan(args: DoctorArgs) -> bool:
     )
     if not fits:
         print(_suggestion(hf_config, setup, args.gpu_memory_gb))
+    if setup.mtp_mode == "heads_only" and setup.heads.layers:
+        print(f"\n{_cached_trunk(hf_config, setup)}")
     return fits
+
+
+def _cached_trunk(hf_config: dict[str, Any], setup: memory.Setup) -> str:
+    """What --cache_trunk_states takes and saves, by arithmetic."""
+    first, later = (
+        training_flops(hf_config, setup.heads, heads_only=True, trunk_is_read=is_read).per_token
+        for is_read in (False, True)
+    )
+    drafting = FAMILIES[hf_config["model_type"]].mtp.drafting
+    num_states = 2 if drafting.takes_before_norm else 1  # such heads are fed others than the loss
+    state_bytes = num_states * architecture_of(hf_config).outside.hidden * setup.parameter_bytes
+    gigabytes = 1e6 * state_bytes / GB
+    return (
+        f"--cache_trunk_states: {gigabytes:.2f} GB on disk for a million tokens; an epoch that reads them computes "
+        f"{later / first:.0%} of one that does not"
+    )
 
 
 def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
@@ -320,6 +340,8 @@ def _describe(setup: memory.Setup) -> str:
     parts = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1 or name == "data"]
     experts = f", experts over {layout.expert_model_parallel_size}" if layout.expert_model_parallel_size > 1 else ""
     heads = f", MTP depth {setup.heads.layers} ({setup.mtp_mode})" if setup.heads.layers else ""
+    if setup.heads.draft_vocab:
+        heads += f" drafting {len(setup.heads.draft_vocab)} tokens"
     rows = f"micro-batches of {setup.micro_batch_size} x {setup.max_length} tokens"
     gpus = f"{setup.num_gpus} GPU{'s' if setup.num_gpus > 1 else ''}"
     recompute = f"recompute {setup.recompute.recompute_granularity}"

@@ -516,8 +516,9 @@ class GPTModel(McoreGPTModel):
         if self.mtp_loss == "ce":
             return Losses(main, [self._cross_entropy(hidden_SBH, labels_BS) for hidden_SBH, labels_BS in heads])
         trunk_TBH, positions_S = self._whole_rows(states_SBH[0].detach(), cu_seqlens)
+        output = self._output(of_heads=True)
         mtp = [
-            self._distillation(hidden_SBH, labels_BS, trunk_TBH, positions_S + depth)
+            self._distillation(hidden_SBH, labels_BS, output, trunk_TBH, positions_S + depth)
             for depth, (hidden_SBH, labels_BS) in enumerate(heads, start=1)
         ]
         return Losses(main, mtp)
@@ -537,7 +538,12 @@ class GPTModel(McoreGPTModel):
         return token_loss(self._output(of_heads=False).logits(states_NH), words_N, picked_BS, tp)
 
     def _distillation(
-        self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor, trunk_TBH: torch.Tensor, positions_S: torch.Tensor
+        self,
+        hidden_SBH: torch.Tensor,
+        labels_BS: torch.Tensor,
+        output: "_Output",
+        trunk_TBH: torch.Tensor,
+        positions_S: torch.Tensor,
     ) -> TokenLoss:
         """The distance of a head to what the trunk predicts of the same tokens.
 
@@ -552,7 +558,6 @@ class GPTModel(McoreGPTModel):
         assert self.mtp_loss != "ce"
         picked_BS = labels_BS != IGNORE_INDEX
         row_N, place_N = picked_BS.nonzero(as_tuple=True)
-        output = self._output(of_heads=True)
         states_NH = self._picked_states(hidden_SBH, row_N, place_N)
         trunk_NH = trunk_TBH[positions_S[place_N], row_N]
         tp = self.pg_collection.tp

@@ -79,7 +79,10 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         micro_batch_size=args.micro_batch_size,
         max_length=args.max_length,
         parameter_bytes=2 if args.torch_dtype == "bfloat16" else FLOAT32,
-        heads=Heads(layers if args.mtp_num_layers is None else args.mtp_num_layers),
+        # Which tokens they draft makes no difference.
+        heads=Heads(
+            layers if args.mtp_num_layers is None else args.mtp_num_layers, draft_vocab=tuple(range(args.draft_vocab))
+        ),
         mtp_mode=args.mtp_mode,
         is_fused=args.fused_kernels == "auto",  # a plan is one for GPUs
         lora=_planned_lora(args),
@@ -240,13 +243,15 @@ class _Model:
         self.architecture, self.layers, self.outside = architecture, architecture.layers, architecture.outside
         self.hidden = architecture.outside.hidden
         self.vocab = architecture.outside.local_vocab(self.rank)
+        self.drafted = _share(len(setup.heads.draft_vocab), self.rank.tp)
         self.num_mtp_layers = setup.heads.layers
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 
     @property
-    def num_losses(self) -> int:
-        """Losses that a backward pass begins from."""
-        return self.num_mtp_layers + (0 if self.is_trunk_frozen else 1)
+    def vocabularies(self) -> list[int]:
+        """This rank's words of each loss that a backward pass begins from: the trunk's, then the heads'."""
+        of_trunk = [] if self.is_trunk_frozen else [self.vocab]
+        return of_trunk + [self.drafted or self.vocab] * self.num_mtp_layers
 
     def embedding(self) -> ParameterCount:
         """The embedding, or an output layer that is not tied to it."""
@@ -393,17 +398,16 @@ class _VirtualStage:
                 kept += rank.kept_norm(rank.sequence_tokens, model.hidden)
         if not self.is_last:
             return _ForwardPass(kept, recomputed)
-        kept += model.num_losses * model.kept_loss()
-        num_logits = min(rank.tokens, CHUNK) * model.vocab if rank.is_fused else rank.tokens * model.vocab
+        vocabularies = model.vocabularies
+        kept += len(vocabularies) * model.kept_loss()
+        kept += model.drafted * model.hidden * rank.itemsize  # those rows of the output matrix
+        at_once = min(rank.tokens, CHUNK) if rank.is_fused else rank.tokens
+        num_logits = at_once * max(vocabularies, default=0)
         rounded = num_logits * rank.itemsize if rank.itemsize < FLOAT32 else 0
         if rank.is_fused:
             return _ForwardPass(kept, recomputed, passing_logits=num_logits * FLOAT32 + rounded)
-        return _ForwardPass(
-            kept,
-            recomputed,
-            logits=model.num_losses * num_logits * FLOAT32,
-            passing_logits=rounded,
-        )
+        logits = rank.tokens * sum(vocabularies) * FLOAT32
+        return _ForwardPass(kept, recomputed, logits=logits, passing_logits=rounded)
 
     def _kept_layers(self) -> tuple[int, int]:
         """Bytes kept of decoder and MTP layers, and the most that is computed again at one time."""

@@ -85,6 +85,19 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--num_gpus {args.num_gpus}: {problem}", "leave --num_gpus out for the fewest that this layout takes"
 
 
+def draft_vocab_has_heads(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.plan or not args.draft_vocab or not facts.hf_config:
+        return
+    size = facts.hf_config.get("vocab_size", 0)
+    if args.mtp_mode != "heads_only":
+        yield (
+            f"--draft_vocab {args.draft_vocab}, which heads learn behind a trunk that stays",
+            "add --mtp_mode heads_only",
+        )
+    elif args.draft_vocab >= size:
+        yield f"--draft_vocab {args.draft_vocab}, but the model's whole vocabulary is {size}", "choose fewer"
+
+
 RULES = (
     model_to_audit_is_a_directory,
     common.numbers_are_in_range,
@@ -92,5 +105,6 @@ RULES = (
     engine_options_have_engine,
     engine.options_of_engines_agree,
     plan_fits_the_model,
+    draft_vocab_has_heads,
     common.recompute_options_fit,
 )

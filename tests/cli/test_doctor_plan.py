@@ -88,6 +88,22 @@ def problems(**options) -> str:
     return str(error.value)
 
 
+def test_heads_alone(model, capsys):
+    code, lines = plan(capsys, model=model, mtp_num_layers=1, mtp_mode="heads_only", draft_vocab=32768)
+    assert code == 0
+    assert lines[1].endswith("MTP depth 1 (heads_only) drafting 32768 tokens")
+    # 4,096 channels of 2 bytes. Per token a trunk of 6.9e9 parameters forward, and the heads' part three times: a layer
+    # and a projection, 2.3e8, and twice 32,768 words, 1.3e8.
+    assert lines[-1] == (
+        "--cache_trunk_states: 8.19 GB on disk for a million tokens; an epoch that reads them computes 11% of one that "
+        "does not"
+    )
+    with pytest.raises(OptionError, match=r"--draft_vocab 32768, .* a trunk that stays"):
+        plan(capsys, model=model, mtp_num_layers=1, draft_vocab=32768)
+    with pytest.raises(OptionError, match="the model's whole vocabulary is 151936"):
+        plan(capsys, model=model, mtp_num_layers=1, mtp_mode="heads_only", draft_vocab=151936)
+
+
 def test_what_cannot_be_planned(model, tmp_path):
     assert "--plan needs a model" in problems(plan=True)
     (tmp_path / "empty").mkdir()

@@ -174,6 +174,16 @@ def test_heads_only_keeps_nothing_of_the_trunk():
     assert [stage.gradients > 0 for stage in stages] == [False, False, False, True]
 
 
+def test_a_draft_vocabulary_keeps_fewer_logits():
+    def logits(*draft_vocab: int) -> int:
+        heads = Heads(1, draft_vocab=draft_vocab)
+        (stage,) = estimate(CONFIGS["qwen3"], Setup(heads=heads, mtp_mode="heads_only", parameter_bytes=4))
+        return stage.logits
+
+    assert logits() == 1000 * 2048 * 4
+    assert logits(*range(100)) == logits() // 10
+
+
 def test_1f1b_keeps_a_forward_pass_for_every_stage_that_follows():
     stages = estimate(CONFIGS["llama"], Setup(layout=PP4, num_gpus=4))
     assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
