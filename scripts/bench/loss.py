@@ -1,8 +1,9 @@
-"""A loss from all logits against the same in chunks: the most bytes that are held at one time, and seconds.
+"""A loss from all logits against the same in chunks: the most bytes that are held at one time, seconds, and how far
+losses and gradients differ, each as a part of the largest.
 
 Both in one process, one after the other, forward and backward, with a matrix that learns and with a frozen one.
 
-    python scripts/bench/loss.py                                # 4,096 positions, 150,000 words, 512 wide
+    python scripts/bench/loss.py                                # 4,096 positions, 150,000 words, 64 wide
     python scripts/bench/loss.py --positions 8192 --loss kl
 """
 
@@ -16,12 +17,14 @@ import torch
 
 from swiftlite.args.fields import MtpLoss
 
+Compute = Callable[[], list[torch.Tensor]]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=150_000)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--loss", choices=get_args(MtpLoss), default="ce")
     args = parser.parse_args()
     from swiftlite.runtime.distributed import session
@@ -30,15 +33,18 @@ def main() -> None:
         for learns in (True, False):
             matrix = "the matrix learns" if learns else "the matrix stays"
             print(f"{args.positions} positions, {args.vocab} words, {args.loss}, {matrix}")
-            figures = {name: measure(loss) for name, loss in losses(args, learns, mesh.tp).items()}
-            for name, (gigabytes, seconds) in figures.items():
+            whole, chunked = losses(args, learns, mesh.tp)
+            found = {"all logits": measure(whole), "in chunks": measure(chunked)}
+            for name, (gigabytes, seconds, _) in found.items():
                 print(f"  {name:<12} {gigabytes:6.2f} GB  {seconds:6.2f} s")
-            (whole, slow), (chunked, fast) = figures.values()
-            print(f"  in chunks: {chunked / whole:.2f} of the memory, {fast / slow:.2f} of the time")
+            results = [result for _, _, result in found.values()]
+            for name, expected, ours in zip(("losses", "states", "matrix"), *results, strict=False):
+                difference = (ours - expected).abs().max() / expected.abs().max()
+                print(f"  {name if name == 'losses' else f'gradients of the {name}'} differ by {difference:.1e}")
 
 
-def losses(args: argparse.Namespace, learns: bool, group: Any) -> dict[str, Callable[[], None]]:
-    """Forward and backward pass of each way."""
+def losses(args: argparse.Namespace, learns: bool, group: Any) -> tuple[Compute, Compute]:
+    """Forward and backward pass of each way, which give losses and gradients."""
     from swiftlite.model.chunked_loss import TrunkStates, Words, chunked_loss
     from swiftlite.model.loss import distillation_loss, token_loss
 
@@ -49,30 +55,34 @@ def losses(args: argparse.Namespace, learns: bool, group: Any) -> dict[str, Call
     words = torch.randint(0, args.vocab, (args.positions,))
     picked = torch.ones(1, args.positions, dtype=torch.bool)
 
-    def whole() -> None:
+    learned = [states, weight] if learns else [states]
+
+    def whole() -> list[torch.Tensor]:
         if args.loss == "ce":
             found = token_loss(states @ weight.T, words, picked, group)
         else:
             found = distillation_loss(states @ weight.T, lambda rows: trunk[rows] @ weight.T, args.loss, picked, group)
-        found.loss_BS.sum().backward()
+        return [found.loss_BS, *torch.autograd.grad(found.loss_BS.sum(), learned)]
 
-    def chunked() -> None:
+    def chunked() -> list[torch.Tensor]:
         target = Words(words) if args.loss == "ce" else TrunkStates(trunk, args.loss)
-        chunked_loss(states, weight, target, picked, group).loss_BS.sum().backward()
+        found = chunked_loss(states, weight, target, picked, group)
+        return [found.loss_BS, *torch.autograd.grad(found.loss_BS.sum(), learned)]
 
-    return {"all logits": whole, "in chunks": chunked}
+    return whole, chunked
 
 
-def measure(compute: Callable[[], None]) -> tuple[float, float]:
-    """Gigabytes that tensors have at most, and seconds of a second run."""
+def measure(compute: Compute) -> tuple[float, float, list[torch.Tensor]]:
+    """Gigabytes that tensors have at most; seconds, and the result, of a second run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         compute()
     assert profile.profiler is not None
     events: Any = profile.profiler.kineto_results
     changes = [(event.start_ns(), event.nbytes()) for event in events.events() if event.name() == "[memory]"]
     start = time.perf_counter()
-    compute()
-    return max(accumulate(change for _, change in sorted(changes))) / 1e9, time.perf_counter() - start
+    result = compute()
+    seconds = time.perf_counter() - start
+    return max(accumulate(change for _, change in sorted(changes))) / 1e9, seconds, result
 
 
 if __name__ == "__main__":

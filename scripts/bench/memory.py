@@ -29,6 +29,7 @@ from swiftlite.model.gpt import Losses
 from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.plan import memory
 from swiftlite.plan import run as plan
+from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
@@ -73,6 +74,7 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             mtp_loss="kl" if setup.heads.draft_vocab else "ce",
             recompute=setup.recompute,
             drafting=family.mtp.drafting,
+            kernels=Kernels(is_fused=setup.is_fused),
         )
         if setup.mtp_mode == "heads_only":
             HEADS_ONLY.apply(chunks)

@@ -91,7 +91,7 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, num_drafts: int = 0
     Args:
         samples: at least one.
         pad_token_id: any token of the vocabulary; causal attention keeps samples from seeing what follows them.
-        pad_to_multiple_of: so that ranks can share rows by position (`plan.layout.length_multiple`).
+        pad_to_multiple_of: so that ranks can share rows by position (`plan.run.row_multiple_of`).
     """
     length = _round_up(max(1, max(map(len, samples))), pad_to_multiple_of)
     starts = range(0, len(samples) * length, length)
@@ -131,7 +131,7 @@ def collate_packed(
         pad_each_to_multiple_of: so that context-parallel ranks can share each sequence
             (`plan.layout.sequence_multiple`).
         pad_to_multiple_of: what the length of the row divides by, a multiple of the former
-            (`plan.layout.length_multiple`).
+            (`plan.run.row_multiple_of`).
 
     Example: samples of 3 and 1 tokens, each padded to a multiple of 2, the row to one of 8. The sequences have 4, 2 and
     2 tokens, the last of padding alone: `cu_seqlens` is 0, 4, 6, 8 and positions are 0, 1, 2, 3, 0, 1, 0, 1.

@@ -14,11 +14,12 @@ from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.kernels import Kernels, Machine, choose
-from swiftlite.plan.layout import data_parallel_size, group_of, layout_of
+from swiftlite.plan.layout import data_parallel_size, group_of, layout_of, length_multiple
 from swiftlite.plan.preference import WITHOUT_REFERENCE
 from swiftlite.plan.trainable import trainable_of
 
 Packing = Literal["none", "micro_batch", "rows", "step"]
+GPU_LENGTHS = 64
 """What is packed: nothing; the samples of each micro-batch; all samples, into rows that batches are made of; or the
 samples of each step."""
 
@@ -35,6 +36,8 @@ class Plan:
     packing: Packing
     packing_length: int
     """Most tokens of a row, or of a micro-batch where each step is packed anew."""
+    row_multiple: int
+    """What the length of a row is filled up to a multiple of."""
     heads: Heads
     """MTP heads of the run."""
     mtp_init: MtpInit
@@ -83,6 +86,7 @@ def make_plan(args: SftArgs, world_size: int, checkpoint: Heads, machine: Machin
         heads=heads_of(args, checkpoint),
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
+        row_multiple=row_multiple_of(layout, packing_of(args), machine.is_cuda),
         kernels=choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head),
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
         lora=lora_of(args, checkpoint),
@@ -112,6 +116,12 @@ def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> D
         overlap_grad_reduce=overlaps,
         overlap_param_gather=settled(args.overlap_param_gather, shares and overlaps),
     )
+
+
+def row_multiple_of(layout: ParallelLayout, packing: Packing, is_cuda: bool) -> int:
+    """Every rank gets an equal part; and padded rows of GPUs have few lengths, since cuDNN plans each of them anew."""
+    needed = length_multiple(layout)
+    return math.lcm(needed, GPU_LENGTHS) if is_cuda and packing == "none" else needed
 
 
 def holds_out(args: SftArgs) -> bool:

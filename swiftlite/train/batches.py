@@ -15,7 +15,7 @@ from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_
 from swiftlite.data.schedule import schedule
 from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.plan.flops import Flops
-from swiftlite.plan.layout import length_multiple, num_virtual_stages, sequence_multiple
+from swiftlite.plan.layout import num_virtual_stages, sequence_multiple
 from swiftlite.plan.run import Plan
 from swiftlite.runtime.mesh import Mesh
 
@@ -94,20 +94,20 @@ class Batches:
         return pair_up(batch, samples) if len(answers) > len(samples) else batch
 
     def _lay_out(self, samples: Sequence[Sample]) -> Batch:
-        plan, layout = self.plan, self.plan.layout
+        plan = self.plan
         if plan.packing == "none":
             return collate(
                 samples or [NO_SAMPLE],
                 self.pad_token_id,
                 num_drafts=plan.heads.drafts,
-                pad_to_multiple_of=length_multiple(layout),
+                pad_to_multiple_of=plan.row_multiple,
             )
         return collate_packed(
             samples,
             self.pad_token_id,
             num_drafts=plan.heads.drafts,
-            pad_each_to_multiple_of=sequence_multiple(layout),
-            pad_to_multiple_of=length_multiple(layout),
+            pad_each_to_multiple_of=sequence_multiple(plan.layout),
+            pad_to_multiple_of=plan.row_multiple,
         )
 
     def _cut(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:

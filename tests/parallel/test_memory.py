@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.heads import Heads
@@ -109,6 +111,41 @@ def test_heads_only():
     (estimated,) = estimate(hf_config, setup)
     (measured,) = launch(1, measure, hf_config, setup)
     check(measured, estimated)
+
+
+class OneKernel(torch.autograd.Function):
+    """`F.rms_norm` as CUDA computes it: the input is kept, and a scale for each row (aten::_fused_rms_norm)."""
+
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        scale = torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(hidden, scale, weight)
+        return (hidden.float() * scale * weight).to(hidden.dtype)
+
+
+def measure_fused(hf_config: dict, setup: Setup):
+    """In a process of its own: torch has no such kernel for a CPU."""
+    F.rms_norm = lambda hidden, shape, weight, eps: OneKernel.apply(hidden, weight, eps)  # type: ignore[assignment]
+    return measure(hf_config, setup)
+
+
+@pytest.mark.parametrize("parameter_bytes", [2, 4])
+@pytest.mark.parametrize("mtp_mode", ["joint", "heads_only"])
+def test_fused_kernels(mtp_mode, parameter_bytes):
+    """What norms, activations and losses keep, and so what a layer that becomes slow in one of them would keep more;
+    the logits of a chunk pass and are not kept."""
+    setup = Setup(
+        micro_batch_size=2,
+        max_length=64,
+        parameter_bytes=parameter_bytes,
+        heads=Heads(1),
+        mtp_mode=mtp_mode,
+        is_fused=True,
+    )
+    hf_config = config("qwen3")
+    (estimated,) = estimate(hf_config, setup)
+    (measured,) = launch(1, measure_fused, hf_config, setup)
+    check(replace(measured, logits=estimated.logits), estimated)
 
 
 @pytest.mark.parametrize(

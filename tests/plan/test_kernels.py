@@ -91,6 +91,19 @@ def test_ranks_share_on_gpus_unless_told_otherwise(options, world_size, is_cuda,
     assert (found.use_distributed_optimizer, found.overlap_grad_reduce, found.overlap_param_gather) == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "machine", "expected"),
+    [
+        ({}, CPU, 1),
+        ({}, GPU, 64),
+        ({"context_parallel_size": 3}, GPU, 192),
+        ({"padding_free": True, "micro_batch_size": 2}, GPU, 1),
+    ],
+)
+def test_padded_rows_of_gpus_have_few_lengths(options, machine, expected):
+    assert make_plan(SftArgs(**options), 3, Heads(), machine).row_multiple == expected
+
+
 def test_the_plan_says_so():
     args = SftArgs(model="m", dataset=["d.jsonl"], output_dir="o")
     text = render(args, make_plan(args, 2, Heads(), FLASH), Heads(), None)

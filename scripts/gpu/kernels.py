@@ -1,0 +1,111 @@
+"""Fused norm, activation, loss and packed attention against the same in float64, values and gradients, on new numbers.
+
+A kernel passes within 1e-2 in bfloat16 and 1e-4 in float32, by the norm of the difference over that of the result.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from result import Results, Settings
+
+from swiftlite.model.chunked_loss import Words, chunked_loss
+from swiftlite.model.kernels import varlen_kernel
+from swiftlite.plan.kernels import automatic
+from swiftlite.runtime.distributed import session
+
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+Compute = Callable[..., torch.Tensor]
+
+
+def run(settings: Settings, results: Results) -> None:
+    tokens, width, vocab = (64, 128, 500) if settings.tiny else (8192, 4096, 151_936)
+    with session() as mesh:
+        device = mesh.device.torch_device
+        for dtype in BOUNDS:
+            word = str(dtype).removeprefix("torch.")
+            states, weight = numbers(device, dtype, (tokens, width), (width,))
+            compare(results, f"norm, {word}", fused_norm, norm, states, weight)
+            (gate_and_up,) = numbers(device, dtype, (tokens, 2 * width))
+            compare(results, f"SwiGLU, {word}", lambda both: bias_swiglu_impl(both, None), swiglu, gate_and_up)
+            check_loss(
+                results, f"loss in chunks, {word}", mesh.tp, *numbers(device, dtype, (tokens, 128), (vocab, 128))
+            )
+        check_attention(results, settings, device)
+
+
+def numbers(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def compare(results: Results, name: str, kernel: Compute, reference: Compute, *inputs: torch.Tensor) -> None:
+    """Result and gradients; the worst of them is reported."""
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    ours, expected = kernel(*inputs), reference(*exact)
+    share = torch.randn_like(expected)
+    found = [ours, *torch.autograd.grad(ours, inputs, share.to(ours.dtype))]
+    wanted = [expected, *torch.autograd.grad(expected, exact, share)]
+    worst = max(difference(*pair) for pair in zip(found, wanted, strict=True))
+    results.at_most(name, worst, BOUNDS[inputs[0].dtype])
+
+
+def difference(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((ours.double() - expected).norm() / expected.norm())
+
+
+def fused_norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(states, weight.shape, weight, 1e-6)
+
+
+def norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_and_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix: torch.Tensor) -> None:
+    picked = torch.ones(1, len(states), dtype=torch.bool, device=states.device)
+    words = torch.randint(len(matrix), (len(states),), device=states.device)
+
+    def ours(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        return chunked_loss(states, matrix, Words(words), picked, group).loss_BS[0]
+
+    def exact(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(states @ matrix.T, words, reduction="none")
+
+    # Logits of about 1, as models have them. Float64 logits of more positions would not fit.
+    states, matrix = (states[:2048].detach().requires_grad_(), (matrix.detach() / 11).requires_grad_())
+    picked, words = picked[:, :2048], words[:2048]
+    compare(results, name, ours, exact, states, matrix)
+
+
+def check_attention(results: Results, settings: Settings, device: torch.device) -> None:
+    """One to a hundred sequences in a row, two query heads for each key."""
+    kernel = varlen_kernel(automatic(settings.device == "cuda", is_float32=False))
+    if kernel is None:
+        results.add("packed attention", "a call for each sequence here")
+        return
+    for lengths in ((1000,), (1, 30, 500), (37,) * 100):
+        for channels in (64, 128, 192):
+            shapes = [(sum(lengths), heads, channels) for heads in (8, 4, 4)]
+            starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+
+            def packed(*qkv: torch.Tensor, starts: torch.Tensor = starts, longest: int = max(lengths)) -> torch.Tensor:
+                return kernel(*qkv, starts, starts, longest, longest, scale=qkv[0].size(-1) ** -0.5)
+
+            def alone(*qkv: torch.Tensor, lengths: tuple[int, ...] = lengths) -> torch.Tensor:
+                parts = zip(*(tensor.split(lengths) for tensor in qkv), strict=True)
+                return torch.cat([one_sequence(*part) for part in parts])
+
+            name = f"packed attention, {len(lengths)} sequences, {channels} channels"
+            compare(results, name, packed, alone, *numbers(device, torch.bfloat16, *shapes))
+
+
+def one_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention over [T, heads, channels]."""
+    query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(0, 1)

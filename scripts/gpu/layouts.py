@@ -1,0 +1,27 @@
+"""Layouts over NCCL, as many as there are GPUs for, against one process: `scripts/parity.py`; then tests/gpu."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from result import Results, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(settings: Settings, results: Results) -> None:
+    few = ["--families", "qwen3", "--cases", "full uniform 1"] if settings.tiny else []
+    directory = settings.output_dir / "parity"
+    command = [sys.executable, ROOT / "scripts" / "parity.py", "--device", settings.device, "--output_dir", directory]
+    status = subprocess.run([*command, *few], stdout=sys.stderr).returncode
+    cells = json.loads((directory / "parity.json").read_text())["cells"]
+    computed = sum(not isinstance(cell, str) for row in cells.values() for cell in row.values())
+    results.add(
+        "layouts against one process, float32", f"{computed} cells in {directory}", not status, "rounding alone"
+    )
+    if settings.device == "cuda":
+        tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", ROOT / "tests" / "gpu"]
+        results.add(
+            "tests/gpu", "pytest", not subprocess.run(tests, cwd=ROOT, stdout=sys.stderr).returncode, "all pass"
+        )

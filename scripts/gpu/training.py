@@ -1,0 +1,75 @@
+"""Speed and MFU of training on one GPU, what its time goes to, and how often a step waits for the GPU."""
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from result import Results, Settings
+from torch.profiler import ProfilerActivity
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.train import phases, sft
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+WANTED_MFU = 0.40
+LENGTHS = {"mode": "distribution", "type": "lognormal", "lognormal_sigma": 1.1}
+
+
+def run(settings: Settings, results: Results) -> None:
+    length, steps = (64, 4) if settings.tiny else (4096, 12)
+    lengths = LENGTHS | {"min_seq_len": length // 4, "max_seq_len": length, "mean_seq_len": length // 2}
+    args = SftArgs(
+        model=str(settings.model or make_model(settings)),
+        sft_mock_dataset_config_json=lengths,
+        output_dir=str(settings.output_dir / "run"),
+        padding_free=True,
+        max_length=length,
+        micro_batch_size=2,
+        global_batch_size=2 if settings.tiny else 8,
+        train_iters=steps,
+        acceptance_samples=0,
+        report_to=[],
+    )
+    with phases.open_session(args) as mesh:
+        prepared = sft.prepare(args, mesh)
+        trainer = sft.make_trainer(prepared, phases.restore(prepared))
+        with mesh.active():
+            measured = [trainer.step(step) for step in range(1, steps)][steps // 4 :]
+            activities = [ProfilerActivity.CUDA] if mesh.device.is_cuda else []
+            with torch.profiler.profile(activities=[ProfilerActivity.CPU, *activities]) as profile:
+                trainer.step(steps)
+        trainer.close()
+    middle = {name: statistics.median(metrics[name] for metrics in measured) for name in measured[0]}
+    results.add("loss", middle["loss"])
+    results.add("tokens/s", middle["tokens_per_second"])
+    results.add("peak memory, GB", middle["peak_memory_gb"])
+    if "mfu" in middle:
+        results.add("MFU", middle["mfu"], middle["mfu"] >= WANTED_MFU, f"at least {WANTED_MFU}")
+    describe(profile, mesh.device.is_cuda, results)
+
+
+def make_model(settings: Settings) -> Path:
+    """A qwen3 with one head and random weights: some 0.5B parameters, or a tiny one."""
+    directory = settings.output_dir / "model"
+    sizes = ["--hidden_size", "128", "--num_layers", "2", "--vocab_size", "384"]
+    if not settings.tiny:
+        sizes = ["--hidden_size", "1024", "--num_layers", "28", "--vocab_size", "32768"]
+    command = [sys.executable, SCRIPTS / "make_tiny_model.py", "--output_dir", directory, *sizes]
+    subprocess.run([*command, "--mtp_num_layers", "1"], check=True, stdout=sys.stderr)
+    return directory
+
+
+def describe(profile: Any, is_cuda: bool, results: Results) -> None:
+    """The operations that take most of a step, and those that wait."""
+    events = profile.key_averages()
+    time_of = (lambda event: event.self_device_time_total) if is_cuda else (lambda event: event.self_cpu_time_total)
+    total = sum(time_of(event) for event in events)
+    for event in sorted(events, key=time_of, reverse=True)[:8]:
+        results.add(f"part of a step: {event.key[:60]}", f"{time_of(event) / total:.1%}, {event.count} calls")
+    waits = ("aten::_local_scalar_dense", "aten::nonzero", "cudaStreamSynchronize", "cudaDeviceSynchronize")
+    for event in events:
+        if event.key in waits:
+            results.add(f"waits in a step: {event.key}", event.count)

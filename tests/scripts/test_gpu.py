@@ -1,0 +1,58 @@
+"""`scripts/gpu.sh` on a CPU: every stage runs, appends what it finds, and says how it ended."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def gpu_sh(output_dir: Path, *options: str) -> tuple[int, list[dict], str]:
+    """Exit status, results, and the first line of the page."""
+    command = ["bash", ROOT / "scripts" / "gpu.sh", "--device", "cpu", "--tiny", "--output_dir", output_dir, *options]
+    environment = os.environ | {"SWIFTLITE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    status = subprocess.run(command, cwd=output_dir.parent, env=environment, stdout=subprocess.DEVNULL).returncode
+    lines = (output_dir / "gpu_results.jsonl").read_text().splitlines()
+    title = (output_dir / "gpu_report.md").read_text().partition("\n")[0]
+    return status, [json.loads(line) for line in lines], title
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ["machine", "kernels", "training", "plan"],
+        pytest.param(["logits", "layouts"], marks=pytest.mark.slow),  # which other tests compute as well
+    ],
+    ids=" ".join,
+)
+def test_stages_run_on_a_cpu(tmp_path, stages):
+    status, results, title = gpu_sh(tmp_path / "out", "--stages", *stages)
+    assert [result for result in results if result["passed"] is False] == []
+    ended = [result["stage"] for result in results if result["name"] == "ended"]
+    assert ended == stages
+    # Each has found something beside how it ended.
+    assert len(results) > 2 * len(ended)
+    assert (status, title) == (0, f"# GPU report: 0 of {len(results)} failed")
+
+
+def test_a_stage_that_takes_too_long_is_cut_off(tmp_path):
+    status, results, title = gpu_sh(tmp_path / "out", "--stages", "machine", "--minutes", "0.001")
+    assert "cut off after 0.001 minutes" in results[-1]["value"]
+    assert (status, title) == (1, f"# GPU report: 1 of {len(results)} failed")
+
+
+def test_a_difference_that_is_not_a_number_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "gpu")
+    from result import Results, page, read  # pyright: ignore[reportMissingImports]
+
+    results = Results(tmp_path, "kernels")
+    results.at_most("norm", 0.001, 0.01)
+    results.at_most("loss", float("nan"), 0.01)
+    text = page(read(tmp_path))
+    assert text.index("| kernels | loss | nan | at most 0.01 | FAILED |") < text.index("| kernels | norm |")
+    assert "FAILED" in capsys.readouterr().out
