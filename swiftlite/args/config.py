@@ -86,8 +86,9 @@ def convert(option: Option, value: Any) -> Any:
         raise UserError(f"takes {' or '.join(choices)}, not {_show(value)}", hint)
     if typing.get_origin(kind) is list and (empty or value in (["none"], ["null"])):
         return []
-    if kind == list[int]:
-        return [_validated(int, number) for number in _numbers(value)]
+    if kind in (list[int], list[float]):
+        (number_kind,) = typing.get_args(kind)
+        return [_validated(number_kind, number) for number in _numbers(value)]
     if kind == list[str]:
         return _validated(kind, [value] if isinstance(value, str) else value)
     if typing.get_origin(kind) is dict:

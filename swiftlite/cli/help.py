@@ -47,13 +47,17 @@ def command_help(command: Command) -> str:
     return "\n".join(text)
 
 
+_LISTS = {list[int]: "INT[,INT ...]", list[float]: "NUMBER[,NUMBER ...]"}
+"""What stands after the flag of a list of numbers."""
+
+
 def placeholder(kind: Any) -> str:
     """What stands after the flag."""
     kind, _ = split_type(kind)
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(typing.get_args(kind))
     if typing.get_origin(kind) is list:
-        return "INT[,INT ...]" if kind == list[int] else "VALUE [VALUE ...]"
+        return _LISTS.get(kind, "VALUE [VALUE ...]")
     if typing.get_origin(kind) is dict:
         return "JSON"
     return {bool: "[true|false]", int: "INT", float: "NUMBER", str: "TEXT"}[kind]
@@ -69,7 +73,7 @@ def default_words(option: Option) -> str:
 def default_text(option: Option) -> str:
     """The default as it would be typed."""
     if isinstance(option.default, list):
-        separator = "," if option.type == list[int] else " "
+        separator = "," if option.type in _LISTS else " "
         return separator.join(map(str, option.default))
     if isinstance(option.default, bool):
         return str(option.default).lower()

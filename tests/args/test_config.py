@@ -3,13 +3,15 @@
 import dataclasses
 import datetime
 import json
+import typing
 
 import pytest
 import yaml
 
-from swiftlite.args.commands import BenchArgs, DeployArgs, ExportArgs, InferArgs, SftArgs
+from swiftlite.args.commands import BenchArgs, DeployArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import convert, from_config, near, read_file, write_config
 from swiftlite.args.docs import options
+from swiftlite.cli.table import COMMANDS
 from swiftlite.errors import OptionError, UserError
 
 OPTIONS = options(SftArgs) | options(InferArgs) | {"concurrency": options(BenchArgs)["concurrency"]}
@@ -212,3 +214,18 @@ def test_a_written_file_reads_back_the_same(tmp_path, args, write):
     else:
         path.write_text(yaml.safe_dump(dataclasses.asdict(args)))
     assert from_config(type(args), path) == args
+
+
+def test_a_list_of_numbers_with_a_point():
+    option = options(EvaluateArgs)["draft_confidence"]
+    assert convert(option, ["0,0.5", "1"]) == [0.0, 0.5, 1.0]
+    assert convert(option, 0.25) == [0.25]
+    with pytest.raises(UserError, match="takes a number, not 'x'"):
+        convert(option, "0,x")
+
+
+def test_every_list_can_be_typed():
+    for command in COMMANDS:
+        for option in options(command.args_class).values():
+            if typing.get_origin(option.type) is list:
+                assert len(convert(option, ["1"])) == 1
