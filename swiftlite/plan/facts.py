@@ -66,6 +66,16 @@ def is_run(path: Path) -> bool:
     return (path / "source" / "config.json").is_file()
 
 
+def is_run_of_preferences(run: Path) -> bool:
+    """Whether this run, or the run of this checkpoint, is one of `megatron dpo`."""
+    if run.name.startswith("checkpoint-"):
+        run = run.parent
+    try:
+        return "loss_type" in read_json(run / "args.json")
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def near_path(path: Path) -> str:
     """A hint for a path that does not exist: the file or directory beside it with almost the same name."""
     if not path.parent.is_dir():

@@ -41,12 +41,16 @@ def preference_of(args: DpoArgs) -> Preference:
 
 
 def reference_layout(args: DpoArgs) -> ParallelLayout:
-    """How the reference model is cut up: as the model, but for what the options say, its layers in even shares."""
+    """How the reference model is cut up: as the model, but for what the options say, its layers in even shares.
+
+    Where it alone has tensor parallelism it has sequence parallelism too, which experts need.
+    """
+    tp = args.ref_tensor_model_parallel_size or args.tensor_model_parallel_size
     return ParallelLayout(
-        tensor_model_parallel_size=args.ref_tensor_model_parallel_size or args.tensor_model_parallel_size,
+        tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=args.ref_pipeline_model_parallel_size or args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        sequence_parallel=args.sequence_parallel and (args.ref_tensor_model_parallel_size != 1),
+        sequence_parallel=tp > 1 and (args.sequence_parallel or args.tensor_model_parallel_size == 1),
     )

@@ -8,7 +8,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import Problem
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
-from swiftlite.plan.facts import Facts, is_run, model_of_run, near_path, run_checkpoints
+from swiftlite.plan.facts import Facts, is_run, is_run_of_preferences, model_of_run, near_path, run_checkpoints
 from swiftlite.rules import common
 
 
@@ -108,6 +108,13 @@ def draft_vocab_can_be_chosen(args: ExportArgs, facts: Facts) -> Iterator[Proble
     size = facts.hf_config.get("vocab_size")
     if not args.to_hf:
         yield f"{flag} without --to_hf", "leave it out; megatron sft --draft_vocab trains with it"
+    elif is_run_of_preferences(Path(args.model)):
+        yield (
+            f"{flag} counts the answers that heads have learned from, and this run is one of megatron dpo, whose "
+            "rows are no such answers",
+            "export without it, and train the heads of that: swiftlite megatron sft --mtp_mode heads_only "
+            f"{flag} --dataset FILE",
+        )
     elif args.mtp == "strip" or args.mtp_graft_from:
         yield f"{flag} is for the run's own heads", "leave one of the two out"
     elif not facts.heads.layers:

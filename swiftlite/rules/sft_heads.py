@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.families import FAMILIES
@@ -79,11 +79,15 @@ def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]
     whole = "--draft_vocab 0 lets them draft all tokens"
     if not facts.hf_config or not heads.layers or not (args.draft_vocab or heads.draft_vocab):
         return
+    if args.draft_vocab and args.tuner_type == "lora":
+        return  # `heads_and_adapters_go_together` says so
     asked = (
         f"--draft_vocab {args.draft_vocab}" if args.draft_vocab else "the checkpoint's heads have a draft vocabulary"
     )
     size = facts.hf_config.get("vocab_size", 0)
-    if args.mtp_mode != "heads_only":
+    if isinstance(args, DpoArgs):
+        yield f"{asked}, which heads learn behind a trunk that stays", f"{whole}; swiftlite megatron sft trains others"
+    elif args.mtp_mode != "heads_only":
         yield f"{asked}, which heads learn behind a trunk that stays", f"add --mtp_mode heads_only; {whole}"
     elif mtp_loss_of(args) == "ce":
         yield f"{asked}, and --mtp_loss ce asks for tokens outside of it", f"leave --mtp_loss out; {whole}"

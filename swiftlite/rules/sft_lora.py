@@ -84,6 +84,12 @@ def rank_is_low(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 def heads_and_adapters_go_together(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.tuner_type != "lora" or not facts.hf_config or not heads_of(args, facts.heads).layers:
         return
+    if args.draft_vocab:
+        yield (
+            f"--draft_vocab {args.draft_vocab} is for heads that learn in full, behind a trunk that stays",
+            "leave it out; or train heads first, without --tuner_type: swiftlite megatron sft --mtp_mode heads_only",
+        )
+        return
     tuner = heads_tuner_of(args, facts.heads)
     starts_anew = mtp_init_of(args, facts.heads) not in ("checkpoint", "graft")
     if starts_anew and tuner != "full":
@@ -98,8 +104,6 @@ def heads_and_adapters_go_together(args: SftArgs, facts: Facts) -> Iterator[Prob
         )
     elif args.mtp_mode == "heads_only" and args.lora_modules_to_save:
         yield "--lora_modules_to_save are modules of the trunk, which --mtp_mode heads_only keeps", "leave one out"
-    elif args.draft_vocab:
-        yield f"--draft_vocab {args.draft_vocab} is for heads that learn in full", "leave --tuner_type out"
 
 
 def _alike(some: list[Row], rows: list[Row]) -> list[Row]:

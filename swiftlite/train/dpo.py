@@ -16,6 +16,7 @@ from swiftlite.hub.model import local_model
 from swiftlite.model.open import HfModel
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.plan.preference import preference_of, reference_layout
+from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases, sft
 from swiftlite.train.batches import Batches
@@ -116,11 +117,13 @@ def open_reference(args: DpoArgs, run: phases.Run) -> Reference:
         tied = bool(read_config(local_model(model)).get("tie_word_embeddings"))
         minutes = args.distributed_timeout_minutes
         mesh = Mesh.create(mesh.device, layout, tied_embeddings=tied, timeout_minutes=minutes)
+    packing = "none" if run.plan.packing == "none" else "micro_batch"
     plan = replace(
         run.plan,
         layout=layout,
         data_parallel_size=data_parallel_size(layout, run.plan.world_size),
-        packing="none" if run.plan.packing == "none" else "micro_batch",
+        packing=packing,
+        row_multiple=row_multiple_of(layout, packing, mesh.device.is_cuda),
         heads=Heads(),
     )
     return Reference(

@@ -16,17 +16,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from swiftlite.bridge.adapter_files import digest_of
+from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
 from swiftlite.data.sample import Sample, digest
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
+from swiftlite.hub.model import identity_of
 from swiftlite.log import logger
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel, Losses
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage
+from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import Batches, on_this_rank
 from swiftlite.train.preference import score
@@ -74,10 +77,14 @@ class Reference:
         return [replace(pair, reference=kept[0][key]) for key, pair in zip(keys, pairs, strict=True)]
 
     def _ask(self, pairs: Sequence[Sample]) -> torch.Tensor:
+        hf_model = read_hf_model(self.model)
+        tensors = agreement.digest(describe(hf_model.directory))
+        commit = identity_of(self.model)
+        agreement.check_agreement({"tensors of --ref_model": tensors, "commit of --ref_model": commit})
         dtype = torch.bfloat16 if self.torch_dtype == "bfloat16" else torch.float32
         with self.mesh.active():
             kernels = self.batches.plan.kernels
-            chunks, _ = open_model(read_hf_model(self.model), self.mesh, dtype=dtype, heads=Heads(), kernels=kernels)
+            chunks, _ = open_model(hf_model, self.mesh, dtype=dtype, heads=Heads(), kernels=kernels)
         return log_probabilities(chunks, self.mesh, self.batches, pairs)
 
     def _manifest(self) -> dict[str, str]:

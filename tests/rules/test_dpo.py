@@ -22,6 +22,7 @@ TP_OF_REFERENCE = {"ref_tensor_model_parallel_size": 2}
         (replace(DPO, packing=True, packing_length=4096), 1),
         (replace(DPO, **TP_OF_REFERENCE), 2),
         (replace(DPO, tuner_type="lora"), 1),
+        (replace(DPO, model="vocab", draft_vocab=0), 1),
     ],
 )
 def test_good_options_pass(here, args, world_size):
@@ -52,6 +53,11 @@ def test_good_options_pass(here, args, world_size):
             replace(DPO, packing=True),
             "a packed row of 2048 tokens has no room for two answers of --max_length 2048",
             "--packing_length 4096",
+        ),
+        (
+            replace(DPO, model="vocab"),
+            "the checkpoint's heads have a draft vocabulary, which heads learn behind a trunk that stays",
+            "--draft_vocab 0 lets them draft all tokens; swiftlite megatron sft",
         ),
         (replace(DPO, label_smoothing=0.5), "--label_smoothing 0.5 must be", ""),
         (replace(DPO, beta=0.0), "--beta 0.0 must be", ""),

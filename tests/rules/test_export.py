@@ -163,3 +163,11 @@ def test_a_draft_vocabulary_for_heads_that_draft_all(here, change, heads, proble
     path.write_text(json.dumps(json.loads(path.read_text()) | heads))
     ((found, _),) = problems_of(dataclasses.replace(EXPORT, **{"draft_vocab": 50} | change))
     assert problem in found
+
+
+@pytest.mark.parametrize("model", ["run", "run/checkpoint-5"])
+def test_a_draft_vocabulary_for_a_run_of_preferences(here, model):
+    Path("run/args.json").write_text('{"loss_type": "sigmoid"}')
+    ((problem, hint),) = problems_of(dataclasses.replace(EXPORT, model=model, draft_vocab=50))
+    assert problem.startswith("--draft_vocab 50 counts the answers that heads have learned from, and this run is one")
+    assert "--mtp_mode heads_only --draft_vocab 50" in hint

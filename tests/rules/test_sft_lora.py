@@ -69,8 +69,9 @@ def test_good_options_pass(here, args):
         (
             replace(LORA, model="mtp2", mtp_mode="heads_only", draft_vocab=8),
             "--draft_vocab 8 is for heads that learn in full",
-            "leave --tuner_type out",
+            "without --tuner_type: swiftlite megatron sft --mtp_mode heads_only",
         ),
+        (replace(LORA, model="mtp2", draft_vocab=8), "--draft_vocab 8 is for heads that learn in full", "leave it out"),
     ],
 )
 def test_each_message(here, args, problem, hint):

@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite.args.commands import DpoArgs
+from swiftlite.args.commands import DpoArgs, ExportArgs
 from swiftlite.errors import UserError
+from swiftlite.export.run import to_hf
 from swiftlite.report.run_page import write_run_page
-from swiftlite.train import dpo
+from swiftlite.train import dpo, phases
+from swiftlite.train.reference import log_probabilities
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import LOSSES, first_step, log_p, open_hf, train, write_pairs
 from tests.train.test_sft import metrics
@@ -131,6 +133,34 @@ def test_at_the_first_step_the_model_is_its_own_reference(options, mesh):
     page = write_run_page(run).read_text()
     assert "swiftlite megatron dpo" in page
     assert "Rewards of both answers" in page
+
+
+@pytest.mark.parametrize(
+    ("changed", "merge_lora"),
+    [({}, True), ({"tuner_type": "lora"}, True), ({"tuner_type": "lora"}, False)],
+)
+def test_an_export_says_what_the_run_has_learned(options, mesh, hf_dir, tmp_path, changed, merge_lora):
+    """transformers, and PEFT where adapters stay apart, have the log-probabilities that the trained model has."""
+    args = options(lr=1e-2, **changed)
+    run = dpo.prepare(args, mesh)
+    trainer = dpo.make_trainer(args, run, phases.restore(run))
+    trainer.fit(0)
+    trainer.close()
+    ours = log_probabilities(run.learner.chunks, mesh, run.batches, run.data.val)
+    export = tmp_path / "export"
+    to_hf(ExportArgs(model=args.output_dir, output_dir=str(export), to_hf=True, merge_lora=merge_lora), mesh)
+    if merge_lora:
+        model = open_hf(export)
+        heads = [key for key in load_file(export / "model.safetensors") if key.startswith("mtp.")]
+    else:
+        model = pytest.importorskip("peft").PeftModel.from_pretrained(open_hf(hf_dir), export)
+        heads = list(load_file(export / "mtp_heads.safetensors"))
+    for pair, numbers in zip(run.data.val, ours, strict=True):
+        with torch.no_grad():
+            theirs = torch.stack([log_p(model, answer)[0] for answer in pair.answers])
+        assert (theirs - torch.tensor(pair.reference)).abs().max() > 0.1  # something was learned
+        torch.testing.assert_close(numbers, theirs, rtol=2e-5, atol=0)  # float32 sums in another order
+    assert heads
 
 
 @pytest.mark.parametrize("changed", [{}, {"packing": True, "packing_length": 128, "max_length": 64}])
