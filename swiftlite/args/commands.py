@@ -189,6 +189,14 @@ class ExaminationArgs:
     """The same as for megatron sft."""
     mtp_tuner: fields.MtpTuner | None = None
     """The same as for megatron sft."""
+    loss_type: fields.PreferenceLoss | None = None
+    """With --plan: plan a run of megatron dpo with this loss, and its reference model. Unset: one of megatron sft."""
+    ref_model: str | None = None
+    """The same as for megatron dpo."""
+    ref_tensor_model_parallel_size: PositiveInt | None = None
+    """The same as for megatron dpo."""
+    ref_pipeline_model_parallel_size: PositiveInt | None = None
+    """The same as for megatron dpo."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.cli.reference_plan import report_reference
 from swiftlite.engines.index import ENGINES
 from swiftlite.families.index import FAMILIES, architecture_of
 from swiftlite.hub.model import description_of, local_model
@@ -292,7 +293,7 @@ def _report_plan(args: DoctorArgs) -> bool:
         print(_suggestion(hf_config, setup, args.gpu_memory_gb))
     if setup.mtp_mode == "heads_only" and setup.heads.layers:
         print(f"\n{_cached_trunk(hf_config, setup)}")
-    return fits
+    return report_reference(args, hf_config, setup, stages) and fits
 
 
 def _cached_trunk(hf_config: dict[str, Any], setup: memory.Setup) -> str:

@@ -38,6 +38,7 @@ from swiftlite.plan.layout import (
     parse_stages,
     process_problems,
 )
+from swiftlite.plan.preference import answers_of
 
 # Part of a GPU's memory that is left for the CUDA context, NCCL's buffers and what the allocator cannot use.
 RESERVE = 0.08
@@ -76,7 +77,7 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         recompute=group_of(args, RecomputeArgs),
         num_gpus=num_gpus,
         use_distributed_optimizer=has_replicas if shares is None else shares,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=args.micro_batch_size * (answers_of(args.loss_type) if args.loss_type else 1),
         max_length=args.max_length,
         parameter_bytes=2 if args.torch_dtype == "bfloat16" else FLOAT32,
         # Which tokens they draft makes no difference.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from swiftlite.args.commands import DpoArgs
+from swiftlite.args.commands import DoctorArgs, DpoArgs
 from swiftlite.args.fields import ParallelLayout, PreferenceLoss
 
 WITHOUT_REFERENCE = ("simpo", "orpo")
@@ -40,7 +40,12 @@ def preference_of(args: DpoArgs) -> Preference:
     return Preference(args.loss_type, args.beta, args.label_smoothing, args.simpo_gamma, args.cpo_alpha)
 
 
-def reference_layout(args: DpoArgs) -> ParallelLayout:
+def answers_of(loss_type: PreferenceLoss) -> int:
+    """Answers of one row of the data, which are in a micro-batch together."""
+    return 2
+
+
+def reference_layout(args: DpoArgs | DoctorArgs) -> ParallelLayout:
     """How the reference model is cut up: as the model, but for what the options say, its layers in even shares.
 
     Where it alone has tensor parallelism it has sequence parallelism too, which experts need.

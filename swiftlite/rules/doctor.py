@@ -1,6 +1,7 @@
 """Rules of `doctor`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from swiftlite.args.command_line import as_typed
@@ -13,7 +14,8 @@ from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.memory import planned_setup
-from swiftlite.rules import common, engine
+from swiftlite.plan.preference import WITHOUT_REFERENCE
+from swiftlite.rules import common, dpo, engine
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -98,6 +100,28 @@ def draft_vocab_has_heads(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--draft_vocab {args.draft_vocab}, but the model's whole vocabulary is {size}", "choose fewer"
 
 
+def reference_fits_the_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.plan:
+        return
+    if args.loss_type is None or args.loss_type in WITHOUT_REFERENCE:
+        for name in common.changed(args, _OF_REFERENCE):
+            why = f"--loss_type is {args.loss_type}" if args.loss_type else "without --loss_type"
+            yield f"--{name}, but the plan has no reference model: {why}", "add --loss_type sigmoid"
+        return
+    yield from dpo.reference_is_a_model(args, facts)
+    if facts.hf_config and not any(True for _ in common.numbers_are_in_range(args, facts)):
+        num_gpus = planned_setup(args, facts.hf_config).num_gpus
+        yield from dpo.reference_layout_problems(args, replace(facts, world_size=num_gpus))
+
+
+_OF_REFERENCE = ("ref_model", "ref_tensor_model_parallel_size", "ref_pipeline_model_parallel_size")
+
+
+def a_plan_of_pairs_trains_the_trunk(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if args.plan and args.loss_type and args.mtp_mode == "heads_only":
+        yield "--loss_type plans megatron dpo, which has no --mtp_mode heads_only", "leave one of the two out"
+
+
 RULES = (
     model_to_audit_is_a_directory,
     common.numbers_are_in_range,
@@ -106,5 +130,7 @@ RULES = (
     engine.options_of_engines_agree,
     plan_fits_the_model,
     draft_vocab_has_heads,
+    reference_fits_the_plan,
+    a_plan_of_pairs_trains_the_trunk,
     common.recompute_options_fit,
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
-from swiftlite.args.commands import DpoArgs
+from swiftlite.args.commands import DoctorArgs, DpoArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.families.index import known_architecture
@@ -50,7 +50,7 @@ def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def reference_is_a_model(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+def reference_is_a_model(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.ref_model is None:
         return
     directory = description_of(args.ref_model)
@@ -71,8 +71,12 @@ def reference_is_a_model(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
-    if out_of_bounds(args) or not preference_of(args).needs_reference:
-        return
+    if not out_of_bounds(args) and preference_of(args).needs_reference:
+        yield from reference_layout_problems(args, facts)
+
+
+def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    """Why the reference model cannot be laid out as asked, beyond what is wrong with the model's own layout."""
     config = read_hf_config(description_of(args.ref_model)) if args.ref_model else facts.hf_config
     architecture = known_architecture(config) if config else None
     layout = reference_layout(args)

@@ -70,13 +70,18 @@ class Reference:
         missing = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in kept[0]}
         if missing:
             logger.info("the reference model %s scores %d pairs", self.model, len(missing))
-            found = self._ask(list(missing.values())).tolist()
+            found = log_probabilities(self.open(), self.mesh, self.batches, list(missing.values())).tolist()
             kept[0] |= {key: (chosen, rejected) for key, (chosen, rejected) in zip(missing, found, strict=True)}
             if dist.get_rank() == 0:
                 self._write(kept[0])
         return [replace(pair, reference=kept[0][key]) for key, pair in zip(keys, pairs, strict=True)]
 
-    def _ask(self, pairs: Sequence[Sample]) -> torch.Tensor:
+    def open(self) -> list[GPTModel]:
+        """The model's stages on this rank; collective.
+
+        Raises:
+            UserError: it cannot be opened, or the ranks have different ones.
+        """
         hf_model = read_hf_model(self.model)
         tensors = agreement.digest(describe(hf_model.directory))
         commit = identity_of(self.model)
@@ -85,7 +90,7 @@ class Reference:
         with self.mesh.active():
             kernels = self.batches.plan.kernels
             chunks, _ = open_model(hf_model, self.mesh, dtype=dtype, heads=Heads(), kernels=kernels)
-        return log_probabilities(chunks, self.mesh, self.batches, pairs)
+        return chunks
 
     def _manifest(self) -> dict[str, str]:
         """What the numbers depend on beside the pairs, by the words in which a difference is reported."""

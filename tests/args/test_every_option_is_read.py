@@ -30,7 +30,7 @@ READERS = {
     "regenerate": ["regenerate", "serve/infer.py", "engines"],
     "evaluate": ["evaluate"],
     "bench": ["bench", "args/commands.py"],
-    "doctor": ["cli/doctor.py", "plan/memory.py", "engines"],
+    "doctor": ["cli/doctor.py", "cli/reference_plan.py", "plan/memory.py", "plan/preference.py", "engines"],
     "report": ["report"],
     "deploy": ["serve/deploy.py", "engines"],
 }

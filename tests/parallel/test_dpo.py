@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite import rules
-from swiftlite.args.commands import DpoArgs
+from swiftlite.args.commands import DoctorArgs, DpoArgs
+from swiftlite.bridge.hf_config import read_config
 from swiftlite.errors import UserError
-from swiftlite.train import dpo, phases
+from swiftlite.plan.memory import estimate, planned_setup
+from swiftlite.plan.reference_memory import estimate_asking
+from swiftlite.train import dpo, phases, sft
+from swiftlite.train.reference import log_probabilities
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import OPTIONS, SIZES
 from tests.tiny import make_tiny_hf
@@ -112,3 +118,66 @@ def test_ranks_with_other_references_are_told(tmp_path):
     told = launch(2, prepare_with, [args, replace(args, ref_model=str(other))])
     assert told[0] == told[1]
     assert told[0].splitlines()[1].startswith("  tensors of --ref_model: ")
+
+
+LENGTH = 44  # most answers are longer, and cut
+
+
+class Logits(TorchDispatchMode):
+    """Notes the bytes of the largest tensor over the vocabulary of each precision.
+
+    Args:
+        size: words on this rank.
+        hidden: size of a state; the output matrix has so many rows when it is turned.
+    """
+
+    def __init__(self, size: int, hidden: int):
+        super().__init__()
+        self.size, self.hidden = size, hidden
+        self.largest: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_tensor = isinstance(result, torch.Tensor) and result.dim() > 1
+        if is_tensor and result.shape[-1] == self.size and result.shape[0] != self.hidden:
+            self.largest[result.dtype] = max(result.nbytes, self.largest.get(result.dtype, 0))
+        return result
+
+
+def hold_both(args: DpoArgs) -> dict[str, int]:
+    """Bytes of what this rank holds while the reference model is asked, by names of `AskingMemory`."""
+    with phases.open_session(args) as mesh:
+        run = sft.prepare(args, mesh, dpo.load_pairs)
+        reference = dpo.open_reference(args, run)
+        chunks = reference.open()
+        config = run.hf_model.config
+        logits = Logits(config["vocab_size"] // reference.mesh.tp.size(), config["hidden_size"])
+        with logits:
+            long = next(pair for pair in run.data.train if min(map(len, pair.answers)) == LENGTH)
+            log_probabilities(chunks, reference.mesh, reference.batches, [long])
+        wrapped: Any = run.learner.wrapped  # `buffers` is taken for torch's method
+        held = [parameter for chunk in run.learner.chunks for parameter in chunk.parameters()]
+        held += [buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        held += [tensor for group in run.learner.optimizer.param_groups for tensor in group["params"]]
+        each_once = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in held}
+        frozen = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        return {
+            "model": sum(each_once.values()),
+            "reference": sum(parameter.nbytes for parameter in frozen),
+            # Logits are made where there are labels; a plan takes every token to have one.
+            "logits": sum(logits.largest.values()) * 2 * LENGTH // sum(a.num_trained_tokens for a in long.answers),
+        }
+
+
+@pytest.mark.parametrize("torch_dtype", ["float32", "bfloat16"])
+def test_a_plan_counts_both_models(tmp_path, torch_dtype):
+    layouts = TP2 | REF_PP2
+    options: dict[str, Any] = {"torch_dtype": torch_dtype, "max_length": LENGTH, **layouts}
+    args = make_options(tmp_path, "qwen3", "run", truncation_strategy="right", **options)
+    planned = DoctorArgs(plan=True, loss_type="sigmoid", fused_kernels="none", **options)
+    hf_config = read_config(args.model)
+    setup = planned_setup(planned, hf_config)
+    asking = estimate_asking(planned, setup, estimate(hf_config, setup), read_config(str(args.ref_model)))
+    assert [(part.first, part.stage, part.reference_stage) for part in asking] == [(0, 0, 0), (1, 0, 1)]
+    for part, measured in zip(asking, launch(2, hold_both, args), strict=True):
+        assert {name: getattr(part, name) for name in measured} == measured

@@ -1,0 +1,53 @@
+"""`swiftlite doctor --plan --loss_type`: the table of the time while the reference model is asked."""
+
+from typing import Any
+
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.hub.model import description_of
+from swiftlite.plan import memory
+from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.preference import WITHOUT_REFERENCE
+from swiftlite.plan.reference_memory import AskingMemory, estimate_asking
+from swiftlite.table import text_table
+
+GB = 1e9
+_COLUMNS = ("ranks", "stage", "model", "reference stage", "weights", "a layer", "logits", "total", "in training")
+
+
+def report_reference(
+    args: DoctorArgs, hf_config: dict[str, Any], setup: memory.Setup, stages: list[memory.StageMemory]
+) -> bool:
+    """Print what ranks need before the first step; returns whether that fits. True for a run without a reference.
+
+    Args:
+        setup, stages: of the model, as trained.
+    """
+    if args.loss_type is None or args.loss_type in WITHOUT_REFERENCE:
+        return True
+    config = read_hf_config(description_of(args.ref_model)) if args.ref_model else hf_config
+    asking = estimate_asking(args, setup, stages, config)
+    print("\nGB on one rank before the first step, while the reference model is asked; it is closed for training")
+    print(text_table([_COLUMNS, *(_row(part, stages) for part in asking)], indent="  ", numbers=True))
+    print("  (model: weights, gradients and float32 weights, without the optimizer's moments)")
+    most, usable = max(asking, key=lambda part: part.total), memory.usable_bytes(args.gpu_memory_gb)
+    fits = most.total <= usable
+    words = "fits" if fits else "does not fit"
+    print(f"\n{words}: {most.total / GB:.1f} GB on {_ranks(most)}, of {usable / GB:.1f} GB")
+    if not fits:
+        print("    larger --ref_tensor_model_parallel_size or --ref_pipeline_model_parallel_size share it out")
+    return fits
+
+
+def _ranks(part: AskingMemory) -> str:
+    return f"rank {part.first}" if part.first == part.last else f"ranks {part.first}-{part.last}"
+
+
+def _row(part: AskingMemory, stages: list[memory.StageMemory]) -> tuple[str, ...]:
+    sizes = (part.reference, part.layer, part.logits, part.total, stages[part.stage].total)
+    return (
+        _ranks(part).split()[1],
+        str(part.stage),
+        f"{part.model / GB:.2f}",
+        str(part.reference_stage),
+        *(f"{size / GB:.2f}" for size in sizes),
+    )

@@ -1,0 +1,100 @@
+"""Memory of `megatron dpo` while its reference model is asked: `doctor --plan --loss_type`. Arithmetic, no torch.
+
+It is asked before the first step, when the model, its gradients' buffers and the optimizer's float32 weights stand
+already; moments come with the first step, when the reference model is gone. So a rank needs the larger one of two sums.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.fields import RecomputeArgs
+from swiftlite.families.family import HfConfig
+from swiftlite.families.rank import FLOAT32
+from swiftlite.heads import Heads
+from swiftlite.plan.memory import Setup, StageMemory, estimate
+from swiftlite.plan.preference import answers_of, reference_layout
+
+
+@dataclass(frozen=True)
+class AskingMemory:
+    """What each of some ranks holds while the reference model is asked, in bytes.
+
+    Attributes:
+        first, last: the ranks.
+        stage: of the model's pipeline.
+        model: its weights, the gradients' buffers, and float32 weights where its own are not.
+        reference_stage: of the reference model's pipeline.
+        reference: its weights.
+        layer: the most that one of its layers computes; less, since nothing is kept for a backward pass.
+        logits: of one row of the data.
+    """
+
+    first: int
+    last: int
+    stage: int
+    model: int
+    reference_stage: int
+    reference: int
+    layer: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.model + self.reference + self.layer + self.logits
+
+
+def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
+    """How the reference model stands: its own layout, one row of the data at a time, no heads.
+
+    Args:
+        setup: the model's.
+    """
+    assert args.loss_type is not None
+    return dataclasses.replace(
+        setup,
+        layout=reference_layout(args),
+        recompute=RecomputeArgs(recompute_granularity="full"),  # so that one layer's share is known
+        micro_batch_size=answers_of(args.loss_type),
+        heads=Heads(),
+        mtp_mode="joint",
+        lora=None,
+    )
+
+
+def estimate_asking(
+    args: DoctorArgs, setup: Setup, stages: list[StageMemory], reference_config: HfConfig
+) -> list[AskingMemory]:
+    """What ranks hold while the reference model is asked, by the stages that they compute of both.
+
+    Args:
+        setup, stages: of the model, as trained.
+        reference_config: the reference model's config.json.
+    """
+    reference = estimate(reference_config, reference_setup(args, setup))
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for rank in range(setup.num_gpus):
+        # Ranks of a stage follow each other (megatron-core's order has the pipeline last).
+        places = (rank * len(stages) // setup.num_gpus, rank * len(reference) // setup.num_gpus)
+        pairs.setdefault(places, []).append(rank)
+    found = []
+    for (place, reference_place), ranks in pairs.items():
+        here, there = stages[place], reference[reference_place]
+        found.append(
+            AskingMemory(
+                first=ranks[0],
+                last=ranks[-1],
+                stage=place,
+                model=here.weights + here.gradients + _float32_weights(here, setup),
+                reference_stage=reference_place,
+                reference=there.weights,
+                layer=there.recomputed,
+                logits=there.logits,
+            )
+        )
+    return found
+
+
+def _float32_weights(stage: StageMemory, setup: Setup) -> int:
+    """Of the optimizer's state, what is there before the first step: one of the three numbers of a parameter."""
+    return stage.optimizer // 3 if setup.parameter_bytes < FLOAT32 else 0

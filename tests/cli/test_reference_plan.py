@@ -1,0 +1,52 @@
+"""`swiftlite doctor --plan --loss_type` as a user reads it; its numbers are held in tests/parallel/test_dpo.py."""
+
+from typing import Any
+
+import pytest
+
+from swiftlite import rules
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.cli import doctor
+from swiftlite.errors import OptionError
+from tests.cli.test_doctor_plan import model  # noqa: F401, a fixture
+
+PAIRS: dict[str, Any] = {"plan": True, "loss_type": "sigmoid", "tensor_model_parallel_size": 4, "num_gpus": 8}
+
+
+def lines_of(capsys, **options) -> tuple[int, list[str]]:
+    args = DoctorArgs(**options)
+    rules.check(args)
+    code = doctor.run(args)
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_both_models_by_rank(capsys, model):  # noqa: F811
+    reference = {"ref_tensor_model_parallel_size": 1, "ref_pipeline_model_parallel_size": 2}
+    code, lines = lines_of(capsys, model=model, **PAIRS, **reference)
+    assert code == 0
+    assert "micro-batches of 2 x 2048 tokens" in lines[1]  # both answers of a pair
+    start = next(number for number, line in enumerate(lines) if "while the reference model is asked" in line)
+    assert [line.split()[:2] for line in lines[start + 2 : start + 4]] == [["0-3", "0"], ["4-7", "0"]]
+    assert lines[-1].startswith("fits: ")
+
+    code, lines = lines_of(capsys, model=model, gpu_memory_gb=10.0, **PAIRS, ref_tensor_model_parallel_size=1)
+    assert code == 1
+    assert lines[-1].strip().startswith("larger --ref_tensor_model_parallel_size")
+    _, lines = lines_of(capsys, model=model, **PAIRS | {"loss_type": "simpo"})
+    assert not any("reference" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"loss_type": "orpo", "ref_tensor_model_parallel_size": 2}, "has no reference model: --loss_type is orpo"),
+        ({"ref_pipeline_model_parallel_size": 2, "num_gpus": 2}, "has no reference model: without --loss_type"),
+        ({"loss_type": "ipo", "ref_pipeline_model_parallel_size": 2, "num_gpus": 1}, "the reference model: "),
+        ({"loss_type": "ipo", "ref_model": "nowhere"}, "--ref_model nowhere has no config.json"),
+        ({"loss_type": "ipo", "mtp_mode": "heads_only"}, "megatron dpo, which has no --mtp_mode heads_only"),
+    ],
+)
+def test_what_cannot_be_planned(model, options, problem):  # noqa: F811
+    with pytest.raises(OptionError) as raised:
+        rules.check(DoctorArgs(plan=True, model=model, **options))
+    assert problem in str(raised.value)
