@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The first hour on a machine with GPUs: what it is, whether kernels compute what they should, how fast training is, and
-# whether memory is what was planned. Offline, with what is installed; one screen at the end.
+# The first hour on a machine with GPUs: what it is, whether kernels compute what they should, how fast training is,
+# whether memory is what was planned, how jobs end, and whether engines serve the heads. Offline, with what is installed; one screen at the end.
 #
 #   bash scripts/gpu.sh [--stages machine kernels ...] [--minutes 20] [--model DIR] [--output_dir out/gpu]
-#   bash scripts/gpu.sh --device cpu --tiny      the same code in a minute, where there is no GPU
+#   bash scripts/gpu.sh --device cpu --tiny      the same code in minutes, where there is no GPU
 #
 #   SWIFTLITE_PYTHON  the interpreter that has swiftlite's requirements (default: of .venv in the checkout, else python3)
 set -euo pipefail

@@ -65,6 +65,12 @@ def is_of_storage(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(os.strerror(number) in str(error) for number in _OF_STORAGE)
 
 
+def is_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or the machine had no room for a tensor; of a CPU torch keeps only the words."""
+    name = type(error).__name__  # torch's class, without torch
+    return isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
 def reason_of(error: BaseException) -> str:
     """Why a file could not be written or read, in a few words: a full disk by that name."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[-1]

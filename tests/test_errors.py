@@ -3,8 +3,9 @@
 import errno
 
 import pytest
+import torch
 
-from swiftlite.errors import UserError, is_of_storage, reason_of
+from swiftlite.errors import UserError, is_of_memory, is_of_storage, reason_of
 
 # torch.save's, where the file cannot be opened (torch 2.13). Python tries again what was interrupted, torch does not.
 FAILED = "[enforce fail at inline_container.cc:747] . open file failed with strerror: "
@@ -24,6 +25,14 @@ def test_a_failing_disk(error):
 )
 def test_not_a_failing_disk(error):
     assert not is_of_storage(error)
+
+
+def test_no_memory():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**46)
+    assert is_of_memory(raised.value)
+    assert is_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert not is_of_memory(RuntimeError("shape"))
 
 
 def test_a_full_disk_by_that_name():

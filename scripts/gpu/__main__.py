@@ -13,7 +13,7 @@ from pathlib import Path
 
 from result import FILE, Results, Settings, page, read
 
-STAGES = ("machine", "kernels", "logits", "layouts", "training", "plan")
+STAGES = ("machine", "kernels", "logits", "layouts", "training", "plan", "faults", "engines", "live")
 
 
 def main() -> int:

@@ -302,7 +302,7 @@ class OptimArgs:
     clip_grad: bounds.NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off. See also --mtp_clip_grad."""
     seed: bounds.Seed = 42
-    """Seed of data order, splits and random initialisation."""
+    """Seed of data order, splits, random initialisation and dropout."""
 
 
 @dataclass(frozen=True)

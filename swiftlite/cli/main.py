@@ -20,7 +20,7 @@ from swiftlite.cli.fetch import fetch, hold_commits
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import COMMANDS, Command, find
-from swiftlite.errors import UserError, is_of_storage, reason_of
+from swiftlite.errors import UserError, is_of_memory, is_of_storage, reason_of
 from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
 from swiftlite.hub.model import description_of
@@ -49,12 +49,25 @@ def main(argv: list[str] | None = None) -> int:
         return stopped.code
     except Exception as error:
         if is_of_storage(error):
-            failure.report(error, 1)
-            _say_once(f"swiftlite: {reason_of(error)}\n    make room or mend it, and run the same command again")
-            return 1
+            return _fail(error, "make room or mend it, and run the same command again")
+        if is_of_memory(error):
+            return _fail(error, _LESS_MEMORY)
         if failure.report(error, 1):
             return 1
         raise
+
+
+_LESS_MEMORY = (
+    "fewer or shorter rows at a time need less memory (--micro_batch_size or --max_batch_size, --max_length); so do "
+    "--recompute_granularity full and more processes in training: swiftlite doctor --plan shows what takes it"
+)
+
+
+def _fail(error: Exception, hint: str) -> int:
+    """End with a failure of the machine: its reason and what to do, no traceback."""
+    failure.report(error, 1)
+    _say_once(f"swiftlite: {reason_of(error)}\n    {hint}")
+    return 1
 
 
 class _Stopped(SystemExit):

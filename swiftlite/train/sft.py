@@ -184,6 +184,7 @@ def make_trainer(
         checkpointer=checkpointer,
         get_data_state=get_data_state,
         after_step=phases.hand_out_weights(run, after_step) if after_step else None,
+        seed=args.seed,
     )
 
 

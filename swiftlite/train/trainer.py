@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Trainer:
         checkpointer: writes the checkpoints; None writes none.
         get_data_state: returns what a checkpoint keeps of the data, on the first rank.
         after_step: called on every rank with the number of each step, once it is taken and logged.
+        seed: of what is drawn while training, such as the dropout of adapters.
     """
 
     mesh: Mesh
@@ -65,6 +67,7 @@ class Trainer:
     checkpointer: Checkpointer | None
     get_data_state: Callable[[], Mapping[str, Any]] = dict
     after_step: Callable[[int], None] | None = None
+    seed: int = 42
 
     def fit(self, first: int) -> int:
         """Take the steps after number `first`, saving and evaluating on the way; no evaluation after the last one.
@@ -132,9 +135,7 @@ class Trainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # What is drawn in a step (the dropout of adapters) is a function of it, as the data is: a resumed run draws the
-        # same. Tensor-parallel ranks draw alike, as they compute alike.
-        torch.manual_seed(step * self.mesh.dp_cp.size() + self.mesh.dp_cp.rank())
+        torch.manual_seed(seed_of_step(self.seed, step, self.mesh.dp_cp.rank()))
         counts = self._count_targets(batches)
         sums = self._run(batches, counts, forward_only=False)
         self.scheduler.step(increment=1)  # before the update, so that the first one has a learning rate above 0
@@ -226,6 +227,15 @@ class Trainer:
         if metrics:
             for sink in self.sinks:
                 sink.log(step, metrics)
+
+
+def seed_of_step(seed: int, step: int, data_rank: int) -> int:
+    """The seed of what is drawn in a step (the dropout of adapters): a function of it, as the data is.
+
+    So a resumed run draws the same. Tensor-parallel ranks draw alike, as they compute alike. A hash, because no two
+    neighbouring seeds, steps or ranks may draw the same.
+    """
+    return zlib.crc32(f"{seed}/{step}/{data_rank}".encode())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+import torch
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import failure, table
@@ -233,6 +234,14 @@ def test_one_process_commands_say_that_they_are(swiftlite):
             1,
             "swiftlite: [Errno 5] Input/output error: 'run/args.json'\n"
             "    make room or mend it, and run the same command again\n",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+            1,
+            "swiftlite: CUDA out of memory. Tried to allocate 20.00 GiB.\n"
+            "    fewer or shorter rows at a time need less memory (--micro_batch_size or --max_batch_size, "
+            "--max_length); so do --recompute_granularity full and more processes in training: swiftlite doctor --plan "
+            "shows what takes it\n",
         ),
     ],
 )

@@ -26,7 +26,8 @@ def gpu_sh(output_dir: Path, *options: str) -> tuple[int, list[dict], str]:
     "stages",
     [
         ["machine", "kernels", "training", "plan"],
-        pytest.param(["logits", "layouts"], marks=pytest.mark.slow),  # which other tests compute as well
+        # Which other tests compute as well.
+        pytest.param(["logits", "layouts", "faults", "engines", "live"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

@@ -9,7 +9,7 @@ import torch
 
 from swiftlite.errors import UserError
 from swiftlite.train import phases, sft
-from swiftlite.train.trainer import Trainer
+from swiftlite.train.trainer import Trainer, seed_of_step
 
 
 class Listed:
@@ -180,3 +180,14 @@ def test_metrics_of_a_step(make_trainer):
     squares = sum(batch.squares for batch in trainer.train_batches(0))
     assert flops_per_token == pytest.approx(trainer.count_flops(num_tokens, squares, counts) / num_tokens)
     json.dumps(metrics)  # what a sink needs
+
+
+def test_neighbours_draw_different_numbers():
+    """Of seeds, steps and ranks that lie side by side none draws what another one does."""
+    drawn = set()
+    for seed in (42, 43):
+        for step in (1, 2, 3):
+            for rank in (0, 1):
+                torch.manual_seed(seed_of_step(seed, step, rank))
+                drawn.add(float(torch.rand((), dtype=torch.float64)))
+    assert len(drawn) == 12

@@ -1,0 +1,72 @@
+"""The command line as stages start it, and a small model with a head that has learned something."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from result import Settings
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+HEAD = "--mtp_num_layers 1 --mtp_init random --mtp_loss_scaling_factor 0.3".split()
+ROWS = "--micro_batch_size 8 --global_batch_size 16 --max_length 256 --lr 2e-3".split()
+
+
+def start(*words: object, processes: int = 1, log: Path) -> subprocess.Popen:
+    """`swiftlite WORDS` in that many ranks, in a process group of its own; what it says goes to `log`."""
+    environment = os.environ | {"NPROC_PER_NODE": str(processes)}
+    command = [sys.executable, "-m", "swiftlite", *map(str, words)]
+    with log.open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+
+
+def swiftlite(*words: object, log: Path) -> str:
+    """Run a command to its end; returns what it said.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    status = start(*words, log=log).wait()
+    if status:
+        raise RuntimeError(f"swiftlite {words[0]} ended with {status}, see {log}")
+    return log.read_text(encoding="utf-8")
+
+
+def make_model(directory: Path) -> None:
+    """A qwen3 of five million random parameters, which every engine takes."""
+    command = [sys.executable, SCRIPTS / "make_tiny_model.py", "--family", "qwen3", "--output_dir", directory]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def make_rows(directory: Path) -> None:
+    """What the standard library says about itself: train.jsonl and val.jsonl."""
+    train, val = directory / "train.jsonl", directory / "val.jsonl"
+    command = [sys.executable, SCRIPTS / "make_docstring_dataset.py", "--output", train, "--val_output", val]
+    subprocess.run([*command, "--val_rows", "32"], check=True, stdout=sys.stderr)
+
+
+def sft(settings: Settings, output_dir: Path, *options: object) -> list[object]:
+    """The words of a training run of `make_model` and `make_rows`, which are made where they are not there."""
+    model, data = settings.output_dir / "small", settings.output_dir / "data"
+    if not (model / "config.json").exists():
+        make_model(model)
+    if not (data / "val.jsonl").exists():
+        make_rows(data)
+    files = ["--model", model, "--dataset", data / "train.jsonl", "--val_dataset", data / "val.jsonl"]
+    words = ["megatron", "sft", *files, "--output_dir", output_dir, "--torch_dtype", "float32", "--report_to", "none"]
+    return [*words, *HEAD, *ROWS, *options]
+
+
+def make_served(settings: Settings) -> tuple[Path, Path]:
+    """A run of it and its export, which are made where they are not there."""
+    run_dir, hf = settings.output_dir / "served_run", settings.output_dir / "served"
+    if not (hf / "config.json").exists():
+        shutil.rmtree(run_dir, ignore_errors=True)
+        steps = 60 if settings.tiny else 400
+        acceptance = ["--acceptance_samples", 32, "--acceptance_max_new_tokens", 48]
+        training = sft(settings, run_dir, "--train_iters", steps, *acceptance)
+        swiftlite(*training, log=settings.output_dir / "served_sft.log")
+        words = ["export", "--to_hf", "--model", run_dir, "--output_dir", hf]
+        swiftlite(*words, log=settings.output_dir / "served_export.log")
+    return run_dir, hf

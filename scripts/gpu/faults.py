@@ -1,0 +1,127 @@
+"""What a job does when it is stopped, loses a rank, waits for one that hangs, or asks for more memory than there is."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+from commands import sft, start, swiftlite
+from result import Results, Settings
+
+STEPS = 12
+# Sums of a GPU come in any order, so a run that goes on is near the unbroken one, not equal to it.
+BOUND = {"cpu": 0.0, "cuda": 1e-3}
+NO_SAMPLES = ("--acceptance_samples", 0)
+
+
+def run(settings: Settings, results: Results) -> None:
+    stop_and_go_on(settings, results)
+    if settings.device == "cuda" and torch.cuda.device_count() < 2:
+        results.add("a rank that is lost", "needs 2 GPUs")
+    else:
+        lose_a_rank(settings, results)
+        if not settings.tiny:
+            wait_for_a_rank(settings, results)
+    if settings.device == "cuda":
+        ask_for_too_much(settings, results)
+
+
+def stop_and_go_on(settings: Settings, results: Results) -> None:
+    unbroken, stopped = fresh(settings, "unbroken"), fresh(settings, "stopped")
+    options = ("--train_iters", STEPS, *NO_SAMPLES)
+    swiftlite(*sft(settings, unbroken, *options), log=settings.output_dir / "unbroken.log")
+    process = start(*sft(settings, stopped, *options), log=settings.output_dir / "stopped.log")
+    wait_for_steps(stopped, 3, process)
+    process.send_signal(signal.SIGTERM)
+    status = process.wait(300)
+    kept = sorted(path.name for path in stopped.glob("checkpoint-*"))
+    passed = status == 128 + signal.SIGTERM and len(kept) == 1
+    results.add("SIGTERM while training", f"exit status {status}, {' '.join(kept)}", passed, "143, one checkpoint")
+    swiftlite(*sft(settings, stopped, *options, "--resume"), log=settings.output_dir / "resumed.log")
+    one, other = losses(unbroken), losses(stopped)
+    worst = max(abs(other[step] - loss) / loss for step, loss in one.items()) if one.keys() == other.keys() else 1.0
+    results.at_most("losses of the run that goes on, against the unbroken one", worst, BOUND[settings.device])
+
+
+def lose_a_rank(settings: Settings, results: Results) -> None:
+    """kill -9, as the kernel does that has no memory left."""
+    process, ranks = two_ranks(settings, "killed")
+    began = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    status = process.wait(300)
+    said = (settings.output_dir / "killed.log").read_text()
+    passed = status == 128 + signal.SIGKILL and "rank 1 ended first, with signal SIGKILL" in said
+    ended = f"exit status {status} after {time.monotonic() - began:.0f} s"
+    results.add("a rank that is killed", ended, passed, "137, and the rank is named")
+
+
+def wait_for_a_rank(settings: Settings, results: Results) -> None:
+    process, ranks = two_ranks(settings, "hanging", "--distributed_timeout_minutes", 1)
+    began = time.monotonic()
+    os.kill(ranks[1], signal.SIGSTOP)
+    try:
+        status = process.wait(300)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        status = "none"
+    seconds = time.monotonic() - began
+    passed = status != "none" and status != 0 and seconds < 180
+    results.add("a rank that hangs", f"exit status {status} after {seconds:.0f} s", passed, "an end within 180 s")
+
+
+def ask_for_too_much(settings: Settings, results: Results) -> None:
+    log = settings.output_dir / "memory.log"
+    huge = ("--micro_batch_size", 65536, "--global_batch_size", 65536, "--max_length", 4096, "--train_iters", 1)
+    status = start(*sft(settings, fresh(settings, "memory"), *huge, *NO_SAMPLES), log=log).wait(600)
+    said = log.read_text()
+    passed = status == 1 and "out of memory" in said and "Traceback" not in said
+    results.add("more memory than there is", f"exit status {status}", passed, "1, and one line that says so")
+
+
+def two_ranks(settings: Settings, name: str, *options: object) -> tuple[subprocess.Popen, list[int]]:
+    """A job that has taken a few steps, and the process ids of its ranks in order."""
+    out = fresh(settings, name)
+    words = sft(settings, out, "--train_iters", 10_000, *NO_SAMPLES, *options)
+    process = start(*words, processes=2, log=settings.output_dir / f"{name}.log")
+    wait_for_steps(out, 3, process)
+    return process, ranks_of(process.pid)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The launcher's children that have a rank in their environment, by it."""
+    found = {}
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        for variable in environment:
+            if variable.startswith(b"RANK="):
+                found[int(variable.removeprefix(b"RANK="))] = int(child)
+    return [found[rank] for rank in sorted(found)]
+
+
+def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None:
+    """Raises:
+    RuntimeError: the process ended before.
+    """
+    while len(losses(run_dir)) < steps:
+        if process.poll() is not None:
+            raise RuntimeError(f"{run_dir.name} ended with {process.returncode} before step {steps}")
+        time.sleep(0.2)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """By step; empty where none was taken."""
+    file = run_dir / "metrics.jsonl"
+    if not file.exists():
+        return {}
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def fresh(settings: Settings, name: str) -> Path:
+    directory = settings.output_dir / name
+    shutil.rmtree(directory, ignore_errors=True)
+    return directory

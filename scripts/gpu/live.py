@@ -1,0 +1,30 @@
+"""Weights that reach a vLLM which goes on running: `examples/live_weights.py`, heads drawn anew, drafts accepted."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from commands import make_served
+from result import Results, Settings
+
+EXAMPLE = "examples/live_weights.py"
+
+
+def run(settings: Settings, results: Results) -> None:
+    if find_spec("vllm") is None:
+        results.add("vllm", "not installed")
+        return
+    _, hf = make_served(settings)
+    steps, every = (40, 20) if settings.tiny else (200, 50)
+    data, out = settings.output_dir / "data" / "train.jsonl", settings.output_dir / "live_run"
+    shutil.rmtree(out, ignore_errors=True)
+    told = {"MODEL": str(hf), "DATASET": str(data), "OUT": str(out), "EVERY": str(every)}
+    command = [sys.executable, EXAMPLE, "--train_iters", str(steps), "--report_to", "none"]
+    done = subprocess.run(command, env=os.environ | told, stdout=subprocess.PIPE, text=True)
+    shares = [float(share) for share in re.findall(r"step +\d+: +([\d.]+) % of drafts accepted", done.stdout)]
+    shown = ", ".join(f"{share:g} %" for share in shares)
+    passed = done.returncode == 0 and len(shares) == 1 + steps // every and shares[-1] > shares[0]
+    results.add("drafts accepted while the heads learn", shown, passed, "more at the end")
