@@ -17,7 +17,7 @@ MtpLoss = Literal["ce", "kl", "tv", "nla", "lk_hybrid"]
 TransformerImpl = Literal["local", "transformer_engine"]
 MtpTuner = Literal["full", "lora", "frozen"]
 TunerType = Literal["full", "lora"]
-PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto"]
 TruncationStrategy = Literal["delete", "left", "right", "error"]
 
 
@@ -165,7 +165,8 @@ class PreferenceArgs:
 
     loss_type: PreferenceLoss = "sigmoid"
     """What a pair of answers adds to the loss, by TRL's names. sigmoid: DPO. hinge, ipo, robust, apo_zero, apo_down:
-    its relatives. simpo, orpo: without a reference model; simpo as TRL's CPO has it."""
+    its relatives. simpo, orpo: without a reference model; simpo as TRL's CPO has it. kto: single answers, each of which
+    is good or bad."""
     beta: bounds.PositiveFloat = 0.1
     """Weight of the distance from the reference model; with ipo the paper's tau, with orpo its lambda."""
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
@@ -174,6 +175,10 @@ class PreferenceArgs:
     """With simpo: margin by which beta times the log-probability per token is to be larger for preferred answers."""
     cpo_alpha: bounds.NonNegativeFloat = 1.0
     """With simpo: weight of the next-token loss on the preferred answers; the SimPO paper has none, which is 0."""
+    desirable_weight: bounds.NonNegativeFloat = 1.0
+    """With kto: weight of the loss of good answers."""
+    undesirable_weight: bounds.NonNegativeFloat = 1.0
+    """With kto: weight of the loss of bad answers."""
     ref_model: str | None = None
     """A Hugging Face model, as for --model, that answers are compared with. Unset: --model as it is before the first
     step."""

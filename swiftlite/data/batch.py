@@ -61,6 +61,9 @@ class Batch:
             over ranks. None: the rows are padded.
         reference_P2: float32, on the host; of pairs of answers, the log-probabilities by a reference model. Sequence
             2p is the preferred answer of pair p, sequence 2p + 1 the other one. Of no pairs it is empty.
+        desirable_P: bool, on the host; of single answers, whether each is a good one. Sequence p is answer p, and of
+            `reference_P2` the second column is of those in `mismatched`.
+        mismatched: their questions before other answers.
     """
 
     tokens_KBS: torch.Tensor
@@ -72,6 +75,8 @@ class Batch:
     squares: int
     cu_seqlens: torch.Tensor | None = None
     reference_P2: torch.Tensor = field(default_factory=partial(torch.zeros, 0, 2))
+    desirable_P: torch.Tensor = field(default_factory=partial(torch.zeros, 0, dtype=torch.bool))
+    mismatched: "Batch | None" = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with its tensors of one entry per token replaced: moved to a device, cut along the last axis."""
@@ -105,13 +110,38 @@ def pair_up(batch: Batch, pairs: Sequence[Sample]) -> Batch:
     MTP heads learn from the preferred answers alone: of the others their labels are taken out.
     """
     is_rejected_BS = batch.sequence_KBS[0] % 2 == 1
-    is_idle_KBS = is_rejected_BS.repeat(len(batch.labels_KBS), 1, 1)
+    reference_P2 = torch.tensor([pair.reference for pair in pairs], dtype=torch.float32)
+    return replace(_without_heads(batch, is_rejected_BS), reference_P2=reference_P2)
+
+
+def rate(batch: Batch, mismatched: Batch, samples: Sequence[Sample]) -> Batch:
+    """The batch of these samples, with what is said of them.
+
+    MTP heads learn from the good answers alone.
+
+    Args:
+        mismatched: the batch of their `mismatched`.
+    """
+    reference_P2 = torch.tensor([sample.reference for sample in samples], dtype=torch.float32)
+    desirable_P = torch.tensor([bool(sample.desirable) for sample in samples])
+    sequence_BS = batch.sequence_KBS[0]
+    is_bad_BS = ~desirable_P[sequence_BS.clamp(min=0)] & (sequence_BS >= 0)
+    return replace(
+        _without_heads(batch, is_bad_BS),
+        reference_P2=reference_P2,
+        desirable_P=desirable_P,
+        mismatched=replace(mismatched, reference_P2=reference_P2),
+    )
+
+
+def _without_heads(batch: Batch, is_idle_BS: torch.Tensor) -> Batch:
+    """The batch without labels of MTP heads at these tokens."""
+    is_idle_KBS = is_idle_BS.repeat(len(batch.labels_KBS), 1, 1)
     is_idle_KBS[0] = False
     return replace(
         batch,
         labels_KBS=batch.labels_KBS.masked_fill(is_idle_KBS, IGNORED),
         loss_scale_KBS=batch.loss_scale_KBS.masked_fill(is_idle_KBS, 0),
-        reference_P2=torch.tensor([pair.reference for pair in pairs], dtype=torch.float32),
     )
 
 

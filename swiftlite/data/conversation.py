@@ -73,6 +73,7 @@ class Conversation:
         channel: the row's own name for its domain.
         source: `file:line`; for Parquet the row's number instead of a line.
         rejected: the assistant's turn that the last one is preferred to; None where the row is no pair.
+        desirable: whether the last turn is a good one, where the row says so.
     """
 
     messages: list[Message]
@@ -81,6 +82,7 @@ class Conversation:
     channel: str | None = None
     source: str = ""
     rejected: Message | None = None
+    desirable: bool | None = None
 
     def prompt(self) -> "Conversation":
         """What a model is asked: the same without its last turn where that is the assistant's."""

@@ -8,7 +8,7 @@ import multiprocessing
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.conversation import BadRow, Conversation, RowError
 from swiftlite.data.sample import Sample, digest, join, truncate
-from swiftlite.data.sources import find_rows, read_rows
+from swiftlite.data.sources import RowKind, find_rows, read_rows
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from swiftlite.log import logger
@@ -126,12 +126,15 @@ class Encoder:
         length = max(map(len, answers))
         special_token = self.template.special_token_in(conversation)
         if length <= self.max_length:
-            return Encoded(length, join(answers), source=source, special_token=special_token)
+            return Encoded(length, self._join(answers, conversation), source=source, special_token=special_token)
         if self.truncation_strategy in ("left", "right"):
             answers = [truncate(answer, self.max_length, self.truncation_strategy) for answer in answers]
             if all(answer.num_trained_tokens for answer in answers) and not _are_equal(answers):
-                return Encoded(length, join(answers), source=source, special_token=special_token)
+                return Encoded(length, self._join(answers, conversation), source=source, special_token=special_token)
         return Encoded(length, source=source)
+
+    def _join(self, answers: Sequence[Sample], conversation: Conversation) -> Sample:
+        return replace(join(answers), desirable=conversation.desirable)
 
     def _answers(self, conversation: Conversation) -> list[Sample]:
         """The sample of the row, or both of a pair.
@@ -163,7 +166,7 @@ def load_train_val(
     num_proc: int = 1,
     seed: int = 42,
     offered: Collection[str] | None = None,
-    are_pairs: bool = False,
+    kind: RowKind = "turns",
 ) -> Data:
     """Read, encode and split the data of a run.
 
@@ -176,15 +179,15 @@ def load_train_val(
         num_proc: processes that tokenize; does not change the result.
         seed: decides which rows are the `#N` samples and which are held out.
         offered: names of the command's options, so that errors name no other; those of `megatron sft` if not given.
-        are_pairs: whether each row has two answers, see `parse_pair`.
+        kind: what each row is, see `read_rows`.
 
     Raises:
         UserError: a file that cannot be read, more bad rows than allowed, no row left.
     """
     report = DataReport()
     val_flag = "--val_dataset" if offered is None or "val_dataset" in offered else "--dataset"
-    train_rows = _read(dataset, report, system, seed, are_pairs=are_pairs)
-    val_rows = _read(val_dataset, report, system, seed, are_pairs=are_pairs)
+    train_rows = _read(dataset, report, system, seed, kind=kind)
+    val_rows = _read(val_dataset, report, system, seed, kind=kind)
     conversations = train_rows.conversations + val_rows.conversations
     encoded = list(_encode_all(encoder, conversations, num_proc))
     bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
@@ -268,12 +271,12 @@ def _read(
     system: str | None,
     seed: int,
     needs_answer: bool = True,
-    are_pairs: bool = False,
+    kind: RowKind = "turns",
 ) -> _Rows:
     rows = _Rows()
     files = [(spec, find_rows(spec)) for spec in specs]  # a misspelt last name shows before the first file is read
     for spec, file in files:
-        read = read_rows(file, system=system, needs_answer=needs_answer, are_pairs=are_pairs, seed=seed)
+        read = read_rows(file, system=system, needs_answer=needs_answer, kind=kind, seed=seed)
         rows.specs += [spec] * len(read.conversations)
         rows.conversations += read.conversations
         rows.bad_rows += read.bad_rows

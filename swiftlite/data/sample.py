@@ -24,7 +24,10 @@ class Sample:
         channel: the row's own name for its domain.
         rejected: the sample that this one is preferred to; None where it is no pair. A pair stays together: what counts
             samples counts it as one.
-        reference: log-probabilities of the labels of both, by a reference model.
+        desirable: whether the answer is a good one, where rows say so.
+        mismatched: of such a sample, its question before the answer of another one (`rated.py`).
+        reference: log-probabilities of the labels of both of a pair, or of the sample and `mismatched`, by a reference
+            model.
     """
 
     input_ids: np.ndarray
@@ -33,6 +36,8 @@ class Sample:
     source: str = ""
     channel: str | None = None
     rejected: "Sample | None" = None
+    desirable: bool | None = None
+    mismatched: "Sample | None" = None
     reference: tuple[float, float] = (0.0, 0.0)
 
     def __len__(self) -> int:
@@ -78,6 +83,8 @@ def digest(samples: Iterable[Sample]) -> str:
     """sha256 over tokens, labels and weights in order: equal on two ranks only if they would train on the same data."""
     sha = hashlib.sha256()
     for pair in samples:
+        if pair.desirable is not None:
+            sha.update(b"\1" if pair.desirable else b"\0")
         for sample in pair.answers:
             sha.update(len(sample).to_bytes(8, "little"))
             for array in (sample.input_ids, sample.labels, sample.loss_scale):

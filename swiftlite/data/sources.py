@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,9 +22,13 @@ from swiftlite.data.conversation import BadRow, Conversation, RowError, parse_ro
 from swiftlite.data.hub_rows import HubRows
 from swiftlite.data.padding import padding_error
 from swiftlite.data.pair import parse_pair
+from swiftlite.data.rated import parse_rated
 from swiftlite.errors import UserError
 from swiftlite.hub.name import dataset_name
 from swiftlite.json_file import decode_json, parse_json, skip_space
+
+RowKind = Literal["turns", "pairs", "rated"]
+"""What rows are: turns; two answers of which one is preferred; an answer that is good or bad."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def read_rows(
     *,
     system: str | None = None,
     needs_answer: bool = True,
-    are_pairs: bool = False,
+    kind: RowKind = "turns",
     seed: int = 42,
 ) -> FileRows:
     """Read, check and, for `FILE#N`, sample the rows of one file or dataset.
@@ -89,7 +93,7 @@ def read_rows(
         file: from `find_rows`.
         system: system prompt for rows that bring none.
         needs_answer: whether each row must end with the assistant's turn.
-        are_pairs: whether each row has two answers, see `parse_pair`.
+        kind: what each row is; of `pairs` and `rated` ones see `parse_pair` and `parse_rated`.
         seed: of the sample.
     Raises:
         UserError: a file that is not what its suffix says, or holds no rows.
@@ -98,7 +102,7 @@ def read_rows(
     for line, row in file.rows():
         rows.num_rows += 1
         where = f"{file.name}:{line}"
-        parsed = check_row(row, where, system=system, needs_answer=needs_answer, is_pair=are_pairs)
+        parsed = check_row(row, where, system=system, needs_answer=needs_answer, kind=kind)
         if isinstance(parsed, BadRow):
             rows.bad_rows.append(parsed)
         else:
@@ -117,7 +121,7 @@ def read_rows(
 
 
 def check_row(
-    row: object, source: str, *, system: str | None = None, needs_answer: bool = True, is_pair: bool = False
+    row: object, source: str, *, system: str | None = None, needs_answer: bool = True, kind: RowKind = "turns"
 ) -> Conversation | BadRow:
     """One row as a reader gives it.
 
@@ -127,8 +131,10 @@ def check_row(
     try:
         if isinstance(row, RowError):
             raise row
-        if is_pair:
+        if kind == "pairs":
             return parse_pair(row, system=system, source=source)
+        if kind == "rated":
+            return parse_rated(row, system=system, source=source)
         return parse_row(row, system=system, needs_answer=needs_answer, source=source)
     except RowError as error:
         return BadRow(source, error.problem, error.hint)

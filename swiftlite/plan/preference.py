@@ -19,6 +19,8 @@ class Preference:
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
     cpo_alpha: float = 1.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
     @property
     def needs_reference(self) -> bool:
@@ -37,12 +39,20 @@ class Preference:
 
 def preference_of(args: DpoArgs) -> Preference:
     """The loss that the options ask for."""
-    return Preference(args.loss_type, args.beta, args.label_smoothing, args.simpo_gamma, args.cpo_alpha)
+    return Preference(
+        loss_type=args.loss_type,
+        beta=args.beta,
+        label_smoothing=args.label_smoothing,
+        simpo_gamma=args.simpo_gamma,
+        cpo_alpha=args.cpo_alpha,
+        desirable_weight=args.desirable_weight,
+        undesirable_weight=args.undesirable_weight,
+    )
 
 
 def answers_of(loss_type: PreferenceLoss) -> int:
     """Answers of one row of the data, which are in a micro-batch together."""
-    return 2
+    return 1 if loss_type == "kto" else 2
 
 
 def reference_layout(args: DpoArgs | DoctorArgs) -> ParallelLayout:

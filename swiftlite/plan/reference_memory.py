@@ -13,7 +13,7 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.rank import FLOAT32
 from swiftlite.heads import Heads
 from swiftlite.plan.memory import Setup, StageMemory, estimate
-from swiftlite.plan.preference import answers_of, reference_layout
+from swiftlite.plan.preference import reference_layout
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,11 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
     Args:
         setup: the model's.
     """
-    assert args.loss_type is not None
     return dataclasses.replace(
         setup,
         layout=reference_layout(args),
         recompute=RecomputeArgs(recompute_granularity="full"),  # so that one layer's share is known
-        micro_batch_size=answers_of(args.loss_type),
+        micro_batch_size=2,  # a pair; with kto an answer, and the same question before another one
         heads=Heads(),
         mtp_mode="joint",
         lora=None,

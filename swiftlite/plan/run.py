@@ -200,7 +200,8 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         ("trains", trainable_of(args, heads, plan.lora).words),
     ]
     if isinstance(args, DpoArgs):
-        lines.append(("learns from", f"pairs of answers, {args.loss_type}, beta {args.beta:g}"))
+        answers = "single answers" if args.loss_type == "kto" else "pairs of answers"
+        lines.append(("learns from", f"{answers}, {args.loss_type}, beta {args.beta:g}"))
         if args.loss_type not in WITHOUT_REFERENCE:
             lines.append(("reference", args.ref_model or "the model as it is before the first step"))
     if heads.layers and heads.unroll > 1:

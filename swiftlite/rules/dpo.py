@@ -38,7 +38,7 @@ def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem
 
 def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
     """A packed row has to hold both answers of a pair."""
-    if not args.packing or out_of_bounds(args):
+    if not args.packing or args.loss_type == "kto" or out_of_bounds(args):
         return
     multiple = sequence_multiple(layout_of(args))
     longest = 2 * math.ceil(args.max_length / multiple) * multiple
@@ -93,6 +93,7 @@ def reference_has_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
     loss = f"--loss_type is {args.loss_type}"
     unused = (not preference_of(args).needs_reference, f"{loss}, which has no reference model")
     not_simpo = (args.loss_type != "simpo", loss)
+    not_kto = (args.loss_type != "kto", loss)
     yield from common.without_effect(
         args,
         {
@@ -101,6 +102,8 @@ def reference_has_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
             "ref_pipeline_model_parallel_size": unused,
             "ref_logprobs_cache": unused,
             "label_smoothing": (args.loss_type not in SMOOTHED, loss),
+            "desirable_weight": not_kto,
+            "undesirable_weight": not_kto,
             "simpo_gamma": not_simpo,
             "cpo_alpha": not_simpo,
         },

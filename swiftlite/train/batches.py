@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed, pair_up
+from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed, pair_up, rate
 from swiftlite.data.packing import Rows, pack, padded
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
@@ -91,6 +91,8 @@ class Batches:
         """One micro-batch; of pairs, both answers of each."""
         answers = list(chain.from_iterable(sample.answers for sample in samples))
         batch = self._lay_out(answers)
+        if samples and samples[0].desirable is not None:
+            return rate(batch, self._lay_out([sample.mismatched for sample in samples if sample.mismatched]), samples)
         return pair_up(batch, samples) if len(answers) > len(samples) else batch
 
     def _lay_out(self, samples: Sequence[Sample]) -> Batch:

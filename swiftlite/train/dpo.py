@@ -1,5 +1,6 @@
 """`swiftlite megatron dpo`: a run as in `sft.py`, over pairs of answers, with what a reference model says of them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import DpoArgs
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.data.batch import Batch
 from swiftlite.data.dataset import Data, Encoder, load_train_val
+from swiftlite.data.rated import mismatch
+from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import Sampler
 from swiftlite.data.template import ChatTemplate
 from swiftlite.heads import Heads
@@ -20,6 +24,7 @@ from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases, sft
 from swiftlite.train.batches import Batches
+from swiftlite.train.kto import KtoObjective, measure_kl
 from swiftlite.train.preference import PreferenceObjective
 from swiftlite.train.reference import Reference
 from swiftlite.train.trainer import Trainer
@@ -57,18 +62,26 @@ def make_trainer(
     Args:
         state: what `phases.restore` returned.
     """
-    objective = PreferenceObjective(preference_of(args), prepared.plan.heads, args.mtp_loss_scaling_factor)
-    return sft.make_trainer(prepared, state, after_step, objective)
+    of_run = (preference_of(args), prepared.plan.heads, args.mtp_loss_scaling_factor)
+    if args.loss_type != "kto":
+        return sft.make_trainer(prepared, state, after_step, PreferenceObjective(*of_run))
+    objective = KtoObjective(*of_run)
+
+    def look_ahead(batches: Sequence[Batch]) -> KtoObjective:
+        return replace(objective, kl=measure_kl(prepared.learner.wrapped, prepared.mesh, batches))
+
+    return replace(sft.make_trainer(prepared, state, after_step, objective), look_ahead=look_ahead)
 
 
 def load_pairs(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Data:
-    """The pairs to train on and those held out; of each answer the last turn trains.
+    """The rows to train on and those held out, pairs or with --loss_type kto single answers; of each answer the last
+    turn trains.
 
     Raises:
         UserError: files or rows that cannot be used.
     """
     template = ChatTemplate(tokenizer, "last_round", hf_model.config["vocab_size"])
-    return load_train_val(
+    data = load_train_val(
         Encoder(template, args.max_length, args.truncation_strategy),
         args.dataset,
         args.val_dataset,
@@ -77,8 +90,13 @@ def load_pairs(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMo
         system=args.system,
         num_proc=args.dataset_num_proc,
         seed=args.seed,
-        are_pairs=True,
+        kind="rated" if args.loss_type == "kto" else "pairs",
     )
+    if args.loss_type != "kto":
+        return data
+    # All at once, so that one held-out row is no lonely one.
+    samples = mismatch([*data.train, *data.val], args.max_length, args.truncation_strategy)
+    return replace(data, train=samples[: len(data.train)], val=samples[len(data.train) :])
 
 
 def compare_with_reference(args: DpoArgs, run: phases.Run) -> phases.Run:
@@ -89,12 +107,21 @@ def compare_with_reference(args: DpoArgs, run: phases.Run) -> phases.Run:
     """
     reference = open_reference(args, run)
     used = pairs_of_steps(args, run)
-    scored = reference.of([*(run.data.train[index] for index in used), *run.data.val])
+    asked = [*(run.data.train[index] for index in used), *run.data.val]
+    answers = reference.of([_as_pair(sample) for sample in asked])
+    scored = [replace(sample, reference=pair.reference) for sample, pair in zip(asked, answers, strict=True)]
     train = list(run.data.train)
-    for index, pair in zip(used, scored, strict=False):  # those held out follow
-        train[index] = pair
+    for index, sample in zip(used, scored, strict=False):  # those held out follow
+        train[index] = sample
     data = replace(run.data, train=train, val=scored[len(used) :])
     return replace(run, data=data, rows=run.batches.rows(train))
+
+
+def _as_pair(sample: Sample) -> Sample:
+    """The two that the reference model is asked about: a pair itself, or a single answer and what is mismatched."""
+    if sample.mismatched is None:
+        return sample
+    return replace(sample, rejected=sample.mismatched, mismatched=None, desirable=None)
 
 
 def pairs_of_steps(args: DpoArgs, run: phases.Run) -> list[int]:

@@ -64,15 +64,27 @@ def score(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> Scores:
         loss_BS: the trunk's loss of each label, 0 where there is none.
         batch: what this rank holds of it.
     """
-    numbers = torch.arange(2 * len(batch.reference_P2), device=loss_BS.device)
+    log_p, tokens = log_probabilities_of(loss_BS, batch, mesh, 2 * len(batch.reference_P2))
+    return Scores(log_p.view(-1, 2), tokens.view(-1, 2), batch.reference_P2.to(loss_BS.device))
+
+
+def log_probabilities_of(
+    loss_BS: torch.Tensor, batch: Batch, mesh: Mesh, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probability of each sequence of a micro-batch, and its labels, the same on every context-parallel rank.
+
+    Args:
+        loss_BS, batch: as for `score`.
+        number: of sequences.
+    """
+    numbers = torch.arange(number, device=loss_BS.device)
     # A product and not index_add, whose sums have another order each time on a GPU.
     is_of_answer = (batch.sequence_KBS[0].flatten() == numbers[:, None]).float()
     log_p = is_of_answer @ -(loss_BS * batch.loss_scale_KBS[0]).flatten()
     tokens = is_of_answer @ (batch.labels_KBS[0] != IGNORE_INDEX).float().flatten()
     # Forward this sums the ranks' parts of each answer; backward each rank has the gradient of its own part.
     log_p = reduce_from_tensor_model_parallel_region(log_p, group=mesh.cp)
-    tokens = reduce_from_tensor_model_parallel_region(tokens, group=mesh.cp)
-    return Scores(log_p.view(-1, 2), tokens.view(-1, 2), batch.reference_P2.to(loss_BS.device))
+    return log_p, reduce_from_tensor_model_parallel_region(tokens, group=mesh.cp)
 
 
 def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
@@ -102,6 +114,8 @@ def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
         case "orpo":
             log_odds_P2 = scores.mean_P2 - torch.log1p(-scores.mean_P2.exp())
             return -beta * logsigmoid(log_odds_P2[:, 0] - log_odds_P2[:, 1])
+        case "kto":
+            raise AssertionError("its answers are no pairs: kto.py")
 
 
 def _smoothed(logits_P: torch.Tensor, smoothing: float) -> torch.Tensor:

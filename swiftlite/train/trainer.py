@@ -49,6 +49,8 @@ class Trainer:
         checkpointer: writes the checkpoints; None writes none.
         get_data_state: returns what a checkpoint keeps of the data, on the first rank.
         after_step: called on every rank with the number of each step, once it is taken and logged.
+        look_ahead: called with a global batch's micro-batches before they are run, without gradients; gives the
+            objective for them, where that depends on the batch as a whole.
         seed: of what is drawn while training, such as the dropout of adapters.
     """
 
@@ -67,6 +69,7 @@ class Trainer:
     checkpointer: Checkpointer | None
     get_data_state: Callable[[], Mapping[str, Any]] = dict
     after_step: Callable[[int], None] | None = None
+    look_ahead: Callable[[Sequence[Batch]], Objective] | None = None
     seed: int = 42
 
     def fit(self, first: int) -> int:
@@ -131,13 +134,14 @@ class Trainer:
         """One optimizer step (counted from 1) over one global batch; returns its metrics."""
         start = time.perf_counter()
         batches = self.train_batches(step - 1)
+        objective = self._objective_for(batches)
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         torch.manual_seed(seed_of_step(self.seed, step, self.mesh.dp_cp.rank()))
         counts = self._count_targets(batches)
-        sums = self._run(batches, counts, forward_only=False)
+        sums = self._run(batches, objective, counts, forward_only=False)
         self.scheduler.step(increment=1)  # before the update, so that the first one has a learning rate above 0
         _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]: annotated as None upstream
         num_tokens = sum(batch.num_tokens for batch in batches)
@@ -146,7 +150,7 @@ class Trainer:
         self.mesh.device.synchronize()
         seconds = time.perf_counter() - start
         flops_per_second = self.count_flops(num_tokens, squares, counts.tolist()) / seconds / self.plan.world_size
-        metrics = self.objective.means(sums)
+        metrics = objective.means(sums)
         if self.model[0].config.moe_aux_loss_coeff:
             metrics["load_balancing_loss"] = take_load_balancing_loss(self.model, self.mesh)
         metrics |= {
@@ -172,10 +176,18 @@ class Trainer:
         """The objective's metrics over the held-out rows, named `eval_...`; empty when there are none."""
         if not sum(self._sum_over_data_parallel(len(self.eval_batches))):
             return {}
+        objective = self._objective_for(self.eval_batches)
         with self.evaluating():
             counts = self._count_targets(self.eval_batches)
-            sums = self._run(self.eval_batches, counts, forward_only=True)
-        return {f"eval_{name}": value for name, value in self.objective.means(sums).items()}
+            sums = self._run(self.eval_batches, objective, counts, forward_only=True)
+        return {f"eval_{name}": value for name, value in objective.means(sums).items()}
+
+    def _objective_for(self, batches: Sequence[Batch]) -> Objective:
+        """What is minimised over this global batch."""
+        if self.look_ahead is None:
+            return self.objective
+        with self.evaluating():
+            return self.look_ahead(batches)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -195,7 +207,9 @@ class Trainer:
         dist.all_reduce(counts, group=self.mesh.dp)
         return from_last_stage(counts, self.mesh)
 
-    def _run(self, batches: Sequence[Batch], counts: torch.Tensor, *, forward_only: bool) -> torch.Tensor:
+    def _run(
+        self, batches: Sequence[Batch], objective: Objective, counts: torch.Tensor, *, forward_only: bool
+    ) -> torch.Tensor:
         """All micro-batches of a global batch through the model; returns the statistics of all ranks."""
         parts = []
         if batches:
@@ -203,14 +217,14 @@ class Trainer:
             parts = run_pipeline(
                 self.model,
                 self.mesh,
-                self.objective.make_forward_step(counts, self.mesh),
+                objective.make_forward_step(counts, self.mesh),
                 [on_this_rank(batches, self.mesh) for _ in self.model],
                 num_micro_batches=len(batches),
                 micro_batch_size=batch_size,
                 length=length,
                 forward_only=forward_only,
             )
-        return add_up(parts, self.objective.sums_shape, self.mesh)
+        return add_up(parts, objective.sums_shape, self.mesh)
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
         total = torch.tensor(values, device=self.mesh.device.torch_device)

@@ -64,6 +64,6 @@ def test_bad_pairs_have_their_line(tmp_path):
     path.write_text(
         '{"prompt": "q", "chosen": "a", "rejected": "b"}\n{"prompt": "q", "chosen": "a", "rejected": "a"}\n'
     )
-    rows = read_rows(find_rows(str(path)), are_pairs=True)
+    rows = read_rows(find_rows(str(path)), kind="pairs")
     assert len(rows.conversations) == 1
     assert str(rows.bad_rows[0]) == f"{path}:2: rejected: is the same as chosen: a tie teaches nothing"

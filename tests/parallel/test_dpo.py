@@ -21,7 +21,7 @@ from swiftlite.train.reference import log_probabilities
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import OPTIONS, SIZES
 from tests.tiny import make_tiny_hf
-from tests.train.pairs import write_pairs
+from tests.train.pairs import write_pairs, write_rated
 
 pytestmark = pytest.mark.gloo
 
@@ -36,6 +36,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("qwen3", LORA),
     "experts": ("qwen3_moe", LORA),
     "bfloat16": ("qwen3_moe", LORA | {"torch_dtype": "bfloat16"}),
+    "kto": ("qwen3", {"loss_type": "kto"}),
 }
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("full", "TP2, reference PP2"): TP2 | REF_PP2,
@@ -46,6 +47,9 @@ LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("lora", "PP2"): PP2,
     ("experts", "EP2, reference TP2"): EP2 | REF_TP2,
     ("bfloat16", "EP2"): EP2,
+    ("kto", "DP2, reference TP2"): REF_TP2,
+    ("kto", "PP2, packed, micro-batches of 1"): PP2 | {"padding_free": True, "micro_batch_size": 1},
+    ("kto", "CP2, packed"): {"context_parallel_size": 2, "padding_free": True},
 }
 # Float32 sums in another order, on log-probabilities of about 100; rewards are differences of these. bfloat16 rounds
 # to 3 digits, and after a step weights differ by that.
@@ -76,11 +80,14 @@ def make_options(place: Path, family: str, name: str, **changed: Any) -> DpoArgs
     for seed, hf_dir in enumerate(models):
         if not hf_dir.exists():
             make_tiny_hf(hf_dir, family, depth=1, seed=seed, with_tokenizer=True, **SIZES)
+    rows = write_pairs(place / "pairs.jsonl")
+    if changed.get("loss_type") == "kto":
+        rows = write_rated(place / "rated.jsonl")
     usual: dict[str, Any] = OPTIONS | {"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 3}
     return DpoArgs(
         model=str(models[0]),
         ref_model=str(models[1]),
-        dataset=[str(write_pairs(place / "pairs.jsonl"))],
+        dataset=[str(rows)],
         split_dataset_ratio=0.25,
         output_dir=str(place / name.replace(" ", "_")),
         acceptance_samples=0,
@@ -98,6 +105,7 @@ def test_a_layout_changes_no_number(tmp_path):
     by_two = start(2, list(cut_up.values()))
     for ((what, name), args), metrics in zip(cut_up.items(), by_two, strict=True):
         assert len(by_one[what]) == 4
+        assert what != "kto" or max(step.get("kl", 0.0) for step in by_one[what]) > 0.1
         for one, many in zip(by_one[what], metrics, strict=True):
             assert many == pytest.approx(one, **TOLERANCE[args.torch_dtype]), f"{what} {name}"
 

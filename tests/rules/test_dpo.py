@@ -22,6 +22,7 @@ TP_OF_REFERENCE = {"ref_tensor_model_parallel_size": 2}
         (replace(DPO, packing=True, packing_length=4096), 1),
         (replace(DPO, **TP_OF_REFERENCE), 2),
         (replace(DPO, tuner_type="lora"), 1),
+        (replace(DPO, loss_type="kto", desirable_weight=0.5, packing=True), 1),  # of single answers
         (replace(DPO, model="vocab", draft_vocab=0), 1),
     ],
 )
@@ -87,6 +88,6 @@ def test_a_reference_with_other_words_is_named(here):
 
 
 def test_idle_settings_are_noted(here):
-    notes = rules.check(replace(DPO, loss_type="orpo", ref_model="mtp2", label_smoothing=0.1, cpo_alpha=0.5))
-    for name in ("ref_model mtp2", "label_smoothing 0.1", "cpo_alpha 0.5"):
+    notes = rules.check(replace(DPO, loss_type="orpo", ref_model="mtp2", label_smoothing=0.1, undesirable_weight=0.5))
+    for name in ("ref_model mtp2", "label_smoothing 0.1", "undesirable_weight 0.5"):
         assert any(note.startswith(f"--{name} has no effect: --loss_type is orpo") for note in notes)

@@ -22,6 +22,15 @@ ROWS = [
     }
     for n in range(20)
 ]
+# Of each pair one of the answers, for KTO.
+RATED = [
+    {
+        "query": row["query"],
+        "response": row["response"] if number % 3 else row["rejected_response"],
+        "label": number % 3 > 0,
+    }
+    for number, row in enumerate(ROWS)
+]
 # Each loss with numbers that are not the defaults.
 LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid": {"beta": 0.2},
@@ -37,6 +46,11 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 def write_pairs(path: Path) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def write_rated(path: Path) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in RATED))
     return path
 
 

@@ -1,0 +1,107 @@
+"""`megatron dpo --loss_type kto` against TRL's KTOTrainer, where TRL is installed (requirements/dev.txt)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.errors import UserError
+from swiftlite.report.run_page import write_run_page
+from swiftlite.train import dpo
+from tests.train.pairs import RATED, first_step, open_hf, train, write_rated
+from tests.train.test_dpo import options, ref_dir  # noqa: F401, fixtures
+from tests.train.test_sft import metrics
+
+WEIGHTS = {"desirable_weight": 0.7, "undesirable_weight": 1.3, "beta": 0.2}
+
+
+@pytest.fixture
+def rated(options, tmp_path):  # noqa: F811
+    """Options of a run over rated rows, some of them replaced."""
+    path = write_rated(tmp_path / "rated.jsonl")
+    return lambda **changed: options(**{"loss_type": "kto", "dataset": [str(path)], **changed})
+
+
+def their_step(hf_dir: Path, ref_dir: Path, out_dir: Path) -> tuple[float, dict[str, float], Any]:  # noqa: F811
+    """Loss, metrics and model with gradients after one batch of all rows."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokenizer = load_tokenizer(hf_dir)
+    template = ChatTemplate(tokenizer)
+    rows = []
+    for row in RATED:
+        # Texts, to which TRL adds the end-of-turn token; of conversations it would score the newline behind that too.
+        prompt = tokenizer.decode(template.encode_prompt([{"role": "user", "content": row["query"]}]))
+        rows.append({"prompt": prompt, "completion": row["response"], "label": row["label"]})
+    config = trl.KTOConfig(
+        output_dir=str(out_dir),
+        per_device_train_batch_size=len(rows),
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        max_length=None,
+        **WEIGHTS,
+    )
+    trainer = trl.KTOTrainer(
+        model=open_hf(hf_dir),
+        ref_model=open_hf(ref_dir),
+        args=config,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    model = trainer.model.train()
+    loss = trainer.compute_loss(model, inputs)
+    loss.backward()
+    return float(loss.detach()), {name: values[-1] for name, values in trainer._metrics["train"].items()}, model
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"micro_batch_size": 20},
+        {"micro_batch_size": 2, "padding_free": True},  # KL is one number for the batch, however it is cut
+    ],
+)
+def test_a_step_is_trls(rated, mesh, tmp_path, hf_dir, ref_dir, changed):  # noqa: F811
+    models = {"model": str(ref_dir), "ref_model": str(hf_dir)}  # the other way round KL is below 0, which counts as 0
+    args = rated(split_dataset_ratio=0.0, global_batch_size=20, **models, **WEIGHTS, **changed)
+    ours, gradients, _ = first_step(args, mesh)
+    loss, metrics, model = their_step(ref_dir, hf_dir, tmp_path / "trl")
+    assert metrics["kl"] > 0.1
+    # Sums of float32 over log-probabilities of about 100, in another order.
+    assert ours["loss"] == pytest.approx(loss, rel=2e-5)
+    for name in [name for name in ours if name.startswith(("kl", "rewards/", "logps/"))]:
+        assert ours[name] == pytest.approx(metrics[name], rel=5e-5, abs=2e-5), name
+    for name, parameter in model.named_parameters():
+        largest = float(parameter.grad.abs().max())
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=name)
+
+
+def test_heads_learn_from_good_answers_alone(rated, mesh):
+    run = dpo.prepare(rated(global_batch_size=16, micro_batch_size=16), mesh)
+    (batch,) = run.batches.train(run.rows, dpo.Sampler(16, 16, 0, shuffle=False), 0)
+    good = batch.desirable_P
+    assert (batch.labels_KBS[1, ~good] == -100).all()
+    assert (batch.labels_KBS[0] != -100).any(dim=1).all()
+    assert (batch.labels_KBS[1, good] != -100).any(dim=1).all()
+
+
+def test_a_run_learns_and_evaluates(rated, mesh):
+    run = train(rated(train_iters=6, lr=3e-3), mesh)
+    first, *_, last = metrics(run)
+    assert first["kl"] == pytest.approx(0.0, abs=1e-4)  # the model is its own reference, padded otherwise
+    assert first["loss"] == pytest.approx(0.5, abs=1e-4)
+    assert last["rewards/margins"] > 0.01
+    assert "Rewards of both answers" in write_run_page(run).read_text()
+
+
+def test_one_question_has_no_other(rated, mesh, tmp_path):
+    rows = [{"query": "q", "response": text, "label": text == "a"} for text in ("a", "b", "c")]
+    path = tmp_path / "one.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="all rows have the same one"):
+        dpo.prepare(rated(dataset=[str(path)]), mesh)
