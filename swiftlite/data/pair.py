@@ -36,7 +36,8 @@ def parse_pair(row: object, *, system: str | None = None, source: str = "") -> C
         fields = ("chosen", "rejected")
     else:
         found = ", ".join(map(str, row)) or "nothing"
-        raise RowError("row", f"has no rejected answer, only {found[:200]}", f"rows are {FORMATS}")
+        hint = "--loss_type kto learns from single answers with a label; or " if "label" in row else ""
+        raise RowError("row", f"has no rejected answer, only {found[:200]}", f"{hint}rows are {FORMATS}")
 
     preferred = _parse(chosen, "", system, source)
     other = _parse(rejected, fields[1], system, source)

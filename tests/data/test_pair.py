@@ -59,6 +59,12 @@ def test_what_is_no_pair_is_named(row, problem):
         parse_pair(row)
 
 
+def test_a_row_with_a_label_is_for_another_loss():
+    with pytest.raises(RowError) as raised:
+        parse_pair({"query": "q", "response": "a", "label": True})
+    assert raised.value.hint.startswith("--loss_type kto learns from single answers")
+
+
 def test_bad_pairs_have_their_line(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(
