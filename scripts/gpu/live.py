@@ -6,11 +6,12 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from commands import make_served
 from result import Results, Settings
 
-EXAMPLE = "examples/live_weights.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "live_weights.py"
 
 
 def run(settings: Settings, results: Results) -> None:

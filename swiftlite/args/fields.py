@@ -288,8 +288,8 @@ class OptimArgs:
     train_iters: bounds.PositiveInt | None = None
     """Optimizer steps; overrides --num_train_epochs."""
     lr: bounds.PositiveFloat | None = None
-    """Peak learning rate. Unset: 1e-5, in megatron dpo 1e-6; 1e-4 with --tuner_type lora; 1e-3 with
-    --mtp_mode heads_only where the heads start anew."""
+    """Peak learning rate. Unset: 1e-5, in megatron dpo 1e-6; 1e-4 with --tuner_type lora; with --mtp_mode heads_only
+    1e-3 where the heads start anew, 3e-4 where they are grafted."""
     min_lr: bounds.NonNegativeFloat | None = None
     """Learning rate at the end of the decay. Unset: a tenth of --lr."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"

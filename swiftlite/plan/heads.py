@@ -22,6 +22,9 @@ LR_OF_ADAPTERS = 1e-4
 LR_OF_NEW_HEADS = 1e-3
 """Peak learning rate where heads alone learn, and start anew; measured on SmolLM2-135M. Heads that somebody has trained
 already would be thrown back by it."""
+LR_OF_GRAFTED_HEADS = 3e-4
+"""Where heads alone learn that were trained on another trunk. Measured on SmolLM2-135M behind a trunk that LoRA had
+changed: after 154 steps at 1e-5 drafting has 1.38 tokens per step, 1.37 before; after as many at 3e-4 it has 1.86."""
 
 
 def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
@@ -106,6 +109,8 @@ def lr_of(args: SftArgs, checkpoint: Heads) -> float:
         return LR_OF_NEW_HEADS
     if args.tuner_type == "lora":
         return LR_OF_ADAPTERS
+    if args.mtp_mode == "heads_only" and args.mtp_init == "graft":
+        return LR_OF_GRAFTED_HEADS
     return LR_OF_PREFERENCES if isinstance(args, DpoArgs) else LR
 
 

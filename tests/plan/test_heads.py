@@ -49,7 +49,9 @@ def test_what_is_given_stays():
     assert (mtp_init_of(args, Heads()), mtp_loss_of(args), lr_of(args, Heads())) == ("random", "ce", 1e-4)
 
 
-@pytest.mark.parametrize(("mtp_init", "lr"), [("random", 1e-3), ("copy_last_layer", 1e-3), ("graft", 1e-5)])
+@pytest.mark.parametrize(
+    ("mtp_init", "lr"), [("random", 1e-3), ("copy_last_layer", 1e-3), ("graft", 3e-4), ("checkpoint", 1e-5)]
+)
 def test_trained_heads_are_not_thrown_back(mtp_init, lr):
     assert lr_of(SftArgs(mtp_mode="heads_only", mtp_init=mtp_init), Heads(1)) == lr
 
