@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The first hour on a machine with GPUs: what it is, whether kernels compute what they should, how fast training is,
-# whether memory is what was planned, how jobs end, and whether engines serve the heads. Offline, with what is installed; one screen at the end.
+# whether memory is what was planned, how jobs end, and whether engines serve the heads. Offline, with what is
+# installed; one screen at the end.
 #
 #   bash scripts/gpu.sh [--stages machine kernels ...] [--minutes 20] [--model DIR] [--output_dir out/gpu]
 #   bash scripts/gpu.sh --device cpu --tiny      the same code in minutes, where there is no GPU
