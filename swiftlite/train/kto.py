@@ -22,7 +22,7 @@ from swiftlite.model.pipeline import ForwardStep, run_pipeline
 from swiftlite.plan.preference import Preference
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import on_this_rank
-from swiftlite.train.objective import add_up
+from swiftlite.train.objective import add_heads, add_up
 from swiftlite.train.preference import log_probabilities_of
 
 SUMS = 8
@@ -127,10 +127,7 @@ class KtoObjective:
                 desirable_P = batch.desirable_P.to(loss_BS.device)
                 losses_P = self._losses(ratio_P, desirable_P)
                 total = losses_P.sum()
-                for coefficient, head, weight_BS in zip(
-                    coefficients, losses.mtp, batch.loss_scale_KBS[1:], strict=True
-                ):
-                    total = total + coefficient * (head.loss_BS * weight_BS).sum()
+                total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
                 answers = torch.tensor(len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
                 figures = self._figures(losses_P, ratio_P, log_p_P, desirable_P) * counts_here
                 heads = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)[1:].flatten()

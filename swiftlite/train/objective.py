@@ -158,6 +158,13 @@ class NextTokenObjective:
 def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
     """`sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` of one micro-batch, a scalar."""
     total = (losses.main.loss_BS * loss_scale_KBS[0]).sum()
+    return add_heads(total, losses, loss_scale_KBS, coefficients)
+
+
+def add_heads(
+    total: torch.Tensor, losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]
+) -> torch.Tensor:
+    """The loss with those of the MTP heads, each times its coefficient."""
     for coefficient, head, weight_BS in zip(coefficients, losses.mtp, loss_scale_KBS[1:], strict=True):
         total = total + coefficient * (head.loss_BS * weight_BS).sum()
     return total

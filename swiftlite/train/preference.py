@@ -21,6 +21,7 @@ from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.model.pipeline import ForwardStep
 from swiftlite.plan.preference import Preference
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.objective import add_heads
 
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 FIGURES += ("logps/chosen", "logps/rejected")
@@ -180,10 +181,7 @@ class PreferenceObjective:
                 losses_P = pair_losses(scores, self.preference)
                 preferred = (losses.main.loss_BS * batch.loss_scale_KBS[0] * _is_preferred(batch)).sum()
                 total = losses_P.sum() + imitation * preferred
-                for coefficient, head, weight_BS in zip(
-                    coefficients, losses.mtp, batch.loss_scale_KBS[1:], strict=True
-                ):
-                    total = total + coefficient * (head.loss_BS * weight_BS).sum()
+                total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
                 pairs = torch.tensor(len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
                 figures = self._figures(scores, losses_P) * counts_here
                 num_tokens = ((batch.labels_KBS[0] != IGNORE_INDEX) & _is_preferred(batch)).sum()
