@@ -20,8 +20,7 @@ from typing import Any
 import binpacking  # pyright: ignore[reportMissingImports]
 import numpy as np
 
-from swiftlite.data.packing import RowStream, pack
-from swiftlite.data.sample import Sample
+from swiftlite.data.packing import Entry, RowStream, pack
 from swiftlite.data.schedule import schedule
 from swiftlite.plan.flops import training_flops
 
@@ -80,9 +79,8 @@ def bench_packing(number: int, mean: int, rounds: int) -> bool:
 
 
 def bench_stream(number: int, mean: int) -> None:
-    """Samples are views of one array, so that the time is the packing's."""
-    array, tokens = lognormal(number, mean), np.zeros(ROW, np.int32)
-    samples = ((i, Sample(tokens[:length], tokens, tokens)) for i, length in enumerate(array.tolist()))
+    array = lognormal(number, mean)
+    samples = (Entry(i, 0, length) for i, length in enumerate(array.tolist()))
     seconds, count = timed(lambda: sum(1 for _ in RowStream(samples, ROW, CHUNK)), 1)
     fill = array.sum() / (count * ROW)
     print(f"{number:>9,} as a stream, mean {mean:>4}, {CHUNK} looked ahead: {seconds:6.3f} s, fill {fill:.3%}")

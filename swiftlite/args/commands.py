@@ -26,6 +26,11 @@ class SftArgs(
 
 
 @dataclass(frozen=True)
+class PtArgs(fields.DocumentArgs, SftArgs):
+    """Train a language model on plain text (continued pre-training), with Multi-Token Prediction heads."""
+
+
+@dataclass(frozen=True)
 class DpoArgs(fields.PreferenceArgs, SftArgs):
     """Tune a language model by pairs of answers of which one is preferred, with Multi-Token Prediction heads."""
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-"""Of files with rows."""
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+"""Of files with rows; a .txt file is one row, a text."""
 
 MAX_DIGITS = 15
 """More rows than that has no file, and int() refuses 5000 digits."""

@@ -18,7 +18,7 @@ TransformerImpl = Literal["local", "transformer_engine"]
 MtpTuner = Literal["full", "lora", "frozen"]
 TunerType = Literal["full", "lora"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto"]
-TruncationStrategy = Literal["delete", "left", "right", "error"]
+TruncationStrategy = Literal["delete", "left", "right", "split", "error"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class DataArgs:
     max_length: bounds.Length = 2048
     """Longest sample in tokens; longer ones follow --truncation_strategy."""
     truncation_strategy: TruncationStrategy = "delete"
-    """What happens to samples over --max_length: delete them, cut left, cut right, or stop with an error."""
+    """What happens to samples over --max_length: delete them, cut left, cut right, or stop with an error. split is for
+    megatron pt."""
     max_bad_rows: bounds.NonNegativeInt = 0
     """Rows that may be malformed before the run stops; each is named by file:line and counted in the run report."""
     loss_scale: Literal["default", "last_round", "all"] = "default"
@@ -153,10 +154,27 @@ class PackingArgs:
     work; --global_batch_size then counts samples, and micro-batches are as many as are needed."""
     streaming: bool = False
     """Read, tokenize and pack while training goes on, in the order of the files; needs --packing and --train_iters."""
+    interleave_prob: list[float] = field(default_factory=list)
+    """Shares of the rows that come from each of several --dataset, such as 0.7 0.3. Unset: all rows of all of them. An
+    epoch ends with the first file that has no more rows; with --streaming each file begins again."""
     streaming_buffer_size: bounds.PositiveInt = 1000
     """Samples among which --streaming looks for those that share a row."""
     sft_mock_dataset_config_json: dict[str, Any] | None = None
     """JSON: train on random tokens of given lengths instead of --dataset, for benchmarks; see docs/en/packing.md."""
+
+
+@dataclass(frozen=True)
+class DocumentArgs:
+    """Documents"""
+
+    append_eos: bool = True
+    """End each document with the tokenizer's eos token, so that the model learns where texts end."""
+    truncation_strategy: TruncationStrategy = "split"
+    """What happens to documents over --max_length: split them into pieces that all train, delete them, cut left, cut
+    right, or stop with an error."""
+    packing: bool = True
+    """Put documents, and pieces of long ones, one behind the other into rows of --packing_length tokens; none sees
+    another. Batch sizes then count rows."""
 
 
 @dataclass(frozen=True)

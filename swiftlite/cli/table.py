@@ -14,6 +14,7 @@ from swiftlite.args.commands import (
     EvaluateArgs,
     ExportArgs,
     InferArgs,
+    PtArgs,
     RegenerateArgs,
     ReportArgs,
     SftArgs,
@@ -52,6 +53,7 @@ class Command:
 
 COMMANDS = (
     Command("megatron sft", SftArgs, "swiftlite.train.sft:run", "fine-tune, with MTP heads, on megatron-core", True),
+    Command("megatron pt", PtArgs, "swiftlite.train.pt:run", "learn from plain text, documents packed", True),
     Command("megatron dpo", DpoArgs, "swiftlite.train.dpo:run", "learn from pairs of answers, one preferred", True),
     Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
     Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate, heads drafting, count what is accepted", False),
@@ -69,6 +71,7 @@ COMMANDS = (
 # The option that takes an engine's name, and the names that it takes.
 ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
     SftArgs: ("draft_for", lambda: list(CONVENTIONS)),
+    PtArgs: ("draft_for", lambda: list(CONVENTIONS)),
     DpoArgs: ("draft_for", lambda: list(CONVENTIONS)),
     InferArgs: ("infer_backend", lambda: names_with("adapter")),
     RegenerateArgs: ("infer_backend", lambda: names_with("adapter")),

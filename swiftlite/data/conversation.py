@@ -152,7 +152,8 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
         turns = _from_query(row, needs_answer)
     else:
         found = clip(", ".join(map(str, given)), 200) or "nothing"
-        raise RowError("row", f"has none of the known fields, only {found}", f"rows are {FORMATS}")
+        plain = "; plain text is for swiftlite megatron pt" if "text" in given else ""
+        raise RowError("row", f"has none of the known fields, only {found}", f"rows are {FORMATS}{plain}")
 
     if "system" in row:
         if turns and turns[0].message["role"] == "system":

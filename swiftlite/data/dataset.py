@@ -4,20 +4,19 @@ Nothing here depends on ranks, on the number of processes or on time: the same f
 samples, whose `digest` ranks may compare.
 """
 
-import multiprocessing
 import operator
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from swiftlite.args.fields import TruncationStrategy
-from swiftlite.data.conversation import BadRow, Conversation, RowError
-from swiftlite.data.sample import Sample, digest, join, truncate
+from swiftlite.data.conversation import BadRow, Conversation
+from swiftlite.data.encoder import Encoded, Encoder, encode_all, special_token_note
+from swiftlite.data.mixture import Mixture, interleave
+from swiftlite.data.sample import Sample, digest
 from swiftlite.data.sources import RowKind, find_rows, read_rows
-from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 
@@ -80,7 +79,7 @@ class Data:
     Attributes:
         train: training samples, in the order of the files.
         val: held-out samples.
-        val_conversations: the turns of each held-out sample; `.prompt()` is what to ask, `.answer()` the reference.
+        val_conversations: the turns of each held-out row; `.prompt()` is what to ask, `.answer()` the reference.
         report: counts.
         digest: sha256 over the training and held-out samples.
     """
@@ -90,69 +89,6 @@ class Data:
     val_conversations: list[Conversation]
     report: DataReport
     digest: str
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """What became of one row; neither a sample nor bad means too long."""
-
-    length: int = 0  # before truncation; of a pair, of its longer answer
-    sample: Sample | None = None
-    bad: BadRow | None = None
-    source: str = ""
-    special_token: str = ""
-    """One that stands in what somebody says."""
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Everything that encoding one row depends on; travels to the worker processes once.
-
-    Attributes:
-        max_length: in tokens.
-        truncation_strategy: for rows over `max_length`. A row that keeps no label is too long.
-    """
-
-    template: ChatTemplate
-    max_length: int
-    truncation_strategy: TruncationStrategy
-
-    def __call__(self, conversation: Conversation) -> Encoded:
-        source = conversation.source
-        try:
-            answers = self._answers(conversation)
-        except RowError as error:
-            return Encoded(bad=BadRow(source, error.problem, error.hint), source=source)
-        length = max(map(len, answers))
-        special_token = self.template.special_token_in(conversation)
-        if length <= self.max_length:
-            return Encoded(length, self._join(answers, conversation), source=source, special_token=special_token)
-        if self.truncation_strategy in ("left", "right"):
-            answers = [truncate(answer, self.max_length, self.truncation_strategy) for answer in answers]
-            if all(answer.num_trained_tokens for answer in answers) and not _are_equal(answers):
-                return Encoded(length, self._join(answers, conversation), source=source, special_token=special_token)
-        return Encoded(length, source=source)
-
-    def _join(self, answers: Sequence[Sample], conversation: Conversation) -> Sample:
-        return replace(join(answers), desirable=conversation.desirable)
-
-    def _answers(self, conversation: Conversation) -> list[Sample]:
-        """The sample of the row, or both of a pair.
-
-        Raises:
-            RowError: as `ChatTemplate.encode`; the answers of a pair are equal as tokens.
-        """
-        answers = [self.template.encode(conversation)]
-        if conversation.rejected is not None:
-            answers.append(self.template.encode(conversation.other()))
-        if _are_equal(answers):
-            raise RowError("row", "its two answers are the same tokens: a tie teaches nothing", "leave the row out")
-        return answers
-
-
-def _are_equal(answers: Sequence[Sample]) -> bool:
-    """Whether the two samples of a pair are one and the same; a sample alone is none."""
-    return len(answers) > 1 and np.array_equal(answers[0].input_ids, answers[1].input_ids)
 
 
 def load_train_val(
@@ -165,8 +101,8 @@ def load_train_val(
     system: str | None = None,
     num_proc: int = 1,
     seed: int = 42,
+    interleave_prob: Sequence[float] = (),
     offered: Collection[str] | None = None,
-    kind: RowKind = "turns",
 ) -> Data:
     """Read, encode and split the data of a run.
 
@@ -177,19 +113,19 @@ def load_train_val(
         max_bad_rows: bad rows over all files that may be left out.
         system: system prompt for rows that bring none.
         num_proc: processes that tokenize; does not change the result.
-        seed: decides which rows are the `#N` samples and which are held out.
+        seed: decides which rows are the `#N` samples, which are held out, and what is drawn by `interleave_prob`.
+        interleave_prob: share of each of `dataset`; unset: all rows of all of them. What is held out stays all.
         offered: names of the command's options, so that errors name no other; those of `megatron sft` if not given.
-        kind: what each row is, see `read_rows`.
 
     Raises:
         UserError: a file that cannot be read, more bad rows than allowed, no row left.
     """
     report = DataReport()
     val_flag = "--val_dataset" if offered is None or "val_dataset" in offered else "--dataset"
-    train_rows = _read(dataset, report, system, seed, kind=kind)
-    val_rows = _read(val_dataset, report, system, seed, kind=kind)
+    train_rows = _read(dataset, report, system, seed, kind=encoder.kind)
+    val_rows = _read(val_dataset, report, system, seed, kind=encoder.kind)
     conversations = train_rows.conversations + val_rows.conversations
-    encoded = list(_encode_all(encoder, conversations, num_proc))
+    encoded = list(encode_all(encoder, conversations, num_proc))
     bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
     _check_bad_rows(bad_rows, max_bad_rows, offered is None or "max_bad_rows" in offered)
     report.bad_rows = [str(bad) for bad in bad_rows]
@@ -197,15 +133,13 @@ def load_train_val(
         _check_lengths(encoded, encoder.max_length)
 
     report.notes += _special_token_notes(encoded)
-    for spec, row in zip(train_rows.specs + val_rows.specs, encoded, strict=True):
-        _count(row, report.files[spec])
     train_encoded = encoded[: len(train_rows.conversations)]
     val_encoded = encoded[len(train_rows.conversations) :]
     train = []
     if dataset:
-        train = _kept(train_rows.conversations, train_encoded, "--dataset", encoder, offered)
+        train = _kept(train_rows, train_encoded, "--dataset", encoder, offered)
     if val_dataset:
-        val = _kept(val_rows.conversations, val_encoded, val_flag, encoder, offered)
+        val = _kept(val_rows, val_encoded, val_flag, encoder, offered)
     else:
         held_out = split(len(train), split_dataset_ratio, seed)
         if split_dataset_ratio > 0 and not len(held_out):
@@ -213,15 +147,25 @@ def load_train_val(
         val = [train[index] for index in held_out]
         train = [train[index] for index in np.delete(np.arange(len(train)), held_out)]
 
-    samples = [sample for _, sample in train]
-    val_samples = [sample for _, sample in val]
+    left_out: set[int] = set()
+    if interleave_prob:
+        drawn = _draw(train, dataset, Mixture(interleave_prob, seed))
+        left_out = {row.number for row in train} - {row.number for row in drawn}
+        train = drawn
+    for number, (spec, row) in enumerate(zip(train_rows.specs + val_rows.specs, encoded, strict=True)):
+        if number in left_out:
+            report.files[spec].not_sampled += 1
+        else:
+            _count(row, report.files[spec])
+    samples = list(chain.from_iterable(row.samples for row in train))
+    val_samples = list(chain.from_iterable(row.samples for row in val))
     report.train_samples = len(samples)
     report.val_samples = len(val_samples)
     for spec, counts in report.files.items():
         logger.info("%s: %s", spec, counts)
     for note in report.notes:
         logger.warning("%s", note)
-    val_conversations = [conversation for conversation, _ in val]
+    val_conversations = [row.conversation for row in val]
     return Data(samples, val_samples, val_conversations, report, digest([*samples, *val_samples]))
 
 
@@ -293,12 +237,12 @@ def _count(row: Encoded, counts: Counts) -> None:
     """Add an encoded row to its file's counts, where it stands among `rows` already."""
     if row.bad is not None:
         counts.dropped_bad += 1
-    elif row.sample is None:
+    elif not row.samples:
         counts.dropped_too_long += 1
     else:
         counts.kept += 1
-        answers = row.sample.answers
-        counts.truncated += max(map(len, answers)) < row.length
+        answers = list(chain.from_iterable(sample.answers for sample in row.samples))
+        counts.truncated += len(row.samples) == 1 and max(map(len, answers)) < row.length
         counts.tokens += sum(map(len, answers))
         counts.trained_tokens += sum(answer.num_trained_tokens for answer in answers)
 
@@ -309,35 +253,6 @@ def _special_token_notes(encoded: Sequence[Encoded]) -> list[str]:
         return []
     rows = "1 row has" if len(named) == 1 else f"{len(named)} rows have"
     return [f"{rows} special tokens in what is said; {special_token_note(named[0])}"]
-
-
-def special_token_note(row: Encoded) -> str:
-    """Where a special token stands, and what becomes of it."""
-    return f"{row.source} has {row.special_token}: it becomes that token, as in transformers, and may end a turn early"
-
-
-_encoder: Encoder | None = None  # in a worker process, where `_start_worker` puts it
-
-
-def _start_worker(encoder: Encoder) -> None:
-    global _encoder
-    _encoder = encoder
-
-
-def _encode_in_worker(conversation: Conversation) -> Encoded:
-    assert _encoder is not None
-    return _encoder(conversation)
-
-
-def _encode_all(encoder: Encoder, conversations: list[Conversation], num_proc: int) -> Iterator[Encoded]:
-    """Encoded rows, in order."""
-    if num_proc <= 1:
-        yield from map(encoder, conversations)
-        return
-    # spawn: a fork of a process in which torch or tokenizers has started threads can hang.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=(encoder,)) as pool:
-        yield from pool.map(_encode_in_worker, conversations, chunksize=64)
 
 
 def _check_bad_rows(bad_rows: list[BadRow], max_bad_rows: int, can_be_left_out: bool = True) -> None:
@@ -365,15 +280,23 @@ def _check_lengths(encoded: list[Encoded], max_length: int) -> None:
     )
 
 
+class _Kept(NamedTuple):
+    """A row that is left, and its samples."""
+
+    number: int  # among the rows of its kind, to train on or held out
+    spec: str
+    conversation: Conversation
+    samples: tuple[Sample, ...]
+
+
 def _kept(
-    conversations: list[Conversation],
-    encoded: list[Encoded],
-    flag: str,
-    encoder: Encoder,
-    offered: Collection[str] | None,
-) -> list[tuple[Conversation, Sample]]:
+    rows: _Rows, encoded: list[Encoded], flag: str, encoder: Encoder, offered: Collection[str] | None
+) -> list[_Kept]:
     """The rows that are left, of which there is at least one."""
-    kept = [(turns, row.sample) for turns, row in zip(conversations, encoded, strict=True) if row.sample is not None]
+    kept = []
+    for number, (spec, conversation, row) in enumerate(zip(rows.specs, rows.conversations, encoded, strict=True)):
+        if row.samples:
+            kept.append(_Kept(number, spec, conversation, row.samples))
     if kept:
         return kept
     lengths = [row.length for row in encoded if row.bad is None]
@@ -391,3 +314,14 @@ def _kept(
     elif "max_length" not in offered:
         cut, hint = f"{max_length} tokens", "give rows with shorter questions"
     raise UserError(f"{flag}: cut to {cut}, none of {len(lengths)} rows keeps a token that trains", hint)
+
+
+def _draw(rows: Sequence[_Kept], files: Sequence[str], mixture: Mixture) -> list[_Kept]:
+    """The rows that the mixture takes of the files, in the order in which it does."""
+    by_file: dict[str, list[_Kept]] = {file: [] for file in files}
+    for row in rows:
+        by_file[row.spec].append(row)
+    taken = interleave([len(by_file[file]) for file in files], mixture)
+    if not taken:
+        raise UserError("--interleave_prob: the file that is drawn first has no row to train on", "give it more rows")
+    return [by_file[files[part]][place] for part, place in taken]

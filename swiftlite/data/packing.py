@@ -9,10 +9,10 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from swiftlite.data.sample import Sample
 from swiftlite.errors import UserError
 
 
@@ -188,22 +188,27 @@ def _in_order(row_of: np.ndarray, num_rows: int) -> Rows:
     return Rows(order[_join_ranges(starts[by_first], counts)], offsets)
 
 
-Numbered = tuple[int, Sample]
+class Entry(NamedTuple):
+    """A sample of a stream: which row of the files it is of, which sample of that row, and its tokens."""
+
+    row: int
+    piece: int
+    length: int
 
 
-class RowStream(Iterator[list[Sample]]):
+class RowStream(Iterator[list[Entry]]):
     """Rows from a stream of samples, packed with a bounded look-ahead.
 
     Whenever no row is ready, the buffer is filled up and packed; the fuller half of the rows is ready then, and the row
     with the oldest sample of the buffer, so that none waits for ever. All other samples stay. What comes depends on
-    the samples alone. At the end of the stream everything is packed.
+    the lengths alone. At the end of the stream everything is packed.
 
     Attributes:
         waiting: the buffer, oldest first.
         ready: rows that are packed, next first.
 
     Args:
-        samples: each with a number, by which `waiting` and `ready` of a stopped stream are found again.
+        samples: by their lengths.
         packing_length: most tokens of a row.
         buffer_size: most samples that wait to be packed.
         multiple: as for `pack`.
@@ -213,13 +218,13 @@ class RowStream(Iterator[list[Sample]]):
 
     def __init__(
         self,
-        samples: Iterable[Numbered],
+        samples: Iterable[Entry],
         packing_length: int,
         buffer_size: int = 1000,
         *,
         multiple: int = 1,
-        waiting: Iterable[Numbered] = (),
-        ready: Iterable[list[Numbered]] = (),
+        waiting: Iterable[Entry] = (),
+        ready: Iterable[list[Entry]] = (),
     ):
         self.packing_length = packing_length
         self.buffer_size = buffer_size
@@ -228,18 +233,18 @@ class RowStream(Iterator[list[Sample]]):
         self.ready = deque(ready)
         self._samples = iter(samples)
 
-    def __next__(self) -> list[Sample]:
+    def __next__(self) -> list[Entry]:
         if not self.ready:
             self._pack()
         if not self.ready:
             raise StopIteration
-        return [sample for _, sample in self.ready.popleft()]
+        return self.ready.popleft()
 
     def _pack(self) -> None:
         wanted = self.buffer_size - len(self.waiting)
         fresh = list(itertools.islice(self._samples, wanted))
         self.waiting += fresh
-        lengths = np.array([len(sample) for _, sample in self.waiting], np.int64)
+        lengths = np.array([entry.length for entry in self.waiting], np.int64)
         rows = pack(lengths, self.packing_length, multiple=self.multiple)
         is_ready = np.ones(len(rows), bool)
         if len(fresh) == wanted:  # else the stream has ended

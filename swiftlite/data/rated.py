@@ -6,10 +6,11 @@ messages, with `label`, as in TRL.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.conversation import Conversation, RowError, parse_row
 from swiftlite.data.pair import SHARED
 from swiftlite.data.sample import IGNORED, Sample, make_sample, truncate
@@ -59,9 +60,7 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [*before, *answer], **shared}
 
 
-def mismatch(
-    samples: Sequence[Sample], max_length: int, strategy: Literal["left", "right", "delete", "error"]
-) -> list[Sample]:
+def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy) -> list[Sample]:
     """The samples, each with its question before the answer of the sample in front of it, the last one's for the first.
 
     TRL's KTOTrainer takes the same, of the rows of a batch. An answer to the same question would be no mismatch: there

@@ -1,5 +1,5 @@
-"""Data files to conversations: .jsonl, .json, .parquet, .csv, and `FILE#500` for a random sample of 500 rows. Datasets
-of the hub (`hub_rows.py`) come the same way.
+"""Data files to conversations: .jsonl, .json, .parquet, .csv, .txt, and `FILE#500` for a random sample of 500 rows.
+Datasets of the hub (`hub_rows.py`) come the same way.
 
 Every row knows its `file:line`. A bad row is returned beside the good ones, never dropped in silence; how many are
 allowed is decided in `dataset.py`. What a row may hold is in `conversation.py`.
@@ -11,7 +11,9 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ import numpy as np
 
 from swiftlite.args.data_file import is_number_of_rows, split_sample
 from swiftlite.data.conversation import BadRow, Conversation, RowError, parse_row
+from swiftlite.data.document import parse_document
 from swiftlite.data.hub_rows import HubRows
 from swiftlite.data.padding import padding_error
 from swiftlite.data.pair import parse_pair
@@ -27,8 +30,8 @@ from swiftlite.errors import UserError
 from swiftlite.hub.name import dataset_name
 from swiftlite.json_file import decode_json, parse_json, skip_space
 
-RowKind = Literal["turns", "pairs", "rated"]
-"""What rows are: turns; two answers of which one is preferred; an answer that is good or bad."""
+RowKind = Literal["turns", "pairs", "rated", "documents"]
+"""What rows are: turns; two answers of which one is preferred; an answer that is good or bad; plain text."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class DataFile:
     def rows(self) -> Iterator[tuple[int, Any]]:
         """(line, row), as its reader gives them."""
         return READERS[self.path.suffix.lower()](self.path)
+
+    def unparsed_rows(self) -> Iterator[tuple[int, Callable[[], Any]]]:
+        """(line, what parses that row), for a reader that needs few of the rows; of .jsonl and .parquet files."""
+        return UNPARSED_READERS[self.path.suffix.lower()](self.path)
 
 
 @dataclass
@@ -93,7 +100,7 @@ def read_rows(
         file: from `find_rows`.
         system: system prompt for rows that bring none.
         needs_answer: whether each row must end with the assistant's turn.
-        kind: what each row is; of `pairs` and `rated` ones see `parse_pair` and `parse_rated`.
+        kind: what each row is; of other kinds than `turns` see `parse_pair`, `parse_rated` and `parse_document`.
         seed: of the sample.
     Raises:
         UserError: a file that is not what its suffix says, or holds no rows.
@@ -135,6 +142,8 @@ def check_row(
             return parse_pair(row, system=system, source=source)
         if kind == "rated":
             return parse_rated(row, system=system, source=source)
+        if kind == "documents":
+            return parse_document(row, source=source)
         return parse_row(row, system=system, needs_answer=needs_answer, source=source)
     except RowError as error:
         return BadRow(source, error.problem, error.hint)
@@ -151,17 +160,25 @@ def _check_columns(where: str, names: list[str]) -> None:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, parse in _lines_of_jsonl(path):
+        yield number, parse()
+
+
+def _lines_of_jsonl(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     with path.open("rb") as file:  # bytes: text mode would also split at a lone \r
         for number, raw in enumerate(file, start=1):
             raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            if not raw.strip():
-                continue
-            try:
-                yield number, parse_json(raw.decode("utf-8").rstrip("\r\n"))
-            except json.JSONDecodeError as error:
-                yield number, RowError(f"column {error.colno}", f"not JSON: {error.msg}")
-            except UnicodeDecodeError as error:
-                yield number, RowError(f"byte {error.start + 1}", "not UTF-8", _encoding_hint(path))
+            if raw.strip():
+                yield number, partial(_parse_line, raw, path)
+
+
+def _parse_line(raw: bytes, path: Path) -> Any:
+    try:
+        return parse_json(raw.decode("utf-8").rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        return RowError(f"column {error.colno}", f"not JSON: {error.msg}")
+    except UnicodeDecodeError as error:
+        return RowError(f"byte {error.start + 1}", "not UTF-8", _encoding_hint(path))
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -218,21 +235,60 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow
+    for number, batch in _batches_of_parquet(path):
+        with _naming_parquet(path, number - 1):
+            rows = batch.to_pylist()
+        for index, row in enumerate(rows):
+            yield number + index, padding_error(row) or row
+
+
+def _rows_of_parquet(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+    for number, batch in _batches_of_parquet(path):
+        for index in range(batch.num_rows):
+            yield number + index, partial(_row_of_batch, batch, index, path, number)
+
+
+def _row_of_batch(batch: Any, index: int, path: Path, number: int) -> Any:
+    with _naming_parquet(path, number - 1):
+        (row,) = batch.slice(index, 1).to_pylist()
+    return padding_error(row) or row
+
+
+def _batches_of_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number of its first row, batch)."""
     import pyarrow.parquet
 
-    number = 0
+    number = 1
+    with _naming_parquet(path, 0):
+        file = pyarrow.parquet.ParquetFile(path)
+    with file:
+        _check_columns(str(path), file.schema_arrow.names)
+        batches = file.iter_batches(batch_size=1024)
+        while True:
+            with _naming_parquet(path, number - 1):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield number, batch
+            number += batch.num_rows
+
+
+@contextmanager
+def _naming_parquet(path: Path, num_read: int) -> Iterator[None]:
+    """What goes wrong in here becomes a UserError that names the file and the rows before."""
+    import pyarrow
+
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            _check_columns(str(path), file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, padding_error(row) or row
+        yield
     # Damage shows as an error of pyarrow or of the disk, text that is not UTF-8 and dates before the year 1 as these.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        place = f"{path}: after row {number}" if number else f"{path}"
+        place = f"{path}: after row {num_read}" if num_read else f"{path}"
         raise UserError(f"{place}: not Parquet: {error}", "write or copy the file again") from None
+
+
+def _read_txt(path: Path) -> Iterator[tuple[int, Any]]:
+    """All of the file is one document."""
+    yield 1, {"text": _decode(path)}
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
@@ -240,6 +296,13 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
+    ".txt": _read_txt,
+}
+
+
+UNPARSED_READERS: dict[str, Callable[[Path], Iterator[tuple[int, Callable[[], Any]]]]] = {
+    ".jsonl": _lines_of_jsonl,
+    ".parquet": _rows_of_parquet,
 }
 
 

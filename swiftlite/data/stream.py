@@ -1,177 +1,351 @@
-"""`--streaming`: packed rows from files that are never held in memory, epoch after epoch.
+"""`--streaming`: samples from files that are never held in memory, epoch after epoch, read by one rank or by several.
 
-Rows of the files are read, checked and tokenized as they are needed, in the order of the files. A stream is resumed by
-the numbers of the rows that it has read and of those that wait: the files are read again up to there, and only what
-waits is tokenized again.
+Rows are numbered in the order in which they come, through all epochs. Each reader parses and tokenizes the rows whose
+numbers are its own, row n on reader n modulo their number, in a thread that is a little ahead; all readers then tell
+each other the lengths. So each knows every sample by its length, has a part of them, and decides as the others do what
+comes next. What comes depends neither on the number of readers nor on what was read ahead.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from swiftlite.data.conversation import BadRow
-from swiftlite.data.dataset import Encoder, special_token_note
-from swiftlite.data.packing import Numbered, RowStream
+from swiftlite.data.encoder import Encoded, Encoder, special_token_note
+from swiftlite.data.hub_rows import HubRows
+from swiftlite.data.mixture import Mixture
+from swiftlite.data.packing import Entry
 from swiftlite.data.sample import Sample
-from swiftlite.data.sources import check_row, find_rows
+from swiftlite.data.sources import DataFile, check_row, find_rows
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 
+CHUNK_ROWS = 32
+"""Rows that a reader reads before the readers tell each other the lengths."""
+CHUNKS_AHEAD = 2
 
-class Stream(Iterator[list[Sample]]):
-    """Packed rows without end.
+Gather = Callable[[list[int]], list[list[int]]]
+"""Gives every reader the numbers of each, by rank; collective."""
+UnparsedRow = tuple[Callable[[], Any], str]
+"""What parses a row, and where it stands."""
+
+# What a reader says of a row, in the place of its number of samples.
+BAD = -1
+BAD_AGAIN = -2  # in an epoch after the first, which has counted it
+TOO_LONG = -3  # where that is an error
+
+
+@dataclass
+class Readers:
+    """Who reads: this reader's number, how many there are, and how they tell each other numbers."""
+
+    rank: int = 0
+    size: int = 1
+    gather: Gather = field(default=lambda numbers: [numbers])
+
+    def owns(self, row: int) -> bool:
+        return self.owner(row) == self.rank
+
+    def owner(self, row: int) -> int:
+        return row % self.size
+
+    def say(self, owner: int, text: str) -> str:
+        """The text of one reader, on all of them."""
+        return bytes(self.gather(list(text.encode()) if owner == self.rank else [])[owner]).decode()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that came one after the other, as one reader has read them.
+
+    Attributes:
+        first: number of the first row.
+        own: this reader's rows among them.
+        said: of each of these `BAD` or the like, or the number of its samples and their lengths.
+        rows_per_epoch: of each part, where its end has been seen.
+    """
+
+    first: int
+    own: list[Encoded]
+    said: list[int]
+    rows_per_epoch: list[int]
+
+
+class Part(Iterator[UnparsedRow]):
+    """The rows of some files, one file after the other, without end.
+
+    Attributes:
+        rows_per_epoch: 0 until the end of the files was seen.
+
+    Args:
+        num_read: rows that come no more.
+
+    Raises:
+        UserError: while iterating: files that hold no rows, or fewer or more than before.
+    """
+
+    def __init__(self, files: Sequence[DataFile], rows_per_epoch: int = 0, num_read: int = 0):
+        self.files = files
+        self.rows_per_epoch = rows_per_epoch
+        self.num_read = num_read
+        self._rows = self._read()
+
+    def __next__(self) -> UnparsedRow:
+        row = next(self._rows)
+        self.num_read += 1
+        return row
+
+    @property
+    def is_first_epoch(self) -> bool:
+        """Whether the row that came last comes for the first time."""
+        return not self.rows_per_epoch or self.num_read <= self.rows_per_epoch
+
+    def one_epoch(self) -> Iterator[UnparsedRow]:
+        for file in self.files:
+            for line, parse in file.unparsed_rows():
+                yield parse, f"{file.name}:{line}"
+
+    def _read(self) -> Iterator[UnparsedRow]:
+        """Example: a part of 5 rows of which 7 were read passes over two rows, gives the other three, then all five."""
+        passed_over = self.num_read % self.rows_per_epoch if self.rows_per_epoch else self.num_read
+        while True:
+            num_rows = 0
+            for row in self.one_epoch():
+                num_rows += 1
+                if num_rows > passed_over:
+                    yield row
+            if num_rows < passed_over or self.rows_per_epoch not in (0, num_rows):
+                raise _changed("--dataset")
+            if not num_rows:
+                raise UserError(f"{', '.join(file.name for file in self.files)} holds no rows")
+            self.rows_per_epoch = num_rows
+            passed_over = 0
+
+
+class Stream(Iterator[Entry]):
+    """Samples without end, by their lengths; `take` gives those that this reader has read.
+
+    Attributes:
+        num_read: rows that all of their samples have come of.
+        rows_per_epoch: of each part, 0 until it is known.
 
     Args:
         files: of formats that are read row by row, each as a whole.
-        encoder: its `max_length` is at most `packing_length`, padded.
-        packing_length, buffer_size, multiple: see `packing.RowStream`.
+        encoder: not used by anyone else, since a thread uses it.
+        readers: who shares the work; unset: nobody.
+        probabilities: of each file, to draw rows from; unset: the files come one after the other.
+        seed: of the draws.
         max_bad_rows: that an epoch may leave out.
         system: system prompt for rows that bring none.
-        state: of a stream with the same arguments, to be continued bit for bit.
+        state: of a stream of the same files and options, by whatever readers, to be continued bit for bit.
 
     Raises:
-        UserError: no such file; while iterating: more bad rows than allowed, a row
-            that is too long where that is an error, an epoch that keeps no row; files that have changed.
+        UserError: no such file; while iterating, on every reader: more bad rows than allowed, a row that is too long
+            where that is an error, files that keep no row, files that have changed.
     """
 
     def __init__(
         self,
         files: Sequence[str],
         encoder: Encoder,
-        packing_length: int,
         *,
-        buffer_size: int = 1000,
-        multiple: int = 1,
+        readers: Readers | None = None,
+        probabilities: Sequence[float] = (),
+        seed: int = 0,
         max_bad_rows: int = 0,
         system: str | None = None,
         state: dict[str, Any] | None = None,
     ):
-        self._files = [find_rows(name) for name in files]
+        self._mixture = Mixture(probabilities, seed)
+        self._parts = _parts_of(files, self._mixture.num_parts)
         self._encoder = encoder
+        self._readers = readers or Readers()
         self._max_bad_rows = max_bad_rows
         self._system = system
         self._has_warned = False
-        state = state or {"num_read": 0, "rows_per_epoch": None, "num_bad": 0, "waiting": [], "ready": []}
+        zeros = [0] * len(self._parts)
+        state = state or {"num_read": 0, "piece": 0, "rows_per_epoch": zeros, "num_kept": zeros, "num_bad": 0}
         self.num_read: int = state["num_read"]
-        self.rows_per_epoch: int | None = state["rows_per_epoch"]  # known after the first
+        self._piece: int = state["piece"]  # samples that have come of row `num_read`
+        self.rows_per_epoch: list[int] = list(state["rows_per_epoch"])
+        self._num_kept: list[int] = list(state["num_kept"])
         self._num_bad: int = state["num_bad"]
-        waiting: list[int] = state["waiting"]
-        ready: list[list[int]] = state["ready"]
-        samples = self._read_again({*waiting, *itertools.chain(*ready)})
+        self._held: dict[tuple[int, int], Sample] = {}  # by row and piece
+        self._entries = self._read()
 
-        def numbered(numbers: list[int]) -> list[Numbered]:
-            return [(number, samples[number]) for number in numbers]
+    def __next__(self) -> Entry:
+        return next(self._entries)
 
-        self._rows = RowStream(
-            self._read(),
-            packing_length,
-            buffer_size,
-            multiple=multiple,
-            waiting=numbered(waiting),
-            ready=map(numbered, ready),
-        )
+    def take(self, entries: Iterable[Entry]) -> list[Sample]:
+        """The samples among these that this reader has; it forgets them."""
+        return [self._held.pop((entry.row, entry.piece)) for entry in entries if self._readers.owns(entry.row)]
 
-    def __next__(self) -> list[Sample]:
-        return next(self._rows)
+    def owner(self, entry: Entry) -> int:
+        """The reader that has the sample."""
+        return self._readers.owner(entry.row)
 
     def state(self) -> dict[str, Any]:
-        """What a stream that continues this one needs, for JSON."""
+        """What a stream that continues this one needs, for JSON; samples that have come and were not taken, `hold`
+        brings back."""
         return {
             "num_read": self.num_read,
-            "rows_per_epoch": self.rows_per_epoch,
+            "piece": self._piece,
+            "rows_per_epoch": list(self.rows_per_epoch),
+            "num_kept": list(self._num_kept),
             "num_bad": self._num_bad,
-            "waiting": _numbers(self._rows.waiting),
-            "ready": [_numbers(row) for row in self._rows.ready],
         }
 
-    def _one_pass(self) -> Iterator[tuple[object, str]]:
-        """Rows of all files, and where they stand."""
-        for file in self._files:
-            for line, row in file.rows():
-                yield row, f"{file.name}:{line}"
+    def hold(self, entries: Iterable[Entry]) -> None:
+        """Read samples again that have come of an earlier stream and were not taken; only these are tokenized.
 
-    def _read(self) -> Iterator[Numbered]:
-        """The samples of rows that were not read yet, epoch after epoch; rows are numbered through all epochs.
-
-        Example: a stream of files of 5 rows that has read rows 0 to 6 is in its second epoch. It passes over the first
-        two rows of the files, gives the samples of rows 7, 8 and 9, then those of the third epoch.
+        Raises:
+            UserError: a row is not what it was.
         """
-        while True:
-            first = self.num_read % self.rows_per_epoch if self.rows_per_epoch else self.num_read
-            num_rows = 0
-            num_kept = 0
-            for row, source in self._one_pass():
-                num_rows += 1
-                if num_rows <= first:
-                    continue
-                number = self.num_read
-                self.num_read += 1
-                sample = self._encode(row, source)
-                if sample is not None:
-                    num_kept += 1
-                    yield number, sample
-            is_as_long_as_before = self.rows_per_epoch in (None, num_rows)
-            if num_rows < first or not is_as_long_as_before:
-                raise _changed("--dataset")
-            if not first and not num_kept:
+        wanted: dict[tuple[int, int], list[Entry]] = {}  # by part and place: a row may wait in several epochs
+        for entry in entries:
+            if not self._readers.owns(entry.row):
+                continue
+            part, number = self._mixture.place(entry.row)
+            place = number % self.rows_per_epoch[part] if self.rows_per_epoch[part] else number
+            wanted.setdefault((part, place), []).append(entry)
+        for part, files in enumerate(self._parts):
+            last = max((place for of_part, place in wanted if of_part == part), default=-1)
+            rows = itertools.islice(Part(files).one_epoch(), last + 1)
+            for place, (parse, source) in enumerate(rows):
+                for entry in wanted.pop((part, place), ()):
+                    self._hold(entry, self._encode(parse(), source))
+        if wanted:
+            raise _changed("--dataset")
+
+    def _hold(self, entry: Entry, encoded: Encoded) -> None:
+        if entry.piece >= len(encoded.samples) or len(encoded.samples[entry.piece]) != entry.length:
+            raise _changed(encoded.source)
+        self._held[entry.row, entry.piece] = encoded.samples[entry.piece]
+
+    def _read(self) -> Iterator[Entry]:
+        """Samples from where the stream stands, as the readers tell each other their lengths."""
+        for chunk in _ahead(self._chunks()):
+            own = iter(chunk.own)
+            said = [iter(numbers) for numbers in self._readers.gather(chunk.rows_per_epoch + chunk.said)]
+            for numbers in said:
+                if list(itertools.islice(numbers, len(self._parts))) != chunk.rows_per_epoch:
+                    raise UserError(
+                        "--dataset differs between the nodes of this run", "give all of them the same files"
+                    )
+            self.rows_per_epoch = chunk.rows_per_epoch
+            for row in range(chunk.first, chunk.first + CHUNK_ROWS * self._readers.size):
+                encoded = next(own) if self._readers.owns(row) else Encoded()
+                yield from self._samples_of(row, encoded, said[self._readers.owner(row)])
+            self._check_all_parts_have_rows()
+
+    def _samples_of(self, row: int, encoded: Encoded, said: Iterator[int]) -> Iterator[Entry]:
+        """The samples of a row that have not come yet.
+
+        Args:
+            said: what the reader of the row says of it comes next.
+        """
+        num_samples = next(said)
+        if num_samples in (BAD, TOO_LONG):
+            self._leave_out(row, encoded, num_samples)
+        lengths = list(itertools.islice(said, max(0, num_samples)))
+        for piece in range(self._piece, len(lengths)):
+            if self._readers.owns(row):
+                self._held[row, piece] = encoded.samples[piece]
+            self._num_kept[self._mixture.part(row)] += piece == 0
+            self._piece = piece + 1
+            yield Entry(row, piece, lengths[piece])
+        self.num_read = row + 1
+        self._piece = 0
+
+    def _leave_out(self, row: int, encoded: Encoded, why: int) -> None:
+        """Count a bad row, on every reader.
+
+        Raises:
+            UserError: there is one too many, or the row is too long where that is an error.
+        """
+        problem, hint = "", ""
+        if why == TOO_LONG:
+            problem = f"{encoded.source} has {encoded.length} tokens, over --max_length {self._encoder.max_length}"
+            hint = f"--max_length {encoded.length} or more; or --truncation_strategy delete, left or right"
+        else:
+            self._num_bad += 1
+            if self._num_bad <= self._max_bad_rows:
+                return
+            allowed = f"; {self._max_bad_rows} before it were left out" if self._max_bad_rows else ""
+            skip = f"--max_bad_rows {self._num_bad} leaves it out, but no more after it"
+            problem = f"{encoded.bad}{allowed}"
+            hint = "\n    ".join(line for line in (encoded.bad.hint if encoded.bad else "", skip) if line)
+        owner = self._readers.owner(row)
+        raise UserError(self._readers.say(owner, problem), self._readers.say(owner, hint))
+
+    def _check_all_parts_have_rows(self) -> None:
+        for files, num_rows, num_kept in zip(self._parts, self.rows_per_epoch, self._num_kept, strict=True):
+            if num_rows and not num_kept:
+                of_files = "--dataset" if len(self._parts) == 1 else f"--dataset {files[0].name}"
                 raise UserError(
-                    f"--dataset: of {num_rows} rows none is left to train on",
+                    f"{of_files}: of {num_rows} rows none is left to train on",
                     f"those over --max_length {self._encoder.max_length} are dropped: give more, "
                     "or --truncation_strategy right",
                 )
-            self.rows_per_epoch = num_rows
 
-    def _read_again(self, numbers: set[int]) -> dict[int, Sample]:
-        """The samples of rows that an earlier stream had read and not given away."""
-        wanted: dict[int, list[int]] = {}  # by place in the files: a row may wait in several epochs
-        for number in sorted(numbers):
-            place = number % self.rows_per_epoch if self.rows_per_epoch else number
-            wanted.setdefault(place, []).append(number)
-        samples: dict[int, Sample] = {}
-        if not wanted:
-            return samples
-        for place, (row, source) in enumerate(self._one_pass()):
-            if place not in wanted:
-                continue
-            conversation = check_row(row, source, system=self._system)
-            sample = None if isinstance(conversation, BadRow) else self._encoder(conversation).sample
-            if sample is None:
-                raise _changed(source)
-            samples |= dict.fromkeys(wanted.pop(place), sample)
-            if not wanted:
-                return samples
-        raise _changed("--dataset")
+    # In the thread
 
-    def _encode(self, row: object, source: str) -> Sample | None:
-        """None where a row is left out."""
-        conversation = check_row(row, source, system=self._system)
-        if isinstance(conversation, BadRow):
-            return self._leave_out(conversation)
-        encoded = self._encoder(conversation)
+    def _chunks(self) -> Iterator[Chunk]:
+        """This reader's rows from where the stream stands."""
+        counts = self._mixture.counts(self.num_read)
+        parts = [Part(*of_part) for of_part in zip(self._parts, self.rows_per_epoch, counts, strict=True)]
+        for first in itertools.count(self.num_read, CHUNK_ROWS * self._readers.size):
+            own: list[Encoded] = []
+            said: list[int] = []
+            for row in range(first, first + CHUNK_ROWS * self._readers.size):
+                part = parts[self._mixture.part(row)]
+                parse, source = next(part)
+                if self._readers.owns(row):
+                    encoded = self._encode(parse(), source)
+                    own.append(encoded)
+                    said += self._outcome(encoded, part.is_first_epoch)
+            yield Chunk(first, own, said, [part.rows_per_epoch for part in parts])
+
+    def _outcome(self, encoded: Encoded, is_first_epoch: bool) -> list[int]:
+        """What this reader says of a row."""
         if encoded.bad:
-            return self._leave_out(encoded.bad)
-        if encoded.length > self._encoder.max_length and self._encoder.truncation_strategy == "error":
-            raise UserError(
-                f"{source} has {encoded.length} tokens, over --max_length {self._encoder.max_length}",
-                f"--max_length {encoded.length} or more; or --truncation_strategy delete, left or right",
-            )
+            return [BAD if is_first_epoch else BAD_AGAIN]
+        if not encoded.samples and self._encoder.truncation_strategy == "error":
+            return [TOO_LONG]
+        return [len(encoded.samples), *map(len, encoded.samples)]
+
+    def _encode(self, row: object, source: str) -> Encoded:
+        parsed = check_row(row, source, system=self._system, kind=self._encoder.kind)
+        if isinstance(parsed, BadRow):
+            return Encoded(bad=parsed, source=source)
+        encoded = self._encoder(parsed)
         if encoded.special_token and not self._has_warned:
             self._has_warned = True
             logger.warning("%s; no further row is named", special_token_note(encoded))
-        return encoded.sample
-
-    def _leave_out(self, bad: BadRow) -> None:
-        if self.rows_per_epoch is not None:
-            return  # it was counted in the first epoch
-        self._num_bad += 1
-        if self._num_bad > self._max_bad_rows:
-            allowed = f"; {self._max_bad_rows} before it were left out" if self._max_bad_rows else ""
-            skip = f"--max_bad_rows {self._num_bad} leaves it out, but no more after it"
-            raise UserError(f"{bad}{allowed}", "\n    ".join(line for line in (bad.hint, skip) if line))
+        return encoded
 
 
-def _numbers(samples: Iterable[Numbered]) -> list[int]:
-    return [number for number, _ in samples]
+def _parts_of(files: Sequence[str], num_parts: int) -> list[list[DataFile]]:
+    """All files as one part, or each as a part of its own."""
+    found = []
+    for name in files:
+        file = find_rows(name)
+        assert not isinstance(file, HubRows), "rules let no dataset of the hub be streamed"
+        found.append(file)
+    return [found] if num_parts == 1 else [[file] for file in found]
+
+
+def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The same chunks, each read in a thread before it is asked for."""
+    with ThreadPoolExecutor(1, "reads --dataset") as pool:
+        pending = deque(pool.submit(next, chunks) for _ in range(CHUNKS_AHEAD))
+        while True:
+            chunk = pending.popleft().result()
+            pending.append(pool.submit(next, chunks))
+            yield chunk
 
 
 def _changed(what: str) -> UserError:

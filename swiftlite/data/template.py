@@ -64,6 +64,33 @@ def _config_problem(hf_dir: str | Path, trust_remote_code: bool) -> str:
     return ""
 
 
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """What finds a special token in a text."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, special)) or "(?!)")
+
+
+def check_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, field: str) -> None:
+    """Check that the model has an embedding of every token.
+
+    Args:
+        vocab_size: of the model; None looks at nothing.
+        field: of the row, for the message.
+
+    Raises:
+        RowError: it does not.
+    """
+    largest = max(ids, default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise RowError(
+            field,
+            f"token {largest} ({token!r}) is beyond vocab_size {vocab_size} of config.json; "
+            f"the tokenizer has {len(tokenizer)} tokens",
+            "copy the tokenizer's files of this very model",
+        )
+
+
 class ChatTemplate:
     """A tokenizer's chat template, for training (`encode`) and for asking (`encode_prompt`).
 
@@ -82,8 +109,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.loss_scale = loss_scale
         self._vocab_size = vocab_size
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special_tokens = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        self._special_tokens = special_tokens_of(tokenizer)
         self._added_tokens = set(tokenizer.added_tokens_decoder)
         self._known_tails: dict[str, list[int]] = {}
         if not tokenizer.chat_template:
@@ -104,7 +130,7 @@ class ChatTemplate:
             RowError: the template refuses these turns; a token that the model does not have.
         """
         ids = self._ids(self._render(messages, tools, add_generation_prompt=True))
-        self._check_ids(ids)
+        check_ids(ids, self.tokenizer, self._vocab_size, "messages")
         return ids
 
     def special_token_in(self, conversation: Conversation) -> str:
@@ -152,7 +178,7 @@ class ChatTemplate:
                 _check_turn(messages[turn], f"messages[{turn}]", text[start:end])
 
         ids, ranges = self._tokenize(text, spans, [f"messages[{turn}]" for turn in turns])
-        self._check_ids(ids)
+        check_ids(ids, self.tokenizer, self._vocab_size, "messages")
         token_weights = np.full(len(ids), usual_weight, np.float32)
         for turn, (first, last) in zip(turns, ranges, strict=True):
             token_weights[first:last] = weights[turn]
@@ -357,17 +383,6 @@ class ChatTemplate:
         # Some tokenizers change text for good, such as Qwen2's, which composes accents: then the turn must be what the
         # tokenizer makes of this text alone, and white space and composition all that has changed.
         return decoded == self._decode(self._ids(text)) and _bare(decoded) == _bare(text)
-
-    def _check_ids(self, ids: list[int]) -> None:
-        largest = max(ids, default=0)
-        if self._vocab_size is not None and largest >= self._vocab_size:
-            token = self.tokenizer.convert_ids_to_tokens(largest)
-            raise RowError(
-                "messages",
-                f"token {largest} ({token!r}) is beyond vocab_size {self._vocab_size} of config.json; "
-                f"the tokenizer has {len(self.tokenizer)} tokens",
-                "copy the tokenizer's files of this very model",
-            )
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

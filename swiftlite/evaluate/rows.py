@@ -6,7 +6,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.data.dataset import Data, Encoder, load_train_val
+from swiftlite.data.dataset import Data, load_train_val
+from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 
 
@@ -29,5 +30,6 @@ def load_rows(
         UserError: as `load_train_val`.
     """
     tokenizer = load_tokenizer(hf_dir, trust_remote_code)
-    encoder = Encoder(ChatTemplate(tokenizer, vocab_size=read_config(hf_dir)["vocab_size"]), max_length, "right")
+    template = ChatTemplate(tokenizer, vocab_size=read_config(hf_dir)["vocab_size"])
+    encoder = ConversationEncoder(template, max_length, "right")
     return tokenizer, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system, offered=offered)

@@ -3,15 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
-from swiftlite.args.commands import ExportArgs, SftArgs
+from swiftlite.args.commands import ExportArgs, PtArgs, SftArgs
 from swiftlite.args.config import from_config
+from swiftlite.data.dataset import Data
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.json_file import read_json
 from swiftlite.model.open import HfModel
+from swiftlite.train.pt import make_document_encoder
 from swiftlite.train.report import REPORT_FILE
-from swiftlite.train.sft import choose_draft_vocab, load_data
+from swiftlite.train.rows import load_data, make_conversation_encoder
+from swiftlite.train.sft import choose_draft_vocab
 
 
 def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads) -> Heads:
@@ -31,9 +34,8 @@ def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads)
         return heads
     flag = f"--draft_vocab {args.draft_vocab} counts the answers that the run has learned from, and"
     try:
-        trained_with = from_config(SftArgs, run / "args.json")
-        tokenizer = load_tokenizer(hf_model.directory, trained_with.trust_remote_code)
-        data = load_data(trained_with, tokenizer, hf_model)
+        trained_with = _options_of(run / "args.json")
+        data = _rows_of(trained_with, hf_model)
     except UserError as error:
         hint = "export where the run was started, with its data where it was; or train with --draft_vocab"
         raise UserError(f"{flag} they cannot be read again: {error.problem}", hint) from None
@@ -47,6 +49,19 @@ def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads)
         trained_with, draft_vocab=args.draft_vocab, tensor_model_parallel_size=args.tensor_model_parallel_size
     )
     return choose_draft_vocab(asked, hf_model, heads, data)
+
+
+def _options_of(file: Path) -> SftArgs:
+    has_documents = "append_eos" in read_json(file) if file.is_file() else False
+    return from_config(PtArgs if has_documents else SftArgs, file)
+
+
+def _rows_of(args: SftArgs, hf_model: HfModel) -> Data:
+    tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
+    vocab_size = hf_model.config["vocab_size"]
+    if isinstance(args, PtArgs):
+        return load_data(args, make_document_encoder(args, tokenizer, vocab_size), vocab_size)
+    return load_data(args, make_conversation_encoder(args, tokenizer, vocab_size), vocab_size)
 
 
 def _digest_of_run(run: Path) -> str | None:

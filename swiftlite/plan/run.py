@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swiftlite.args.commands import DpoArgs, SftArgs
+from swiftlite.args.commands import DpoArgs, PtArgs, SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
@@ -307,7 +307,7 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
 
 
 def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
-    command = "megatron dpo" if isinstance(args, DpoArgs) else "megatron sft"
+    command = {PtArgs: "megatron pt", DpoArgs: "megatron dpo"}.get(type(args), "megatron sft")
     lines = [
         ("args.json", f"these options; runs again: swiftlite {command} args.json --output_dir OTHER"),
         ("source/", "config, tokenizer and generation files of the model"),

@@ -16,6 +16,7 @@ from swiftlite.args.commands import (
     EvaluateArgs,
     ExportArgs,
     InferArgs,
+    PtArgs,
     RegenerateArgs,
     ReportArgs,
     SftArgs,
@@ -24,7 +25,7 @@ from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
 from swiftlite.plan.facts import Facts, read_hf_config
-from swiftlite.rules import bench, common, deploy, doctor, dpo, evaluate, export, infer, regenerate, report, sft
+from swiftlite.rules import bench, common, deploy, doctor, dpo, evaluate, export, infer, pt, regenerate, report, sft
 
 
 def check(args: Any, world_size: int = 1) -> list[str]:
@@ -60,6 +61,7 @@ def check(args: Any, world_size: int = 1) -> list[str]:
 
 _RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {
     SftArgs: sft.RULES,
+    PtArgs: pt.RULES,
     DpoArgs: dpo.RULES,
     ExportArgs: export.RULES,
     InferArgs: infer.RULES,
@@ -73,6 +75,7 @@ _RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {
 _NOTES: dict[type, tuple[Callable[[Any, Facts], Iterator[str]], ...]] = {
     ExportArgs: export.NOTES,
     SftArgs: sft.NOTES,
+    PtArgs: pt.NOTES,
     DpoArgs: dpo.NOTES,
     InferArgs: infer.NOTES,
     RegenerateArgs: regenerate.NOTES,

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,18 @@ def numbers_are_in_range(args: Any, facts: Facts) -> Iterator[Problem]:
         value = vars(args)[name]
         is_number = not isinstance(value, float) or math.isfinite(value)
         yield f"--{name} {value} must be {'' if is_number else 'a finite number, '}{in_words(bounds)}", ""
+
+
+def left_out(args: Any, command: str, why: Mapping[str, str]) -> Iterator[Problem]:
+    """Problems with options that a command has only because it shares a class with another one.
+
+    Args:
+        why: by name of each such option, why it cannot be.
+    """
+    known = options(type(args))
+    for name, reason in why.items():
+        if getattr(args, name) != known[name].default:
+            yield f"--{name} is no option of {command}: {reason}", f"leave --{name} out"
 
 
 def texts_can_be(args: Any) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import DoctorArgs, DpoArgs
 from swiftlite.args.config import Problem
-from swiftlite.args.docs import options
 from swiftlite.families.index import known_architecture
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, near_path, read_hf_config
@@ -25,10 +24,7 @@ _OF_SFT_ALONE = {
 
 
 def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
-    known = options(DpoArgs)
-    for name, why in _OF_SFT_ALONE.items():
-        if getattr(args, name) != known[name].default:
-            yield f"--{name} is no option of megatron dpo: {why}", f"leave --{name} out"
+    yield from common.left_out(args, "megatron dpo", _OF_SFT_ALONE)
     if args.mtp_mode == "heads_only":
         yield (
             "--mtp_mode heads_only: pairs teach the trunk, which would stay",

@@ -178,6 +178,8 @@ RULES = (
     sft_data.mock_dataset_is_described,
     sft_data.streamed_files_have_rows,
     sft_data.packing_options_go_together,
+    sft_data.conversations_stay_whole,
+    sft_data.mixture_has_its_shares,
     sft_data.packing_has_room,
     sft_data.attention_takes_packed_rows,
     sft_resume.resume_packs_the_same_rows,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import PtArgs, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import split_sample
 from swiftlite.args.mock_config import FLAG, check_mock_config
@@ -57,6 +57,14 @@ def mock_dataset_is_described(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def conversations_stay_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.truncation_strategy == "split" and not isinstance(args, PtArgs):
+        yield (
+            "--truncation_strategy split: the rest of a conversation would answer what it no longer holds",
+            "delete, left or right; plain text is split by swiftlite megatron pt",
+        )
+
+
 def packing_has_room(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.packing or out_of_bounds(args):
         return
@@ -91,16 +99,28 @@ def packing_options_go_together(args: SftArgs, facts: Facts) -> Iterator[Problem
         return
     if not args.packing:
         yield "--streaming needs --packing: a stream has no batches but of packed rows", "add --packing"
-    if balanced:
-        yield (
-            f"--streaming with --sequence_packing_scheduler {args.sequence_packing_scheduler}: streamed rows are "
-            "packed as they are read",
-            "leave --sequence_packing_scheduler out",
-        )
     if args.train_iters is None:
         yield "--streaming needs --train_iters: how many rows the files hold shows at their end", "add --train_iters N"
     if args.sft_mock_dataset_config_json is not None:
         yield "--streaming reads --dataset, not --sft_mock_dataset_config_json", "leave --streaming out"
+
+
+def mixture_has_its_shares(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    shares = args.interleave_prob
+    if not shares:
+        return
+    given = " ".join(f"{share:g}" for share in shares)
+    if args.sft_mock_dataset_config_json is not None:
+        yield "--interleave_prob mixes files of --dataset, not random tokens", "leave --interleave_prob out"
+    elif len(shares) != len(args.dataset) or len(shares) < 2:
+        yield (
+            f"--interleave_prob {given}: {len(shares)} shares of {len(args.dataset)} --dataset",
+            "give one number for each of several files, such as --interleave_prob 0.7 0.3",
+        )
+    elif len(set(args.dataset)) < len(args.dataset):
+        yield "--interleave_prob with a file that --dataset names twice", "name it once, with a larger share"
+    if not all(share > 0 and math.isfinite(share) for share in shares):
+        yield f"--interleave_prob {given}: each share must be a number above 0", "leave out what is not to be read"
 
 
 def held_out_rows_are_trained_on(args: SftArgs, facts: Facts) -> Iterator[str]:

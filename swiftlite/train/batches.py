@@ -12,7 +12,7 @@ from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed, pair
 from swiftlite.data.packing import Rows, pack, padded
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
-from swiftlite.data.schedule import schedule
+from swiftlite.data.schedule import Schedule, schedule
 from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.plan.flops import Flops
 from swiftlite.plan.layout import num_virtual_stages, sequence_multiple
@@ -120,15 +120,17 @@ class Batches:
         """
         plan = self.plan
         if plan.packing == "step":
-            return self._schedule(_samples(rows, indices))
+            samples = _samples(rows, indices)
+            of_rank = self.schedule([len(sample) for sample in samples]).rank(self.data_parallel_rank)
+            return [[samples[index] for index in indices.tolist()] for indices in of_rank]
         mine = micro_batches(indices, plan.micro_batch_size, self.data_parallel_rank, plan.data_parallel_size)
         return [_samples(rows, chosen) for chosen in mine]
 
-    def _schedule(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """The samples of each of this rank's micro-batches, where the work of a step is levelled over ranks."""
+    def schedule(self, lengths: Sequence[int]) -> Schedule:
+        """Which samples of a step each rank computes, where its work is levelled over ranks; see `data.schedule`."""
         layout = self.plan.layout
-        scheduled = schedule(
-            [len(sample) for sample in samples],
+        return schedule(
+            lengths,
             self.plan.packing_length,
             self.plan.data_parallel_size,
             linear=self.flops.per_token,
@@ -136,10 +138,6 @@ class Batches:
             multiple=sequence_multiple(layout),
             num_multiple_of=layout.pipeline_model_parallel_size if num_virtual_stages(layout) else 1,
         )
-        mine = []
-        for indices in scheduled.rank(self.data_parallel_rank):
-            mine.append([samples[index] for index in indices.tolist()])
-        return mine
 
 
 def _length_of(sample: Sample, multiple: int) -> int:

@@ -57,14 +57,20 @@ _USE_ANOTHER = "name another checkpoint; or delete this one, and --resume goes o
 _Count = Annotated[int, Field(ge=0)]
 
 
+_Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
+"""A `packing.Entry`."""
+
+
 class _StreamState(BaseModel, strict=True):
-    """Where --streaming stood in its files, as `Stream.state` gives it."""
+    """Where --streaming stood in its files, as `StreamedBatches.state` gives it."""
 
     num_read: _Count
-    rows_per_epoch: _Count | None
+    piece: _Count
+    rows_per_epoch: list[_Count]
+    num_kept: list[_Count]
     num_bad: _Count
-    waiting: list[_Count]
-    ready: list[list[_Count]]
+    waiting: list[_Entry]
+    ready: list[list[_Entry]]
 
 
 class _LoraState(BaseModel, strict=True):

@@ -10,14 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from swiftlite.args.commands import DpoArgs
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.data.batch import Batch
-from swiftlite.data.dataset import Data, Encoder, load_train_val
+from swiftlite.data.dataset import Data, load_train_val
+from swiftlite.data.encoder import ConversationEncoder, Encoder
 from swiftlite.data.rated import mismatch
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import Sampler
 from swiftlite.data.template import ChatTemplate
 from swiftlite.heads import Heads
 from swiftlite.hub.model import local_model
-from swiftlite.model.open import HfModel
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.plan.preference import preference_of, reference_layout
 from swiftlite.plan.run import row_multiple_of
@@ -50,7 +50,7 @@ def prepare(args: DpoArgs, mesh: Mesh) -> phases.Run:
     Raises:
         UserError: also where the reference model or its cache cannot be used.
     """
-    prepared = sft.prepare(args, mesh, load_pairs)
+    prepared = sft.prepare(args, mesh, make_pair_encoder, load_pairs)
     return compare_with_reference(args, prepared) if preference_of(args).needs_reference else prepared
 
 
@@ -73,16 +73,21 @@ def make_trainer(
     return replace(sft.make_trainer(prepared, state, after_step, objective), look_ahead=look_ahead)
 
 
-def load_pairs(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Data:
-    """The rows to train on and those held out, pairs or with --loss_type kto single answers; of each answer the last
-    turn trains.
+def make_pair_encoder(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
+    """The encoder of pairs, or with --loss_type kto of single answers; of each answer the last turn trains."""
+    template = ChatTemplate(tokenizer, "last_round", vocab_size)
+    kind = "rated" if args.loss_type == "kto" else "pairs"
+    return ConversationEncoder(template, args.max_length, args.truncation_strategy, kind)
+
+
+def load_pairs(args: DpoArgs, encoder: Encoder, vocab_size: int) -> Data:
+    """The rows to train on and those held out.
 
     Raises:
         UserError: files or rows that cannot be used.
     """
-    template = ChatTemplate(tokenizer, "last_round", hf_model.config["vocab_size"])
     data = load_train_val(
-        Encoder(template, args.max_length, args.truncation_strategy),
+        encoder,
         args.dataset,
         args.val_dataset,
         split_dataset_ratio=args.split_dataset_ratio,
@@ -90,7 +95,7 @@ def load_pairs(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfMo
         system=args.system,
         num_proc=args.dataset_num_proc,
         seed=args.seed,
-        kind="rated" if args.loss_type == "kto" else "pairs",
+        interleave_prob=args.interleave_prob,
     )
     if args.loss_type != "kto":
         return data

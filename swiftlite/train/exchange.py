@@ -33,16 +33,20 @@ TARGETS: Fields = ALL[1:]
 def gather_lengths(samples: Sequence[Sample], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """Lengths of the samples of every rank of the group, by rank: what `exchange` and a schedule need.
 
-    Where one rank reads for all, `broadcast_counts` gives the same. This is for frameworks in which every data-parallel
-    rank has read samples of its own.
+    For frameworks in which every data-parallel rank has read samples of its own.
     """
+    return gather([len(sample) for sample in samples], group, device)
+
+
+def gather(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """The numbers of every rank of the group, by rank; each may have another number of them."""
     counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    counts[group.rank()] = len(samples)
+    counts[group.rank()] = len(numbers)
     dist.all_reduce(counts, group=group)
-    lengths = torch.zeros(group.size(), int(counts.max()), dtype=torch.int64, device=device)
-    lengths[group.rank(), : len(samples)] = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
-    dist.all_reduce(lengths, group=group)
-    return [row[:count] for row, count in zip(lengths.tolist(), counts.tolist(), strict=True)]
+    gathered = torch.zeros(group.size(), int(counts.max()), dtype=torch.int64, device=device)
+    gathered[group.rank(), : len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(gathered, group=group)
+    return [row[:count] for row, count in zip(gathered.tolist(), counts.tolist(), strict=True)]
 
 
 def exchange(

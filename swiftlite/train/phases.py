@@ -18,6 +18,7 @@ from swiftlite.args.config import write_config
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.dataset import Data
+from swiftlite.data.encoder import Encoder
 from swiftlite.errors import UserError, reason_of
 from swiftlite.hub.commits import check_commits, write_commits
 from swiftlite.hub.model import identity_of, local_model, optional_model
@@ -54,6 +55,7 @@ class Run:
     Attributes:
         hf_model: --model.
         rows: what batch sizes count; none where training rows are read while training goes on.
+        encoder: made the samples of the rows.
         checkpoint: the one to continue from; None for a new run.
         trunk_states: what a trunk that stays says, kept on disk; None computes it each time.
     """
@@ -67,6 +69,7 @@ class Run:
     data: Data
     batches: Batches
     rows: SampleRows
+    encoder: Encoder
     checkpoint: Path | None
     learner: Learner
     trunk_states: TrunkStates | None

@@ -4,14 +4,14 @@ Three names to keep apart: a `Trainable` says which parameters learn, a `Learner
 `Trainer` takes the steps.
 """
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
@@ -20,10 +20,9 @@ from swiftlite.bridge.adapter_files import Base, digest_of
 from swiftlite.bridge.adapter_rows import saved_names
 from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.data import draft_vocab
-from swiftlite.data.dataset import Data, Encoder, load_train_val
-from swiftlite.data.mock import MockSamples, mock_lengths
+from swiftlite.data.dataset import Data
 from swiftlite.data.sampler import Sampler
-from swiftlite.data.stream import Stream
+from swiftlite.data.stream import Readers, Stream
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.families import Family
@@ -33,26 +32,23 @@ from swiftlite.model.build import check_computable
 from swiftlite.model.open import HfModel, read_hf_model
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.kernels import largest_head, this_machine
-from swiftlite.plan.layout import sequence_multiple
 from swiftlite.plan.run import Plan, make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.redact import redact
-from swiftlite.runtime.agreement import digest
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer
+from swiftlite.train.exchange import gather
 from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.learner import Learner, make_learner
 from swiftlite.train.objective import NextTokenObjective, Objective
+from swiftlite.train.rows import LoadData, MakeEncoder, load_data, make_conversation_encoder
 from swiftlite.train.sinks import open_sinks
 from swiftlite.train.source import check_model_links
-from swiftlite.train.streaming import StreamedBatches
+from swiftlite.train.streaming import StreamedBatches, StreamedSteps, reads
 from swiftlite.train.trainer import GetBatches, Trainer
 from swiftlite.train.trunk_states import TrunkStates, open_trunk_states
-
-LoadData = Callable[[Any, PreTrainedTokenizerBase, HfModel], Data]
-"""Reads the data of a run from its options, with its tokenizer and model."""
 
 
 def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
@@ -69,11 +65,13 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         return phases.finish(prepared, outcome)
 
 
-def prepare(args: SftArgs, mesh: Mesh, load: LoadData | None = None) -> phases.Run:
+def prepare(
+    args: SftArgs, mesh: Mesh, make_encoder: MakeEncoder = make_conversation_encoder, load: LoadData = load_data
+) -> phases.Run:
     """Read data and model, and make what trains it; nothing is written but the cache of --cache_trunk_states.
 
     Args:
-        load: reads the data; unset: `load_data`.
+        make_encoder, load: of the command's rows.
 
     Raises:
         UserError: data, model or checkpoint cannot be used, or the ranks do not agree.
@@ -88,7 +86,9 @@ def prepare(args: SftArgs, mesh: Mesh, load: LoadData | None = None) -> phases.R
     trainable = trainable_of(args, plan.heads, plan.lora, saved)
 
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
-    data = (load or load_data)(args, tokenizer, hf_model)
+    vocab_size = hf_model.config["vocab_size"]
+    encoder = make_encoder(args, tokenizer, vocab_size)
+    data = load(args, encoder, vocab_size)
     plan = replace(plan, heads=choose_draft_vocab(args, hf_model, plan.heads, data))
     flops = training_flops(
         hf_model.config,
@@ -120,6 +120,7 @@ def prepare(args: SftArgs, mesh: Mesh, load: LoadData | None = None) -> phases.R
         data=data,
         batches=batches,
         rows=rows,
+        encoder=encoder,
         checkpoint=checkpoint,
         learner=learner,
         trunk_states=open_cache(args, mesh, hf_model, plan, learner, data),
@@ -202,8 +203,7 @@ def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBa
     """Two functions: one gives the micro-batches of a step, the other what a checkpoint keeps of the data."""
     args = run.args
     if args.streaming:
-        stream = open_stream(run, state) if run.is_first_rank else None
-        streamed = StreamedBatches(run.batches, stream, run.mesh)
+        streamed = open_streamed_batches(run, state.get("stream"))
         return streamed.train, streamed.state
     sampler = Sampler(len(run.rows), run.plan.global_batch_size, args.seed, args.dataset_shuffle)
     get_data_state = dict  # empty, because the step alone says which rows the sampler takes
@@ -211,55 +211,29 @@ def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBa
 
 
 def make_held_out(run: phases.Run) -> HeldOut:
-    """The first held-out prompts of the run, for acceptance.json."""
-    args = run.args
+    """The first held-out questions of the run, for acceptance.json."""
     template = ChatTemplate(run.tokenizer)
     prompts = []
-    for conversation in run.data.val_conversations[: args.acceptance_samples]:
+    for conversation in run.data.val_conversations[: run.args.acceptance_samples]:
         asked = conversation.prompt()
         token_ids = template.encode_prompt(asked.messages, asked.tools)
         prompts.append(Prompt(token_ids, asked.messages[-1]["content"], asked.channel or ""))
+    return held_out(run, prompts, stop_token_ids(template, run.hf_model.directory))
+
+
+def held_out(run: phases.Run, prompts: Sequence[Prompt], eos_token_ids: Collection[int | None]) -> HeldOut:
+    """These prompts, to be continued as the run's options say."""
+    args = run.args
     return HeldOut(
         path=run.output_dir / ACCEPTANCE_FILE,
         mesh=run.mesh,
         num_drafts=run.plan.heads.drafts,
         prompts=prompts,
-        eos_token_ids=stop_token_ids(template, run.hf_model.directory),
+        eos_token_ids=eos_token_ids,
         max_new_tokens=args.acceptance_max_new_tokens,
         max_length=run.hf_model.config["max_position_embeddings"],
         tokenizer=run.tokenizer,
     )
-
-
-def load_data(args: SftArgs, tokenizer: PreTrainedTokenizerBase, hf_model: HfModel) -> Data:
-    """The held-out samples and, unless --streaming reads them during training, those to train on.
-
-    Raises:
-        UserError: files or rows that cannot be used.
-    """
-    mock = args.sft_mock_dataset_config_json
-    is_read_here = not args.streaming and mock is None
-    data = load_train_val(
-        make_encoder(args, tokenizer, hf_model.config["vocab_size"]),
-        args.dataset if is_read_here else (),
-        args.val_dataset,
-        split_dataset_ratio=args.split_dataset_ratio if is_read_here else 0,
-        max_bad_rows=args.max_bad_rows,
-        system=args.system,
-        num_proc=args.dataset_num_proc,
-        seed=args.seed,
-    )
-    if mock is None:
-        return data
-    samples = MockSamples(mock_lengths(mock, seed=args.seed), hf_model.config["vocab_size"], args.seed)
-    longest = int(samples.lengths.max())
-    if longest > args.max_length:
-        raise UserError(
-            f"--sft_mock_dataset_config_json: a sample of {longest} tokens, over --max_length {args.max_length}",
-            f"--max_length {longest}",
-        )
-    data.report.train_samples = len(samples)
-    return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))
 
 
 def fed_as_asked(args: SftArgs, family: Family, heads: Heads) -> Heads:
@@ -294,22 +268,20 @@ def choose_draft_vocab(args: SftArgs, hf_model: HfModel, heads: Heads, data: Dat
     return replace(heads, draft_vocab=chosen.ids)
 
 
-def make_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
-    """The encoder that turns rows of the data into samples."""
-    template = ChatTemplate(tokenizer, args.loss_scale, vocab_size)
-    return Encoder(template, args.max_length, args.truncation_strategy)
-
-
-def open_stream(run: phases.Run, state: Mapping[str, Any]) -> Stream:
-    """The packed rows of --streaming, from where a checkpoint's state says."""
-    args = run.args
-    return Stream(
+def open_streamed_batches(run: phases.Run, state: dict[str, Any] | None) -> StreamedBatches:
+    """The rows of --streaming, from where a checkpoint's state says."""
+    if not reads(run.mesh):
+        return StreamedBatches(run.batches, None, None, run.mesh)
+    args, group = run.args, run.mesh.dp
+    stream = Stream(
         args.dataset,
-        make_encoder(args, run.tokenizer, run.hf_model.config["vocab_size"]),
-        run.plan.packing_length,
-        buffer_size=args.streaming_buffer_size,
-        multiple=sequence_multiple(run.plan.layout),
+        copy.deepcopy(run.encoder),  # a thread of the stream uses it, and a tokenizer must not be in use twice
+        readers=Readers(group.rank(), group.size(), partial(gather, group=group, device=run.mesh.device.torch_device)),
+        probabilities=args.interleave_prob,
+        seed=args.seed,
         max_bad_rows=args.max_bad_rows,
         system=args.system,
-        state=state.get("stream"),
+        state=state,
     )
+    steps = StreamedSteps(run.batches, stream, args.streaming_buffer_size, state)
+    return StreamedBatches(run.batches, stream, steps, run.mesh)

@@ -16,6 +16,7 @@ from swiftlite.engines.index import ENGINES
 PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
     "megatron sft": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "cli/main.py"],
+    "megatron pt": ["train", "model", "plan/run.py", "plan/heads.py", "plan/layout.py", "cli/main.py"],
     "megatron dpo": [
         "train",
         "model",

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from swiftlite.data.conversation import parse_row
-from swiftlite.data.dataset import Encoder, load_prompts, load_train_val, split
+from swiftlite.data.dataset import load_prompts, load_train_val, split
+from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.sample import digest
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
@@ -23,7 +24,7 @@ def load(make_tokenizer, files, val_files=(), **options):
 def make_encoder(tokenizer, options):
     """The encoder that some of the options describe, which are taken out."""
     template = ChatTemplate(tokenizer, options.pop("loss_scale", "default"))
-    return Encoder(template, options.pop("max_length", 2048), options.pop("truncation_strategy", "delete"))
+    return ConversationEncoder(template, options.pop("max_length", 2048), options.pop("truncation_strategy", "delete"))
 
 
 def same(first, second) -> bool:
@@ -272,7 +273,7 @@ def test_a_misspelt_file_shows_before_any_is_read(make_tokenizer, write_jsonl, t
 
 def test_rows_that_the_template_refuses_are_bad_rows(make_tokenizer, write_jsonl):
     path = write_jsonl([row(1), dict(row(2), system="s")])
-    encoder = Encoder(ChatTemplate(make_tokenizer(MISTRAL)), 2048, "delete")
+    encoder = ConversationEncoder(ChatTemplate(make_tokenizer(MISTRAL)), 2048, "delete")
     with pytest.raises(UserError, match=r"train.jsonl:2: messages: the chat template fails: Only user"):
         load_train_val(encoder, [path])
     data = load_train_val(encoder, [path], max_bad_rows=1)
@@ -287,7 +288,7 @@ def test_special_tokens_in_what_is_said_are_counted(make_tokenizer, write_jsonl)
     data = load(make_tokenizer, [path])
     assert data.report.notes == [
         f"2 rows have special tokens in what is said; {path}:2 has <|im_end|>: it becomes that token, as in "
-        "transformers, and may end a turn early"
+        "transformers, and may end a turn or a text early"
     ]
     turns = [{"role": "user", "content": rows[1]["query"]}, {"role": "assistant", "content": "a"}]
     ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
@@ -300,11 +301,11 @@ def test_special_tokens_in_what_is_said_are_counted(make_tokenizer, write_jsonl)
 def test_a_token_beyond_the_embedding_names_both_numbers(make_tokenizer, write_jsonl):
     tokenizer = make_tokenizer(CHATML)
     path = write_jsonl([row(0)])
-    encoder = Encoder(ChatTemplate(tokenizer, vocab_size=300), 2048, "delete")
+    encoder = ConversationEncoder(ChatTemplate(tokenizer, vocab_size=300), 2048, "delete")
     largest = int(max(load(make_tokenizer, [path]).train[0].input_ids))
     with pytest.raises(UserError) as caught:
         load_train_val(encoder, [path])
     problem = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond vocab_size 300 of config.json"
     assert str(caught.value).startswith(f"{path}:1: messages: {problem}; the tokenizer has {len(tokenizer)} tokens")
-    encoder = Encoder(ChatTemplate(tokenizer, vocab_size=len(tokenizer)), 2048, "delete")
+    encoder = ConversationEncoder(ChatTemplate(tokenizer, vocab_size=len(tokenizer)), 2048, "delete")
     assert len(load_train_val(encoder, [path]).train) == 1

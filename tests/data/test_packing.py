@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftlite.data.packing import Rows, RowStream, pack, padded
-from swiftlite.data.sample import Sample, make_sample
+from swiftlite.data.packing import Entry, Rows, RowStream, pack, padded
 from swiftlite.errors import UserError
 
 
@@ -87,13 +86,13 @@ def test_sequences_that_no_row_can_hold(lengths, multiple, message):
 # Streams
 
 
-def numbered(lengths) -> list[tuple[int, Sample]]:
-    return [(i, make_sample(np.full(length, i), np.ones(length))) for i, length in enumerate(lengths)]
+def numbered(lengths) -> list[Entry]:
+    return [Entry(i, 0, length) for i, length in enumerate(lengths)]
 
 
 def drain(stream: RowStream) -> list[list[int]]:
-    """Numbers of the samples of each row: every token of a sample is its number."""
-    return [[int(sample.input_ids[0]) for sample in row] for row in stream]
+    """Numbers of the samples of each row."""
+    return [[entry.row for entry in row] for row in stream]
 
 
 @given(
@@ -113,7 +112,7 @@ def test_a_stream_gives_every_sample_once_and_goes_on_from_anywhere(lengths, buf
     rows = [row for _, row in zip(range(cut), first, strict=False)]
     assert len(first.waiting) <= buffer_size
     second = RowStream(source, 32, buffer_size, multiple=multiple, waiting=first.waiting, ready=first.ready)
-    assert [[int(sample.input_ids[0]) for sample in row] for row in rows] + drain(second) == unbroken
+    assert [[entry.row for entry in row] for row in rows] + drain(second) == unbroken
 
 
 def test_a_stream_looks_no_further_ahead_than_its_buffer():

@@ -1,16 +1,21 @@
 """Rows packed from files that are read as they are needed, and continued where another stream stopped."""
 
+import copy
 import itertools
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from swiftlite.args.fields import TruncationStrategy
-from swiftlite.data.dataset import Encoder, load_train_val
-from swiftlite.data.sample import digest
-from swiftlite.data.stream import Stream
+from swiftlite.data.dataset import load_train_val
+from swiftlite.data.encoder import ConversationEncoder
+from swiftlite.data.packing import Entry, RowStream
+from swiftlite.data.sample import Sample, digest
+from swiftlite.data.stream import Readers, Stream
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from tests.data.templates import CHATML
@@ -22,99 +27,191 @@ def row(i: int, words: int = 1) -> dict:
     return {"query": f"What is {i}?", "response": " ".join([f"It is {i}."] * words)}
 
 
+class Rows:
+    """Packed rows of a stream that one reader reads, as training takes them."""
+
+    def __init__(self, stream: Stream, buffer_size: int, state: dict):
+        self.stream = stream
+        self.packed = RowStream(
+            stream,
+            120,
+            buffer_size,
+            waiting=itertools.starmap(Entry, state.get("waiting", ())),
+            ready=[list(itertools.starmap(Entry, row)) for row in state.get("ready", ())],
+        )
+        stream.hold(self.waiting)
+
+    @property
+    def waiting(self) -> list[Entry]:
+        """Samples that have come and were not given."""
+        return [*self.packed.waiting, *itertools.chain(*self.packed.ready)]
+
+    def take(self, number: int) -> list[list[Sample]]:
+        return [self.stream.take(row) for row in itertools.islice(self.packed, number)]
+
+    def state(self) -> dict:
+        written = self.stream.state() | {"waiting": self.packed.waiting, "ready": list(self.packed.ready)}
+        return json.loads(json.dumps(written))
+
+
 @pytest.fixture
-def make_stream(make_tokenizer):
+def make_encoder(make_tokenizer):
     template = ChatTemplate(make_tokenizer(CHATML))
 
-    def make(
-        files, max_length=120, truncation_strategy: TruncationStrategy = "delete", buffer_size=8, **options
-    ) -> Stream:
-        encoder = Encoder(template, max_length, truncation_strategy)
-        return Stream(files, encoder, 120, buffer_size=buffer_size, **options)
+    def make(max_length: int = 120, truncation_strategy: TruncationStrategy = "delete") -> ConversationEncoder:
+        return ConversationEncoder(template, max_length, truncation_strategy)
 
     return make
 
 
-def take(stream: Stream, number: int) -> list:
-    return list(itertools.islice(stream, number))
+@pytest.fixture
+def make_rows(make_encoder):
+    def make(files, buffer_size=8, state=None, max_length=120, truncation_strategy="delete", **options) -> Rows:
+        stream = Stream(files, make_encoder(max_length, truncation_strategy), state=state, **options)
+        return Rows(stream, buffer_size, state or {})
 
-
-def held(stream: Stream) -> list:
-    """Samples that were read and not given."""
-    rows = stream._rows
-    return [sample for _, sample in itertools.chain(rows.waiting, *rows.ready)]
+    return make
 
 
 def sources(rows) -> list[list[str]]:
     return [[sample.source for sample in row] for row in rows]
 
 
-def test_an_epoch_is_what_loading_all_gives(make_stream, make_tokenizer, write_jsonl, tmp_path):
+def test_an_epoch_is_what_loading_all_gives(make_encoder, write_jsonl, tmp_path):
     first = write_jsonl([row(i, i % 7 + 1) for i in range(40)])
     second = str(tmp_path / "more.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(i) for i in range(9)]), second)
-    loaded = load_train_val(Encoder(ChatTemplate(make_tokenizer(CHATML)), 120, "delete"), [first, second])
-    stream = make_stream([first, second], buffer_size=49)
-    seen = {sample.source: sample for sample in [*next(stream), *held(stream)]}
-    assert len(seen) == 49
-    assert digest(seen[sample.source] for sample in loaded.train) == loaded.digest
+    loaded = load_train_val(make_encoder(), [first, second])
+    stream = Stream([first, second], make_encoder())
+    assert digest(stream.take(itertools.islice(stream, 49))) == loaded.digest
 
 
-def test_every_epoch_brings_every_row(make_stream, write_jsonl):
+def test_every_epoch_brings_every_row(make_rows, write_jsonl):
     path = write_jsonl([row(i, i % 5 + 1) for i in range(23)])
-    stream = make_stream([path])
-    given = [source for row in sources(take(stream, 60)) for source in row]
-    given += [sample.source for sample in held(stream)]
+    rows = make_rows([path])
+    given = [source for row in sources(rows.take(60)) for source in row]
+    given += [sample.source for sample in rows.stream.take(rows.waiting)]
     counts = [given.count(f"{path}:{line}") for line in range(1, 24)]
-    assert sum(counts) == stream.num_read
+    assert sum(counts) == rows.stream.num_read + 1  # the last sample has come, its row is not over
     assert max(counts) - min(counts) <= 1
-    assert stream.rows_per_epoch == 23
-    assert stream.num_read > 3 * 23
-    assert all(sum(map(len, row)) <= 120 for row in take(stream, 20))
+    assert rows.stream.rows_per_epoch == [23]
+    assert sum(counts) > 3 * 23
 
 
 @pytest.mark.parametrize("buffer_size", [1, 8, 60])  # the last is more than two epochs
-def test_a_stream_goes_on_bit_for_bit(make_stream, write_jsonl, buffer_size):
+def test_a_stream_goes_on_bit_for_bit(make_rows, write_jsonl, buffer_size):
     rows = [row(i, i % 5 + 1) for i in range(20)]
     path = write_jsonl([*rows[:7], BAD, *rows[7:], row(99, words=60)])
     options = {"buffer_size": buffer_size, "max_bad_rows": 1}
-    unbroken = take(make_stream([path], **options), 70)
+    unbroken = make_rows([path], **options).take(70)
     for cut in (0, 1, 2, 5, 9, 20, 33, 50):
-        stopped = make_stream([path], **options)
-        take(stopped, cut)
-        state = json.loads(json.dumps(stopped.state()))
-        resumed = make_stream([path], **options, state=state)
+        stopped = make_rows([path], **options)
+        stopped.take(cut)
+        state = stopped.state()
+        resumed = make_rows([path], **options, state=state)
         assert resumed.state() == state
-        rest = take(resumed, 70 - cut)
+        rest = resumed.take(70 - cut)
         assert sources(rest) == sources(unbroken[cut:])
         assert digest(itertools.chain(*rest)) == digest(itertools.chain(*unbroken[cut:]))
     assert [s.source for r in unbroken for s in r].count(f"{path}:8") == 0
 
 
-def test_only_what_waits_is_tokenized_again(make_stream, write_jsonl, monkeypatch):
+class Meeting:
+    """Readers in threads that tell each other numbers."""
+
+    def __init__(self, size: int):
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._said: list[list[int]] = [[]] * size
+
+    def reader(self, rank: int) -> Readers:
+        def gather(numbers: list[int]) -> list[list[int]]:
+            self._said[rank] = numbers
+            self._barrier.wait()
+            everyone = list(self._said)
+            self._barrier.wait()
+            return everyone
+
+        return Readers(rank, len(self._said), gather)
+
+
+def read_together(files, make_encoder, size: int, number: int, **options) -> list[tuple[list[Entry], list[Sample]]]:
+    """The first entries as each reader of `size` sees them, and the samples that it has."""
+    meeting = Meeting(size)
+
+    def read(rank: int) -> tuple[list[Entry], list[Sample]]:
+        stream = Stream(files, copy.deepcopy(make_encoder()), readers=meeting.reader(rank), **options)
+        entries = list(itertools.islice(stream, number))
+        return entries, stream.take(entries)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(read, range(size)))
+
+
+def test_several_readers_see_the_same_and_share_the_samples(make_encoder, write_jsonl):
+    files = [write_jsonl([row(i, i % 5 + 1) for i in range(60)] + [BAD]), write_jsonl([row(7)] * 30, "more.jsonl")]
+    options = {"probabilities": [3, 1], "seed": 5, "max_bad_rows": 1}
+    ((alone, samples),) = read_together(files, make_encoder, 1, 200, **options)
+    for size in (2, 3):
+        parts = read_together(files, make_encoder, size, 200, **options)
+        assert [entries for entries, _ in parts] == [alone] * size
+        by_place = [(entry.row, sample) for entry, sample in zip(alone, samples, strict=True)]
+        for rank, (_, own) in enumerate(parts):
+            assert digest(own) == digest(sample for number, sample in by_place if number % size == rank)
+
+
+def test_all_readers_name_the_bad_row_of_one(make_encoder, write_jsonl):
+    path = write_jsonl([row(1), row(2), BAD, row(3)])
+    meeting = Meeting(2)
+
+    def read(rank: int) -> str:
+        with pytest.raises(UserError) as caught:
+            list(itertools.islice(Stream([path], copy.deepcopy(make_encoder()), readers=meeting.reader(rank)), 9))
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        messages = list(pool.map(read, range(2)))
+    assert messages == [f"{path}:3: response: is empty\n    --max_bad_rows 1 leaves it out, but no more after it"] * 2
+
+
+def test_shares_of_files(make_encoder, write_jsonl):
+    files = [write_jsonl([row(i) for i in range(100)], f"{name}.jsonl") for name in "ab"]
+    stream = Stream(files, make_encoder(), probabilities=[0.8, 0.2], seed=3)
+    samples = stream.take(itertools.islice(stream, 2000))
+    of_first = [sample.source for sample in samples if sample.source.startswith(files[0])]
+    # 1,600 draws are wanted; the deviation of 2,000 draws is 18.
+    assert abs(len(of_first) - 1600) < 4 * 18
+    assert of_first[:200] == [f"{files[0]}:{line}" for line in range(1, 101)] * 2  # each file in its order, and again
+
+
+def test_only_what_waits_is_tokenized_again(make_rows, write_jsonl, monkeypatch):
     path = write_jsonl([row(i) for i in range(200)])
-    stream = make_stream([path])
-    take(stream, 25)
-    state = stream.state()
+    rows = make_rows([path])
+    rows.take(25)
+    state = rows.state()
     encoded = []
-    encode = Encoder.__call__
-    monkeypatch.setattr(Encoder, "__call__", lambda self, turns: encoded.append(turns) or encode(self, turns))
-    make_stream([path], state=state)
-    assert len(encoded) == len(state["waiting"]) + sum(map(len, state["ready"])) < 20 < state["num_read"]
+    encode = ConversationEncoder.__call__
+
+    def count(self, turns):
+        encoded.append(turns)
+        return encode(self, turns)
+
+    monkeypatch.setattr(ConversationEncoder, "__call__", count)
+    resumed = make_rows([path], state=state)
+    assert len(encoded) == len(resumed.waiting) < 20 < state["num_read"]
 
 
-def test_no_more_is_read_than_the_buffer_holds(make_stream, write_jsonl):
-    stream = make_stream([write_jsonl([row(i) for i in range(20)] + ["{"])])
-    next(stream)
-    assert stream.num_read == 8  # the broken line was not reached
+def test_a_row_is_bad_when_it_is_reached(make_rows, write_jsonl):
+    rows = make_rows([write_jsonl([row(i) for i in range(20)] + ["{"])])
+    rows.take(1)
+    assert rows.stream.num_read == 7  # seven rows, and the sample of the eighth; the broken line was not reached
 
 
-def test_bad_rows_count_once_not_in_every_epoch(make_stream, write_jsonl):
+def test_bad_rows_count_once_not_in_every_epoch(make_rows, write_jsonl):
     path = write_jsonl([row(1), BAD, row(2), "{"])
-    take(make_stream([path], max_bad_rows=2), 30)
-    stream = make_stream([path], max_bad_rows=1)
+    make_rows([path], max_bad_rows=2).take(30)
+    rows = make_rows([path], max_bad_rows=1)
     with pytest.raises(UserError) as caught:
-        take(stream, 30)
+        rows.take(30)
     assert str(caught.value) == (
         f"{path}:4: column 2: not JSON: Expecting property name enclosed in double quotes; 1 before it were left out\n"
         "    --max_bad_rows 2 leaves it out, but no more after it"
@@ -138,29 +235,27 @@ def test_bad_rows_count_once_not_in_every_epoch(make_stream, write_jsonl):
         ),
     ],
 )
-def test_what_a_person_is_told(make_stream, make_tokenizer, write_jsonl, rows, options, message):
+def test_what_a_person_is_told(make_rows, make_encoder, write_jsonl, rows, options, message):
     path = write_jsonl(rows)
     with pytest.raises(UserError) as caught:
-        take(make_stream([path], **options), 3)
-    encoder = Encoder(ChatTemplate(make_tokenizer(CHATML)), 2048, "delete")
-    [*_, last] = load_train_val(encoder, [write_jsonl([row(2, 20)], "one.jsonl")]).train
+        make_rows([path], **options).take(3)
+    [*_, last] = load_train_val(make_encoder(2048), [write_jsonl([row(2, 20)], "one.jsonl")]).train
     assert str(caught.value).startswith(message.replace("FILE", path).replace("LENGTH", str(len(last))))
 
 
 @pytest.mark.parametrize("now", [[row(i) for i in range(4)], [BAD] * 12])
-def test_files_that_have_changed(make_stream, write_jsonl, now):
+def test_files_that_have_changed(make_rows, write_jsonl, now):
     path = write_jsonl([row(i) for i in range(12)])
-    stream = make_stream([path])
-    take(stream, 2)
+    rows = make_rows([path])
+    rows.take(2)
     write_jsonl(now)
     with pytest.raises(UserError, match="is not what this run has read before\n    resume with the same files"):
-        make_stream([path], state=stream.state())
+        make_rows([path], state=rows.state())
 
 
-def test_the_first_row_with_a_special_token_is_named(make_stream, write_jsonl, caplog):
+def test_the_first_row_with_a_special_token_is_named(make_rows, write_jsonl, caplog):
     said = {"query": "q", "response": "a <|im_end|> b"}
     path = write_jsonl([row(0), said, said])
-    stream = make_stream([path], buffer_size=6)
-    take(stream, 3)
+    make_rows([path], buffer_size=6).take(3)
     (message,) = caplog.messages
     assert message.startswith(f"{path}:2 has <|im_end|>: ")

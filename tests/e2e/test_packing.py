@@ -1,6 +1,7 @@
 """Packing as a command: streaming at several layouts, resumed, and random tokens of given lengths."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,27 +12,43 @@ pytestmark = pytest.mark.gloo
 STREAMED = ["--packing", "--max_length", 64, "--packing_length", 96, "--streaming", "--streaming_buffer_size", 8]
 
 
-def test_a_streamed_run_is_the_same_at_other_layouts_and_goes_on_bit_for_bit(commands, sft, tmp_path):
-    """40 rows, some 3 of them in a packed one, so that 12 steps of 4 pass over the file more than once."""
-    options = [*sft, *STREAMED, "--split_dataset_ratio", 0, "--micro_batch_size", 1]
+BALANCED = ["--sequence_packing_scheduler", "dp_balanced"]
+PP2 = ["--pipeline_model_parallel_size", 2]
+
+
+def stream_state(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "trainer_state.json").read_text())["stream"]
+
+
+@pytest.mark.parametrize(
+    ("packing", "layouts"),
+    [([], {"dp2": ([], 2), "pp2": (PP2, 2)}), (BALANCED, {"dp2": ([], 2), "dp2 pp2": (PP2, 4)})],
+    ids=["rows", "dp_balanced"],
+)
+def test_a_streamed_run_is_the_same_at_other_layouts_and_goes_on_bit_for_bit(commands, sft, tmp_path, packing, layouts):
+    """40 rows, some 3 of them in a packed one, so that 12 steps of 4 rows pass over the file more than once."""
+    options = [*sft, *STREAMED, *packing, "--split_dataset_ratio", 0, "--micro_batch_size", 1]
+    options += ["--lr_decay_style", "constant"]
     commands.ok(*options, "--output_dir", tmp_path / "alone")
-    for name, layout in (("dp2", []), ("pp2", ["--pipeline_model_parallel_size", 2])):
-        commands.ok(*options, *layout, "--output_dir", tmp_path / name, processes=2)
+    for name, (layout, processes) in layouts.items():
+        commands.ok(*options, *layout, "--output_dir", tmp_path / name, processes=processes)
         for one, two in zip(read_metrics(tmp_path / "alone"), read_metrics(tmp_path / name), strict=True):
             # Sums over ranks have another order; twelve steps carry their rounding on.
             assert two == pytest.approx(one, rel=1e-4)
             assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        # One reader or two: they stand at the same sample.
+        states = [stream_state(tmp_path / run / "checkpoint-12") for run in ("alone", name)]
+        assert states[0] == states[1]
 
+    whole, (layout, processes) = list(layouts.items())[-1]
     stopped = tmp_path / "stopped"
-    commands.ok(*options, "--train_iters", 8, "--lr_decay_style", "constant", "--output_dir", stopped, processes=2)
-    state = json.loads((stopped / "checkpoint-8" / "trainer_state.json").read_text())["stream"]
-    assert state["num_read"] > 8 * 4
-    whole = tmp_path / "whole"
-    commands.ok(*options, "--lr_decay_style", "constant", "--output_dir", whole, processes=2)
+    here = [*options, *layout, "--output_dir", stopped]
+    commands.ok(*here, "--train_iters", 8, processes=processes)
+    assert stream_state(stopped / "checkpoint-8")["num_read"] >= 8 * 4 - 1  # the row of the last sample is not over
     # The warm-up is a part of the steps: 12 of them from here on.
-    resumed = commands.ok(*options, "--lr_decay_style", "constant", "--output_dir", stopped, "--resume", processes=2)
+    resumed = commands.ok(*here, "--resume", processes=processes)
     assert "going on from" in resumed.stderr
-    assert read_metrics(stopped)[8:] == read_metrics(whole)[8:]
+    assert read_metrics(stopped)[8:] == read_metrics(tmp_path / whole)[8:]
 
 
 def test_mock_data_under_the_scheduler(commands, sft, tmp_path, model):

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from transformers import PreTrainedTokenizerFast
 
 from swiftlite.data.conversation import parse_row
-from swiftlite.data.dataset import Encoder
+from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.template import ChatTemplate
 from tests.data.templates import CHATML, train_bytes
 from tests.faults.fuzzing import answer, fuzz
@@ -58,8 +58,8 @@ def assert_every_row_is_encoded_or_bad(tokenizer: PreTrainedTokenizerFast, chat_
     if template is None:
         return
     for row in ROWS:
-        encoded = Encoder(template, 2048, "delete")(parse_row(row, source="rows.jsonl:1"))
-        assert encoded.sample is not None or encoded.bad is not None
+        encoded = ConversationEncoder(template, 2048, "delete")(parse_row(row, source="rows.jsonl:1"))
+        assert encoded.samples or encoded.bad is not None
         conversation = parse_row(row, source="rows.jsonl:1").prompt()
         answer(template.encode_prompt, conversation.messages, conversation.tools)
 

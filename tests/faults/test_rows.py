@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 
 from swiftlite.data.conversation import FIELDS, ORDER, SHAREGPT_ROLES
-from swiftlite.data.dataset import Encoder
+from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.sources import FileRows, find_rows, read_rows
 from swiftlite.data.template import ChatTemplate
 from tests.data.templates import CHATML, QWEN3, train_bytes
@@ -46,16 +46,16 @@ rows = st.one_of(st.dictionaries(st.one_of(st.sampled_from(sorted(FIELDS)), text
 
 
 @pytest.fixture(scope="module", params=[CHATML, QWEN3], ids=["chatml", "qwen3"])
-def encoder(request) -> Encoder:
+def encoder(request) -> ConversationEncoder:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=train_bytes(), eos_token="<|endoftext|>", chat_template=request.param
     )
-    return Encoder(ChatTemplate(tokenizer, vocab_size=len(tokenizer)), 2048, "delete")
+    return ConversationEncoder(ChatTemplate(tokenizer, vocab_size=len(tokenizer)), 2048, "delete")
 
 
-def check(path: Path, encoder: Encoder) -> None:
+def check(path: Path, encoder: ConversationEncoder) -> None:
     """Every row of the file has gone somewhere, and what went to training can train."""
     read = answer(read_rows, find_rows(str(path)), names=str(path))
     if read is None:
@@ -69,9 +69,9 @@ def check(path: Path, encoder: Encoder) -> None:
         encoded = encoder(conversation)
         if encoded.bad:
             assert encoded.bad.source.startswith(f"{path}:")
-        elif encoded.sample is not None:
-            assert encoded.sample.num_trained_tokens
-            assert np.isfinite(encoded.sample.loss_scale).all()
+        elif encoded.samples:
+            assert encoded.samples[0].num_trained_tokens
+            assert np.isfinite(encoded.samples[0].loss_scale).all()
 
 
 def row_with(**turn: object) -> dict:

@@ -155,7 +155,7 @@ class Logits(TorchDispatchMode):
 def hold_both(args: DpoArgs) -> dict[str, int]:
     """Bytes of what this rank holds while the reference model is asked, by names of `AskingMemory`."""
     with phases.open_session(args) as mesh:
-        run = sft.prepare(args, mesh, dpo.load_pairs)
+        run = sft.prepare(args, mesh, dpo.make_pair_encoder, dpo.load_pairs)
         reference = dpo.open_reference(args, run)
         chunks = reference.open()
         config = run.hf_model.config

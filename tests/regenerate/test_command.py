@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftlite.args.commands import RegenerateArgs
-from swiftlite.data.dataset import Encoder, load_train_val
+from swiftlite.data.dataset import load_train_val
+from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.regenerate.command import run
@@ -97,7 +98,7 @@ def test_every_turn_is_answered_on_top_of_those_before_it(model, dataset, tmp_pa
 def test_the_result_is_a_dataset_for_sft(model, dataset, tmp_path):
     run(args(model, dataset, temperature=0.9, num_answers=2, gold_fraction=0.5))
     result = tmp_path / "out/dataset.jsonl"
-    encoder = Encoder(ChatTemplate(load_tokenizer(model)), 512, "delete")
+    encoder = ConversationEncoder(ChatTemplate(load_tokenizer(model)), 512, "delete")
     data = load_train_val(encoder, [str(result)])
     rows = read(result)
     assert len(data.train) == len(rows) == 9

@@ -29,7 +29,7 @@ MOCK = {
         ({"dataset": ["train.jsonl#"]}, "--dataset train.jsonl#: after # comes", "train.jsonl#500"),
         ({"dataset": ["."]}, "--dataset . is a directory", "name the files: train.jsonl val.jsonl"),
         ({"dataset": ["plain"]}, "--dataset plain is a directory", "config.json"),
-        ({"dataset": ["plain/model.safetensors"]}, "ends in none of .jsonl, .json, .parquet, .csv", "JSON lines"),
+        ({"dataset": ["plain/model.safetensors"]}, "ends in none of .jsonl, .json, .parquet, .csv, .txt", "JSON lines"),
         (
             {"dataset": ["run/alpaca"]},
             "--dataset run/alpaca does not exist",
@@ -68,6 +68,7 @@ def test_an_empty_file_is_no_dataset(here):
         {"packing": True, "packing_length": 8192},
         {"padding_free": True},
         {"packing": True, "sequence_packing_scheduler": "dp_balanced", "global_batch_size": 17},
+        {"dataset": ["train.jsonl", "val.jsonl"], "interleave_prob": [0.7, 0.3]},
         {"packing": True, "packing_length": 4096, "sft_mock_dataset_config_json": MOCK, "dataset": []},
     ],
 )
@@ -99,9 +100,29 @@ def test_good_options_pass_without_a_note(here, change):
             "add --train_iters N",
         ),
         (
-            {"streaming": True, "packing": True, "train_iters": 3, "sequence_packing_scheduler": "dp_balanced"},
-            "--streaming with --sequence_packing_scheduler dp_balanced: streamed rows are packed as they are read",
-            "leave --sequence_packing_scheduler out",
+            {"interleave_prob": [0.5, 0.5]},
+            "--interleave_prob 0.5 0.5: 2 shares of 1 --dataset",
+            "give one number for each of several files, such as --interleave_prob 0.7 0.3",
+        ),
+        (
+            {"interleave_prob": [1.0], "dataset": ["train.jsonl"]},
+            "--interleave_prob 1: 1 shares of 1 --dataset",
+            "give one number for each of several files, such as --interleave_prob 0.7 0.3",
+        ),
+        (
+            {"interleave_prob": [1.0, 0.0], "dataset": ["train.jsonl", "val.jsonl"]},
+            "--interleave_prob 1 0: each share must be a number above 0",
+            "leave out what is not to be read",
+        ),
+        (
+            {"interleave_prob": [1.0, 1.0], "dataset": ["train.jsonl", "train.jsonl"]},
+            "--interleave_prob with a file that --dataset names twice",
+            "name it once, with a larger share",
+        ),
+        (
+            {"interleave_prob": [1.0, 1.0], "dataset": [], "sft_mock_dataset_config_json": MOCK},
+            "--interleave_prob mixes files of --dataset, not random tokens",
+            "leave --interleave_prob out",
         ),
         (
             {"sft_mock_dataset_config_json": MOCK},

@@ -1,0 +1,198 @@
+"""Rows to samples: what encoding a row depends on, and the processes that share the work."""
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.args.fields import TruncationStrategy
+from swiftlite.data.conversation import BadRow, Conversation, RowError
+from swiftlite.data.sample import Sample, join, make_sample, truncate
+from swiftlite.data.sources import RowKind
+from swiftlite.data.template import ChatTemplate, check_ids, special_tokens_of
+from swiftlite.errors import UserError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What became of one row; neither samples nor bad means too long."""
+
+    length: int = 0  # before truncation; of a pair, of its longer answer
+    samples: tuple[Sample, ...] = ()  # several where a long row is split
+    bad: BadRow | None = None
+    source: str = ""
+    special_token: str = ""
+    """One that stands in what somebody says."""
+
+
+class Encoder(Protocol):
+    """Everything that encoding one row depends on; travels to the worker processes once.
+
+    Attributes:
+        kind: what rows are, see `sources.read_rows`.
+        max_length: in tokens.
+        truncation_strategy: for rows over `max_length`. A row that keeps no label is too long.
+    """
+
+    @property
+    def kind(self) -> RowKind: ...
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def truncation_strategy(self) -> TruncationStrategy: ...
+    def __call__(self, row: Conversation) -> Encoded: ...
+
+
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """An `Encoder` of conversations, by the tokenizer's chat template."""
+
+    template: ChatTemplate
+    max_length: int
+    truncation_strategy: TruncationStrategy
+    kind: RowKind = "turns"
+
+    def __call__(self, row: Conversation) -> Encoded:
+        source = row.source
+        try:
+            answers = self._answers(row)
+        except RowError as error:
+            return Encoded(bad=BadRow(source, error.problem, error.hint), source=source)
+        length = max(map(len, answers))
+        special_token = self.template.special_token_in(row)
+        if length <= self.max_length:
+            return Encoded(length, self._join(answers, row), source=source, special_token=special_token)
+        if self.truncation_strategy in ("left", "right"):
+            answers = [truncate(answer, self.max_length, self.truncation_strategy) for answer in answers]
+            if all(answer.num_trained_tokens for answer in answers) and not _are_equal(answers):
+                return Encoded(length, self._join(answers, row), source=source, special_token=special_token)
+        return Encoded(length, source=source)
+
+    def _join(self, answers: Sequence[Sample], row: Conversation) -> tuple[Sample]:
+        return (replace(join(answers), desirable=row.desirable),)
+
+    def _answers(self, row: Conversation) -> list[Sample]:
+        """The sample of the row, or both of a pair.
+
+        Raises:
+            RowError: as `ChatTemplate.encode`; the answers of a pair are equal as tokens.
+        """
+        answers = [self.template.encode(row)]
+        if row.rejected is not None:
+            answers.append(self.template.encode(row.other()))
+        if _are_equal(answers):
+            raise RowError("row", "its two answers are the same tokens: a tie teaches nothing", "leave the row out")
+        return answers
+
+
+def _are_equal(answers: Sequence[Sample]) -> bool:
+    """Whether the two samples of a pair are one and the same; a sample alone is none."""
+    return len(answers) > 1 and np.array_equal(answers[0].input_ids, answers[1].input_ids)
+
+
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """An `Encoder` of documents: each is tokens of its own, without a template, and a long one is several samples.
+
+    Attributes:
+        tokenizer: encodes a document as it would any text, with its token for the beginning if it has one.
+        vocab_size: tokens that the model has an embedding of.
+        append_eos: whether each document ends with the tokenizer's eos token.
+
+    Raises:
+        UserError: there is no eos token to append.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    max_length: int
+    truncation_strategy: TruncationStrategy = "split"
+    append_eos: bool = True
+    kind: RowKind = "documents"
+
+    def __post_init__(self) -> None:
+        if self.append_eos and self.tokenizer.eos_token_id is None:
+            raise UserError(
+                "the tokenizer of this model has no eos token to put behind documents",
+                "name one in its tokenizer_config.json, or --append_eos false",
+            )
+
+    @cached_property
+    def _special_tokens(self) -> Any:
+        return special_tokens_of(self.tokenizer)
+
+    def __call__(self, row: Conversation) -> Encoded:
+        text = row.messages[0]["content"]
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        if self.append_eos and ids[-1:] != [self.tokenizer.eos_token_id]:
+            ids.append(self.tokenizer.eos_token_id)
+        try:
+            check_ids(ids, self.tokenizer, self.vocab_size, "text")
+            if len(ids) < 2:
+                raise RowError("text", "is one token, before which there is nothing to learn it from")
+        except RowError as error:
+            return Encoded(bad=BadRow(row.source, error.problem, error.hint), source=row.source)
+        document = make_sample(ids, np.ones(len(ids)), row.source, row.channel)
+        found = self._special_tokens.search(text)
+        return Encoded(len(ids), self._cut(document), source=row.source, special_token=found[0] if found else "")
+
+    def _cut(self, document: Sample) -> tuple[Sample, ...]:
+        if len(document) <= self.max_length:
+            return (document,)
+        if self.truncation_strategy == "split":
+            return split(document, self.max_length)
+        if self.truncation_strategy in ("left", "right"):
+            return (truncate(document, self.max_length, self.truncation_strategy),)
+        return ()
+
+
+def split(document: Sample, max_length: int) -> tuple[Sample, ...]:
+    """A document in pieces of at most `max_length` tokens, each of which begins with the last token of the one before.
+
+    So every token but the first of the document is a label exactly once.
+
+    Example: tokens `a b c d e f` in pieces of 3 are `a b c`, `c d e`, `e f`, with labels `b c`, `d e`, `f`.
+
+    Args:
+        max_length: at least 2.
+    """
+    pieces = []
+    for start in range(0, len(document) - 1, max_length - 1):
+        ids = document.input_ids[start : start + max_length]
+        pieces.append(make_sample(ids, np.ones(len(ids)), document.source, document.channel))
+    return tuple(pieces)
+
+
+def special_token_note(row: Encoded) -> str:
+    """Where a special token stands, and what becomes of it."""
+    becomes = "it becomes that token, as in transformers, and may end a turn or a text early"
+    return f"{row.source} has {row.special_token}: {becomes}"
+
+
+_encoder: Encoder | None = None  # in a worker process, where `_start_worker` puts it
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _encoder
+    _encoder = encoder
+
+
+def _encode_in_worker(row: Conversation) -> Encoded:
+    assert _encoder is not None
+    return _encoder(row)
+
+
+def encode_all(encoder: Encoder, rows: list[Conversation], num_proc: int) -> Iterator[Encoded]:
+    """Encoded rows, in order."""
+    if num_proc <= 1:
+        yield from map(encoder, rows)
+        return
+    # spawn: a fork of a process in which torch or tokenizers has started threads can hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=(encoder,)) as pool:
+        yield from pool.map(_encode_in_worker, rows, chunksize=64)

@@ -1,0 +1,72 @@
+"""Which file the next row comes from, where --interleave_prob mixes several: drawn by a seed, the same everywhere."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+BLOCK = 1024
+"""Rows that are drawn at once, each block from a seed of its own, so that any row can be looked up."""
+
+
+class Mixture:
+    """Numbers of rows to parts and places: row 7 of the mixture may be row 2 of part 1.
+
+    Args:
+        probabilities: of each part, of which only the ratios count; none is one part that has all rows.
+        seed: at least 0.
+    """
+
+    def __init__(self, probabilities: Sequence[float] = (), seed: int = 0):
+        given = np.array(probabilities or [1.0])
+        self._probabilities = given / given.sum()
+        self._seed = seed
+        self._block = lru_cache(maxsize=4)(self._draw)  # rows come in order, from one block for long
+        self._counts = [np.zeros(len(given), np.int64)]  # rows of each part before each block
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._probabilities)
+
+    def part(self, row: int) -> int:
+        """The part that a row is of."""
+        return int(self._block(row // BLOCK)[row % BLOCK])
+
+    def counts(self, row: int) -> list[int]:
+        """Rows of each part among the first `row` ones."""
+        block, rest = divmod(row, BLOCK)
+        while len(self._counts) <= block:
+            drawn = np.bincount(self._block(len(self._counts) - 1), minlength=self.num_parts)
+            self._counts.append(self._counts[-1] + drawn)
+        inside = np.bincount(self._block(block)[:rest], minlength=self.num_parts)
+        return (self._counts[block] + inside).tolist()
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The part of a row, and how many rows of that part come before it."""
+        part = self.part(row)
+        return part, self.counts(row)[part]
+
+    def _draw(self, block: int) -> np.ndarray:
+        if self.num_parts == 1:
+            return np.zeros(BLOCK, np.int64)
+        # RandomState, because numpy promises its stream for good and Generator's only within a version.
+        random = np.random.RandomState([self._seed, block])
+        return random.choice(self.num_parts, BLOCK, p=self._probabilities)
+
+
+def interleave(lengths: Sequence[int], mixture: Mixture) -> list[tuple[int, int]]:
+    """(part, place) of the rows that are taken until a part that is drawn has no more.
+
+    Example: parts of 3 and 1 rows, drawn 0, 1, 0, 1, ...: rows 0 of part 0, 0 of part 1 and 1 of part 0 are taken.
+
+    Args:
+        lengths: rows of each part.
+    """
+    taken: list[tuple[int, int]] = []
+    num_taken = [0] * mixture.num_parts
+    while True:
+        part = mixture.part(len(taken))
+        if num_taken[part] == lengths[part]:
+            return taken
+        taken.append((part, num_taken[part]))
+        num_taken[part] += 1

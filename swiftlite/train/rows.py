@@ -1,0 +1,58 @@
+"""The rows of a training command: what makes samples of them, and reading them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.data.dataset import Data, load_train_val
+from swiftlite.data.encoder import ConversationEncoder, Encoder
+from swiftlite.data.mock import MockSamples, mock_lengths
+from swiftlite.data.template import ChatTemplate
+from swiftlite.errors import UserError
+from swiftlite.runtime.agreement import digest
+
+MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, int], Encoder]
+"""Makes what turns rows into samples, from the options, the tokenizer and the size of the vocabulary."""
+LoadData = Callable[[Any, Encoder, int], Data]
+"""Reads the data of a run from its options, with the encoder and the size of the vocabulary."""
+
+
+def make_conversation_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
+    """The encoder of rows with conversations."""
+    template = ChatTemplate(tokenizer, args.loss_scale, vocab_size)
+    return ConversationEncoder(template, args.max_length, args.truncation_strategy)
+
+
+def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
+    """The held-out samples and, unless --streaming reads them during training, those to train on.
+
+    Raises:
+        UserError: files or rows that cannot be used.
+    """
+    mock = args.sft_mock_dataset_config_json
+    is_read_here = not args.streaming and mock is None
+    data = load_train_val(
+        encoder,
+        args.dataset if is_read_here else (),
+        args.val_dataset,
+        split_dataset_ratio=args.split_dataset_ratio if is_read_here else 0,
+        max_bad_rows=args.max_bad_rows,
+        system=args.system,
+        num_proc=args.dataset_num_proc,
+        seed=args.seed,
+        interleave_prob=args.interleave_prob if is_read_here else (),
+    )
+    if mock is None:
+        return data
+    samples = MockSamples(mock_lengths(mock, seed=args.seed), vocab_size, args.seed)
+    longest = int(samples.lengths.max())
+    if longest > args.max_length:
+        raise UserError(
+            f"--sft_mock_dataset_config_json: a sample of {longest} tokens, over --max_length {args.max_length}",
+            f"--max_length {longest}",
+        )
+    data.report.train_samples = len(samples)
+    return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))

@@ -1,0 +1,38 @@
+"""Rules of `megatron pt`: each message, and that a usual command breaks none."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swiftlite import rules
+from swiftlite.args.commands import PtArgs
+from tests.rules.good import SFT, problems_of
+
+PT = PtArgs(model="plain", dataset=["train.jsonl"], output_dir="out")
+
+
+def test_good_options_pass(here):
+    assert rules.check(PT) == []
+    rules.check(replace(PT, streaming=True, train_iters=3, sequence_packing_scheduler="dp_balanced"))
+    rules.check(replace(PT, packing=False, truncation_strategy="right", append_eos=False))
+    Path("book.txt").write_text("a text")
+    rules.check(replace(PT, dataset=["book.txt", "train.jsonl"], interleave_prob=[3, 1]))
+
+
+@pytest.mark.parametrize(
+    ("args", "problem", "hint"),
+    [
+        (replace(PT, loss_scale="all"), "--loss_scale is no option of megatron pt: all tokens", "leave"),
+        (replace(PT, system="Be brief."), "--system is no option of megatron pt: documents have no turns", "leave"),
+        (
+            replace(SFT, truncation_strategy="split"),
+            "--truncation_strategy split: the rest of a conversation would answer what it no longer holds",
+            "megatron pt",
+        ),
+    ],
+)
+def test_problems(here, args, problem, hint):
+    ((found, advice),) = problems_of(args)
+    assert problem in found
+    assert hint in advice
