@@ -29,7 +29,7 @@ option. A YAML or JSON file may come first, and options after it override it:
 A run saves its resolved options as `args.json`, which runs again in the same way.
 
 `NPROC_PER_NODE`, `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` in the environment start `megatron sft`,
-`megatron dpo` and `export` as several processes through torchrun:
+`megatron pt`, `megatron dpo` and `export` as several processes through torchrun:
 
     NPROC_PER_NODE=2 swiftlite megatron sft run.yaml
 """,
@@ -45,7 +45,7 @@ A run saves its resolved options as `args.json`, which runs again in the same wa
 每次训练都会把解析后的选项保存为 `args.json`，可以用同样的方式再次运行。
 
 环境变量 `NPROC_PER_NODE`、`NNODES`、`NODE_RANK`、`MASTER_ADDR` 和 `MASTER_PORT` 会通过 torchrun 以多进程方式启动
-`megatron sft`、`megatron dpo` 和 `export`：
+`megatron sft`、`megatron pt`、`megatron dpo` 和 `export`：
 
     NPROC_PER_NODE=2 swiftlite megatron sft run.yaml
 """,

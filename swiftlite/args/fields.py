@@ -115,8 +115,8 @@ class DataArgs:
     """Data"""
 
     dataset: list[str] = field(default_factory=list)
-    """Files (.jsonl, .json, .parquet, .csv) or datasets of the hub (ORG/NAME:SUBSET/SPLIT@REVISION; ORG/NAME is the
-    split train of main). #500 behind one takes a random sample of 500 rows. Several are mixed."""
+    """Files (.jsonl, .json, .parquet, .csv, .txt) or datasets of the hub (ORG/NAME:SUBSET/SPLIT@REVISION; ORG/NAME is
+    the split train of main). #500 behind one takes a random sample of 500 rows. Several are mixed."""
     val_dataset: list[str] = field(default_factory=list)
     """Held-out files or datasets of the hub. Unset: split from --dataset by --split_dataset_ratio."""
     split_dataset_ratio: bounds.ProperFraction = 0.05
@@ -153,7 +153,8 @@ class PackingArgs:
     """dp_balanced: with --packing, pack the samples of each step anew, so that all data-parallel ranks have as much
     work; --global_batch_size then counts samples, and micro-batches are as many as are needed."""
     streaming: bool = False
-    """Read, tokenize and pack while training goes on, in the order of the files; needs --packing and --train_iters."""
+    """Read, tokenize and pack while training goes on, in the order of the files, a share of the rows on each
+    data-parallel rank; needs --packing and --train_iters."""
     interleave_prob: list[float] = field(default_factory=list)
     """Shares of the rows that come from each of several --dataset, such as 0.7 0.3. Unset: all rows of all of them. An
     epoch ends with the first file that has no more rows; with --streaming each file begins again."""

@@ -25,7 +25,7 @@ from swiftlite.log import logger
 
 CHUNK_ROWS = 32
 """Rows that a reader reads before the readers tell each other the lengths."""
-CHUNKS_AHEAD = 2
+CHUNKS_AHEAD = 4
 
 Gather = Callable[[list[int]], list[list[int]]]
 """Gives every reader the numbers of each, by rank; collective."""
@@ -340,12 +340,15 @@ def _parts_of(files: Sequence[str], num_parts: int) -> list[list[DataFile]]:
 
 def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     """The same chunks, each read in a thread before it is asked for."""
-    with ThreadPoolExecutor(1, "reads --dataset") as pool:
-        pending = deque(pool.submit(next, chunks) for _ in range(CHUNKS_AHEAD))
+    pool = ThreadPoolExecutor(1, "reads --dataset")
+    pending = deque(pool.submit(next, chunks) for _ in range(CHUNKS_AHEAD))
+    try:
         while True:
             chunk = pending.popleft().result()
             pending.append(pool.submit(next, chunks))
             yield chunk
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _changed(what: str) -> UserError:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from swiftlite.args.commands import ExportArgs, PtArgs, SftArgs
+from swiftlite.args.commands import ExportArgs, PtArgs, SftArgs, training_command
 from swiftlite.args.config import from_config
 from swiftlite.data.dataset import Data
 from swiftlite.data.template import load_tokenizer
@@ -34,7 +34,7 @@ def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads)
         return heads
     flag = f"--draft_vocab {args.draft_vocab} counts the answers that the run has learned from, and"
     try:
-        trained_with = _options_of(run / "args.json")
+        trained_with = from_config(_command_of(run / "args.json"), run / "args.json")
         data = _rows_of(trained_with, hf_model)
     except UserError as error:
         hint = "export where the run was started, with its data where it was; or train with --draft_vocab"
@@ -51,9 +51,11 @@ def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads)
     return choose_draft_vocab(asked, hf_model, heads, data)
 
 
-def _options_of(file: Path) -> SftArgs:
-    has_documents = "append_eos" in read_json(file) if file.is_file() else False
-    return from_config(PtArgs if has_documents else SftArgs, file)
+def _command_of(file: Path) -> type[SftArgs]:
+    try:
+        return training_command(read_json(file))
+    except (OSError, ValueError, TypeError):
+        return SftArgs  # reading its options says what is wrong with the file
 
 
 def _rows_of(args: SftArgs, hf_model: HfModel) -> Data:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftlite.args.commands import DpoArgs, training_command
 from swiftlite.args.config import near
 from swiftlite.bridge.hf_config import as_asked
 from swiftlite.families.architecture import Architecture
@@ -71,7 +72,7 @@ def is_run_of_preferences(run: Path) -> bool:
     if run.name.startswith("checkpoint-"):
         run = run.parent
     try:
-        return "loss_type" in read_json(run / "args.json")
+        return training_command(read_json(run / "args.json")) is DpoArgs
     except (OSError, ValueError, TypeError):
         return False
 

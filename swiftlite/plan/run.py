@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swiftlite.args.commands import DpoArgs, PtArgs, SftArgs
+from swiftlite.args.commands import TRAINING, DpoArgs, PtArgs, SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
@@ -199,6 +199,8 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         ("MTP depth", mtp),
         ("trains", trainable_of(args, heads, plan.lora).words),
     ]
+    if isinstance(args, PtArgs):
+        lines.append(("learns from", "plain text" + (", each document closed by eos" if args.append_eos else "")))
     if isinstance(args, DpoArgs):
         answers = "single answers" if args.loss_type == "kto" else "pairs of answers"
         lines.append(("learns from", f"{answers}, {args.loss_type}, beta {args.beta:g}"))
@@ -307,9 +309,8 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
 
 
 def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
-    command = {PtArgs: "megatron pt", DpoArgs: "megatron dpo"}.get(type(args), "megatron sft")
     lines = [
-        ("args.json", f"these options; runs again: swiftlite {command} args.json --output_dir OTHER"),
+        ("args.json", f"these options; runs again: swiftlite {TRAINING[type(args)]} args.json --output_dir OTHER"),
         ("source/", "config, tokenizer and generation files of the model"),
         ("checkpoint-N/", "weights, optimizer, data position; `export --to_hf` and `--resume` read them"),
         ("metrics.jsonl", f"losses, every {args.logging_steps} steps"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftlite.acceptance.report import in_words
 from swiftlite.args.command_line import as_typed, command_line
-from swiftlite.args.commands import DpoArgs, SftArgs
+from swiftlite.args.commands import TRAINING, training_command
 from swiftlite.args.docs import options
 from swiftlite.durable import write_durably
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, number, share
@@ -260,19 +260,14 @@ def _run_section(run: RunFiles) -> Section:
     if tensors := run.report.get("tensors"):
         rows = [[name.replace("_", " "), _cell(value)] for name, value in tensors.items()]
         tables.append(Table("Tensors that learned, and those that stayed", ["what", "value"], rows))
-    words, args_class = _command_of(run)
+    args_class = training_command(run.options)
     known = options(args_class)
     changed = {name: value for name, value in run.options.items() if name in known and value != known[name].default}
     if changed:
         rows = [[f"--{name}", as_typed(value)] for name, value in changed.items()]
         tables.append(Table("Options that are not the defaults", ["option", "value"], rows))
-    commands = [command_line(words, args_class, run.options)] if run.options else []
+    commands = [command_line(TRAINING[args_class], args_class, run.options)] if run.options else []
     return Section("The run", commands=commands, tables=tables)
-
-
-def _command_of(run: RunFiles) -> tuple[str, type]:
-    """The command that the options of a run belong to: pairs of answers have a --loss_type."""
-    return ("megatron dpo", DpoArgs) if "loss_type" in run.options else ("megatron sft", SftArgs)
 
 
 def _cell(value: Any) -> str:

@@ -30,14 +30,6 @@ IDS: Fields = ALL[:1]
 TARGETS: Fields = ALL[1:]
 
 
-def gather_lengths(samples: Sequence[Sample], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Lengths of the samples of every rank of the group, by rank: what `exchange` and a schedule need.
-
-    For frameworks in which every data-parallel rank has read samples of its own.
-    """
-    return gather([len(sample) for sample in samples], group, device)
-
-
 def gather(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """The numbers of every rank of the group, by rank; each may have another number of them."""
     counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
@@ -63,7 +55,7 @@ def exchange(
 
     Args:
         samples: this rank's own.
-        lengths: of every rank's own, by rank (`gather_lengths`). A sample's number counts through all of them.
+        lengths: of every rank's own, by rank (`gather`). A sample's number counts through all of them.
         assignment: for each rank the numbers of the samples it gets; the same on every rank. A sample may go to several
             ranks, or to none.
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.data.sample import IGNORED, Sample
-from swiftlite.train.exchange import ALL, broadcast, exchange, gather_lengths, stage_fields
+from swiftlite.train.exchange import ALL, broadcast, exchange, gather, stage_fields
 from tests.parallel.launch import launch
 from tests.parallel.packing import LONGEST, Job, run
 from tests.parallel.test_packing import assert_same_gradients, assert_same_losses
@@ -54,13 +54,19 @@ def exchange_many() -> int:
         assignment = [random.permutation(np.flatnonzero(destination == to)).tolist() for to in range(4)]
         if everything:
             assignment[seed % 4] += [0]  # once more
-        lengths = gather_lengths(own[rank], group, CPU)
+        lengths = gather([len(sample) for sample in own[rank]], group, CPU)
         assert lengths == [[len(sample) for sample in samples] for samples in own]
         ours = exchange(own[rank], lengths, assignment, group, CPU)
         for sample, number in zip(ours, assignment[rank], strict=True):
             assert_same(sample, everything[number])
     with pytest.raises(ValueError, match="sample 4 is assigned, but there are 4, counted from 0"):
-        exchange(make_samples(0, 1), gather_lengths(make_samples(0, 1), group, CPU), [[4], [], [], []], group, CPU)
+        exchange(
+            make_samples(0, 1),
+            gather([len(sample) for sample in make_samples(0, 1)], group, CPU),
+            [[4], [], [], []],
+            group,
+            CPU,
+        )
     return seed + 1
 
 

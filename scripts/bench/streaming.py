@@ -1,0 +1,135 @@
+"""Streaming: samples/s of several readers against one that reads for all, what training waits for, and level ranks.
+
+    python scripts/bench/streaming.py --model HF_DIR [--rows 4000] [--readers 2] [--seconds 0.5]
+
+Rows have lognormal lengths (mean 400 words). The reference is one process that reads and tokenizes every sample, which
+bounds a job whose first rank reads for all. The readers are processes over gloo that read their shares, tell each other
+the lengths and exchange the samples of each step (--sequence_packing_scheduler dp_balanced). Then the same steps with
+--seconds of work between them that needs no CPU, as on a GPU: what is left of the reading is what a step waits for.
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+PER_RANK = 16  # samples of a step
+ROW = 4096
+MAX_LENGTH = 4096
+WORDS = "the loss of a step is the same sum over the same targets in each case up to the order of sums".split()
+
+
+def write_rows(path: Path, number: int) -> None:
+    random = np.random.RandomState(0)
+    lengths = np.clip(random.lognormal(np.log(400) - 0.5, 1.0, number), 5, 2500).astype(int)
+    with path.open("w") as file:
+        for length in lengths.tolist():
+            words = " ".join(random.choice(WORDS, length))
+            file.write(json.dumps({"query": "What is it?", "response": words}) + "\n")
+
+
+def open_stream(model: str, file: str, readers=None):
+    from swiftlite.bridge.hf_config import read_config
+    from swiftlite.data.encoder import ConversationEncoder
+    from swiftlite.data.stream import Stream
+    from swiftlite.data.template import ChatTemplate, load_tokenizer
+
+    template = ChatTemplate(load_tokenizer(model), vocab_size=read_config(Path(model))["vocab_size"])
+    return Stream([file], ConversationEncoder(template, MAX_LENGTH, "right"), readers=readers)
+
+
+def read_alone(model: str, file: str, number: int) -> float:
+    """Samples/s of one reader of all rows."""
+    stream = open_stream(model, file)
+    stream.take(itertools.islice(stream, 100))  # the first row loads what it needs
+    start = time.perf_counter()
+    stream.take(itertools.islice(stream, number))
+    return number / (time.perf_counter() - start)
+
+
+def read_together(model: str, file: str, number: int, seconds: float) -> None:
+    """One of several readers; the first prints samples/s, seconds that a step waits, and the imbalance of ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from swiftlite.bridge.hf_config import read_config
+    from swiftlite.data.schedule import schedule
+    from swiftlite.data.stream import Readers
+    from swiftlite.plan.flops import training_flops
+    from swiftlite.train.exchange import exchange, gather
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group, device = dist.group.WORLD, torch.device("cpu")
+    assert group is not None
+    rank, size = group.rank(), group.size()
+    stream = open_stream(model, file, Readers(rank, size, partial(gather, group=group, device=device)))
+    flops = training_flops(read_config(Path(model)))
+    imbalances = []
+
+    def step() -> None:
+        entries = list(itertools.islice(stream, PER_RANK * size))
+        entries.sort(key=stream.owner)
+        lengths = [[entry.length for entry in entries if stream.owner(entry) == owner] for owner in range(size)]
+        flat = [entry.length for entry in entries]
+        planned = schedule(flat, ROW, size, linear=flops.per_token, square=flops.square)
+        imbalances.append(planned.imbalance)
+        assignment = [np.concatenate(planned.rank(one)).tolist() for one in range(size)]
+        exchange(stream.take(entries), lengths, assignment, group, device)
+
+    def timed(number_of_steps: int, pause: float) -> float:
+        waited = 0.0
+        for _ in range(number_of_steps):
+            start = time.perf_counter()
+            step()
+            waited += time.perf_counter() - start
+            time.sleep(pause)
+        return waited / number_of_steps
+
+    timed(4, 0)
+    num_steps = number // (PER_RANK * size)
+    at_once = timed(num_steps, 0)
+    with_work = timed(max(10, num_steps // 10), seconds)
+    if rank == 0:
+        print(PER_RANK * size / at_once, at_once, with_work, float(np.mean(imbalances)), max(imbalances))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=int, default=4000)
+    parser.add_argument("--readers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--one_of_several", default="")
+    args = parser.parse_args()
+    if args.one_of_several:
+        read_together(args.model, args.one_of_several, args.rows, args.seconds)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "rows.jsonl"
+        write_rows(file, args.rows)
+        alone = read_alone(args.model, str(file), args.rows)
+        print(f"one reader for all: {alone:.0f} samples/s")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.readers), __file__]
+        command += ["--model", args.model, "--rows", str(args.rows), "--seconds", str(args.seconds)]
+        command += ["--one_of_several", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+    together, at_once, with_work, mean, worst = map(float, done.stdout.split())
+    print(f"{args.readers} readers: {together:.0f} samples/s   {together / alone:.2f}x of one reader for all")
+    print(f"a step of {PER_RANK * args.readers} samples: {1000 * at_once:.1f} ms to read and exchange")
+    print(f"the same behind {args.seconds:g} s of work: waits {1000 * with_work:.1f} ms   {with_work / at_once:.2f}x")
+    print(f"work of the busiest rank over the mean: {mean:.4f} on average, {worst:.4f} at most")
+
+
+if __name__ == "__main__":
+    main()
