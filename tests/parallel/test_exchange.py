@@ -59,14 +59,10 @@ def exchange_many() -> int:
         ours = exchange(own[rank], lengths, assignment, group, CPU)
         for sample, number in zip(ours, assignment[rank], strict=True):
             assert_same(sample, everything[number])
+    first = make_samples(0, 1)
+    lengths = gather([len(first[0])], group, CPU)
     with pytest.raises(ValueError, match="sample 4 is assigned, but there are 4, counted from 0"):
-        exchange(
-            make_samples(0, 1),
-            gather([len(sample) for sample in make_samples(0, 1)], group, CPU),
-            [[4], [], [], []],
-            group,
-            CPU,
-        )
+        exchange(first, lengths, [[4], [], [], []], group, CPU)
     return seed + 1
 
 

@@ -25,7 +25,15 @@ from tests.evil import Evil
 from tests.tiny import make_tiny_hf
 
 STATE = {"mtp_num_layers": 1, "torch_dtype": "float32"}
-STREAM = {"num_read": 5, "rows_per_epoch": None, "num_bad": 0, "waiting": [3], "ready": [[1, 2]]}
+STREAM = {
+    "num_read": 7,
+    "piece": 1,
+    "rows_per_epoch": [0],
+    "num_kept": [6],
+    "num_bad": 1,
+    "waiting": [[5, 0, 30], [7, 0, 20]],
+    "ready": [[[3, 1, 8]], []],
+}
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +226,8 @@ def test_the_state_is_json_that_a_person_can_read(open_chunks, mesh, tmp_path):
         ({"mtp_num_layers": "1"}, "mtp_num_layers: Input should be a valid integer"),
         ({"mtp_num_layers": -1}, "mtp_num_layers: Input should be greater than or equal to 0"),
         ({"torch_dtype": "load"}, "torch_dtype: Input should be 'bfloat16'"),
-        ({"stream": {"num_read": 1}}, "stream.rows_per_epoch: Field required"),
-        ({"stream": {**STREAM, "waiting": [-1]}}, "stream.waiting.0: Input should be greater"),
+        ({"stream": {"num_read": 1}}, "stream.piece: Field required"),
+        ({"stream": {**STREAM, "waiting": [[3, 0, -1]]}}, "stream.waiting.0.2: Input should be greater"),
         ("[" * 100_000, "nested more than 100 deep"),
     ],
 )
