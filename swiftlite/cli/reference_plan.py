@@ -48,6 +48,6 @@ def _row(part: AskingMemory, stages: list[memory.StageMemory]) -> tuple[str, ...
         _ranks(part).split()[1],
         str(part.stage),
         f"{part.model / GB:.2f}",
-        str(part.reference_stage),
+        "-" if part.reference_stage is None else str(part.reference_stage),
         *(f"{size / GB:.2f}" for size in sizes),
     )

@@ -27,6 +27,13 @@ def from_last_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return tensor
 
 
+def to_all_ranks(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """What each rank of a mesh has in this tensor, on every rank of the job; in place, collective over all of them."""
+    if len(mesh.ranks) < dist.get_world_size():
+        dist.broadcast(tensor, src=mesh.ranks[0])
+    return tensor
+
+
 def largest(value: int, mesh: Mesh, group: dist.ProcessGroup | None = None) -> int:
     """The largest value that any rank of the group (unset: of all) has."""
     number = torch.tensor(value, device=mesh.device.torch_device)

@@ -77,6 +77,15 @@ def data_parallel_size(layout: ParallelLayout, world_size: int) -> int:
     return world_size // _product(_MODEL_SIZES, layout)
 
 
+def ranks_of(layout: ParallelLayout, world_size: int) -> range:
+    """The first ranks of a job, as many as a model of this layout can use: for TP2 among 3, ranks 0 and 1.
+
+    All of them where the layout needs more than there are, which `process_problems` says.
+    """
+    unit = math.lcm(_product(_MODEL_SIZES, layout), _product(_EXPERT_SIZES, layout))
+    return range(world_size - world_size % unit or world_size)
+
+
 def process_problems(layout: ParallelLayout, world_size: int) -> list[Problem]:
     """Why the processes do not divide into replicas, or into groups that share experts: (problem, hint) each."""
     problems = []

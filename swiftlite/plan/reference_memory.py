@@ -12,6 +12,7 @@ from swiftlite.args.fields import RecomputeArgs
 from swiftlite.families.family import HfConfig
 from swiftlite.families.rank import FLOAT32
 from swiftlite.heads import Heads
+from swiftlite.plan.layout import ranks_of
 from swiftlite.plan.memory import Setup, StageMemory, estimate
 from swiftlite.plan.preference import reference_layout
 
@@ -24,7 +25,7 @@ class AskingMemory:
         first, last: the ranks.
         stage: of the model's pipeline.
         model: its weights, the gradients' buffers, and float32 weights where its own are not.
-        reference_stage: of the reference model's pipeline.
+        reference_stage: of the reference model's pipeline; None on ranks that hold nothing of it.
         reference: its weights.
         layer: the most that one of its layers computes; less, since nothing is kept for a backward pass.
         logits: of one row of the data.
@@ -34,7 +35,7 @@ class AskingMemory:
     last: int
     stage: int
     model: int
-    reference_stage: int
+    reference_stage: int | None
     reference: int
     layer: int
     logits: int
@@ -50,9 +51,11 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
     Args:
         setup: the model's.
     """
+    layout = reference_layout(args)
     return dataclasses.replace(
         setup,
-        layout=reference_layout(args),
+        layout=layout,
+        num_gpus=len(ranks_of(layout, setup.num_gpus)),
         recompute=RecomputeArgs(recompute_granularity="full"),  # so that one layer's share is known
         micro_batch_size=2,  # a pair; with kto an answer, and the same question before another one
         heads=Heads(),
@@ -70,15 +73,17 @@ def estimate_asking(
         setup, stages: of the model, as trained.
         reference_config: the reference model's config.json.
     """
-    reference = estimate(reference_config, reference_setup(args, setup))
-    pairs: dict[tuple[int, int], list[int]] = {}
+    asked = reference_setup(args, setup)
+    reference = estimate(reference_config, asked)
+    pairs: dict[tuple[int, int | None], list[int]] = {}
     for rank in range(setup.num_gpus):
         # Ranks of a stage follow each other (megatron-core's order has the pipeline last).
-        places = (rank * len(stages) // setup.num_gpus, rank * len(reference) // setup.num_gpus)
-        pairs.setdefault(places, []).append(rank)
+        place = rank * len(stages) // setup.num_gpus
+        reference_place = rank * len(reference) // asked.num_gpus if rank < asked.num_gpus else None
+        pairs.setdefault((place, reference_place), []).append(rank)
     found = []
     for (place, reference_place), ranks in pairs.items():
-        here, there = stages[place], reference[reference_place]
+        here, there = stages[place], None if reference_place is None else reference[reference_place]
         found.append(
             AskingMemory(
                 first=ranks[0],
@@ -86,9 +91,9 @@ def estimate_asking(
                 stage=place,
                 model=here.weights + here.gradients + _float32_weights(here, setup),
                 reference_stage=reference_place,
-                reference=there.weights,
-                layer=there.recomputed,
-                logits=there.logits,
+                reference=there.weights if there else 0,
+                layer=there.recomputed if there else 0,
+                logits=there.logits if there else 0,
             )
         )
     return found

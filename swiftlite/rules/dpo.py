@@ -10,7 +10,7 @@ from swiftlite.args.config import Problem
 from swiftlite.families.index import known_architecture
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, near_path, read_hf_config
-from swiftlite.plan.layout import layout_of, layout_problems, process_problems, sequence_multiple
+from swiftlite.plan.layout import layout_of, layout_problems, process_problems, ranks_of, sequence_multiple
 from swiftlite.plan.preference import SMOOTHED, preference_of, reference_layout
 from swiftlite.rules import common, sft
 
@@ -76,7 +76,8 @@ def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Itera
     config = read_hf_config(description_of(args.ref_model)) if args.ref_model else facts.hf_config
     architecture = known_architecture(config) if config else None
     layout = reference_layout(args)
-    problems = [*layout_problems(layout, architecture, 0), *process_problems(layout, facts.world_size)]
+    num_ranks = len(ranks_of(layout, facts.world_size))
+    problems = [*layout_problems(layout, architecture, 0), *process_problems(layout, num_ranks)]
     of_model = layout_of(args)
     of_model = [*layout_problems(of_model, facts.architecture, 0), *process_problems(of_model, facts.world_size)]
     for problem, hint in problems:

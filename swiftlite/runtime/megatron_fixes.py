@@ -1,13 +1,17 @@
 """What megatron-core gets wrong on any device, mended where neither a subclass nor a spec reaches.
 
-Nothing happens at import; `install()` is called once per process. Paths are relative to megatron/core of the 0.16.1
-wheel, if no other is named. tests/runtime/test_megatron_fixes.py fails for each that is taken out.
+Nothing happens at import; `install()` is called once per process, `lay_out` around one call. Paths are relative to
+megatron/core of the 0.16.1 wheel, if no other is named. tests/runtime/test_megatron_fixes.py fails for each that is
+taken out, and tests/growth/test_meshes.py for `lay_out`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import multi_latent_attention, transformer_block
@@ -66,6 +70,27 @@ def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[tor
     """The second list becomes the first one times `scale`."""
     for source, target in zip(*tensor_lists, strict=True):
         torch.mul(source, scale, out=target)
+
+
+@contextmanager
+def lay_out(ranks: range) -> Iterator[None]:
+    """parallel_state.py:736 cuts up all processes of the job; :775 and :798 count them from 0, though RankGenerator can
+    count from elsewhere. Inside, initialize_model_parallel makes the groups of these ranks: all processes call it, as
+    torch asks of whoever makes a group, and it keeps groups where the process is one of them."""
+    stock_generator, stock_size = parallel_state.RankGenerator, torch.distributed.get_world_size
+
+    def generator(*, rank_offset: int, **options: Any) -> parallel_state.RankGenerator:
+        return stock_generator(rank_offset=rank_offset + ranks.start, **options)
+
+    def world_size(group: Any = None) -> int:
+        return len(ranks) if group is None else stock_size(group)
+
+    parallel_state.RankGenerator = generator  # type: ignore[assignment,misc]
+    torch.distributed.get_world_size = world_size
+    try:
+        yield
+    finally:
+        parallel_state.RankGenerator, torch.distributed.get_world_size = stock_generator, stock_size  # type: ignore[misc]
 
 
 def install() -> None:

@@ -13,14 +13,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.errors import OptionError
 from swiftlite.plan.layout import mtp_pipeline_rank, num_virtual_stages, process_problems
+from swiftlite.runtime import megatron_fixes
 from swiftlite.runtime.device import Device
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The process groups of one model, over all ranks of the job.
+    """The process groups of one model, over all ranks of the job or a part of them.
 
-    A session has one mesh, which is active. More models, each with its own layout, take more meshes:
+    A session has one mesh over all ranks, which is active. More models, each with its own layout, take more meshes:
 
         with session(layout) as mesh:
             model = build_model(..., mesh=mesh)
@@ -32,35 +33,53 @@ class Mesh:
 
     Each group is torch's: `mesh.tp.rank()`, `mesh.tp.size()`. All groups of all meshes end with the session.
 
+    A rank outside a mesh holds nothing of its model, and has no groups of it (`mesh.is_here` is False): it passes over
+    what the model's own ranks do, and is told their results (`model.ranks.to_all_ranks`).
+
     Attributes:
         device: what this rank computes on.
         layout: how the model is cut up.
-        groups: the process groups under megatron-core's names, as its classes take them (`pg_collection`).
+        ranks: those of the job that hold the model.
+        groups: the process groups under megatron-core's names, as its classes take them (`pg_collection`); nothing on
+            ranks outside.
     """
 
     device: Device
     layout: ParallelLayout
+    ranks: range
     groups: ProcessGroupCollection = field(repr=False)
     _globals: dict[str, Any] = field(repr=False)
 
     @classmethod
     def create(
-        cls, device: Device, layout: ParallelLayout, *, tied_embeddings: bool = False, timeout_minutes: int = 10
+        cls,
+        device: Device,
+        layout: ParallelLayout,
+        *,
+        ranks: range | None = None,
+        tied_embeddings: bool = False,
+        timeout_minutes: int = 10,
     ) -> "Mesh":
         """Make the groups of a layout; which mesh is active stays as it is.
 
-        Collective: every rank of the job calls it, and those that make several make them in the same order.
+        Collective: every rank of the job calls it, also those outside, and those that make several make them in the
+        same order.
 
         Args:
+            ranks: the ranks of the job that are to hold the model, in steps of one; unset: all of them.
             tied_embeddings: the last pipeline stage uses the embedding as its output layer.
             timeout_minutes: longest wait of one rank for another.
 
         Raises:
             OptionError: the layout does not fit the number of processes.
         """
-        check_layout(layout, dist.get_world_size())
+        everyone = range(dist.get_world_size())
+        ranks = everyone if ranks is None else ranks
+        if not ranks or ranks.step != 1 or ranks[0] not in everyone or ranks[-1] not in everyone:
+            raise ValueError(f"{ranks} are no neighbours among the job's ranks, {everyone}")
+        check_layout(layout, len(ranks))
         # initialize_model_parallel refuses where there are groups already, so it is shown none.
-        with _parallel_state(dict.fromkeys(_read_parallel_state())):
+        with _parallel_state(dict.fromkeys(_read_parallel_state())), megatron_fixes.lay_out(ranks):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tensor_model_parallel_size,
                 pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -72,7 +91,14 @@ class Mesh:
                 create_gloo_process_groups=device.is_cuda,  # on a CPU the groups are gloo already
                 distributed_timeout_minutes=timeout_minutes,
             )
-            return cls(device, layout, ProcessGroupCollection.use_mpu_process_groups(), _read_parallel_state())
+            is_here = dist.get_rank() in ranks
+            groups = ProcessGroupCollection.use_mpu_process_groups() if is_here else ProcessGroupCollection()
+            return cls(device, layout, ranks, groups, _read_parallel_state())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds a part of the model."""
+        return dist.get_rank() in self.ranks
 
     @property
     def tp(self) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ from swiftlite.data.sampler import Sampler
 from swiftlite.data.template import ChatTemplate
 from swiftlite.heads import Heads
 from swiftlite.hub.model import local_model
-from swiftlite.plan.layout import data_parallel_size
+from swiftlite.plan.layout import data_parallel_size, ranks_of
 from swiftlite.plan.preference import preference_of, reference_layout
 from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime.mesh import Mesh
@@ -141,19 +141,20 @@ def pairs_of_steps(args: DpoArgs, run: phases.Run) -> list[int]:
 
 
 def open_reference(args: DpoArgs, run: phases.Run) -> Reference:
-    """The reference model on a mesh of its own layout; collective."""
+    """The reference model on a mesh of its own layout, which may leave the last ranks out; collective."""
     layout = reference_layout(args)
     model = args.ref_model or args.model
     mesh = run.mesh
+    ranks = ranks_of(layout, run.plan.world_size)
     if layout != mesh.layout:
         tied = bool(read_config(local_model(model)).get("tie_word_embeddings"))
         minutes = args.distributed_timeout_minutes
-        mesh = Mesh.create(mesh.device, layout, tied_embeddings=tied, timeout_minutes=minutes)
+        mesh = Mesh.create(mesh.device, layout, ranks=ranks, tied_embeddings=tied, timeout_minutes=minutes)
     packing = "none" if run.plan.packing == "none" else "micro_batch"
     plan = replace(
         run.plan,
         layout=layout,
-        data_parallel_size=data_parallel_size(layout, run.plan.world_size),
+        data_parallel_size=data_parallel_size(layout, len(ranks)),
         packing=packing,
         row_multiple=row_multiple_of(layout, packing, mesh.device.is_cuda),
         heads=Heads(),
@@ -162,6 +163,6 @@ def open_reference(args: DpoArgs, run: phases.Run) -> Reference:
         model=model,
         torch_dtype=args.torch_dtype,
         mesh=mesh,
-        batches=Batches(plan, mesh.dp.rank(), run.batches.pad_token_id, run.batches.flops),
+        batches=Batches(plan, mesh.dp.rank() if mesh.is_here else 0, run.batches.pad_token_id, run.batches.flops),
         directory=Path(args.ref_logprobs_cache or run.output_dir / "reference"),
     )

@@ -28,7 +28,7 @@ from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel, Losses
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.model.pipeline import run_pipeline
-from swiftlite.model.ranks import from_last_stage
+from swiftlite.model.ranks import from_last_stage, to_all_ranks
 from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import Batches, on_this_rank
@@ -70,14 +70,18 @@ class Reference:
         missing = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in kept[0]}
         if missing:
             logger.info("the reference model %s scores %d pairs", self.model, len(missing))
-            found = log_probabilities(self.open(), self.mesh, self.batches, list(missing.values())).tolist()
+            chunks = self.open()
+            numbers = torch.zeros(len(missing), 2, device=self.mesh.device.torch_device)
+            if self.mesh.is_here:
+                numbers = log_probabilities(chunks, self.mesh, self.batches, list(missing.values()))
+            found = to_all_ranks(numbers, self.mesh).tolist()
             kept[0] |= {key: (chosen, rejected) for key, (chosen, rejected) in zip(missing, found, strict=True)}
             if dist.get_rank() == 0:
                 self._write(kept[0])
         return [replace(pair, reference=kept[0][key]) for key, pair in zip(keys, pairs, strict=True)]
 
     def open(self) -> list[GPTModel]:
-        """The model's stages on this rank; collective.
+        """The model's stages on this rank, none outside its mesh; collective over all ranks of the job.
 
         Raises:
             UserError: it cannot be opened, or the ranks have different ones.
@@ -86,6 +90,8 @@ class Reference:
         tensors = agreement.digest(describe(hf_model.directory))
         commit = identity_of(self.model)
         agreement.check_agreement({"tensors of --ref_model": tensors, "commit of --ref_model": commit})
+        if not self.mesh.is_here:
+            return []
         dtype = torch.bfloat16 if self.torch_dtype == "bfloat16" else torch.float32
         with self.mesh.active():
             kernels = self.batches.plan.kernels
@@ -131,7 +137,7 @@ class Reference:
 def log_probabilities(
     chunks: Sequence[GPTModel], mesh: Mesh, batches: Batches, pairs: Sequence[Sample]
 ) -> torch.Tensor:
-    """Log-probabilities [len(pairs), 2] of both answers of each pair, on the CPU of every rank; collective.
+    """Log-probabilities [len(pairs), 2] of both answers of each pair, on every rank of the mesh; collective over these.
 
     Each pair is a micro-batch of its own, so that its bits do not depend on the pairs beside it: a run that goes on
     with other steps has scored others.
@@ -160,7 +166,7 @@ def log_probabilities(
     for index, log_p_P2 in zip(mine, parts, strict=False):  # no parts before the last stage
         found[index : index + 1] = log_p_P2
     dist.all_reduce(found, group=mesh.dp)  # each pair has one rank's number, and zeros
-    return from_last_stage(found, mesh).cpu()
+    return from_last_stage(found, mesh)
 
 
 def _scoring(mesh: Mesh) -> Callable:

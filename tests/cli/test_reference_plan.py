@@ -36,6 +36,16 @@ def test_both_models_by_rank(capsys, model):  # noqa: F811
     assert not any("reference" in line for line in lines)
 
 
+def test_ranks_that_the_reference_leaves_out(capsys, model):  # noqa: F811
+    options = {"plan": True, "loss_type": "sigmoid", "num_gpus": 3, "gpu_memory_gb": 400.0}
+    code, lines = lines_of(capsys, model=model, ref_tensor_model_parallel_size=2, **options)
+    assert code == 0
+    start = next(number for number, line in enumerate(lines) if "while the reference model is asked" in line)
+    shared, left_out = (line.split() for line in lines[start + 2 : start + 4])
+    assert [shared[0], shared[3], left_out[0], left_out[3]] == ["0-1", "0", "2", "-"]
+    assert left_out[4:7] == ["0.00", "0.00", "0.00"]
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

@@ -22,7 +22,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import shard_sequence, unshard_sequence
 from swiftlite.model.gpt import GPTModel, Logits
-from swiftlite.model.ranks import from_last_stage
+from swiftlite.model.ranks import from_last_stage, to_all_ranks
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from tests.model.test_logits import load_transformers
@@ -36,6 +36,8 @@ LAYOUTS = {
     "PP2": ParallelLayout(pipeline_model_parallel_size=2),
     "CP2": ParallelLayout(context_parallel_size=2),
 }
+PLACES = {"TP2": range(1, 3), "PP2": range(2), "CP2": range(1, 3)}
+"""Which of three ranks hold the model, where it has only a part of them."""
 TURNS = ("TP2", "PP2", "CP2", "TP2", "CP2", "PP2")
 TOKENS_BS = torch.arange(3, 27).view(2, 12)
 POSITIONS_BS = torch.arange(12).expand(2, 12)
@@ -136,3 +138,40 @@ def test_meshes_do_not_disturb_each_other(turns, layout):
 def test_ranks_agree(turns):
     _, (one, other) = turns
     assert all(map(torch.equal, one, other))
+
+
+def share_ranks(hf_dir: Path) -> list[torch.Tensor]:
+    """What each of three processes does: a model on each pair of neighbours, beside one that all three hold; returns
+    the logits of each turn, and those of the model that all hold."""
+    with session() as mesh:
+        whole = load(hf_dir, mesh)
+        meshes = {name: Mesh.create(mesh.device, LAYOUTS[name], ranks=ranks) for name, ranks in PLACES.items()}
+        models = {name: load(hf_dir, part) for name, part in meshes.items() if part.is_here}
+        logits = []
+        for name in TURNS:
+            result = torch.zeros(2, *TOKENS_BS.shape, whole.vocab_size)
+            if name in models:
+                with meshes[name].active():
+                    result = compute_logits(models[name], meshes[name])
+            logits.append(to_all_ranks(result, meshes[name]))
+        return [*logits, compute_logits(whole, mesh)]
+
+
+def test_meshes_over_parts_of_the_ranks(tmp_path, mesh):
+    """Three ranks, of which the middle one holds a part of every model: results reach those outside."""
+    hf_dir = parity.make_model(tmp_path, "qwen3")
+    alone = compute_logits(load(hf_dir, mesh), mesh)
+    ranks = launch(3, share_ranks, hf_dir)
+    for logits in ranks:
+        assert torch.equal(logits[-1], alone)
+        for turn, name in enumerate(TURNS):
+            # As above: sums over two halves.
+            torch.testing.assert_close(logits[turn], alone, rtol=1e-5, atol=1e-4)
+            assert torch.equal(logits[turn], logits[TURNS.index(name)])
+            assert torch.equal(logits[turn], ranks[0][turn])
+
+
+def test_ranks_that_are_no_part_of_the_job(mesh):
+    for ranks in (range(1, 2), range(0), range(-1, 1)):
+        with pytest.raises(ValueError, match="no neighbours among the job's ranks"):
+            Mesh.create(mesh.device, ParallelLayout(), ranks=ranks)
