@@ -13,19 +13,20 @@ Run:      python examples/live_weights.py; further options are those of `swiftli
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from swiftlite import rules
 from swiftlite.args.commands import SftArgs
 from swiftlite.cli.parse import parse
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
-from swiftlite.engines.engine import EngineConfig, Sampling
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt
-from swiftlite.engines.vllm.engine import VllmEngine
 from swiftlite.errors import UserError
 from swiftlite.train import sft
 from swiftlite.train.live_weights import LiveWeights
 
+ENGINE = os.environ.get("ENGINE", "vllm")
 MODEL = os.environ.get("MODEL", "out/tiny/hf")
 DATASET = os.environ.get("DATASET", "out/tiny/data/train.jsonl")
 OUT = os.environ.get("OUT", "out/live_weights")
@@ -43,7 +44,8 @@ class Service:
         template = ChatTemplate(load_tokenizer(MODEL))
         self.stop = stop_token_ids(template, MODEL)
         self.prompts = [encode_prompt(template, chat.prompt()) for chat in load_prompts([DATASET])[:32]]
-        self.engine = VllmEngine(EngineConfig(Path(MODEL), "float32", num_speculative_tokens=1, max_model_len=512))
+        config = EngineConfig(Path(MODEL), "float32", num_speculative_tokens=1, max_model_len=512)
+        self.engine: Any = start_engine(ENGINE, config)
 
     def report(self, step: int) -> None:
         before = self.engine.draft_counts()
@@ -70,7 +72,7 @@ def main() -> None:
         service.engine.close()
 
 
-if __name__ == "__main__":  # vLLM starts its processes by importing this file
+if __name__ == "__main__":  # engines start their processes by importing this file
     try:
         main()
     except UserError as error:

@@ -1,10 +1,12 @@
 """A chat template is a program that came with a model. The sandbox of jinja2 keeps it from Python, files and network,
-this one from taking all memory. Nothing bounds its time: a loop may run for ever.
+this one from taking all memory. Nothing bounds its time: a loop may run for ever. Rows of `--streaming` are rendered
+beside training, without a bound on memory.
 """
 
 import os
 import resource
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,25 +49,57 @@ def check_length(text: str) -> None:
         raise RowError("messages", problem, "split it; tokenizing it whole would take up to 500 bytes a character")
 
 
+def run_templates_unbounded() -> None:
+    """Take no notice of memory in this thread from now on: its process trains, and what bounds a template would bound
+    the memory of a step as well."""
+    _thread.is_unbounded = True
+
+
 @contextmanager
 def _bounded_memory(num_bytes: int) -> Iterator[None]:
     """Inside, this process may take so much more than it has; what wants more gets a MemoryError.
 
     The limit is the kernel's, because no hook of jinja2 sees all: 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
-    Only Linux keeps to it, and says how much a process has.
+    Only Linux keeps to it, and says how much a process has. It is one for all threads: the first one inside sets it,
+    the last one to leave takes it away.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or getattr(_thread, "is_unbounded", False):
         yield
         return
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _address_space() + num_bytes
-    # The user's own limit (`ulimit -v`) may be lower.
-    lowest = min(bound for bound in (limit, *before) if bound != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_AS, (lowest, before[1]))
+    _limit.enter(num_bytes)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        _limit.leave()
+
+
+class _Limit:
+    """The limit of this process, and how many threads are inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._before = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+    def enter(self, num_bytes: int) -> None:
+        with self._lock:
+            if not self._num_inside:
+                self._before = before = resource.getrlimit(resource.RLIMIT_AS)
+                limit = _address_space() + num_bytes
+                # The user's own limit (`ulimit -v`) may be lower.
+                lowest = min(bound for bound in (limit, *before) if bound != resource.RLIM_INFINITY)
+                resource.setrlimit(resource.RLIMIT_AS, (lowest, before[1]))
+            self._num_inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                resource.setrlimit(resource.RLIMIT_AS, self._before)
+
+
+_thread = threading.local()
+_limit = _Limit()
 
 
 def _address_space() -> int:

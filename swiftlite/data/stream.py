@@ -19,6 +19,7 @@ from swiftlite.data.hub_rows import HubRows
 from swiftlite.data.mixture import Mixture
 from swiftlite.data.packing import Entry
 from swiftlite.data.sample import Sample
+from swiftlite.data.sandbox import run_templates_unbounded
 from swiftlite.data.sources import DataFile, check_row, find_rows
 from swiftlite.errors import UserError
 from swiftlite.log import logger
@@ -340,7 +341,7 @@ def _parts_of(files: Sequence[str], num_parts: int) -> list[list[DataFile]]:
 
 def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     """The same chunks, each read in a thread before it is asked for."""
-    pool = ThreadPoolExecutor(1, "reads --dataset")
+    pool = ThreadPoolExecutor(1, "reads --dataset", initializer=run_templates_unbounded)
     pending = deque(pool.submit(next, chunks) for _ in range(CHUNKS_AHEAD))
     try:
         while True:

@@ -1,6 +1,6 @@
 """The weights of a run during training, for an engine that is running: `sft.run(args, after_step=...)` hands them out.
 
-The engine's side is `engines/vllm/weight_update.py`; neither knows the other.
+The engine's side is `engines/weight_update.py`; neither knows the other.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ Bucket = Mapping[str, torch.Tensor]
 
 
 class Receiver(Protocol):
-    """An engine that takes weights while it runs; `VllmEngine` is one."""
+    """An engine that takes weights while it runs; `VllmEngine` and `SglangEngine` are."""
 
     def update_weights(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
         """Take HF tensors for the model that verifies and for the one that drafts; None leaves one as it is."""

@@ -1,10 +1,12 @@
 """What a chat template, and a row, may do to the machine."""
 
 import resource
+import threading
 
 import pytest
 
 from swiftlite.data.conversation import RowError, parse_row
+from swiftlite.data.sandbox import run_templates_unbounded, running_the_template
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from tests.data.templates import CHATML
@@ -53,6 +55,46 @@ def test_a_template_does_not_take_all_memory(make_tokenizer, code):
         template.encode(parse_row(ROW))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most_before < 1_000_000  # kilobytes
     assert resource.getrlimit(resource.RLIMIT_AS) == limits_before
+
+
+def test_threads_that_overlap_leave_no_limit():
+    """The first one leaves while the second is inside: a limit that stayed would end what the process does next."""
+    limits = [resource.getrlimit(resource.RLIMIT_AS)]
+    both_are_inside, first_has_left = threading.Barrier(2), threading.Event()
+
+    def run_first() -> None:
+        with running_the_template():
+            both_are_inside.wait()
+        first_has_left.set()
+
+    def run_second() -> None:
+        with running_the_template():
+            both_are_inside.wait()
+            first_has_left.wait()
+            limits.append(resource.getrlimit(resource.RLIMIT_AS))
+
+    threads = [threading.Thread(target=run) for run in (run_first, run_second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    before, inside = limits
+    assert inside != before
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_a_thread_beside_training_sets_no_limit():
+    found = []
+
+    def run() -> None:
+        run_templates_unbounded()
+        with running_the_template():
+            found.append(resource.getrlimit(resource.RLIMIT_AS))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [resource.getrlimit(resource.RLIMIT_AS)]
 
 
 def test_a_template_that_does_so_always_is_refused_at_once(make_tokenizer):

@@ -1,6 +1,6 @@
-"""Trains a tiny model beside a vLLM that is running on it, and gives the engine the weights of the last step.
+"""Trains a tiny model beside an engine that is running on it, and gives the engine the weights of the last step.
 
-    python live_weights.py MODEL ROWS OUTPUT_DIR
+    python live_weights.py ENGINE MODEL ROWS OUTPUT_DIR
 
 Prints a line of JSON: the prompts; by stage, the accepted share of drafts, the counts and the completions; what the
 engine said of tensors that are not its own.
@@ -9,12 +9,12 @@ engine said of tensors that are not its own.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.engines.engine import EngineConfig, Sampling
-from swiftlite.engines.vllm.engine import VllmEngine
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.errors import UserError
 from swiftlite.train import sft
 from swiftlite.train.live_weights import LiveWeights
@@ -30,7 +30,7 @@ def read_prompts(model: str, rows: str) -> list[list[int]]:
     return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
 
 
-def refused(engine: VllmEngine, prompts: list[list[int]]) -> list[str]:
+def refused(engine: Any, prompts: list[list[int]]) -> list[str]:
     """What the engine says of a trunk without tensors, and of a question after that."""
     messages = []
     for action in (
@@ -44,9 +44,12 @@ def refused(engine: VllmEngine, prompts: list[list[int]]) -> list[str]:
     return messages
 
 
-def main(model: str, rows: str, output_dir: str) -> None:
+def main(name: str, model: str, rows: str, output_dir: str) -> None:
     prompts, stages = read_prompts(model, rows), {}
-    engine = VllmEngine(EngineConfig(Path(model), "float32", num_speculative_tokens=1, max_model_len=256))
+    # Otherwise SGLang takes 20 s to fill a large cache with zeros.
+    small = {"max_total_tokens": 4096, "max_running_requests": 4} if name == "sglang" else {}
+    config = EngineConfig(Path(model), "float32", num_speculative_tokens=1, max_model_len=256, engine_kwargs=small)
+    engine: Any = start_engine(name, config)
 
     def measure(stage: str) -> None:
         before = engine.draft_counts()
@@ -78,7 +81,7 @@ def main(model: str, rows: str, output_dir: str) -> None:
     )
     measure("before")
     sft.run(args, sync)
-    print(json.dumps({"prompts": prompts, "stages": stages, "refused": refused(engine, prompts)}))
+    print(json.dumps({"prompts": prompts, "stages": stages, "refused": refused(engine, prompts)}), flush=True)
     engine.close()
 
 

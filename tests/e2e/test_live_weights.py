@@ -1,4 +1,4 @@
-"""A vLLM that runs takes the weights of a trainer that goes on: the engine's own counts, before and after."""
+"""An engine that runs takes the weights of a trainer that goes on: its own counts, before and after."""
 
 import importlib.util
 import json
@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Commands
-from tests.e2e.test_engines import HERE, expected_counts, run_python
+from tests.e2e.test_engines import HERE, expected_counts
 from tests.e2e.test_serve import ROWS
-from tests.engines.reference import Reference
+from tests.engines.reference import Reference, convention, follow
+from tests.stand_ins import sglang_environment
 from tests.tiny import make_tiny_hf
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.engine
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 NEW_TOKENS = 24  # of live_weights.py
 EXAMPLE = Path(__file__).parents[2] / "examples" / "live_weights.py"
 
@@ -30,12 +30,32 @@ def write_rows(directory: Path) -> Path:
     return path
 
 
-def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path):
-    """Tied, because vLLM reloads an embedding and an output layer that are one in a way of its own."""
-    model = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, tied=True, with_tokenizer=True)
-    done = run_python("-W", "ignore", HERE / "live_weights.py", model, write_rows(tmp_path), tmp_path / "run")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+@pytest.mark.parametrize(
+    ("engine", "family"),
+    # Tied, because engines reload an embedding and an output layer that are one in ways of their own.
+    [pytest.param("vllm", "qwen3", marks=needs_vllm), pytest.param("sglang", "qwen3", marks=needs_sglang)],
+)
+def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path, engine, family):
+    model = make_tiny_hf(tmp_path / "model", family, depth=1, tied=True, with_tokenizer=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            HERE / "live_weights.py",
+            engine,
+            model,
+            write_rows(tmp_path),
+            tmp_path / "run",
+        ],
+        env=sglang_environment() if engine == "sglang" else None,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr[-3000:]
+    result = json.loads(lines[-1])
     stages = result["stages"]
     for stage in ("before", "target alone"):  # whose heads are those of before training
         assert stages["both"]["acceptance"] > stages[stage]["acceptance"] + 0.3
@@ -43,7 +63,7 @@ def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path):
     # What an engine started anew would answer and count (test_engines.py holds it to the same reference).
     commands.ok("export", "--to_hf", "--model", "run", "--output_dir", "hf")
     for stage, directory in (("before", model), ("both", tmp_path / "hf")):
-        reference = Reference.load(directory, "qwen3", depth=1)
+        reference = follow(Reference.load(directory, family, depth=1), convention(engine, family).drafting)
         completions, counts = reference.simulate(result["prompts"], NEW_TOKENS, 1)
         assert stages[stage]["completions"] == completions
         assert stages[stage]["counts"] == [counts.drafts, counts.drafted, list(counts.accepted_per_position)]
@@ -53,6 +73,7 @@ def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path):
     assert "left this engine with half of them" in result["refused"][1]
 
 
+@needs_vllm
 def test_experts_that_were_packed_are_packed_anew(vllm, trained, tmp_path):
     """Without `_forget_packed_experts` of weight_transfer.py vLLM reads the new experts as if they were packed."""
     started = make_tiny_hf(tmp_path / "started", "qwen3_moe", depth=1)
@@ -63,6 +84,7 @@ def test_experts_that_were_packed_are_packed_anew(vllm, trained, tmp_path):
     assert expected_counts(served.counts) == expected_counts(counts)
 
 
+@needs_vllm
 @pytest.mark.gloo
 def test_the_example_over_two_stages(tmp_path):
     """The heads of a class of vLLM's own, trained on two ranks of which the first one has the engine."""

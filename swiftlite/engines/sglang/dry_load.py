@@ -29,9 +29,7 @@ from swiftlite.engines.load_report import Loading, LoadReport, one_rank, stage
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG
-
-# What SGLang takes from the target for every MTP draft (`set_embed_and_head` of the draft classes), loaded or not.
-SHARED = ("embed_tokens.weight", "lm_head.weight")
+from swiftlite.engines.sglang.weight_transfer import SHARED
 
 
 def dry_load(config: EngineConfig) -> LoadReport:

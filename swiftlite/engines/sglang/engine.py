@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,7 @@ from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.options import cpu_options, cpu_variables, is_on_cpu, speculative_options
+from swiftlite.engines.weight_update import Bucket, WeightUpdate
 from swiftlite.errors import UserError
 
 
@@ -43,6 +44,10 @@ class SglangEngine:
         self._max_length: int = manager.context_len - manager.num_reserved_tokens  # drafts need places too
         self._keep_sigterm()
         self._counts = DraftCounts(0, 0, (0,) * self.num_speculative_tokens)
+        from swiftlite.engines.sglang.weight_channel import SglangChannel
+
+        channel = SglangChannel(self._engine, server_args.tp_size)
+        self._weights = WeightUpdate("SGLang", channel, model, drafts=self.num_speculative_tokens > 0)
 
     def _keep_sigterm(self) -> None:
         """Leave SIGTERM to this process. With its first request SGLang would take it for itself: answer all that waits,
@@ -64,6 +69,7 @@ class SglangEngine:
         Raises:
             UserError: also for sampling that this SGLang ignores when it verifies drafts.
         """
+        self._weights.check_whole()
         check_prompts(prompts, self._max_length)
         if self.num_speculative_tokens:
             SGLANG.check_temperature(sampling.temperature)
@@ -95,6 +101,10 @@ class SglangEngine:
             return completion
 
         return list(await asyncio.gather(*(answer(place, prompt) for place, prompt in enumerate(prompts))))
+
+    def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
+        """Give the running engine new weights, see `WeightUpdate.run`."""
+        self._weights.run(target, draft)
 
     def draft_counts(self) -> DraftCounts:
         """See `Engine`."""

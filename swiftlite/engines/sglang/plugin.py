@@ -1,5 +1,5 @@
 """What SGLang lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama,
-Mistral, Qwen2, Qwen3 and Seed-OSS.
+Mistral, Qwen2, Qwen3 and Seed-OSS, new weights from files while it runs.
 
 SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`, so
 
@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from swiftlite.engines.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
+from swiftlite.engines.sglang.weight_transfer import take
 
 # architecture of the trunk -> architecture of its draft; both are classes of models/
 DRAFTS = {
@@ -48,4 +49,9 @@ def register() -> None:
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "swiftlite.engines.sglang.models")
     HookRegistry.register(
         "sglang.srt.configs.model_config.ModelConfig._config_draft_model", choose_draft, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
+        take,
+        HookType.AROUND,
     )

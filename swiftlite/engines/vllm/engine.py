@@ -22,7 +22,8 @@ from swiftlite.engines.vllm.options import (
     speculative_config,
     with_backend_of_trunk,
 )
-from swiftlite.engines.vllm.weight_update import Bucket, WeightUpdate
+from swiftlite.engines.vllm.weight_channel import VllmChannel
+from swiftlite.engines.weight_update import Bucket, WeightUpdate
 from swiftlite.errors import UserError
 
 
@@ -60,7 +61,7 @@ class VllmEngine:
         self.num_speculative_tokens: int = vllm_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
         method = vllm_config.speculative_config and vllm_config.speculative_config.method
-        self._weights = WeightUpdate(self._llm, model, drafts=method == "mtp")
+        self._weights = WeightUpdate("vLLM", VllmChannel(self._llm), model, drafts=method == "mtp")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
@@ -102,18 +103,7 @@ class VllmEngine:
         return [completions[place] for place in range(len(prompts))]
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
-        """Give the running engine new weights, target and draft each in a transfer of its own.
-
-        The next `generate` computes with them, and with nothing that was cached. If it fails, the engine answers no
-        more.
-
-        Args:
-            target: the trunk as HF tensors, all of them; None keeps the one it has.
-            draft: the MTP heads, all of them; None keeps those it has, which were made for another trunk.
-
-        Raises:
-            UserError: not the tensors that the engine was started with, or it was started without heads.
-        """
+        """Give the running engine new weights, see `WeightUpdate.run`."""
         self._weights.run(target, draft)
 
     def draft_counts(self) -> DraftCounts:

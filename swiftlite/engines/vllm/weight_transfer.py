@@ -1,6 +1,6 @@
 """A backend of vLLM's weight-transfer API: a worker reloads its model in place from safetensors files.
 
-Registered by `plugin.py`, called by `weight_update.py`. vLLM's own backends send through GPUs and say nothing of
+Registered by `plugin.py`, called by `weight_channel.py`. vLLM's own backends send through GPUs and say nothing of
 what was left out; this one works on a CPU too, where the weights are repacked, and fails unless every tensor found a
 parameter and every parameter a tensor.
 """
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,6 +21,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+
+from swiftlite.engines.weight_filling import Filling
 
 
 @dataclass
@@ -90,31 +90,11 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         model: Any = self.model
-        with _Reads(tensors) as reads:
+        filling = Filling()
+        filling.expect(tensors)
+        with filling:
             self._loaded |= model.load_weights(tensors.items())
-        self._unread += reads.unread()
-
-
-class _Reads(TorchDispatchMode):
-    """Which of some tensors are read by any operation. `load_weights` of a model says which parameters it filled, not
-    which tensors it passed over. Each tensor of a safetensors file has a storage of its own."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        super().__init__()
-        self._names = {_storage(tensor): name for name, tensor in tensors.items()}
-
-    def unread(self) -> list[str]:
-        return sorted(self._names.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                self._names.pop(_storage(leaf), None)
-        return func(*args, **(kwargs or {}))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+        self._unread += filling.take_unread()
 
 
 def _forget_packed_experts(model: nn.Module) -> None:

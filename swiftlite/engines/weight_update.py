@@ -1,14 +1,15 @@
-"""New weights for a vLLM that is running, from Hugging Face tensors, through vLLM's weight-transfer API.
+"""New weights for an engine that is running, from Hugging Face tensors: what every engine has of it.
 
-This is the caller's side; vLLM's workers take the tensors in `weight_transfer.py`. Buckets travel as files in the
-temporary directory, one at a time, so that neither side holds a second model. Who sends them: any iterable, such as
+This is the caller's side. Buckets travel as files in the temporary directory, one at a time, so that neither side holds
+a second model; how an engine is told of a file is its own (`vllm/weight_channel.py`, `sglang/weight_channel.py`), and
+its workers take the tensors in `weight_transfer.py` beside that. Who sends them: any iterable, such as
 `train/live_weights.py`.
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -19,23 +20,41 @@ from swiftlite.bridge.tensors import some
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.errors import UserError
 
-if TYPE_CHECKING:
-    from vllm import LLM
-
 Bucket = Mapping[str, torch.Tensor]
+Part = Literal["target", "draft"]
+
+
+class Channel(Protocol):
+    """How an engine is told of new weights: a transfer is `start`, `send` for each bucket, `finish`."""
+
+    def start(self, part: Part) -> None:
+        """Begin a transfer to the model that verifies or to the one that drafts."""
+        ...
+
+    def send(self, path: Path) -> None:
+        """Let the workers read a safetensors file, which may go once this returns."""
+        ...
+
+    def finish(self) -> None:
+        """End the transfer; fails unless every tensor found a parameter and every parameter a tensor."""
+        ...
+
+    def forget_cached(self) -> bool:
+        """Drop keys and values of the old weights; returns whether that could be done."""
+        ...
 
 
 class WeightUpdate:
     """Puts new weights into an engine, complete or not at all usable.
 
     Args:
-        llm: started with the backend of `weight_transfer.py`.
+        name: the engine's.
         model: what it was started from; new tensors must have the same names and shapes.
         drafts: whether it runs the model's MTP heads.
     """
 
-    def __init__(self, llm: "LLM", model: ServedModel, drafts: bool):
-        self._llm, self._drafts = llm, drafts
+    def __init__(self, name: str, channel: Channel, model: ServedModel, drafts: bool):
+        self._name, self._channel, self._drafts = name, channel, drafts
         family, config = model.family, model.hf_config
         self._target = _shapes(family.trunk_rows(config))
         self._draft: dict[str, Shape] = {}
@@ -45,7 +64,18 @@ class WeightUpdate:
         self._is_torn = False
 
     def run(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
-        """See `VllmEngine.update_weights`."""
+        """Give the engine new weights, target and draft each in a transfer of its own.
+
+        The next answer is computed with them, and with nothing that was cached. If it fails, the engine answers no
+        more.
+
+        Args:
+            target: the trunk as HF tensors, all of them; None keeps the one it has.
+            draft: the MTP heads, all of them; None keeps those it has, which were made for another trunk.
+
+        Raises:
+            UserError: not the tensors that the engine was started with, or it was started without heads.
+        """
         self.check_whole()
         if draft is not None and not self._drafts:
             raise UserError(
@@ -60,12 +90,12 @@ class WeightUpdate:
             )
         self._is_torn = True  # until the last transfer is through
         if target is not None:
-            self._transfer(self._llm.start_weight_update, target, self._target)
+            self._transfer("target", target, self._target)
         if draft is not None:
-            self._transfer(self._llm.start_draft_weight_update, draft, self._draft)
+            self._transfer("draft", draft, self._draft)
         # What was computed with the old weights must not answer for the new ones.
-        if not self._llm.reset_prefix_cache():
-            raise UserError("vLLM keeps keys and values of the old weights: a request is still running")
+        if not self._channel.forget_cached():
+            raise UserError(f"{self._name} keeps keys and values of the old weights: a request is still running")
         self._is_torn = False
 
     def check_whole(self) -> None:
@@ -77,8 +107,8 @@ class WeightUpdate:
                 "an update of the weights failed and left this engine with half of them", "start the engine again"
             )
 
-    def _transfer(self, start: Callable[[], None], buckets: Iterable[Bucket], wanted: Mapping[str, Shape]) -> None:
-        start()
+    def _transfer(self, part: Part, buckets: Iterable[Bucket], wanted: Mapping[str, Shape]) -> None:
+        self._channel.start(part)
         sent: dict[str, Shape] = {}
         with tempfile.TemporaryDirectory(prefix="swiftlite-weights-") as directory:
             for number, bucket in enumerate(buckets):
@@ -87,10 +117,10 @@ class WeightUpdate:
                 sent |= shapes
                 path = Path(directory, f"{number}.safetensors")
                 save_file({key: tensor.contiguous() for key, tensor in bucket.items()}, path)
-                self._llm.update_weights({"update_info": {"path": str(path)}})
+                self._channel.send(path)
                 path.unlink()
         _check(wanted, sent)
-        self._llm.finish_weight_update()
+        self._channel.finish()
 
 
 def _shapes(rows: Iterable[Row]) -> dict[str, Shape]:

@@ -1,0 +1,58 @@
+"""How a running SGLang is told of new weights: its weight-update sessions, with a format of `weight_transfer.py`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+from sglang.srt.utils import MultiprocessingSerializer
+
+from swiftlite.engines.sglang.weight_transfer import FINISH, KEEP, LOAD
+from swiftlite.engines.weight_update import Part
+from swiftlite.errors import UserError
+
+
+class SglangChannel:
+    """See `Channel`.
+
+    Args:
+        engine: an `sglang.Engine` whose processes have the plugin.
+        num_ranks: tensor-parallel ones, each of which reads every file.
+    """
+
+    def __init__(self, engine: Any, num_ranks: int):
+        self._engine, self._num_ranks = engine, num_ranks
+        self._part: Part = "target"
+
+    def start(self, part: Part) -> None:
+        self._part = part
+        _check(self._engine.begin_weight_update(part))
+
+    def send(self, path: Path) -> None:
+        # Heads wait in the worker until they are whole, because draft classes refuse parts.
+        self._tell(LOAD if self._part == "target" else KEEP, str(path))
+
+    def finish(self) -> None:
+        self._tell(FINISH, self._part)
+        _check(self._engine.end_weight_update())
+
+    def forget_cached(self) -> bool:
+        return self._engine.flush_cache().success
+
+    def _tell(self, load_format: str, word: str) -> None:
+        """Call `weight_transfer.take` in each worker, with one name and no numbers."""
+        payload: Any = MultiprocessingSerializer.serialize([(word, torch.empty(0))])
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * self._num_ranks,
+            load_format=load_format,
+            selector=self._part,
+            flush_cache=False,
+        )
+        manager = self._engine.tokenizer_manager
+        _check(self._engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None)))
+
+
+def _check(answer: tuple[bool, str]) -> None:
+    succeeded, message = answer
+    if not succeeded:
+        raise UserError(f"SGLang did not take the weights: {message}", "start the engine again")

@@ -1,0 +1,77 @@
+"""A format of SGLang's weight updates: a worker reads safetensors files into its model, which goes on running.
+
+Hooked in by `plugin.py`, called by `weight_channel.py`. SGLang's own formats say nothing of what was left out, and end
+the worker at a tensor that does not fit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from swiftlite.engines.weight_filling import Filling
+
+LOAD, KEEP, FINISH = "swiftlite_load", "swiftlite_keep", "swiftlite_finish"
+"""Read a file into the model; keep what a file has; load what was kept, and say what the transfer left out."""
+# What SGLang takes from the target for every MTP draft (`set_embed_and_head` of the draft classes), loaded or not.
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass
+class _Transfer:
+    filling: Filling = field(default_factory=Filling)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+
+    def load(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
+        self.filling.expect(tensors)
+        with torch.no_grad(), self.filling:
+            model.load_weights(tensors.items())
+        self.unread += self.filling.take_unread()
+
+    def problems(self, model: nn.Module, part: str) -> list[str]:
+        unfilled = self.filling.unfilled(model, SHARED if part == "draft" else ())
+        return [f"nothing reads {name}" for name in self.unread] + [f"nothing filled {name}" for name in unfilled]
+
+
+_transfers: WeakKeyDictionary[nn.Module, _Transfer] = WeakKeyDictionary()
+"""Those under way, by the model."""
+
+
+def take(
+    stock: Callable[..., tuple[bool, str]],
+    updater: Any,
+    named_tensors: Sequence[tuple[str, torch.Tensor]],
+    load_format: str | None = None,
+) -> tuple[bool, str]:
+    """Instead of `stock`, WeightUpdater.update_weights_from_tensor, for the three formats of this file.
+
+    Args:
+        named_tensors: one; its name is the file, or with FINISH the part that was sent.
+
+    Returns:
+        Whether it succeeded, and what there is to say. Nothing is raised: an error would end SGLang.
+    """
+    if load_format not in (LOAD, KEEP, FINISH):
+        return stock(updater, named_tensors=named_tensors, load_format=load_format)
+    model = updater.get_model()
+    [(word, _)] = named_tensors
+    transfer = _transfers.setdefault(model, _Transfer())
+    try:
+        if load_format == LOAD:
+            transfer.load(model, load_file(word))
+        elif load_format == KEEP:
+            transfer.kept |= load_file(word)
+        else:
+            del _transfers[model]
+            if transfer.kept:
+                transfer.load(model, transfer.kept)
+            if problems := transfer.problems(model, word):
+                return False, f"{type(model).__name__}:\n  " + "\n  ".join(problems)
+    except Exception as error:  # whatever a model's loader objects to
+        return False, f"{type(model).__name__}: {error}"
+    return True, "Success"
