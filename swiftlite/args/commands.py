@@ -128,7 +128,14 @@ GenerationCommand = InferArgs | RegenerateArgs
 
 
 @dataclass(frozen=True)
-class DeployArgs(fields.SglangArgs, fields.VllmArgs, fields.SpeculationArgs, fields.ServerArgs, fields.ModelArgs):
+class DeployArgs(
+    fields.SglangArgs,
+    fields.VllmArgs,
+    fields.SpeculationArgs,
+    fields.ServerArgs,
+    fields.AdapterArgs,
+    fields.ModelArgs,
+):
     """Serve a Hugging Face model with an engine's own OpenAI-compatible server, MTP heads drafting."""
 
 

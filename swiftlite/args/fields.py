@@ -106,8 +106,9 @@ class AdapterArgs:
     """Adapters"""
 
     adapters: str | None = None
-    """Directory of adapters (LoRA) of --model, from export --merge_lora false or PEFT. They are added to its weights in
-    a temporary copy, which the engine then loads."""
+    """Directory of adapters (LoRA) of --model, from export --merge_lora false or PEFT. infer adds them to its weights
+    in a temporary copy, which the engine then loads; deploy has vLLM serve them beside the model, to requests that name
+    the directory as theirs."""
 
 
 @dataclass(frozen=True)

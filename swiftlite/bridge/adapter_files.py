@@ -119,6 +119,7 @@ class SavedAdapter:
     """A directory of adapters, read.
 
     Attributes:
+        rank: rows of each A.
         scaling: what B A is multiplied by.
         pairs: A and B of each module, by its HF name.
         saved: whole tensors of the trunk, by HF name.
@@ -128,6 +129,7 @@ class SavedAdapter:
     """
 
     directory: Path
+    rank: int
     scaling: float
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     saved: Mapping[str, torch.Tensor]
@@ -229,7 +231,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
         if a.dim() != 2 or b.dim() != 2 or (a.size(0), b.size(1)) != (rank, rank):
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
             raise UserError(f"--adapters {directory}: {module} has {shapes}, and r is {rank}", "export them again")
-    return SavedAdapter(directory, lora.scaling, pairs, tensors, heads, promise, digest or of_heads)
+    return SavedAdapter(directory, rank, lora.scaling, pairs, tensors, heads, promise, digest or of_heads)
 
 
 def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:

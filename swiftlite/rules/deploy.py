@@ -49,6 +49,15 @@ def tokens_to_draft_are_said_once(args: DeployArgs, facts: Facts) -> Iterator[Pr
             yield f"--draft_schedule and --{name} both say how many tokens to draft", "leave one of them out"
 
 
+def adapters_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+    if args.adapters is not None and args.infer_backend != "vllm":
+        label = ENGINES[args.infer_backend].label
+        yield (
+            f"--adapters with {label}: only vLLM was found to answer with them as the merged model does",
+            "--infer_backend vllm; or export --to_hf, which adds them to the weights",
+        )
+
+
 RULES = (
     common.hf_model_is_a_directory,
     common.numbers_are_in_range,
@@ -57,6 +66,8 @@ RULES = (
     speculation_has_heads,
     speculative_options_have_speculation,
     tokens_to_draft_are_said_once,
+    engine.adapters_are_a_directory,
+    adapters_have_an_engine,
     engine.options_of_engines_agree,
     engine.engine_kwargs_leave_what_has_an_option,
 )

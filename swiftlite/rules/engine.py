@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from swiftlite.args.command_line import as_typed
-from swiftlite.args.commands import DeployArgs, EvaluateArgs, GenerationCommand
+from swiftlite.args.commands import DeployArgs, EvaluateArgs, GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
-from swiftlite.plan.facts import Facts
+from swiftlite.plan.facts import Facts, near_path
 
 EngineCommand = DeployArgs | GenerationCommand
 
@@ -68,3 +69,13 @@ def engine_kwargs_leave_what_has_an_option(args: EngineCommand, facts: Facts) ->
             value = kwargs[own]
             text = f"'{json.dumps(value)}'" if isinstance(value, dict) else as_typed(value)
             yield f"--{info.kwargs_option} has {own!r}, which is checked nowhere", f"--{name} {text}"
+
+
+def adapters_are_a_directory(args: InferArgs | DeployArgs, facts: Facts) -> Iterator[Problem]:
+    if args.adapters is None:
+        return
+    directory = Path(args.adapters)
+    if not (directory / "adapter_config.json").is_file():
+        what = "does not exist" if not directory.exists() else "has no adapter_config.json"
+        hint = near_path(directory) if not directory.exists() else ""
+        yield f"--adapters {directory} {what}", hint or "give what export --to_hf --merge_lora false has written"

@@ -8,7 +8,7 @@ from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.hub.model import description_of
-from swiftlite.plan.facts import Facts, near_path
+from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine
 
 
@@ -43,16 +43,6 @@ def acceptance_json_fits(args: InferArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--acceptance_json {args.acceptance_json} does not exist", "give the acceptance.json of an sft run"
     if not args.val_dataset:
         yield "--acceptance_json needs prompts to measure on", "add --val_dataset FILE"
-
-
-def adapters_are_a_directory(args: InferArgs, facts: Facts) -> Iterator[Problem]:
-    if args.adapters is None:
-        return
-    directory = Path(args.adapters)
-    if not (directory / "adapter_config.json").is_file():
-        what = "does not exist" if not directory.exists() else "has no adapter_config.json"
-        hint = near_path(directory) if not directory.exists() else ""
-        yield f"--adapters {directory} {what}", hint or "give what export --to_hf --merge_lora false has written"
 
 
 def comparison_has_prompts(args: InferArgs, facts: Facts) -> Iterator[Problem]:
@@ -91,7 +81,7 @@ RULES = (
     engine.options_have_their_engine,
     engine.engine_kwargs_leave_what_has_an_option,
     acceptance_json_fits,
-    adapters_are_a_directory,
+    engine.adapters_are_a_directory,
     comparison_has_prompts,
 )
 NOTES = (settings_without_effect, length_is_the_models)

@@ -70,6 +70,20 @@ def test_deploy(here, change, problem, hint):
     assert hint in advice
 
 
+def test_adapters(here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    vllm = dataclasses.replace(DEPLOY, infer_backend="vllm")
+    ((absent, hint),) = problems_of(dataclasses.replace(vllm, adapters="nowhere"))
+    assert absent == "--adapters nowhere does not exist"
+    assert "export --to_hf --merge_lora false" in hint
+    ((other, _),) = problems_of(dataclasses.replace(vllm, adapters="plain"))
+    assert other == "--adapters plain has no adapter_config.json"
+    (here / "plain" / "adapter_config.json").write_text("{}")
+    ((problem, hint),) = problems_of(dataclasses.replace(DEPLOY, adapters="plain"))
+    assert problem.startswith("--adapters with SGLang: only vLLM")
+    assert "--infer_backend vllm" in hint
+
+
 def test_deploy_with_vllm(here, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     vllm = dataclasses.replace(DEPLOY, infer_backend="vllm", vllm_engine_kwargs={"speculative_config": {"a": 1}})

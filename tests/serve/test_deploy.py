@@ -9,12 +9,16 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from swiftlite import log
 from swiftlite.args.commands import DeployArgs
 from swiftlite.bench.server import free_url
+from swiftlite.bridge.adapter_files import Base, digest_of, write_adapter, write_heads
 from swiftlite.engines.served_model import read_model
 from swiftlite.errors import UserError
+from swiftlite.lora import Lora
 from swiftlite.serve import deploy
 from tests.tiny import make_tiny_hf
 
@@ -72,6 +76,51 @@ def test_sglang_reads_a_schedule_from_a_file(tmp_path):
     assert f"--speculative-adaptive --speculative-adaptive-config {config}" in words
     steps = {number: slot["candidate_steps"] for number, slot in json.loads(config.read_text()).items()}
     assert steps == {"1": [3], "8": [1], "32": [0]}
+
+
+def write_adapters(directory, base, rank: int = 4, saved: tuple[str, ...] = (), heads: bool = False) -> str:
+    """Adapters of one layer."""
+    module = "model.layers.0.self_attn.o_proj"
+    shape = load_file(base / "model.safetensors")[f"{module}.weight"].shape
+    tensors = {
+        f"{module}.lora_A.weight": torch.ones(rank, shape[1]),
+        f"{module}.lora_B.weight": torch.ones(shape[0], rank),
+    }
+    directory.mkdir()
+    whole = load_file(base / "model.safetensors")
+    of_base = Base(str(base), digest_of(base))
+    write_adapter(directory, Lora(rank, 8.0), of_base, tensors, {name: whole[name] for name in saved})
+    if heads:
+        model = read_model(base)
+        of_heads = {name: whole[name] for name in whole if model.family.is_mtp(model.hf_config, name)}
+        write_heads(directory, of_base, of_heads, model.heads, "qwen3")
+    return str(directory)
+
+
+@needs_vllm
+def test_vllm_serves_adapters_beside_the_model(tmp_path):
+    model = make_tiny_hf(tmp_path / "model", "qwen3", 1)
+    adapters = write_adapters(tmp_path / "tuned", model, rank=9)
+    words = shlex.join(command(model, infer_backend="vllm", adapters=adapters))
+    assert f"--enable-lora --max-lora-rank 16 --lora-modules tuned={adapters}" in words
+
+
+@needs_vllm
+def test_adapters_that_vllm_would_serve_in_part(tmp_path):
+    model = make_tiny_hf(tmp_path / "model", "qwen3", 1)
+    other = make_tiny_hf(tmp_path / "other", "qwen3", 1, seed=5)
+    refused = {
+        write_adapters(tmp_path / "saved", model, saved=("model.norm.weight",)): "learned in full, model.norm.weight",
+        write_adapters(tmp_path / "heads", model, heads=True): "not with those beside the adapters",
+        write_adapters(tmp_path / "large", model, rank=513): "ranks up to 512, not 513",
+        write_adapters(tmp_path / "of_other", other): "belong to another model",
+    }
+    for adapters, why in refused.items():
+        with pytest.raises(UserError, match=why):
+            command(model, infer_backend="vllm", adapters=adapters)
+    without = command(model, infer_backend="vllm", adapters=str(tmp_path / "heads"), speculative="none")
+    assert "--enable-lora" in without
+    assert "--speculative-config" not in without
 
 
 def test_a_schedule_that_drafts_nothing(tmp_path):

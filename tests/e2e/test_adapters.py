@@ -1,0 +1,92 @@
+"""Adapters that a real vLLM serves beside a model: it answers as the merged model does, heads draft for both."""
+
+import importlib.util
+import json
+import shutil
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftlite.args.commands import DeployArgs
+from swiftlite.bench.server import free_url, serve
+from swiftlite.bridge.adapter_files import Base, digest_of, read_adapter, write_adapter
+from swiftlite.bridge.adapter_merge import write_merged
+from swiftlite.engines.served_model import read_model
+from swiftlite.engines.vllm.client import read_metrics
+from swiftlite.lora import Lora
+from swiftlite.serve import deploy
+from tests.engines.reference import Reference, write_trained
+from tests.tiny import make_tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+NEW_TOKENS = 24
+
+
+def write_adapters(base: Path, directory: Path) -> None:
+    """Adapters of the trunk's linear layers, large enough to change every answer."""
+    model = read_model(base)
+    torch.manual_seed(1)
+    tensors = {}
+    for row in model.family.trunk_rows(model.hf_config):
+        for key, shape in row.hf.items():
+            if key.endswith("_proj.weight"):
+                module = key.removesuffix(".weight")
+                tensors[f"{module}.lora_A.weight"] = 0.2 * torch.randn(4, shape[1])
+                tensors[f"{module}.lora_B.weight"] = 0.05 * torch.randn(shape[0], 4)
+    directory.mkdir()
+    write_adapter(directory, Lora(4, 8.0), Base(str(base), digest_of(base)), tensors, {})
+
+
+def merge(base: Path, adapters: Path, directory: Path) -> None:
+    model = read_model(base)
+    shutil.copytree(base, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    write_merged(base, model.hf_config, model.family, read_adapter(adapters), directory)
+
+
+def ask(url: str, model: str, prompt: list[int]) -> list[int]:
+    request = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    body = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(request).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(body, timeout=120) as response:
+        return json.load(response)["choices"][0]["token_ids"]
+
+
+def accepted(url: str) -> int:
+    """Drafts that the server has accepted so far."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+        return read_metrics(response.read().decode(), 1).accepted
+
+
+def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path):
+    base, adapters, merged = tmp_path / "base", tmp_path / "tuned", tmp_path / "merged"
+    tokenizer = make_tiny_tokenizer()
+    prompts = write_trained(base, "qwen3", depth=1, vocab_size=len(tokenizer))[:6]
+    tokenizer.save_pretrained(base)
+    write_adapters(base, adapters)
+    merge(base, adapters, merged)
+    url, port = free_url()
+    options: dict[str, Any] = {"num_speculative_tokens": 1, "max_model_len": 256, "torch_dtype": "float32"}
+    args = DeployArgs(model=str(base), infer_backend="vllm", adapters=str(adapters), port=port, **options)
+    answers = []
+    with serve(deploy.server_command(args, read_model(base)), url, tmp_path / "log"):
+        for name, directory in (("tuned", merged), (str(base), base)):
+            expected, counts = Reference.load(directory, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
+            before = accepted(url)
+            assert [ask(url, name, prompt) for prompt in prompts] == expected
+            assert accepted(url) - before == sum(counts.accepted_per_position) > 0
+            answers.append(expected)
+    assert all(tuned != plain for tuned, plain in zip(*answers, strict=True))
