@@ -6,6 +6,7 @@ from swiftlite.args.commands import DeployArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
 from swiftlite.plan.facts import Facts
+from swiftlite.plan.layout import choices
 from swiftlite.rules import common, engine
 
 OR_PRINT_IT = ", or add --dry_run"
@@ -50,11 +51,12 @@ def tokens_to_draft_are_said_once(args: DeployArgs, facts: Facts) -> Iterator[Pr
 
 
 def adapters_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
-    if args.adapters is not None and args.infer_backend != "vllm":
-        label = ENGINES[args.infer_backend].label
+    info = ENGINES[args.infer_backend]
+    if args.adapters is not None and not info.serves_adapters:
+        able = choices([f"--infer_backend {other.name}" for other in ENGINES.values() if other.serves_adapters])
         yield (
-            f"--adapters with {label}: only vLLM was found to answer with them as the merged model does",
-            "--infer_backend vllm; or export --to_hf, which adds them to the weights",
+            f"--adapters with {info.label}, which was not found to answer with them as the merged model does",
+            f"{able}; or export --to_hf, which adds them to the weights",
         )
 
 

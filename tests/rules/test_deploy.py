@@ -80,7 +80,7 @@ def test_adapters(here, monkeypatch):
     assert other == "--adapters plain has no adapter_config.json"
     (here / "plain" / "adapter_config.json").write_text("{}")
     ((problem, hint),) = problems_of(dataclasses.replace(DEPLOY, adapters="plain"))
-    assert problem.startswith("--adapters with SGLang: only vLLM")
+    assert problem.startswith("--adapters with SGLang, which was not found")
     assert "--infer_backend vllm" in hint
 
 

@@ -28,6 +28,7 @@ VLLM = EngineInfo(
     adapter="swiftlite.engines.vllm.engine:VllmEngine",
     convention="swiftlite.conventions.vllm:convention",
     measured="0.32.",
+    serves_adapters=True,
     options_class=VllmArgs,
     read_speculative_config=lambda args: args.vllm_speculative_config,
     rules=(speculative_tokens_are_given_once,),
