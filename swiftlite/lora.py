@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA) as one value: which linear layers get one, and what it does to them.
 
-A layer with weight W computes W x + scaling * B A x, with A [rank, in] and B [out, rank]. Names of layers are Hugging
+A layer with weight W computes W x + scaling * B A x, with A [rank, in] and B [out, rank]. With DoRA each row of
+W + scaling * B A is given a length that is learned, its magnitude. Names of layers are Hugging
 Face's, as PEFT takes them: `q_proj`, or as much of a whole name as is wanted.
 """
 
@@ -25,6 +26,7 @@ class Lora:
         alpha: weight of the adapters before it is divided by the rank, or by its root.
         dropout: share of the numbers that an adapter takes in which are zero, in training.
         is_rank_stabilised: whether the weight is divided by the root of the rank.
+        has_magnitudes: whether the rows of the sum have lengths that are learned, DoRA.
         targets: layers that get an adapter, or ALL_LINEAR.
         saved: modules of the trunk that learn in full beside them.
         on_trunk: whether the trunk gets adapters.
@@ -35,6 +37,7 @@ class Lora:
     alpha: float
     dropout: float = 0.0
     is_rank_stabilised: bool = False
+    has_magnitudes: bool = False
     targets: tuple[str, ...] = (ALL_LINEAR,)
     saved: tuple[str, ...] = ()
     on_trunk: bool = True

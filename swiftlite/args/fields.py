@@ -96,6 +96,8 @@ class LoraArgs:
     """Modules of the trunk that learn in full beside the adapters: embed_tokens, lm_head, norm, input_layernorm, ..."""
     use_rslora: bool = False
     """Divide --lora_alpha by the root of --lora_rank (rank-stabilised LoRA), not by the rank."""
+    use_dora: bool = False
+    """Learn the length of each row of a weight beside its direction (DoRA), of every layer that gets an adapter."""
     mtp_tuner: MtpTuner | None = None
     """How MTP heads learn beside adapters. full: all of their parameters. lora: adapters of their own. frozen: not at
     all. Unset: lora where somebody has trained them before, full where they start anew."""

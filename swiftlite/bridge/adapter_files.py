@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from swiftlite.bridge.adapter_rows import leaf_of
+from swiftlite.bridge.adapter_rows import HF_MAGNITUDE, leaf_of
 from swiftlite.bridge.hf_config import digest_of_trunk, read_config
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.durable import write_durably
@@ -28,14 +28,13 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 HEADS_FILE = "mtp_heads.safetensors"
 _PREFIX = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+_A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", f".{HF_MAGNITUDE}"
 _DIGEST = "base_sha256"
 _PROMISE = "config"
 # What PEFT's LoRA can be asked for beside A and B, with what it is where nobody asks.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -82,10 +81,10 @@ def write_adapter(
     """Write the two files that PEFT reads.
 
     Args:
-        tensors: A's and B's by HF name, as `adapter_rows` has them.
+        tensors: A's, B's and magnitudes by HF name, as `adapter_rows` has them.
         saved: what learned in full beside them, by HF name.
     """
-    modules = {key.removesuffix(_A).removesuffix(_B) for key in tensors}
+    modules = {key.removesuffix(_A) for key in tensors if key.endswith(_A)}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -94,6 +93,7 @@ def write_adapter(
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.is_rank_stabilised,
+        "use_dora": lora.has_magnitudes,
         "target_modules": sorted({leaf_of(module) for module in modules}),
         # Whole names: PEFT compares ends of names, and many end in "norm".
         "modules_to_save": sorted({key.rpartition(".")[0] for key in saved}) or None,
@@ -122,6 +122,7 @@ class SavedAdapter:
         rank: rows of each A.
         scaling: what B A is multiplied by.
         pairs: A and B of each module, by its HF name.
+        magnitudes: of each module where it is DoRA, else none.
         saved: whole tensors of the trunk, by HF name.
         heads: whole MTP heads, by HF name; empty where there are none.
         promise: what a config.json says of them.
@@ -132,6 +133,7 @@ class SavedAdapter:
     rank: int
     scaling: float
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    magnitudes: Mapping[str, torch.Tensor]
     saved: Mapping[str, torch.Tensor]
     heads: Mapping[str, torch.Tensor]
     promise: Mapping[str, Any]
@@ -164,11 +166,17 @@ class SavedAdapter:
         """A tensor of the base as it is with these adapters, in its precision; summed in float32."""
         if key in self.saved:
             return self.saved[key].to(tensor.dtype)
-        pair = self.pairs.get(key.removesuffix(".weight"))
+        module = key.removesuffix(".weight")
+        pair = self.pairs.get(module)
         if pair is None:
             return tensor
         a, b = (each.float() for each in pair)
-        return (tensor.float() + (b @ a) * self.scaling).to(tensor.dtype)
+        whole = tensor.float() + (b @ a) * self.scaling
+        magnitude = self.magnitudes.get(module)
+        if magnitude is not None:
+            lengths = torch.linalg.norm(whole, dim=1).to(magnitude.dtype).float()
+            whole = whole * (magnitude.float() / lengths)[:, None]
+        return whole.to(tensor.dtype)
 
     def check_places(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Every adapter has a tensor of the base of its shape.
@@ -225,13 +233,24 @@ def read_adapter(directory: Path) -> SavedAdapter:
     if lost := [module for module in modules if module + _B not in tensors]:
         raise UserError(f"--adapters {directory}: {lost[0]} has no B", "export the adapters again")
     pairs = {module: (tensors.pop(module + _A), tensors.pop(module + _B)) for module in modules}
+    has_magnitudes = bool(config.get("use_dora"))
+    if has_magnitudes and (lost := [module for module in modules if module + _MAGNITUDE not in tensors]):
+        raise UserError(
+            f"--adapters {directory}: {lost[0]} has no magnitudes, and use_dora is true", "export them again"
+        )
+    magnitudes = {module: tensors.pop(module + _MAGNITUDE) for module in modules if has_magnitudes}
     if not pairs:
         raise UserError(f"--adapters {directory}: {TENSORS_FILE} has no adapter", "export the adapters again")
     for module, (a, b) in pairs.items():
         if a.dim() != 2 or b.dim() != 2 or (a.size(0), b.size(1)) != (rank, rank):
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
             raise UserError(f"--adapters {directory}: {module} has {shapes}, and r is {rank}", "export them again")
-    return SavedAdapter(directory, rank, lora.scaling, pairs, tensors, heads, promise, digest or of_heads)
+        if has_magnitudes and magnitudes[module].shape != (b.size(0),):
+            shape = tuple(magnitudes[module].shape)
+            raise UserError(
+                f"--adapters {directory}: {module} has magnitudes {shape} for {b.size(0)} rows", "export them again"
+            )
+    return SavedAdapter(directory, rank, lora.scaling, pairs, magnitudes, tensors, heads, promise, digest or of_heads)
 
 
 def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:

@@ -15,8 +15,11 @@ from swiftlite.lora import PART, Lora
 
 _LINEAR = re.compile(r"\.(linear_\w+|in_proj_\w+|out_proj|eh_proj)\.weight$")
 _WEIGHT = ".weight"
-A, B = "lora_A_", "lora_B_"
+A, B, MAGNITUDE = "lora_A_", "lora_B_", "lora_magnitude_"
 """How the Megatron names of an adapter's parameters begin; the last word of the HF module follows."""
+
+HF_MAGNITUDE = "lora_magnitude_vector"
+"""How PEFT's name of DoRA's magnitudes ends."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ def _rows_of_layer(layer: Row, lora: Lora) -> list[Row]:
             Row(f"{adapter}{A}{leaf_of(module)}", {f"{module}.lora_A.weight": (lora.rank, size_in)}, a),
             Row(f"{adapter}{B}{leaf_of(module)}", {f"{module}.lora_B.weight": (size_out, lora.rank)}, b),
         ]
+        if lora.has_magnitudes:
+            key = f"{module}.{HF_MAGNITUDE}"
+            rows.append(Row(f"{adapter}{MAGNITUDE}{leaf_of(module)}", {key: (size_out,)}, b))
     return rows
 
 

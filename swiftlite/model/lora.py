@@ -31,6 +31,8 @@ from torch import nn
 
 from swiftlite.bridge import placement
 from swiftlite.bridge.adapter_rows import (
+    HF_MAGNITUDE,
+    MAGNITUDE,
     A,
     B,
     adapted_modules,
@@ -56,6 +58,9 @@ class Adapter(nn.Module):
     is split and B whole. Between the two stand `rank` numbers per token, and what ranks exchange is only those. Of
     experts, and wherever the layer leaves the sum over ranks to its caller, the whole one of the two has its gradient
     summed instead.
+
+    With DoRA the layer computes the rows of W + B A at lengths that are learned. As in PEFT no gradient goes through
+    the lengths that the rows would have.
     """
 
     def __init__(self, linear: Linear, layer: Binding, lora: Lora):
@@ -83,14 +88,18 @@ class Adapter(nn.Module):
             a, b = weight.new_empty(lora.rank, weight.size(1)), weight.new_empty(lengths[module], lora.rank)
             self.register_parameter(f"{A}{leaf_of(module)}", nn.Parameter(a))
             self.register_parameter(f"{B}{leaf_of(module)}", nn.Parameter(b))
+            if lora.has_magnitudes:
+                magnitude = nn.Parameter(weight.new_empty(lengths[module]))
+                self.register_parameter(f"{MAGNITUDE}{leaf_of(module)}", magnitude)
         order = _order(parts, modules, lengths)
         is_ordered = torch.equal(order, torch.arange(sum(lengths[module] for module in modules)))
         self.register_buffer("order", None if is_ordered else order.to(weight.device), persistent=False)
 
         # Experts on whom no other tensor-parallel rank has a part are no duplicates of each other.
         all_differ = linear.is_expert and self.group.size() == 1
-        for parameters, dim, is_split in ((self.parts(A), 1, not self.is_column), (self.parts(B), 0, self.is_column)):
-            for parameter in parameters:
+        kinds = ((A, 1, not self.is_column), (B, 0, self.is_column), (MAGNITUDE, 0, self.is_column))
+        for kind, dim, is_split in kinds:
+            for parameter in self.parts(kind):
                 set_tensor_model_parallel_attributes(parameter, is_split or all_differ, dim, 1)
                 parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
                 # megatron-core sums these gradients over tensor-parallel ranks, each of which sees a part of the row.
@@ -105,10 +114,54 @@ class Adapter(nn.Module):
         hidden_SBR = F.linear(F.dropout(input, self.dropout, self.training), a)
         return F.linear(self._exchange(hidden_SBR) * self.scaling, b)
 
-    def delta(self) -> torch.Tensor:
-        """What merging adds to the layer's weight on this rank, float32."""
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """The layer's weight on this rank with the adapter, summed in float32; not for a backward pass."""
+        whole = self._plain_sum(weight)
+        return whole * self.factors(whole)[:, None] if self.parts(MAGNITUDE) else whole
+
+    def factors_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """`factors` of the layer's weight, for a backward pass to the magnitudes alone."""
+        with torch.no_grad():
+            whole = self._plain_sum(weight)
+        return self.factors(whole)
+
+    def _plain_sum(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight on this rank with B A, float32."""
         pairs = zip(self.parts(A), self.parts(B), strict=True)
-        return self._in_order(torch.cat([(b.float() @ a.float()) * self.scaling for a, b in pairs]))
+        return weight.float() + self._in_order(torch.cat([(b.float() @ a.float()) * self.scaling for a, b in pairs]))
+
+    def factors(self, whole: torch.Tensor) -> torch.Tensor:
+        """What the rows [out] of the sum of weight and adapter are multiplied by: 1 without an adapter of their own."""
+        magnitudes = torch.cat(self.parts(MAGNITUDE))
+        if self.caller_sums and not self.is_column:
+            magnitudes = _summed(magnitudes, self.group)
+        # In one precision with the magnitudes, so that they begin as factors of 1.
+        lengths = self._lengths(whole).to(magnitudes.dtype).float()
+        order = cast(torch.Tensor | None, self.order)
+        if order is None:
+            return magnitudes.float() / lengths
+        factors = F.pad(magnitudes.float(), (0, 1)).index_select(0, order) / lengths
+        return torch.where(order < len(magnitudes), factors, 1.0)
+
+    @torch.no_grad()
+    def begin_magnitudes(self, weight: torch.Tensor) -> None:
+        """Take the lengths of the weight's own rows."""
+        lengths = self._lengths(weight.float())
+        order = torch.arange(len(lengths)) if self.order is None else cast(torch.Tensor, self.order)
+        magnitudes = self.parts(MAGNITUDE)
+        of_modules = lengths.new_zeros(sum(map(len, magnitudes)) + 1)  # the last place is of rows without an adapter
+        of_modules[order] = lengths
+        for magnitude, own in zip(magnitudes, of_modules[:-1].split([len(each) for each in magnitudes]), strict=True):
+            magnitude.copy_(own)
+
+    def _lengths(self, whole: torch.Tensor) -> torch.Tensor:
+        """Lengths [out] of rows, of which ranks may hold parts."""
+        lengths = torch.linalg.norm(whole, dim=1)
+        if self.is_column or self.group.size() == 1:
+            return lengths
+        squares = lengths.square()
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
 
     def parts(self, kind: str) -> list[torch.Tensor]:
         """The A's or the B's, in the order of the layer's HF parts."""
@@ -193,13 +246,24 @@ def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], se
     bindings = bind_adapters(chunks, lora, rows)
     for binding in bindings:
         _draw(binding, seed)
-    return len(bindings) // 2
+    for linear in _adapted(chunks):
+        if lora.has_magnitudes:
+            linear.adapter.begin_magnitudes(linear.weight)
+    return sum(key.endswith(".lora_A.weight") for binding in bindings for key in binding.row.hf)
 
 
-def _add(linear: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, Any]) -> tuple:
+def _add(linear: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, Any]) -> tuple:
     output, bias = outputs
     adapter = getattr(linear, "adapter", None)  # none where it is merged
-    return outputs if adapter is None else (output + adapter(inputs[0]), bias)
+    if adapter is None:
+        return outputs
+    added = adapter(inputs[0])
+    if not adapter.parts(MAGNITUDE):
+        return output + added, bias
+    factors = adapter.factors_of(linear.weight).to(output.dtype)
+    product = output if bias is not None or linear.bias is None else output - linear.bias
+    # The bits of the base where the factors are 1 and nothing is added.
+    return output + (factors - 1) * product + factors * added, bias
 
 
 def bind_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> list[Binding]:
@@ -212,6 +276,8 @@ def bind_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) 
 def _draw(binding: Binding, seed: int) -> None:
     """Begin as PEFT does: A uniform, B zero; each HF tensor from a generator of its own, so no layout matters."""
     ((key, shape),) = binding.row.hf.items()
+    if key.endswith(HF_MAGNITUDE):
+        return
     tensor = torch.zeros(shape)
     if key.endswith(".lora_A.weight"):
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))
@@ -249,12 +315,12 @@ def _adapted(chunks: Sequence[nn.Module]) -> list[Any]:
 
 
 def _sum(linear: Any) -> torch.Tensor:
-    """The weight with its adapter's, summed in float32."""
-    return (linear.weight.data.float() + linear.adapter.delta()).to(linear.weight.dtype)
+    """The weight with its adapter's."""
+    return linear.adapter.merged(linear.weight.data).to(linear.weight.dtype)
 
 
 def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """A's and B's, whole and by their HF names, on the first rank; none on the others; collective.
+    """A's, B's and magnitudes, whole and by their HF names, on the first rank; none on the others; collective.
 
     Args:
         rows: of the layers whose adapters are wanted.

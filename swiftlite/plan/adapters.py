@@ -23,6 +23,8 @@ def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> Parameter
             if module in adapted_modules(row, lora):
                 whole, split = (size_out, size_in) if _SPLIT_BY_COLUMNS.search(row.mcore) else (size_in, size_out)
                 number += lora.rank * (whole + split // ranks)
+                if lora.has_magnitudes:
+                    number += size_out if _SPLIT_BY_COLUMNS.search(row.mcore) else size_out // ranks
         if is_expert:
             of_experts += number
         else:

@@ -20,6 +20,7 @@ _OPTIONS = (
     "target_modules",
     "lora_modules_to_save",
     "use_rslora",
+    "use_dora",
     "mtp_tuner",
 )
 

@@ -5,7 +5,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import nn
 
-from swiftlite.bridge.adapter_rows import B
+from swiftlite.bridge.adapter_rows import A
 from swiftlite.bridge.placement import global_name
 from swiftlite.lora import is_adapter
 from swiftlite.model.lora import Adapter
@@ -29,7 +29,7 @@ def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[
     rank, size = adapter.group.rank(), adapter.group.size()
     tensors = {}
     for local_name, parameter in adapter.named_parameters(name):
-        is_split = adapter.is_column == (f".{B}" in local_name)
+        is_split = adapter.is_column != (f".{A}" in local_name)  # magnitudes are split as B
         offsets = [(0 if adapter.is_column else 1, rank, size)] if is_split else []
         tensors[local_name] = ShardedTensor.from_rank_offsets(
             global_name(local_name, chunk),

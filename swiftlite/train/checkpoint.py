@@ -80,6 +80,7 @@ class _LoraState(BaseModel, strict=True):
     alpha: Annotated[float, Field(gt=0)]
     dropout: Annotated[float, Field(ge=0, lt=1)]
     is_rank_stabilised: bool
+    has_magnitudes: bool = False
     targets: list[str]
     saved: list[str]
     on_trunk: bool

@@ -27,8 +27,8 @@ def test_good_options_pass(here, args):
     ("args", "problem", "hint"),
     [
         (
-            replace(SFT, lora_rank=4, use_rslora=True),
-            "--lora_rank, --use_rslora without adapters: --tuner_type is full",
+            replace(SFT, lora_rank=4, use_rslora=True, use_dora=True),
+            "--lora_rank, --use_rslora, --use_dora without adapters: --tuner_type is full",
             "add --tuner_type lora",
         ),
         (replace(LORA, lora_rank=64), "--lora_rank 64 is above the model's hidden_size 48", "--tuner_type full"),

@@ -6,11 +6,12 @@ import logging
 import shlex
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from swiftlite import log
 from swiftlite.args.commands import DeployArgs
@@ -97,6 +98,19 @@ def write_adapters(directory, base, rank: int = 4, saved: tuple[str, ...] = (), 
     return str(directory)
 
 
+def with_magnitudes(adapters: str) -> str:
+    """The same as DoRA."""
+    directory = Path(adapters)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    path = directory / "adapter_model.safetensors"
+    tensors = load_file(path)
+    (rows,) = [len(tensor) for key, tensor in tensors.items() if "lora_B" in key]
+    tensors["base_model.model.model.layers.0.self_attn.o_proj.lora_magnitude_vector"] = torch.ones(rows)
+    save_file(tensors, path)
+    return adapters
+
+
 @needs_vllm
 def test_vllm_serves_adapters_beside_the_model(tmp_path):
     model = make_tiny_hf(tmp_path / "model", "qwen3", 1)
@@ -113,6 +127,7 @@ def test_adapters_that_vllm_would_serve_in_part(tmp_path):
         write_adapters(tmp_path / "saved", model, saved=("model.norm.weight",)): "learned in full, model.norm.weight",
         write_adapters(tmp_path / "heads", model, heads=True): "not with those beside the adapters",
         write_adapters(tmp_path / "large", model, rank=513): "ranks up to 512, not 513",
+        with_magnitudes(write_adapters(tmp_path / "dora", model)): "no place for the magnitudes of DoRA",
         write_adapters(tmp_path / "of_other", other): "belong to another model",
     }
     for adapters, why in refused.items():

@@ -40,6 +40,8 @@ def peft_model(hf_dir, **config):
 
 
 def peft_name(key: str) -> str:
+    if key.endswith("lora_magnitude_vector"):
+        return f"base_model.model.{key}.default.weight"
     return f"base_model.model.{key.removesuffix('.weight')}.default.weight"
 
 
@@ -97,8 +99,14 @@ def take_steps(model, batches, args) -> list[float]:
                 "target_modules": ["k_proj", "down_proj"],
             },
         ),
+        ("qwen3", {"use_dora": True}, {"use_dora": True, "target_modules": "all-linear"}),
+        (
+            "qwen2",
+            {"use_dora": True, "target_modules": ["q_proj", "up_proj", "o_proj"]},
+            {"use_dora": True, "target_modules": ["q_proj", "up_proj", "o_proj"]},
+        ),
     ],
-    ids=["all-linear", "some", "beside whole modules"],
+    ids=["all-linear", "some", "beside whole modules", "dora", "dora of some, biases"],
 )
 def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, changed, config):
     base = make_tiny_hf(tmp_path / "base", family, depth=0, with_tokenizer=True)
@@ -111,6 +119,9 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
     assert {peft_name(key) for key in begun} == {name for name in theirs if "lora_" in name}
     for key, tensor in begun.items():
         parameter = theirs[peft_name(key)]
+        if "magnitude" in key:
+            assert torch.equal(tensor, parameter.data)
+            continue
         if "lora_B" in key:
             assert not tensor.any()
             assert not parameter.any()
@@ -147,10 +158,11 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
         assert torch.equal(tensor, merged[key]), key
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_moe", "qwen3_5"])
-def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, family):
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "deepseek_v3", "qwen3_moe", "qwen3_5"])
+def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, family, use_dora):
     base = make_tiny_hf(tmp_path / "base", family, depth=1, with_tokenizer=True)
-    run = sft.prepare(options(model=str(base), tuner_type="lora"), mesh)
+    run = sft.prepare(options(model=str(base), tuner_type="lora", use_dora=use_dora), mesh)
     (chunk,) = run.learner.chunks
     assert any(name.startswith("mtp.") and is_adapter(name) for name, _ in chunk.named_parameters())
     logits = []
@@ -167,10 +179,11 @@ def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, 
 @pytest.mark.parametrize(
     ("tuner", "learns"), [("lora", r"\.adapter\."), ("full", r"^mtp\.|\.adapter\."), ("frozen", r"\.adapter\.")]
 )
-def test_heads_beside_adapters(options, mesh, tmp_path, hf_dir, tuner, learns):
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_heads_beside_adapters(options, mesh, tmp_path, hf_dir, tuner, learns, use_dora):
     """Heads learn as they are told, and nothing of them is lost on the way out: what is added to files afterwards gives
     the bits of what is merged here."""
-    args = options(tuner_type="lora", mtp_tuner=tuner, lr=1e-2)
+    args = options(tuner_type="lora", mtp_tuner=tuner, lr=1e-2, use_dora=use_dora)
     run = train(args, mesh)
     report = json.loads((run / "run_report.json").read_text())["tensors"]
     assert report["frozen_but_changed"] == report["trained_but_unchanged"] == []

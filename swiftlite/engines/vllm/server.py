@@ -97,6 +97,8 @@ def _left_out(adapter: SavedAdapter, drafts: bool) -> str:
     """What vLLM would not serve of a directory of adapters, in words; empty where it serves all."""
     if adapter.rank > _RANKS[-1]:
         return f"vLLM serves ranks up to {_RANKS[-1]}, not {adapter.rank}"
+    if adapter.magnitudes:
+        return "vLLM has no place for the magnitudes of DoRA"
     if adapter.saved:
         return f"vLLM has no place for what learned in full, {min(adapter.saved)} among it"
     if adapter.heads and drafts:
