@@ -209,6 +209,8 @@ class ExaminationArgs:
     """The same as for megatron sft."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """The same as for megatron sft."""
+    use_dora: bool = False
+    """The same as for megatron sft."""
     lora_modules_to_save: list[str] = field(default_factory=list)
     """The same as for megatron sft."""
     mtp_tuner: fields.MtpTuner | None = None

@@ -260,10 +260,11 @@ def _add(linear: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Ten
     added = adapter(inputs[0])
     if not adapter.parts(MAGNITUDE):
         return output + added, bias
-    factors = adapter.factors_of(linear.weight).to(output.dtype)
+    factors = adapter.factors_of(linear.weight)
+    change = (factors - 1).to(output.dtype)  # before it is rounded: bfloat16 has two digits beside a 1
     product = output if bias is not None or linear.bias is None else output - linear.bias
     # The bits of the base where the factors are 1 and nothing is added.
-    return output + (factors - 1) * product + factors * added, bias
+    return output + change * product + factors.to(output.dtype) * added, bias
 
 
 def bind_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> list[Binding]:

@@ -96,7 +96,15 @@ def _planned_lora(args: DoctorArgs) -> Lora | None:
     of_heads = args.mtp_tuner or ("lora" if args.mtp_num_layers is None else "full")
     on_trunk = args.mtp_mode != "heads_only"
     targets, saved = tuple(args.target_modules), tuple(args.lora_modules_to_save)
-    return Lora(args.lora_rank, 1.0, targets=targets, saved=saved, on_trunk=on_trunk, heads=of_heads)
+    return Lora(
+        args.lora_rank,
+        1.0,
+        has_magnitudes=args.use_dora,
+        targets=targets,
+        saved=saved,
+        on_trunk=on_trunk,
+        heads=of_heads,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.memory import planned_setup
 from swiftlite.plan.preference import WITHOUT_REFERENCE
-from swiftlite.rules import common, dpo, engine
+from swiftlite.rules import common, dpo, engine, sft_lora
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
@@ -122,6 +122,11 @@ def a_plan_of_pairs_trains_the_trunk(args: DoctorArgs, facts: Facts) -> Iterator
         yield "--loss_type plans megatron dpo, which has no --mtp_mode heads_only", "leave one of the two out"
 
 
+def adapters_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if args.plan:
+        yield from sft_lora.lora_options_have_adapters(args, facts)
+
+
 RULES = (
     model_to_audit_is_a_directory,
     common.numbers_are_in_range,
@@ -132,5 +137,6 @@ RULES = (
     draft_vocab_has_heads,
     reference_fits_the_plan,
     a_plan_of_pairs_trains_the_trunk,
+    adapters_are_planned,
     common.recompute_options_fit,
 )

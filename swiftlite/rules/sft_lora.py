@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.bridge.adapter_rows import is_linear, leaf_of, module_of, modules_of
 from swiftlite.bridge.rows import Row
@@ -25,10 +25,11 @@ _OPTIONS = (
 )
 
 
-def lora_options_have_adapters(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+def lora_options_have_adapters(args: SftArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.tuner_type == "lora":
         return
-    given = [f"--{name}" for name in common.changed(args, _OPTIONS)]
+    known = [name for name in _OPTIONS if hasattr(args, name)]
+    given = [f"--{name}" for name in common.changed(args, known)]
     if given:
         yield f"{', '.join(given)} without adapters: --tuner_type is full", "add --tuner_type lora"
 

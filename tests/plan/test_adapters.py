@@ -16,15 +16,17 @@ from tests.plan.test_memory import CONFIGS
 LORA = Lora(4, 8.0, heads="lora")
 
 
-def test_adapters_are_as_many_as_pefts():
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_are_as_many_as_pefts(use_dora):
     peft = pytest.importorskip("peft")
     own = {key: value for key, value in CONFIGS["qwen3"].items() if key != "model_type"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **own))
-        config = peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head", "model.norm"])
+        saved = ["lm_head", "model.norm"]
+        config = peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=saved, use_dora=use_dora)
         model = peft.get_peft_model(model, config)
     expected = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    lora = Lora(4, 8.0, saved=("lm_head", "model.norm"))
+    lora = Lora(4, 8.0, has_magnitudes=use_dora, saved=("lm_head", "model.norm"))
     (stage,) = estimate(CONFIGS["qwen3"], Setup(lora=lora, parameter_bytes=4))
     assert stage.gradients == 4 * expected
     assert stage.optimizer == 8 * expected
@@ -40,6 +42,9 @@ def test_ranks_share_one_of_the_two():
     rank = Rank(tp=2, ep=4, etp=2)
     assert adapter_parameters(rows, Lora(4, 8.0, targets=("q_proj",)), rank) == ParameterCount(4 * (128 + 128))
     assert adapter_parameters(rows, Lora(4, 8.0, targets=("o_proj",)), rank) == ParameterCount(4 * (128 + 128))
+    wide, tall = (Lora(4, 8.0, has_magnitudes=True, targets=(name,)) for name in ("q_proj", "o_proj"))
+    assert adapter_parameters(rows, wide, rank) == ParameterCount(4 * (128 + 128) + 128)  # its rows are shared
+    assert adapter_parameters(rows, tall, rank) == ParameterCount(4 * (128 + 128) + 128)  # 128 rows, on each rank
     down = adapter_parameters(rows, Lora(4, 8.0, targets=("down_proj",)), rank)
     assert down == ParameterCount(0, 2 * 4 * (128 + 48))
 

@@ -45,6 +45,12 @@ def test_doctor_of_an_engine(here, args, problem, hint):
     assert advice.startswith(hint)
 
 
+def test_options_of_adapters_have_adapters(here):
+    ((problem, hint),) = problems_of(DoctorArgs(model="plain", plan=True, lora_rank=4, use_dora=True))
+    assert problem == "--lora_rank, --use_dora without adapters: --tuner_type is full"
+    assert hint == "add --tuner_type lora"
+
+
 def test_doctor_of_vllm_needs_vllm(here, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ((problem, _),) = problems_of(DoctorArgs(model="plain", engine="vllm"))

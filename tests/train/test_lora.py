@@ -215,9 +215,10 @@ def test_adapters_learn_the_same_beside_fused_kernels(options, mesh, tmp_path, m
     assert losses["fused"] == pytest.approx(losses["plain"], rel=2e-5)
 
 
-def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path):
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_path, use_dora):
     constant = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0, "tuner_type": "lora", "lora_dropout": 0.1}
-    constant |= {"torch_dtype": "bfloat16", "mtp_tuner": "full"}
+    constant |= {"torch_dtype": "bfloat16", "mtp_tuner": "full", "use_dora": use_dora}
     unbroken = train(options(output_dir=str(tmp_path / "unbroken"), **constant), mesh)
     stopped = options(output_dir=str(tmp_path / "stopped"), train_iters=2, **constant)
     train(stopped, mesh)
