@@ -12,7 +12,7 @@ LORA = {"tuner_type": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 DORA = LORA | {"use_dora": True}
 # By family and what is trained: layouts whose ranks exchange something else.
 LAYOUTS: dict[tuple[str, str], list[str]] = {
-    ("qwen2", "lora"): ["TP2", "PP2 recomputed", "CP2+distopt"],  # tied embeddings, biases
+    ("qwen2", "lora"): ["TP2", "PP2 recomputed", "CP2+distopt", "DP2"],  # tied embeddings, biases
     ("qwen2", "dora"): ["TP2", "PP2 recomputed"],
     # Experts that are shared out or not, shared experts, latent attention.
     ("deepseek_v3", "lora"): ["TP2+SP", "EP2xTP2"],
