@@ -23,10 +23,14 @@ from swiftlite.cli.main import main
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.sglang.options import cpu_variables
 from swiftlite.errors import UserError
+from tests.weights_of import trunk_and_heads
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
-    """Complete the prompts; the first one again up to its sixth token; and ask for what is refused."""
+    """Complete the prompts; the first one again up to its sixth token; and ask for what is refused.
+
+    With "weights_of", a checkpoint of the same shapes, the engine is given its weights before that.
+    """
     config = EngineConfig(
         Path(job["model"]),
         "float32",
@@ -36,12 +40,16 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         engine_kwargs={"max_total_tokens": 4096, **job.get("engine_kwargs", {})},
     )
     try:
-        engine = start_engine("sglang", config)
+        engine: Any = start_engine("sglang", config)
     except UserError as error:
         return {"refused": [str(error)]}
     try:
+        if "weights_of" in job:
+            engine.generate(job["prompts"], Sampling(job["max_new_tokens"]))  # what it keeps of the old must not stay
+            engine.update_weights(*trunk_and_heads(Path(job["weights_of"])))
+        before = engine.draft_counts()
         completions = engine.generate(job["prompts"], Sampling(job["max_new_tokens"]))
-        counts = engine.draft_counts()
+        counts = engine.draft_counts().since(before)
         stop = completions[0].token_ids[5]
         (stopped,) = engine.generate(job["prompts"][:1], Sampling(job["max_new_tokens"], stop_token_ids=(stop,)))
         refused = []

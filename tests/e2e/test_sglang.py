@@ -38,6 +38,8 @@ NEW_TOKENS = 24
 CASES = [(family, k) for family in ("llama", "qwen2", "qwen3", "mimo") for k in (1, 3)]
 CASES += [("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2), ("seed_oss", 3)]
 WITH_VOCAB = ("qwen3", "mimo")
+# Each with a draft class, or a kind of layer, that takes new weights in a way of its own.
+LIVE = ("mimo", "glm4_moe", "qwen3_moe")
 LAST_CASES = dict(CASES).items()  # one for each family
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
 SMALL = ["--sglang_engine_kwargs", '{"max_total_tokens": 4096, "max_running_requests": 4}']
@@ -101,9 +103,16 @@ def served(tmp_path_factory) -> dict[Any, Any]:
         {"model": str(models[name][0]), "prompts": models[name][1], "num_tokens": k, "max_new_tokens": NEW_TOKENS}
         for name, k in cases
     ]
+    live = []
+    for family in LIVE:
+        sizes = VLLM_LATENT_SIZES if family in LATENT else {}
+        started = make_tiny_hf(folder / f"{family}-started", family, depth=1, **sizes)
+        of_trained = next(job for job in jobs if job["model"] == str(models[family][0]))
+        live.append(of_trained | {"model": str(started), "weights_of": of_trained["model"]})
     unknown = jobs[0] | {"engine_kwargs": {"max_modle_len": 3}}
-    lines = do_all([*jobs, unknown, jobs[0] | {"model": str(damaged)}])
+    lines = do_all([*jobs, *live, unknown, jobs[0] | {"model": str(damaged)}])
     results: dict[Any, Any] = {case: (*models[case[0]], line) for case, line in zip(cases, lines, strict=False)}
+    results |= {f"{family}, live": line for family, line in zip(LIVE, lines[len(jobs) :], strict=False)}
     return results | {"unknown option": lines[-2], "damaged": lines[-1]}
 
 
@@ -133,6 +142,13 @@ def test_drafts_are_of_the_draft_vocabulary(served, family):
     assert result["tokens"] == expected
     assert result["counts"] == [counts.drafts, counts.drafted, list(counts.accepted_per_position)]
     assert 0 < counts.acceptance_rate < counts_of_all.acceptance_rate
+
+
+@pytest.mark.parametrize("family", LIVE)
+def test_one_that_runs_takes_weights_as_if_started_with_them(served, family):
+    num_tokens = next(k for name, k in CASES if name == family)
+    _, _, started_with_them = served[family, num_tokens]
+    assert served[f"{family}, live"] == started_with_them
 
 
 def swap_halves(reference: Reference) -> None:

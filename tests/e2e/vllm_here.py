@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
-from swiftlite.engines.served_model import read_model
 from tests.forked import Host
+from tests.weights_of import trunk_and_heads
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -80,7 +79,7 @@ def serve(
     try:
         if weights_of is not None:
             engine.generate(prompts, Sampling(new_tokens))  # what it keeps of the old weights must not stay
-            engine.update_weights(*_buckets(weights_of))
+            engine.update_weights(*trunk_and_heads(weights_of))
         before = engine.draft_counts()
         completions = engine.generate(prompts, Sampling(new_tokens))
         counts = engine.draft_counts().since(before)
@@ -162,16 +161,6 @@ def load_draft(directory: Path, plugins: str | None = None) -> tuple[str, int]:
         draft = initialize_model(vllm_config=config, model_config=draft_config)
         get_model_loader(config.load_config).load_weights(draft, draft_config)
     return type(draft).__name__, sum(1 for _ in draft.parameters())
-
-
-def _buckets(directory: Path) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """A checkpoint's trunk and its heads, a bucket each."""
-    model = read_model(directory)
-    trunk, heads = {}, {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        part = heads if model.family.is_mtp(model.hf_config, name) else trunk
-        part[name] = tensor
-    return [trunk], [heads]
 
 
 _kept: list[torch.Tensor] = []
