@@ -251,6 +251,6 @@ FP8 = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid"}
     ],
 )
 def test_low_precision_has_layers_and_matrices(here, options, words):
-    change_config(intermediate_size=48)
+    change_config(intermediate_size=48, num_hidden_layers=2)
     problems = [problem for problem, _ in problems_of(dataclasses.replace(SFT, **FP8, **options))]
     assert any(words in problem for problem in problems), problems
