@@ -42,6 +42,7 @@ from swiftlite.plan.preference import answers_of
 
 # Part of a GPU's memory that is left for the CUDA context, NCCL's buffers and what the allocator cannot use.
 RESERVE = 0.08
+USUAL_GPU_MEMORY_GB = 80.0
 
 
 @dataclass(frozen=True)

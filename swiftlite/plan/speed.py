@@ -2,8 +2,8 @@
 
 A step is what the slowest pipeline stage computes for all its micro-batches, what its GPU waits for meanwhile, and what
 stands before and behind: the pipeline's bubble, the sum of gradients, the optimizer. Each effect has one constant here,
-with its source; `tests/plan/test_speed.py` holds the sum against figures that Megatron-LM publishes. Which layouts are
-tried is said in `search.py`, what a layer has to multiply, to keep and to exchange by the layer itself.
+with its source; `tests/plan/test_speed.py` holds the sum against figures that Megatron-LM publishes, and says how those
+that are fitted were. What a layer multiplies and keeps is its own answer. Next: `search.py`, which layouts are tried.
 
 Not counted: adapters' own products, uneven lengths, uneven experts, clocks, the file system.
 """
@@ -11,7 +11,7 @@ Not counted: adapters' own products, uneven lengths, uneven experts, clocks, the
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swiftlite.families.architecture import Architecture
@@ -24,24 +24,27 @@ from swiftlite.plan.memory import Setup, estimate_of, held_by_stages, largest, r
 
 _TILE = (128, 256)
 """Rows and columns of a product that a processor computes at one time: cuBLAS's for large products on Hopper."""
-_PRODUCT_EFFICIENCY = 0.70
-"""Part of the peak in the middle of a large product. Fitted."""
-_INNER_START = 300
+PRODUCT_EFFICIENCY = 0.62
+"""Part of the peak inside a tile; clocks fall under load. Fitted."""
+_INNER_START = 400
 """What starting and ending a tile costs, in steps along the inner side. Fitted."""
-_HBM_EFFICIENCY = 0.85
+HBM_EFFICIENCY = 0.85
 """Part of the memory's bandwidth that a pass over a large tensor gets; usual for copies on an H100."""
-_LINK_EFFICIENCY = 0.8
+_BYTES_MOVED = 4.5
+"""Bytes that elementwise kernels move, forward and backward, for each byte that autograd keeps of a layer: three by
+counting the passes of fused norms and SwiGLU, the rest rotary angles and sums in passes of their own."""
+LINK_EFFICIENCY = 0.8
 """Part of NVLink's and the network's bandwidth that NCCL gets for large messages: 360 of 450 GB/s on an H100."""
-_COLLECTIVE_STARTS = 15e-6
-"""Seconds until a collective's first byte arrives."""
+_STARTS, _STARTS_BETWEEN_MACHINES = 15e-6, 40e-6
+"""Seconds until a collective's first byte arrives, of the order that NCCL's own tests show."""
 _LAUNCH = 6e-6
 """Seconds between two kernels that Python starts: the least of each, however small."""
 _KERNELS = 75
 """Kernels of a dense layer, forward and backward."""
 _EXPERT_KERNELS = 20
 """Those of an expert; each is computed for itself."""
-_LOGIT_BYTES = {True: 20, False: 54}
-"""Bytes moved for each logit beside its products, by whether the loss is fused: float32, there and back."""
+_UNFUSED_LOGIT_BYTES = 54
+"""As `Software.logit_bytes`, of a loss over all logits at one time, counted pass by pass."""
 _OPTIMIZER_BYTES = 30
 """Bytes moved for each parameter by AdamW: gradient, two moments and main weight in float32, the weight itself."""
 _GRADIENT_BYTES = 8
@@ -56,16 +59,17 @@ class Software:
 
     Attributes:
         attention: part of the peak that attention gets. FlashAttention-2 on an H100: 0.34 over forward and backward.
-        bytes_moved: by elementwise kernels for each byte that autograd keeps, forward and backward.
+        logit_bytes: moved for each logit of a fused loss beside its products.
         gradient_bytes: moved by a micro-batch for each weight, to add to its gradient.
         vocabulary_products: of the loss; in chunks the logits are made a second time (`model/chunked_loss.py`).
         exposed_tp: collectives of a half layer that nothing hides, forward and backward. megatron-core hides two of
             the three backward behind products.
-        exposed_sends: part of the messages between pipeline stages that nothing hides, if they are interleaved.
+        exposed_sends: part of the messages between interleaved stages that nothing hides. They are sent while others
+            compute, but the other side waits for their shape first; a guess.
     """
 
     attention: float = 0.34
-    bytes_moved: float = 4.5
+    logit_bytes: float = 20
     gradient_bytes: float = 12
     vocabulary_products: int = 4
     exposed_tp: tuple[float, float] = (2, 1)
@@ -110,12 +114,12 @@ def product_seconds(gpu: Gpu, rows: float, columns: int, inner: float, itemsize:
     waves = math.ceil(tiles / gpu.processors)
     flops = 2 * waves * gpu.processors * math.prod(_TILE) * (inner + _INNER_START)
     moved = itemsize * (rows * inner + inner * columns + rows * columns)
-    return max(flops / (gpu.peak_flops * _PRODUCT_EFFICIENCY), memory_seconds(gpu, moved))
+    return max(flops / (gpu.peak_flops * PRODUCT_EFFICIENCY), memory_seconds(gpu, moved))
 
 
 def memory_seconds(gpu: Gpu, num_bytes: float) -> float:
     """Seconds of moving bytes between memory and processors."""
-    return num_bytes / (gpu.hbm * _HBM_EFFICIENCY)
+    return num_bytes / (gpu.hbm * HBM_EFFICIENCY)
 
 
 def bandwidth(gpu: Gpu, size: int, stride: int) -> float:
@@ -127,20 +131,34 @@ def bandwidth(gpu: Gpu, size: int, stride: int) -> float:
         stride: distance between two neighbours of it.
     """
     if size * stride <= gpu.linked:
-        return gpu.link * _LINK_EFFICIENCY
+        return gpu.link * LINK_EFFICIENCY
     on_a_machine = max(1, gpu.linked // stride)
-    return min(gpu.link, gpu.network * on_a_machine) * _LINK_EFFICIENCY
+    return min(gpu.link, gpu.network * on_a_machine) * LINK_EFFICIENCY
 
 
 def collective_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> float:
-    """Seconds of a gather, a reduce-scatter or an exchange over a group.
+    """Seconds of a gather or a reduce-scatter over a group.
 
     Args:
         num_bytes: the whole tensor's; each rank sends all of it but its own share.
     """
     if size == 1:
         return 0
-    return _COLLECTIVE_STARTS + num_bytes * (size - 1) / size / bandwidth(gpu, size, stride)
+    starts = _STARTS if size * stride <= gpu.linked else _STARTS_BETWEEN_MACHINES
+    return starts + num_bytes * (size - 1) / size / bandwidth(gpu, size, stride)
+
+
+def exchange_seconds(gpu: Gpu, size: int, stride: int, num_bytes: float) -> float:
+    """Seconds of an exchange in which each rank sends another part to each: what leaves the machine goes through the
+    rank's own network port.
+
+    Args:
+        num_bytes: what one rank sends, its own part included.
+    """
+    if size * stride <= gpu.linked:
+        return collective_seconds(gpu, size, stride, num_bytes)
+    leaving = num_bytes * (1 - max(1, gpu.linked // stride) / size)
+    return _STARTS_BETWEEN_MACHINES + leaving / (gpu.network * LINK_EFFICIENCY)
 
 
 @dataclass(frozen=True)
@@ -171,28 +189,21 @@ class Product:
 
 
 def products_of(layer: Layer, rank: Rank) -> Iterator[Product]:
-    """The products of a decoder layer on a rank, read off its rows; every expert gets the same number of tokens."""
-    experts, mlp = layer.mlp.experts, layer.mlp.recompute_modules[0]
-    chosen = rank.sequence_tokens * rank.etp * rank.ep * layer.mlp.topk / max(experts, 1)
-    for row in layer.rows():
-        shapes = list(row.hf.values())
-        if len(shapes[0]) != 2 or (".local_experts." in row.mcore and ".local_experts.0." not in row.mcore):
-            continue  # no matrix, or one like the first expert's
-        is_expert, is_mlp = ".local_experts." in row.mcore, row.mcore.startswith("mlp.")
-        size_out, size_in = sum(shape[0] for shape in shapes), shapes[0][1]
-        module = mlp if is_mlp else "mla_up_proj" if "_up_proj." in row.mcore else ""
-        if ".router." in row.mcore or ".gate_weight" in row.mcore:
-            yield Product(rank.sequence_tokens, size_out, size_in, module)
-            continue
-        ranks = rank.etp if is_expert else rank.tp
-        if is_split_by_columns(row):
+    """The products of a decoder layer on a rank; every expert gets the same number of tokens."""
+    experts, of_mlp = layer.mlp.experts, layer.mlp.recompute_modules[0]
+    for name, size_out, size_in in layer.matrices:
+        module = of_mlp if name.startswith("mlp.") else "mla_up_proj" if "_up_proj." in name else ""
+        tokens, ranks, number = float(rank.tokens), rank.tp, 1
+        if ".router." in name or name.endswith(".gate_weight"):
+            tokens, ranks = rank.sequence_tokens, 1
+        elif ".local_experts." in name:
+            tokens = rank.sequence_tokens * rank.etp * rank.ep * layer.mlp.topk / experts
+            ranks, number = rank.etp, experts // rank.ep
+        if is_split_by_columns(name):
             size_in //= ranks
         else:
             size_out //= ranks
-        if is_expert:
-            yield Product(chosen, size_out, size_in, module, experts // rank.ep)
-        else:
-            yield Product(rank.tokens, size_out, size_in, module)
+        yield Product(tokens, size_out, size_in, module, number)
 
 
 # A step
@@ -241,16 +252,23 @@ class Step:
 
     def _virtual_stage(self, holds: str, first_layer: int) -> Seconds:
         """One micro-batch, forward and backward, of a virtual stage."""
-        seconds = Seconds()
-        spans = range(first_layer, first_layer + holds.count("t"))
-        for layer, number in _counted([self.architecture.layers[number] for number in spans]):
-            seconds += self._trunk_layer(layer) * number
+        last_layer = first_layer + holds.count("t")
+        seconds = sum(self._trunk_layers[first_layer:last_layer], Seconds())
         if "m" in holds:
             seconds += self._mtp_layer() * holds.count("m")
         if "L" in holds:
             seconds += self._losses()
         launches = self._launches(holds, first_layer)
         return seconds + Seconds(launches=max(0, launches - seconds.total))
+
+    @functools.cached_property
+    def _trunk_layers(self) -> list[Seconds]:
+        """One micro-batch of each decoder layer; those that are alike are computed once."""
+        found: list[tuple[Layer, Seconds]] = []
+        for layer in self.architecture.layers:
+            known = [pair for pair in found if pair[0] == layer] or [(layer, self._trunk_layer(layer))]
+            found.append(known[0])
+        return [seconds for _, seconds in found]
 
     def _launches(self, holds: str, first_layer: int) -> float:
         """Seconds that Python takes to start the kernels of a micro-batch: it does nothing faster than that."""
@@ -316,8 +334,8 @@ class Step:
         return flops / (self.gpu.peak_flops * self.software.attention)
 
     def _elementwise(self, layer: Layer) -> float:
-        """Seconds of what is no product, forward and backward: passes over memory, as many as autograd keeps tensors."""
-        return memory_seconds(self.gpu, self.software.bytes_moved * layer.kept(self.rank))
+        """Seconds of what is no product, forward and backward: passes over memory."""
+        return memory_seconds(self.gpu, _BYTES_MOVED * layer.kept(self.rank))
 
     def _tensor_collective(self) -> float:
         """Seconds of gathering, or summing and scattering, a layer's states over tensor-parallel ranks."""
@@ -338,7 +356,7 @@ class Step:
         if not layer.mlp.experts:
             return 0
         states = self.rank.kept_states(self.architecture.outside.hidden)
-        return collective_seconds(self.gpu, self.rank.ep, self.rank.etp, states * layer.mlp.topk)
+        return exchange_seconds(self.gpu, self.rank.ep, self.rank.etp, states * layer.mlp.topk)
 
     def _recomputed(self, layer: Layer, forward: Seconds) -> float:
         """Seconds of computing a layer's forward pass, or modules of it, a second time."""
@@ -353,7 +371,7 @@ class Step:
             if product.module in modules:
                 seconds += product.forward(self.gpu)
         if modules & set(layer.mlp.recompute_modules):
-            seconds += memory_seconds(self.gpu, self.software.bytes_moved * layer.mlp.kept(self.rank)) / 3
+            seconds += memory_seconds(self.gpu, _BYTES_MOVED * layer.mlp.kept(self.rank)) / 3
             seconds += forward.tensor_parallel / 2 + forward.expert_parallel
         return seconds
 
@@ -370,13 +388,14 @@ class Step:
         outside, heads, rank = self.architecture.outside, self.setup.heads, self.rank
         words = [] if self.is_trunk_frozen else [outside.local_vocab(rank)]
         words += [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.layers
+        per_logit = self.software.logit_bytes if self.setup.is_fused else _UNFUSED_LOGIT_BYTES
         seconds = 0.0
         for number in words:
             product = Product(rank.tokens, number, outside.hidden)
             seconds += product.forward(self.gpu) + product.backward(self.gpu, learns=not self._output_layer_stays)
             if self.setup.is_fused and not self._output_layer_stays:
                 seconds += (self.software.vocabulary_products - 3) * product.forward(self.gpu)
-            seconds += memory_seconds(self.gpu, _LOGIT_BYTES[self.setup.is_fused] * rank.tokens * number)
+            seconds += memory_seconds(self.gpu, per_logit * rank.tokens * number)
         return Seconds(vocabulary=seconds)
 
     @property
@@ -399,12 +418,12 @@ class Step:
             return 0
         virtual = num_virtual_stages(self.layout) or 1
         states = self.rank.kept_states(self.architecture.outside.hidden)
-        one = _COLLECTIVE_STARTS + states / bandwidth(self.gpu, pp, self.setup.num_gpus // pp)
+        one = _STARTS + states / bandwidth(self.gpu, pp, self.setup.num_gpus // pp)
         exposed = 1 if virtual == 1 else self.software.exposed_sends
         return exposed * 2 * virtual * self.num_micro_batches * one
 
     def _gradients(self, micro_batch: float) -> Seconds:
-        """Summing gradients and gathering weights over data-parallel ranks, what does not hide behind one micro-batch."""
+        """Seconds of summing gradients and gathering weights over data-parallel ranks beyond one micro-batch's own."""
         learns = largest(self.memory).trained
         layout, num_bytes = self.layout, FLOAT32 + self.setup.parameter_bytes
         size = self.replicas * layout.context_parallel_size
@@ -426,16 +445,3 @@ class Step:
 def _shared_halves(layer: Layer) -> int:
     """Halves of a layer whose matrices tensor-parallel ranks share."""
     return bool(layer.attention.tensor_split) + bool(layer.mlp.tensor_split)
-
-
-def _counted(layers: Sequence[Layer]) -> list[tuple[Layer, int]]:
-    """Layers that differ, with how many there are of each."""
-    found: list[tuple[Layer, int]] = []
-    for layer in layers:
-        for place, (other, number) in enumerate(found):
-            if layer == other:
-                found[place] = other, number + 1
-                break
-        else:
-            found.append((layer, 1))
-    return found

@@ -9,6 +9,7 @@ import torch
 from swiftlite.errors import UserError
 from swiftlite.plan.gpus import gpu_named
 
+
 @dataclass(frozen=True)
 class Device:
     """Where this process computes and which backend connects it to the others."""
