@@ -1,10 +1,8 @@
 """`swiftlite doctor --plan --gpu_type`: layouts by their estimated speed, the arithmetic of the fastest, its flags."""
 
-import dataclasses
-
 from swiftlite.args.command_line import as_typed
-from swiftlite.args.commands import DoctorArgs
-from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.args.commands import DoctorArgs, SftArgs
+from swiftlite.args.docs import options
 from swiftlite.errors import UserError
 from swiftlite.families.family import HfConfig
 from swiftlite.hub.model import description_of
@@ -12,7 +10,7 @@ from swiftlite.plan import memory, speed
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.gpus import GPUS, Gpu
-from swiftlite.plan.search import DOUBLINGS, Candidate, enough_gpus, global_batch_size, has_layout, ranked
+from swiftlite.plan.search import DOUBLINGS, Candidate, global_batch_size, has_layout, larger, ranked
 from swiftlite.rules.common import changed
 from swiftlite.table import text_table
 
@@ -66,7 +64,7 @@ def report_layouts(args: DoctorArgs) -> bool:
 
 
 def _gpus(args: DoctorArgs) -> str:
-    return f"{args.num_gpus} {args.gpu_type}"
+    return f"{args.num_gpus} x {args.gpu_type}"
 
 
 def _different(found: list[Candidate]) -> list[Candidate]:
@@ -136,8 +134,8 @@ def _arithmetic(candidate: Candidate, gpu: Gpu) -> list[tuple[str, ...]]:
 
 def _flags(args: DoctorArgs) -> str:
     """Options of megatron sft that make a run of it."""
-    names = [field.name for group in (ParallelLayout, RecomputeArgs) for field in dataclasses.fields(group)]
-    names = changed(args, [*names, "micro_batch_size", "max_length"])
+    shared = [name for name in options(DoctorArgs) if name in options(SftArgs)]
+    names = [name for name in changed(args, shared) if name not in ("model", "global_batch_size")]
     flags = [f"--{name} {as_typed(getattr(args, name))}" for name in names]
     return " ".join([*flags, f"--global_batch_size {global_batch_size(args)}"])
 
@@ -156,9 +154,9 @@ def _nothing_fits(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb
         )
     usable = memory.usable_bytes(gpu_memory_gb) / GB
     words = f"does not fit: no layout of {_gpus(args)} needs less than {usable:.1f} GB of each"
-    enough = enough_gpus(args, hf_config, gpu, gpu_memory_gb)
-    if enough is None:
-        return (
-            f"{words}\n    nor of up to {1 << DOUBLINGS} times as many; lower --max_length, or give less of the layout"
-        )
-    return f"{words}\n    one of {enough} does: --num_gpus {enough}"
+    more = larger(args, hf_config, gpu, gpu_memory_gb)
+    if more is None:
+        most = f"{1 << DOUBLINGS} times as many"
+        return f"{words}\n    nor of up to {most}; lower --max_length, or give less of the layout"
+    flags = f"--num_gpus {more.num_gpus} --global_batch_size {more.global_batch_size}"
+    return f"{words}\n    one of {more.num_gpus} does: {flags}"

@@ -54,26 +54,31 @@ def global_batch_size(args: DoctorArgs) -> int:
 
 def ranked(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> list[Candidate]:
     """Layouts that the model and the global batch allow and that fit into memory, the fastest first."""
+    found = list(_fitting(args, hf_config, gpu, gpu_memory_gb))
+    return sorted(found, key=lambda candidate: -candidate.step.tokens_per_second)
+
+
+def larger(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> DoctorArgs | None:
+    """The same for twice, four times ... as many GPUs and rows, the first on which a layout fits; None if none does."""
+    assert args.num_gpus is not None
+    for doublings in range(1, DOUBLINGS + 1):
+        batch = global_batch_size(args) << doublings
+        more = dataclasses.replace(args, num_gpus=args.num_gpus << doublings, global_batch_size=batch)
+        if any(True for _ in _fitting(more, hf_config, gpu, gpu_memory_gb)):
+            return more
+    return None
+
+
+def _fitting(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> Iterator[Candidate]:
+    """Layouts that fit, each with as little recomputation as it can do with."""
     architecture, usable = architecture_of(hf_config), usable_bytes(gpu_memory_gb)
-    found = []
     for settled in _layouts(args, hf_config, gpu):
         for with_recompute in _recomputing(settled, architecture):
             setup = planned_setup(with_recompute, hf_config)
             candidate = Candidate(with_recompute, Step(architecture, setup, gpu, global_batch_size(args)))
             if candidate.bytes <= usable:
-                found.append(candidate)
-                break  # what computes more again is slower
-    return sorted(found, key=lambda candidate: -candidate.step.tokens_per_second)
-
-
-def enough_gpus(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> int | None:
-    """Twice, four times ... as many GPUs, the first number on which a layout fits; None if none does."""
-    assert args.num_gpus is not None
-    for doublings in range(1, DOUBLINGS + 1):
-        num_gpus = args.num_gpus << doublings
-        if ranked(dataclasses.replace(args, num_gpus=num_gpus), hf_config, gpu, gpu_memory_gb):
-            return num_gpus
-    return None
+                yield candidate
+                break
 
 
 def has_layout(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> bool:
