@@ -148,9 +148,8 @@ def _nothing_fits(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb
     """
     if not has_layout(args, hf_config, gpu):
         raise UserError(
-            f"no layout of {_gpus(args)} divides --global_batch_size {global_batch_size(args)} and --max_length "
-            f"{args.max_length} evenly",
-            "change one of them, or give less of the layout",
+            f"no layout of {_gpus(args)} divides --global_batch_size {global_batch_size(args)} evenly",
+            f"use a multiple of {args.num_gpus}, or give less of the layout",
         )
     usable = memory.usable_bytes(gpu_memory_gb) / GB
     words = f"does not fit: no layout of {_gpus(args)} needs less than {usable:.1f} GB of each"

@@ -19,7 +19,6 @@ from swiftlite.plan.layout import (
     data_parallel_size,
     layout_of,
     layout_problems,
-    length_multiple,
     num_virtual_stages,
     process_problems,
 )
@@ -127,13 +126,13 @@ def _settled(args: DoctorArgs, num_layers: int, values: dict[str, Any]) -> Docto
 
 
 def _divides(args: DoctorArgs) -> bool:
-    """Whether GPUs, rows and batch divide evenly, and every stage has a layer."""
+    """Whether GPUs and batch divide evenly, and every stage has a layer."""
     assert args.num_gpus is not None
     layout = layout_of(args)
     last, is_whole = layout.decoder_last_pipeline_num_layers, layout.pipeline_model_parallel_size == 1
     if (last is not None and last < 1) or (is_whole and layout.num_virtual_stages_per_pipeline_rank):
         return False
-    if process_problems(layout, args.num_gpus) or args.max_length % length_multiple(layout):
+    if process_problems(layout, args.num_gpus):
         return False
     per_micro_batch = args.micro_batch_size * data_parallel_size(layout, args.num_gpus)
     number, rest = divmod(global_batch_size(args), per_micro_batch)
