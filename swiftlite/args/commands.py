@@ -185,8 +185,13 @@ class ExaminationArgs:
     """Print what training --model would need on each rank, and whether it fits, instead; the options below say how."""
     num_gpus: PositiveInt | None = None
     """GPUs of the run. Unset: as few as the layout allows."""
-    gpu_memory_gb: PositiveFloat = 80.0
-    """Memory of one GPU, in GB (1e9 bytes)."""
+    gpu_type: str | None = None
+    """Rank the layouts that fit on --num_gpus of these, such as H100, by their estimated speed; what is given of the
+    layout stays. Unset: only what is given is planned."""
+    global_batch_size: PositiveInt | None = None
+    """With --gpu_type: the same as for megatron sft. Unset: 16."""
+    gpu_memory_gb: PositiveFloat | None = None
+    """Memory of one GPU, in GB (1e9 bytes). Unset: that of --gpu_type, or 80."""
     use_distributed_optimizer: bool | None = None
     """The same as for megatron sft."""
     micro_batch_size: PositiveInt = 1

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.reference_plan import report_reference
 from swiftlite.engines.index import ENGINES
 from swiftlite.families.index import FAMILIES, architecture_of
@@ -92,7 +93,8 @@ def run(args: DoctorArgs) -> int:
     """Print the report; 1 when the main job cannot run here, the model breaks a promise, an engine would serve it
     wrong or the plan does not fit."""
     if args.plan:
-        return 0 if _report_plan(args) else 1
+        report = report_layouts if args.gpu_type else _report_plan
+        return 0 if report(args) else 1
     is_well = _report_machine()
     if args.model is not None:
         directory = local_model(args.model)
@@ -283,14 +285,15 @@ def _report_plan(args: DoctorArgs) -> bool:
     if any(stage.in_flight > 1 for stage in stages):
         print("  (xN): of N forward passes that wait for their backward pass")
 
-    most, usable = memory.largest(stages), memory.usable_bytes(args.gpu_memory_gb)
+    gpu_memory_gb = args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB
+    most, usable = memory.largest(stages), memory.usable_bytes(gpu_memory_gb)
     fits = most.total <= usable
     print(
         f"\n{'fits' if fits else 'does not fit'}: {most.total / GB:.1f} GB on stage {stages.index(most)}, of "
-        f"{usable / GB:.1f} GB; {memory.RESERVE:.0%} of {args.gpu_memory_gb:g} GB is left for CUDA, NCCL and fragments"
+        f"{usable / GB:.1f} GB; {memory.RESERVE:.0%} of {gpu_memory_gb:g} GB is left for CUDA, NCCL and fragments"
     )
     if not fits:
-        print(_suggestion(hf_config, setup, args.gpu_memory_gb))
+        print(_suggestion(hf_config, setup, gpu_memory_gb))
     if setup.mtp_mode == "heads_only" and setup.heads.layers:
         print(f"\n{_cached_trunk(hf_config, setup)}")
     return report_reference(args, hf_config, setup, stages) and fits

@@ -29,7 +29,8 @@ def report_reference(
     print("\nGB on one rank before the first step, while the reference model is asked; it is closed for training")
     print(text_table([_COLUMNS, *(_row(part, stages) for part in asking)], indent="  ", numbers=True))
     print("  (model: weights, gradients and float32 weights, without the optimizer's moments)")
-    most, usable = max(asking, key=lambda part: part.total), memory.usable_bytes(args.gpu_memory_gb)
+    usable = memory.usable_bytes(args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB)
+    most = max(asking, key=lambda part: part.total)
     fits = most.total <= usable
     words = "fits" if fits else "does not fit"
     print(f"\n{words}: {most.total / GB:.1f} GB on {_ranks(most)}, of {usable / GB:.1f} GB")

@@ -7,6 +7,7 @@ and knows no kind by name.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from swiftlite.bridge.rows import Row, renamed
@@ -116,6 +117,17 @@ class Layer:
 
     def _renamed(self, row: Row) -> Row:
         return replace(row, hf={renamed(name, self.hf_names): shape for name, shape in row.hf.items()})
+
+    @cached_property
+    def matrices(self) -> list[tuple[str, int, int]]:
+        """Megatron name, size out and size in of every matrix; of experts, which are alike, the first one's alone."""
+        found = []
+        for row in self.rows():
+            shapes = list(row.hf.values())
+            is_other_expert = ".local_experts." in row.mcore and ".local_experts.0." not in row.mcore
+            if len(shapes[0]) == 2 and not is_other_expert:
+                found.append((row.mcore, sum(shape[0] for shape in shapes), shapes[0][1]))
+        return found
 
     def parameters(self, rank: Rank) -> ParameterCount:
         """Parameters on a rank."""

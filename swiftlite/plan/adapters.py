@@ -12,6 +12,11 @@ from swiftlite.lora import Lora
 _SPLIT_BY_COLUMNS = re.compile(r"\.(linear_proj|linear_fc2|out_proj)\.weight$")
 
 
+def is_split_by_columns(name: str) -> bool:
+    """Whether tensor-parallel ranks share what this layer, by its Megatron name, takes in; else what it makes."""
+    return _SPLIT_BY_COLUMNS.search(name) is not None
+
+
 def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> ParameterCount:
     """The adapters of these rows on a rank: one of A and B is split with the layer, the other whole."""
     dense, of_experts = 0, 0
@@ -21,10 +26,10 @@ def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> Parameter
         number = 0
         for module, (size_out, size_in) in zip(map(module_of, row.hf), row.hf.values(), strict=True):
             if module in adapted_modules(row, lora):
-                whole, split = (size_out, size_in) if _SPLIT_BY_COLUMNS.search(row.mcore) else (size_in, size_out)
+                whole, split = (size_out, size_in) if is_split_by_columns(row.mcore) else (size_in, size_out)
                 number += lora.rank * (whole + split // ranks)
                 if lora.has_magnitudes:
-                    number += size_out if _SPLIT_BY_COLUMNS.search(row.mcore) else size_out // ranks
+                    number += size_out if is_split_by_columns(row.mcore) else size_out // ranks
         if is_expert:
             of_experts += number
         else:

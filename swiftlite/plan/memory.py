@@ -42,6 +42,7 @@ from swiftlite.plan.preference import answers_of
 
 # Part of a GPU's memory that is left for the CUDA context, NCCL's buffers and what the allocator cannot use.
 RESERVE = 0.08
+USUAL_GPU_MEMORY_GB = 80.0
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,12 @@ def _planned_lora(args: DoctorArgs) -> Lora | None:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of one pipeline stage. Everything but `parameters` is in bytes."""
+    """One rank of one pipeline stage. Everything but `parameters` and `trained`, those that learn, is in bytes."""
 
     holds: str
     """Its virtual stages, as in a layout string: "E t*4" or "t*2 | t*2 m L"."""
     parameters: int
+    trained: ParameterCount
     weights: int
     gradients: int
     optimizer: int
@@ -140,20 +142,21 @@ def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
     Raises:
         UserError: a model_type that is not known.
     """
-    return _estimate(architecture_of(hf_config), setup)
+    return estimate_of(architecture_of(hf_config), setup)
 
 
-def _estimate(architecture: Architecture, setup: Setup) -> list[StageMemory]:
+def estimate_of(architecture: Architecture, setup: Setup) -> list[StageMemory]:
+    """`estimate` of a model that is read already."""
     model = _Model(architecture, setup)
     virtual_stages, first_layer = [], 0
-    for holds in _virtual_stages(setup, architecture.outside.num_layers):
+    for holds in held_by_stages(setup, architecture.outside.num_layers):
         virtual_stages.append(_VirtualStage(model, holds, first_layer))
         first_layer += holds.count("t")
     pp = setup.layout.pipeline_model_parallel_size
     return [_stage_memory(model, virtual_stages[rank::pp], rank) for rank in range(pp)]
 
 
-def _virtual_stages(setup: Setup, num_layers: int) -> list[str]:
+def held_by_stages(setup: Setup, num_layers: int) -> list[str]:
     """What each virtual stage holds, in the order in which a row passes them, as parse_stages gives it."""
     layout = setup.layout
     if layout.pipeline_model_parallel_layout:
@@ -175,6 +178,7 @@ def _stage_memory(model: "_Model", virtual_stages: Sequence["_VirtualStage"], ra
     return StageMemory(
         holds=" | ".join(stage.describe() for stage in virtual_stages),
         parameters=parameters.total,
+        trained=trained,
         weights=parameters.total * setup.parameter_bytes,
         gradients=trained.total * FLOAT32,
         optimizer=_optimizer_bytes(trained, setup),
@@ -248,7 +252,7 @@ class _Model:
     keeps."""
 
     def __init__(self, architecture: Architecture, setup: Setup):
-        self.setup, self.rank = setup, _rank_of(architecture, setup)
+        self.setup, self.rank = setup, rank_of(architecture, setup)
         self.architecture, self.layers, self.outside = architecture, architecture.layers, architecture.outside
         self.hidden = architecture.outside.hidden
         self.vocab = architecture.outside.local_vocab(self.rank)
@@ -295,7 +299,7 @@ class _Model:
         return 2 * self.rank.length * max(layer.attention.rotary for layer in self.layers) * self.rank.itemsize
 
 
-def _rank_of(architecture: Architecture, setup: Setup) -> Rank:
+def rank_of(architecture: Architecture, setup: Setup) -> Rank:
     layout, recompute = setup.layout, setup.recompute
     is_selective = recompute.recompute_granularity == "selective"
     return Rank(
@@ -484,7 +488,7 @@ def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | 
     for doublings in range(8):
         num_gpus = setup.num_gpus << doublings
         for candidate in _candidates(architecture, dataclasses.replace(setup, num_gpus=num_gpus)):
-            if largest(_estimate(architecture, candidate)).total <= usable_bytes(gpu_memory_gb):
+            if largest(estimate_of(architecture, candidate)).total <= usable_bytes(gpu_memory_gb):
                 return candidate
     return None
 

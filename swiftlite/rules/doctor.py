@@ -12,6 +12,7 @@ from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, near_path
+from swiftlite.plan.gpus import GPUS
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.memory import planned_setup
 from swiftlite.plan.preference import WITHOUT_REFERENCE
@@ -87,6 +88,27 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--num_gpus {args.num_gpus}: {problem}", "leave --num_gpus out for the fewest that this layout takes"
 
 
+def speed_has_a_gpu(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.plan:
+        return
+    if args.gpu_type is None:
+        if args.global_batch_size:
+            yield f"--global_batch_size {args.global_batch_size}: memory is the same for all", "add --gpu_type H100"
+        return
+    if args.gpu_type not in GPUS:
+        known = ", ".join(GPUS)
+        yield f"--gpu_type {args.gpu_type} is none that is known here", f"use one of {known}"
+    if args.num_gpus is None:
+        yield f"--gpu_type {args.gpu_type} without a number of GPUs to lay the model out on", "add --num_gpus 8"
+    if args.loss_type:
+        yield (
+            f"--gpu_type {args.gpu_type} with --loss_type {args.loss_type}: speed is estimated for megatron sft alone",
+            "leave one of the two out",
+        )
+    if args.torch_dtype == "float32":
+        yield f"--gpu_type {args.gpu_type} with --torch_dtype float32: speed is estimated for bfloat16", "leave it out"
+
+
 def draft_vocab_has_heads(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if not args.plan or not args.draft_vocab or not facts.hf_config:
         return
@@ -134,6 +156,7 @@ RULES = (
     engine_options_have_engine,
     engine.options_of_engines_agree,
     plan_fits_the_model,
+    speed_has_a_gpu,
     draft_vocab_has_heads,
     reference_fits_the_plan,
     a_plan_of_pairs_trains_the_trunk,

@@ -7,24 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from swiftlite.errors import UserError
-
-# By a part of the device's name, the first that fits, from the makers' data sheets: bfloat16 on tensor cores, without
-# sparsity.
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "A800": 312e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}
+from swiftlite.plan.gpus import gpu_named
 
 
 @dataclass(frozen=True)
@@ -42,7 +25,8 @@ class Device:
     def peak_flops(self) -> float | None:
         """Dense bfloat16 operations per second that the maker promises; None where that is not known here."""
         name = torch.cuda.get_device_name(self.torch_device) if self.is_cuda else ""
-        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+        gpu = gpu_named(name)
+        return gpu.peak_flops if gpu else None
 
     @property
     def peak_memory(self) -> int:

@@ -31,7 +31,15 @@ READERS = {
     "regenerate": ["regenerate", "serve/infer.py", "engines"],
     "evaluate": ["evaluate"],
     "bench": ["bench", "args/commands.py"],
-    "doctor": ["cli/doctor.py", "cli/reference_plan.py", "plan/memory.py", "plan/preference.py", "engines"],
+    "doctor": [
+        "cli/doctor.py",
+        "cli/layout_plan.py",
+        "cli/reference_plan.py",
+        "plan/memory.py",
+        "plan/preference.py",
+        "plan/search.py",
+        "engines",
+    ],
     "report": ["report"],
     "deploy": ["serve/deploy.py", "engines"],
 }

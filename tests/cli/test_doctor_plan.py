@@ -138,3 +138,65 @@ def test_an_unknown_model_type(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | {"model_type": "gpt2"}))
     with pytest.raises(UserError, match="gpt2"):
         doctor.run(DoctorArgs(plan=True, model=str(tmp_path)))
+
+
+def test_layouts_by_their_estimated_speed(model, capsys):
+    options = {"num_gpus": 8, "max_length": 4096, "global_batch_size": 64}
+    code, lines = plan(capsys, model=model, gpu_type="H100", **options)
+    assert code == 0
+    assert lines[1].startswith("ESTIMATED, not measured: steps of 64 rows of 4096 tokens on 8 x H100; ")
+    assert lines[3].split()[:3] == ["tokens/s", "MFU", "GB"]
+    shown = lines[4 : lines.index("", 4)]
+    speeds = [int(line.split()[0].replace(",", "")) for line in shown]
+    assert speeds == sorted(speeds, reverse=True)
+    assert len(speeds) == 6
+    start = lines.index("of each 100 seconds, in the same order") + 2
+    for line in lines[start : start + 6]:
+        assert sum(float(share.rstrip("%")) for share in line.split()) == pytest.approx(100, abs=0.5)  # rounded
+    whole = float(next(line for line in lines if line.startswith("the first: 262144 tokens in ")).split()[-2])
+    parts = lines[lines.index(next(line for line in lines if line.startswith("the first: "))) + 1 : -2]
+    seconds = [float(line.split(" s ")[0].split()[-1]) for line in parts]
+    assert sum(seconds) == pytest.approx(whole, abs=0.01)
+    assert speeds[0] == pytest.approx(262144 / whole, rel=0.001)
+    assert lines[-1].endswith(
+        "--max_length 4096 --tensor_model_parallel_size 2 --sequence_parallel true --global_batch_size 64"
+    )
+
+
+def test_the_flags_of_the_fastest_need_the_memory_that_is_shown(model, capsys):
+    _, lines = plan(capsys, model=model, gpu_type="H100", num_gpus=8, max_length=8192, tuner_type="lora")
+    words = lines[-1].split(" ... ")[1].split()
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    assert flags["--tuner_type"] == "lora"
+    typed = {name.removeprefix("--"): int(value) for name, value in flags.items() if value.isdigit()}
+    del typed["global_batch_size"]
+    is_shared = flags.get("--sequence_parallel") == "true"
+    options = {"sequence_parallel": is_shared, "recompute_granularity": flags.get("--recompute_granularity", "none")}
+    _, alone = plan(capsys, model=model, num_gpus=8, tuner_type="lora", **typed, **options)
+    memory = next(line for line in alone if line.startswith("fits: ")).split()[1]
+    assert memory == lines[4].split()[2]
+
+
+def test_no_layout_fits_and_says_how_many_gpus_do(model, capsys):
+    code, lines = plan(capsys, model=model, gpu_type="H100", num_gpus=1)
+    assert code == 1
+    assert lines == [
+        "does not fit: no layout of 1 x H100 needs less than 73.6 GB of each",
+        "    one of 4 does: --num_gpus 4 --global_batch_size 64",
+    ]
+    code, lines = plan(capsys, model=model, gpu_type="H100", num_gpus=1, gpu_memory_gb=0.1)
+    assert lines[1].startswith("    nor of up to 128 times as many; lower --max_length")
+    with pytest.raises(UserError, match="no layout of 7 x H100 divides --global_batch_size 3 evenly"):
+        plan(capsys, model=model, gpu_type="H100", num_gpus=7, global_batch_size=3)
+
+
+def test_what_has_no_speed(model):
+    given = {"plan": True, "model": model}
+    unknown = problems(**given, num_gpus=8, gpu_type="H10")
+    assert "--gpu_type H10 is none that is known here" in unknown
+    assert "use one of A100, " in unknown
+    assert "add --num_gpus 8" in problems(**given, gpu_type="H100")
+    assert "add --gpu_type H100" in problems(**given, global_batch_size=64)
+    assert "for megatron sft alone" in problems(**given, num_gpus=8, gpu_type="H100", loss_type="sigmoid")
+    assert "estimated for bfloat16" in problems(**given, num_gpus=8, gpu_type="H100", torch_dtype="float32")
+    assert "--gpu_type H100 without a plan" in problems(model=model, gpu_type="H100")

@@ -1,0 +1,161 @@
+"""`swiftlite doctor --plan --gpu_type`: layouts by their estimated speed, the arithmetic of the fastest, its flags."""
+
+from swiftlite.args.command_line import as_typed
+from swiftlite.args.commands import DoctorArgs, SftArgs
+from swiftlite.args.docs import options
+from swiftlite.errors import UserError
+from swiftlite.families.family import HfConfig
+from swiftlite.hub.model import description_of
+from swiftlite.plan import memory, speed
+from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.flops import training_flops
+from swiftlite.plan.gpus import GPUS, Gpu
+from swiftlite.plan.search import DOUBLINGS, Candidate, global_batch_size, has_layout, larger, ranked
+from swiftlite.rules.common import changed
+from swiftlite.table import text_table
+
+GB = 1e9
+_SHOWN = 6
+"""Layouts that are shown: the fastest, and those that differ from it and each other in a parallel size."""
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "experts": "expert_model_parallel_size",
+}
+_WORDS = {
+    "products": "matrix products of layers: {products:.0%} of {peak:.0f} TFLOP/s in tiles that fill the GPU",
+    "attention": "pairs of tokens: {attention:.0%} of the peak",
+    "elementwise": "norms, activations, sums: {hbm:.0%} of {memory:.2f} TB/s",
+    "vocabulary": "output layer and loss, the trunk's and the heads'",
+    "recompute": "forward passes that are computed again",
+    "tensor_parallel": "gathers and sums that nothing hides, of {link:.0f} GB/s {efficiency:.0%}",
+    "context_parallel": "keys and values of the row's other ranks",
+    "expert_parallel": "tokens sent to their experts and back",
+    "launches": "the GPU waits for Python to start kernels",
+    "pipeline": "stages wait for the first and after the last micro-batch, and for each other's states",
+    "data_parallel": "sums of gradients and gathers of weights that nothing hides",
+    "optimizer": "AdamW, the norm of gradients",
+}
+
+
+def report_layouts(args: DoctorArgs) -> bool:
+    """Print them; returns whether there is one that fits."""
+    assert args.model is not None  # rules say so
+    assert args.gpu_type is not None
+    hf_config, gpu = read_hf_config(description_of(args.model)), GPUS[args.gpu_type]
+    gpu_memory_gb = args.gpu_memory_gb or gpu.memory_gb
+    found = ranked(args, hf_config, gpu, gpu_memory_gb)
+    if not found:
+        print(_nothing_fits(args, hf_config, gpu, gpu_memory_gb))
+        return False
+    shown = _different(found)
+    batch = f"{global_batch_size(args)} rows of {args.max_length} tokens"
+    print(f"{args.model}\nESTIMATED, not measured: steps of {batch} on {_gpus(args)}; {len(found)} layouts fit\n")
+    rows = [_row(candidate, hf_config, gpu) for candidate in shown]
+    print(text_table([("tokens/s", "MFU", "GB", *_SIZES, "data", "micro-batches", "recompute"), *rows], indent="  "))
+    print(f"\nof each 100 seconds{'' if len(shown) == 1 else ', in the same order'}")
+    print(text_table(_splits(shown), indent="  ", numbers=True))
+    step = shown[0].step
+    print(f"\nthe first: {step.tokens_per_step} tokens in {step.seconds.total:.3f} s")
+    print(text_table(_arithmetic(shown[0], gpu), indent="  "))
+    print(f"\n  swiftlite megatron sft --model {as_typed(args.model)} ... {_flags(shown[0].args)}")
+    return True
+
+
+def _gpus(args: DoctorArgs) -> str:
+    return f"{args.num_gpus} x {args.gpu_type}"
+
+
+def _different(found: list[Candidate]) -> list[Candidate]:
+    """The first of each set of parallel sizes."""
+    firsts: dict[tuple[int, ...], Candidate] = {}
+    for candidate in found:
+        firsts.setdefault(tuple(getattr(candidate.args, name) for name in _SIZES.values()), candidate)
+    return list(firsts.values())[:_SHOWN]
+
+
+def _row(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> tuple[str, ...]:
+    args, step = candidate.args, candidate.step
+    stages = str(args.pipeline_model_parallel_size)
+    if args.num_virtual_stages_per_pipeline_rank:
+        stages += f" x {args.num_virtual_stages_per_pipeline_rank}"
+    recompute = args.recompute_granularity
+    if recompute == "selective":
+        recompute = ", ".join(args.recompute_modules)
+    sizes = {name: str(getattr(args, option)) for name, option in _SIZES.items()} | {"pipeline": stages}
+    return (
+        f"{step.tokens_per_second:,.0f}",
+        f"{_mfu(candidate, hf_config, gpu):.1%}",
+        f"{candidate.bytes / GB:.1f}",
+        *sizes.values(),
+        str(step.replicas),
+        f"{step.num_micro_batches:g} of {args.micro_batch_size}",
+        recompute,
+    )
+
+
+def _mfu(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> float:
+    """Operations that the step asks for, of those that the GPUs could do meanwhile; as a run logs it."""
+    step, setup = candidate.step, candidate.step.setup
+    flops = training_flops(hf_config, setup.heads, heads_only=setup.mtp_mode == "heads_only", lora=setup.lora)
+    tokens = step.tokens_per_step
+    useful = flops.step(tokens, tokens * setup.max_length, [tokens] * len(flops.targets))
+    return useful / (step.seconds.total * setup.num_gpus * gpu.peak_flops)
+
+
+def _splits(shown: list[Candidate]) -> list[tuple[str, ...]]:
+    """What steps spend their time on, in percent; without columns that are zero for all."""
+    parts = [vars(candidate.step.seconds) for candidate in shown]
+    names = [name for name in parts[0] if any(part[name] for part in parts)]
+    header = tuple(name.replace("_", " ") for name in names)
+    totals = [candidate.step.seconds.total for candidate in shown]
+    rows = [tuple(f"{part[name] / total:.1%}" for name in names) for part, total in zip(parts, totals, strict=True)]
+    return [header, *rows]
+
+
+def _arithmetic(candidate: Candidate, gpu: Gpu) -> list[tuple[str, ...]]:
+    """Seconds of each part of a step, and what they are made of."""
+    numbers = {
+        "products": speed.PRODUCT_EFFICIENCY,
+        "peak": gpu.peak_flops / 1e12,
+        "attention": candidate.step.software.attention,
+        "hbm": speed.HBM_EFFICIENCY,
+        "memory": gpu.hbm / 1e12,
+        "link": gpu.link / GB,
+        "efficiency": speed.LINK_EFFICIENCY,
+    }
+    lines = []
+    for name, seconds in vars(candidate.step.seconds).items():
+        if seconds:
+            lines.append((name.replace("_", " "), f"{seconds:.3f} s", _WORDS[name].format(**numbers)))
+    return lines
+
+
+def _flags(args: DoctorArgs) -> str:
+    """Options of megatron sft that make a run of it."""
+    shared = [name for name in options(DoctorArgs) if name in options(SftArgs)]
+    names = [name for name in changed(args, shared) if name not in ("model", "global_batch_size")]
+    flags = [f"--{name} {as_typed(getattr(args, name))}" for name in names]
+    return " ".join([*flags, f"--global_batch_size {global_batch_size(args)}"])
+
+
+def _nothing_fits(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> str:
+    """How many GPUs it takes.
+
+    Raises:
+        UserError: the batch divides over no layout of these GPUs.
+    """
+    if not has_layout(args, hf_config, gpu):
+        raise UserError(
+            f"no layout of {_gpus(args)} divides --global_batch_size {global_batch_size(args)} evenly",
+            f"use a multiple of {args.num_gpus}, or give less of the layout",
+        )
+    usable = memory.usable_bytes(gpu_memory_gb) / GB
+    words = f"does not fit: no layout of {_gpus(args)} needs less than {usable:.1f} GB of each"
+    more = larger(args, hf_config, gpu, gpu_memory_gb)
+    if more is None:
+        most = f"{1 << DOUBLINGS} times as many"
+        return f"{words}\n    nor of up to {most}; lower --max_length, or give less of the layout"
+    flags = f"--num_gpus {more.num_gpus} --global_batch_size {more.global_batch_size}"
+    return f"{words}\n    one of {more.num_gpus} does: {flags}"

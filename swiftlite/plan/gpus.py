@@ -1,0 +1,54 @@
+"""What makers promise of their GPUs, for figures that are compared with it (MFU) or made of it (`speed.py`)."""
+
+from dataclasses import dataclass
+
+_GB = 1e9
+_TB = 1e12
+_ETHERNET = 12.5 * _GB
+"""A network port of 100 gigabits."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        peak_flops: bfloat16 operations per second on tensor cores, without sparsity.
+        processors: streaming multiprocessors, each of which computes one tile of a product at a time.
+        memory_gb: memory, in GB (1e9 bytes).
+        hbm: bytes per second between memory and processors.
+        link: bytes per second that a GPU sends to the others of its machine: NVLink, else PCIe.
+        linked: GPUs that are so connected.
+        network: bytes per second that a GPU sends to other machines, where each has a network port of its own.
+    """
+
+    peak_flops: float
+    processors: int
+    memory_gb: float
+    hbm: float
+    link: float
+    linked: int = 8
+    network: float = 50 * _GB
+
+
+GPUS = {
+    "A100": Gpu(312e12, 108, 80, 2.04 * _TB, 300 * _GB, network=25 * _GB),
+    "A800": Gpu(312e12, 108, 80, 2.04 * _TB, 200 * _GB, network=25 * _GB),
+    "H100 PCIe": Gpu(756e12, 114, 80, 2.0 * _TB, 64 * _GB),
+    "H100 NVL": Gpu(835e12, 132, 94, 3.9 * _TB, 64 * _GB),
+    "H100": Gpu(989e12, 132, 80, 3.35 * _TB, 450 * _GB),
+    "H200 NVL": Gpu(835e12, 132, 141, 4.8 * _TB, 450 * _GB, linked=4),
+    "H200": Gpu(989e12, 132, 141, 4.8 * _TB, 450 * _GB),
+    "H800": Gpu(989e12, 132, 80, 3.35 * _TB, 200 * _GB),
+    "H20": Gpu(148e12, 78, 96, 4.0 * _TB, 450 * _GB),
+    "GB200": Gpu(2500e12, 152, 186, 8.0 * _TB, 900 * _GB, linked=72),
+    "B200": Gpu(2250e12, 148, 180, 8.0 * _TB, 900 * _GB),
+    "L40S": Gpu(362e12, 142, 48, 0.864 * _TB, 32 * _GB, network=_ETHERNET),
+    "4090": Gpu(165e12, 128, 24, 1.008 * _TB, 32 * _GB, network=_ETHERNET),
+}
+"""By a part of the name that the driver has for it; the first that fits is meant."""
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """The GPU that a driver calls so; None where nothing is known of it."""
+    return next((gpu for part, gpu in GPUS.items() if part in name), None)

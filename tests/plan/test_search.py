@@ -1,0 +1,99 @@
+"""Which layouts `doctor --plan --gpu_type` tries, and their order."""
+
+import pytest
+
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.plan.gpus import GPUS
+from swiftlite.plan.memory import usable_bytes
+from swiftlite.plan.search import has_layout, larger, ranked
+from tests.cli.test_doctor_plan import QWEN3_8B
+
+H100 = GPUS["H100"]
+QWEN3_30B = QWEN3_8B | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+
+
+def args(**options) -> DoctorArgs:
+    given = {"num_gpus": 8, "gpu_type": "H100", "global_batch_size": 64, "max_length": 4096}
+    return DoctorArgs(plan=True, **{**given, **options})
+
+
+def test_the_fastest_comes_first_and_all_fit():
+    found = ranked(args(), QWEN3_8B, H100, 80)
+    speeds = [candidate.step.tokens_per_second for candidate in found]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(candidate.bytes <= usable_bytes(80) for candidate in found)
+    best = found[0].args
+    assert best.tensor_model_parallel_size * best.pipeline_model_parallel_size > 1  # 8 x 16.4 GB of state do not fit
+    assert best.sequence_parallel is (best.tensor_model_parallel_size > 1)
+
+
+def test_more_memory_is_never_slower():
+    speeds = [ranked(args(), QWEN3_8B, H100, memory)[0].step.tokens_per_second for memory in (40, 80, 160)]
+    assert speeds == sorted(speeds)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tensor_model_parallel_size": 8},
+        {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3},
+        {"context_parallel_size": 4, "tensor_model_parallel_size": 2},
+        {"micro_batch_size": 2},
+        {"recompute_granularity": "full"},
+        {"pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 6},
+    ],
+)
+def test_what_is_given_stays(given):
+    found = ranked(args(**given), QWEN3_8B, H100, 80)
+    assert found
+    for candidate in found:
+        assert {name: getattr(candidate.args, name) for name in given} == given
+
+
+def test_nothing_is_recomputed_without_need():
+    kinds = {candidate.args.recompute_granularity for candidate in ranked(args(), QWEN3_8B, H100, 80)}
+    assert "none" in kinds
+    in_less = {candidate.args.recompute_granularity for candidate in ranked(args(num_gpus=4), QWEN3_8B, H100, 50)}
+    assert "full" in in_less
+
+
+def test_interleaved_stages_have_micro_batches_for_all():
+    for candidate in ranked(args(num_gpus=16, global_batch_size=24), QWEN3_8B, H100, 80):
+        if candidate.args.num_virtual_stages_per_pipeline_rank:
+            assert candidate.step.num_micro_batches % candidate.args.pipeline_model_parallel_size == 0
+        assert candidate.step.num_micro_batches == int(candidate.step.num_micro_batches)
+
+
+def test_layers_that_do_not_divide_leave_the_last_stage_fewer():
+    odd = QWEN3_8B | {"num_hidden_layers": 37}
+    found = ranked(args(pipeline_model_parallel_size=4), odd, H100, 80)
+    assert {candidate.args.decoder_last_pipeline_num_layers for candidate in found} == {7}
+
+
+def test_experts_are_shared_inside_a_machine():
+    best = ranked(args(num_gpus=16, global_batch_size=256), QWEN3_30B, H100, 80)[0]
+    assert 1 < best.args.expert_model_parallel_size <= 8
+
+
+def test_how_many_gpus_it_takes():
+    assert ranked(args(num_gpus=1), QWEN3_8B, H100, 80) == []
+    more = larger(args(num_gpus=1), QWEN3_8B, H100, 80)
+    assert more is not None
+    assert (more.num_gpus, more.global_batch_size) == (4, 256)  # 147 GB of state: two are too few
+    assert ranked(more, QWEN3_8B, H100, 80)
+    assert larger(args(num_gpus=1, tensor_model_parallel_size=1), QWEN3_8B, H100, 0.01) is None
+
+
+def test_a_batch_that_no_layout_divides():
+    assert has_layout(args(), QWEN3_8B, H100)
+    odd = args(num_gpus=7, global_batch_size=3)  # seven stages of six layers leave the last none
+    assert has_layout(odd, QWEN3_8B, H100) is False

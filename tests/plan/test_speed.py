@@ -1,0 +1,241 @@
+"""The estimate of a step against figures that others measured, and what must hold whatever its constants are."""
+
+import dataclasses
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+
+from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.bridge.rows import Row
+from swiftlite.families.architecture import Architecture, Outside
+from swiftlite.families.attention import GroupedQueryAttention
+from swiftlite.families.index import architecture_of
+from swiftlite.families.layer import Layer
+from swiftlite.families.mlp import Mlp
+from swiftlite.families.rank import ParameterCount, Rank
+from swiftlite.heads import Heads
+from swiftlite.plan.gpus import GPUS, gpu_named
+from swiftlite.plan.memory import Setup, largest, usable_bytes
+from swiftlite.plan.speed import Software, Step, bandwidth, exchange_seconds, product_seconds, products_of
+from tests.plan.test_memory import CONFIGS
+
+H100 = GPUS["H100"]
+
+MEGATRON = Software(
+    attention=0.47,  # cuDNN's on Hopper: arithmetic on FlashAttention-3's published speed, forward and backward
+    logit_bytes=54,  # its own cross-entropy, pass by pass
+    gradient_bytes=8,  # added in the product
+    vocabulary_products=3,
+    exposed_tp=(0.5, 0.5),  # --tp-comm-overlap. Fitted
+    exposed_sends=0,
+)
+
+
+@dataclass(frozen=True)
+class PlainMlp(Mlp):
+    """GPT's: down(gelu(up(x)))."""
+
+    def rows(self):
+        up, down = (self.ffn, self.hidden), (self.hidden, self.ffn)
+        return [Row("mlp.linear_fc1.weight", {"up": up}), Row("mlp.linear_fc2.weight", {"down": down})]
+
+    def parameters(self, rank):
+        return ParameterCount(2 * self.hidden * self.ffn // rank.tp)
+
+    def kept(self, rank):
+        return rank.tokens * 2 * self.ffn // rank.tp * rank.itemsize
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the weak scaling in Megatron-LM's README: H100, 4,096 tokens, 131,072 words, data parallel 48."""
+
+    size: str
+    heads: int
+    hidden: int
+    layers: int
+    tp: int
+    pp: int
+    gpus: int
+    batch: int
+    teraflops: float
+    """Per second and GPU; attention counts whole there, not its causal half."""
+
+    def architecture(self) -> Architecture:
+        head_dim = self.hidden // self.heads
+        attention = GroupedQueryAttention(self.hidden, self.heads, self.heads, head_dim, head_dim)
+        layer = Layer(attention, PlainMlp(self.hidden, 4 * self.hidden))
+        return Architecture(Outside(self.layers, self.hidden, 131072, is_tied=False), (layer,) * self.layers)
+
+    def estimate(self) -> float:
+        """Teraflops, counted as there. Micro-batches and virtual stages are not published: the fastest that fit."""
+        architecture, found = self.architecture(), []
+        for micro_batch, virtual in itertools.product((1, 2, 4), self.virtual_stages()):
+            number = self.batch // 48 // micro_batch
+            if virtual and number % self.pp:
+                continue
+            layout = ParallelLayout(self.tp, self.tp > 1, self.pp, virtual)
+            setup = Setup(layout, RecomputeArgs(), self.gpus, True, micro_batch, 4096, is_fused=True)
+            step = Step(architecture, setup, H100, self.batch, MEGATRON)
+            if largest(step.memory).total <= usable_bytes(80):
+                found.append(step.seconds.total)
+        of_layers = self.layers * (72 * self.hidden**2 + 12 * 4096 * self.hidden)
+        flops = self.batch * 4096 * (of_layers + 6 * 131072 * self.hidden)
+        return flops / (min(found) * self.gpus * 1e12)
+
+    def virtual_stages(self) -> list[int | None]:
+        of_rank = self.layers // self.pp
+        divisors = [number for number in range(2, of_rank + 1) if of_rank % number == 0]
+        return [None, *(divisors if self.pp > 1 else [])]
+
+
+PUBLISHED = (
+    Published("1.7B", 16, 2048, 24, 1, 1, 48, 192, 408.8),
+    Published("7.1B", 32, 4096, 30, 2, 1, 96, 192, 465.9),
+    Published("16B", 48, 6144, 32, 4, 1, 192, 192, 489.1),
+    Published("32B", 56, 7168, 48, 8, 1, 384, 192, 459.6),
+    Published("70B", 64, 8192, 84, 8, 2, 768, 384, 419.7),
+    Published("119B", 80, 10240, 92, 8, 4, 1536, 768, 420.5),
+    Published("177B", 96, 12288, 96, 8, 6, 2304, 1152, 432.8),
+    Published("314B", 128, 16384, 96, 8, 8, 3072, 1536, 474.4),
+    Published("462B", 144, 18432, 112, 8, 16, 6144, 3072, 459.9),
+)
+
+
+# Three constants (PRODUCT_EFFICIENCY, _INNER_START, MEGATRON's exposed_tp) were fitted on six rows, those of 1.7B, 16B
+# and 177B held back; which effects are counted was settled with all nine in sight. Found: 0.6 to 6 % on the six, 9.2,
+# 1.3 and 5.9 % on the three. The bound is the largest, rounded up.
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.size)
+def test_published_figures(row):
+    assert row.estimate() == pytest.approx(row.teraflops, rel=0.10)
+
+
+def model(hidden=4096, layers=32, ffn=14336, vocab=128256) -> Architecture:
+    layer = Layer(GroupedQueryAttention(hidden, 32, 8, hidden // 32, hidden // 32), Mlp(hidden, ffn))
+    return Architecture(Outside(layers, hidden, vocab, is_tied=False), (layer,) * layers)
+
+
+SETUP = Setup(num_gpus=8, use_distributed_optimizer=True, max_length=4096, is_fused=True)
+
+
+def step(architecture=None, gpu=H100, batch=64, *, recompute=RecomputeArgs(), **sizes) -> Step:
+    layout = ParallelLayout(**sizes, sequence_parallel=sizes.get("tensor_model_parallel_size", 1) > 1)
+    setup = replace(SETUP, layout=layout, recompute=recompute)
+    return Step(architecture or model(), setup, gpu, batch)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("rank", [Rank(rows=1, length=64), Rank(tp=2, ep=4, sequence_parallel=True, rows=1, length=64)])
+def test_products_are_the_operations_that_layers_count(family, rank):
+    for layer in architecture_of(CONFIGS[family]).layers:
+        if layer.attention.is_recurrent:
+            continue  # counts its chunks too, which are no layer's matrices
+        macs = 0.0
+        for product in products_of(layer, rank):
+            # A rank's share of the tokens, or of the matrix.
+            macs += product.tokens * product.number * product.size_out * product.size_in
+        assert macs * rank.tp == layer.macs_per_token() * 64
+
+
+def test_a_faster_gpu_is_faster():
+    seconds = [step(gpu=GPUS[name]).seconds.total for name in ("A100", "H100", "B200")]
+    assert seconds == sorted(seconds, reverse=True)
+    more_memory_traffic = replace(H100, hbm=2 * H100.hbm)
+    assert step(gpu=more_memory_traffic).seconds.elementwise == pytest.approx(step().seconds.elementwise / 2)
+
+
+def test_the_bubble_shrinks():
+    shares = [step(batch=batch, pipeline_model_parallel_size=4).seconds.pipeline / batch for batch in (16, 64, 256)]
+    assert shares == sorted(shares, reverse=True)
+    whole = step(pipeline_model_parallel_size=4)
+    interleaved = step(pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=4)
+    assert interleaved.seconds.pipeline < whole.seconds.pipeline
+    assert step().seconds.pipeline == 0
+
+
+def test_tensor_parallelism_is_worse_between_machines():
+    def tensor_parallel(linked: int) -> float:
+        gpu = replace(H100, linked=linked)
+        return step(gpu=gpu, tensor_model_parallel_size=8).seconds.tensor_parallel
+
+    assert tensor_parallel(linked=8) < tensor_parallel(linked=4) < tensor_parallel(linked=1)
+
+
+def test_what_a_group_gets_of_links_and_network():
+    link, network = H100.link, H100.network
+    efficiency = bandwidth(H100, 8, 1) / link
+    assert bandwidth(H100, 2, 4) == link * efficiency  # ranks 0 and 4 of a machine
+    assert bandwidth(H100, 16, 8) == network * efficiency  # one rank on each machine
+    assert bandwidth(H100, 16, 4) == 2 * network * efficiency
+    inside, outside = exchange_seconds(H100, 8, 1, 1e9), exchange_seconds(H100, 16, 1, 1e9)
+    assert outside > 4 * inside  # half leaves the machine, by a port nine times as slow
+
+
+def test_small_products_are_less_efficient():
+    def rate(size: int) -> float:
+        return size**3 / product_seconds(H100, size, size, size)
+
+    assert rate(512) < rate(2048) < rate(8192) < H100.peak_flops / 2
+    tall = product_seconds(H100, 64, 8192, 8192)  # as long as reading the matrix
+    assert tall >= 2 * 8192**2 / H100.hbm
+
+
+FULL = RecomputeArgs(recompute_granularity="full")
+
+
+def test_computing_again_takes_time():
+    attention = step(recompute=RecomputeArgs(recompute_granularity="selective")).seconds
+    mlps = step(recompute=RecomputeArgs(recompute_granularity="selective", recompute_modules=["mlp"])).seconds
+    layers = step(recompute=FULL).seconds
+    assert 0 == step().seconds.recompute < attention.recompute < mlps.recompute < layers.recompute
+    # A forward pass beside one backward: a third of products, 1 / 3.5 of attention.
+    assert layers.recompute == pytest.approx(
+        (layers.products + layers.elementwise) / 3 + layers.attention / 3.5, rel=0.1
+    )
+
+
+def test_a_block_recomputes_its_part():
+    whole = step(recompute=FULL)
+    part = step(recompute=replace(FULL, recompute_method="block", recompute_num_layers=8))
+    assert part.seconds.recompute == pytest.approx(whole.seconds.recompute * 8 / 32)
+
+
+def test_a_tiny_model_waits_for_its_launches():
+    few_tokens = replace(SETUP, max_length=128)
+    tiny = Step(model(hidden=128, layers=4, ffn=256, vocab=1000), few_tokens, H100, 64).seconds
+    assert tiny.launches > 0
+    assert tiny.total > 8 * 4 * 75 * 6e-6  # micro-batches x layers x kernels, six microseconds each
+    assert step().seconds.launches == 0
+
+
+def test_heads_alone_and_adapters_cost_less():
+    joint = replace(SETUP, heads=Heads(1))
+    alone = Step(model(), replace(joint, mtp_mode="heads_only"), H100, 64).seconds
+    together = Step(model(), joint, H100, 64).seconds
+    # The trunk forward instead of three times, and a layer of 33.
+    assert 0.3 < alone.products / together.products < 0.4
+    assert alone.total < together.total
+
+
+def test_gradients_hide_behind_many_micro_batches_no_better_than_behind_one():
+    few, many = step(batch=8).seconds, step(batch=64).seconds
+    assert few.data_parallel == many.data_parallel
+    slow_network = replace(H100, network=1e9, linked=1)
+    assert step(gpu=slow_network).seconds.data_parallel > 10 * many.data_parallel
+
+
+def test_parts_are_the_whole():
+    seconds = step(pipeline_model_parallel_size=2, tensor_model_parallel_size=2).seconds
+    assert math.isclose(seconds.total, sum(dataclasses.astuple(seconds)))
+    assert (seconds * 2).total == pytest.approx((seconds + seconds).total)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA H200 NVL", "H200 NVL")],
+)
+def test_a_gpu_by_its_drivers_name(name, kind):
+    assert gpu_named(name) is GPUS[kind]
+    assert gpu_named("Matrox G200") is None
