@@ -120,7 +120,10 @@ def model(hidden=4096, layers=32, ffn=14336, vocab=128256) -> Architecture:
 SETUP = Setup(num_gpus=8, use_distributed_optimizer=True, max_length=4096, is_fused=True)
 
 
-def step(architecture=None, gpu=H100, batch=64, *, recompute=RecomputeArgs(), **sizes) -> Step:
+NOT_RECOMPUTED = RecomputeArgs()
+
+
+def step(architecture=None, gpu=H100, batch=64, *, recompute=NOT_RECOMPUTED, **sizes) -> Step:
     layout = ParallelLayout(**sizes, sequence_parallel=sizes.get("tensor_model_parallel_size", 1) > 1)
     setup = replace(SETUP, layout=layout, recompute=recompute)
     return Step(architecture or model(), setup, gpu, batch)
