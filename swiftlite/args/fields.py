@@ -268,6 +268,9 @@ class KernelArgs:
     fused_kernels: Literal["auto", "none"] = "auto"
     """auto: on GPUs norms and activations are one kernel each, and losses never hold all logits. none: everything
     rounds where transformers does."""
+    deterministic_mode: bool = False
+    """On GPUs too, the same options make the same bits in every run, more slowly: sums are made in one order. What
+    torch has no such way for ends the run. A CPU computes so anyway."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
     """Train with linear layers and experts whose products are of 8 bits, on GPUs that have them. hybrid: gradients in
     e5m2, all else in e4m3. Needs --transformer_impl transformer_engine. What is saved and exported is not of 8 bits."""

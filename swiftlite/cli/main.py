@@ -156,6 +156,10 @@ def _settle_environment(args: object) -> None:
         # that is to be sent beside it.
         if args.tensor_model_parallel_size > 1 and not any("B200" in model for model in gpu_models()):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if args.deterministic_mode:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+            os.environ.setdefault("NCCL_ALGO", "^NVLS")  # switches add what arrives first
+            os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
     if hasattr(args, "infer_backend"):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or vLLM's workers tell of the machine's NUMA nodes
 

@@ -81,7 +81,8 @@ def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
     if kernels.attention == "flash_attn":
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-        return lambda *args, scale: flash_attn_varlen_func(*args, softmax_scale=scale, causal=True)
+        options = {"causal": True, "deterministic": kernels.is_deterministic}
+        return lambda *args, scale: flash_attn_varlen_func(*args, softmax_scale=scale, **options)
     if kernels.attention == "torch_varlen":
         from torch.nn.attention.varlen import varlen_attn
 

@@ -82,6 +82,7 @@ class Kernels:
         is_fused: norms, activations and losses round elsewhere than transformers does, in fewer passes over memory.
         has_grouped_experts: a product for all experts of a rank, otherwise one for each.
         low_precision: of Transformer Engine's products; None for the model's own.
+        is_deterministic: sums are made in one order, on GPUs too.
     """
 
     transformer_impl: TransformerImpl = "local"
@@ -89,6 +90,7 @@ class Kernels:
     is_fused: bool = False
     has_grouped_experts: bool = False
     low_precision: LowPrecision | None = None
+    is_deterministic: bool = False
 
     @property
     def described(self) -> dict[str, str]:
@@ -157,7 +159,9 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
         attention = machine.packed_kernel if args.attention_backend in ("auto", "flash") else "sdpa"
     is_fused = machine.is_cuda and args.fused_kernels == "auto"
     is_grouped = is_fused and (args.transformer_impl == "transformer_engine" or not is_float32)  # torch's: 16 bits
-    return Kernels(args.transformer_impl, attention, is_fused, is_grouped, low_precision_of(args))
+    return Kernels(
+        args.transformer_impl, attention, is_fused, is_grouped, low_precision_of(args), args.deterministic_mode
+    )
 
 
 def low_precision_of(args: KernelArgs) -> LowPrecision | None:

@@ -231,6 +231,8 @@ def kernel_lines(kernels: Kernels) -> list[tuple[str, str]]:
     lines = [("layers are", described["layers"]), ("attention", described["attention"]), ("fused", described["fused"])]
     if kernels.low_precision:
         lines.append(("products", described["precision"]))
+    if kernels.is_deterministic:
+        lines.append(("sums are made", "in one order"))
     return lines
 
 

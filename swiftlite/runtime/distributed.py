@@ -17,7 +17,12 @@ from swiftlite.runtime.mesh import Mesh, check_layout
 
 @contextmanager
 def session(
-    layout: ParallelLayout | None = None, *, tied_embeddings: bool = False, seed: int = 42, timeout_minutes: int = 10
+    layout: ParallelLayout | None = None,
+    *,
+    tied_embeddings: bool = False,
+    seed: int = 42,
+    timeout_minutes: int = 10,
+    deterministic: bool = False,
 ) -> Iterator[Mesh]:
     """Connect the processes that torchrun started (or this one alone); gives the mesh of the layout, which is active.
 
@@ -25,6 +30,7 @@ def session(
         layout: unset: all processes are data-parallel.
         tied_embeddings: as for `Mesh.create`.
         timeout_minutes: longest wait of one rank for another.
+        deterministic: torch adds in one order wherever it can, and raises where it cannot.
 
     Raises:
         OptionError: the layout does not fit the number of processes.
@@ -53,7 +59,7 @@ def session(
     )
     try:
         mesh = Mesh.create(device, layout, tied_embeddings=tied_embeddings, timeout_minutes=timeout_minutes)
-        with mesh.active():
+        with mesh.active(), _deterministic(deterministic):
             torch.manual_seed(seed)
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
             yield mesh
@@ -64,6 +70,16 @@ def session(
             _close()
         raise
     _close()
+
+
+@contextmanager
+def _deterministic(is_wanted: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or is_wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _close() -> None:

@@ -106,6 +106,7 @@ def open_session(args: SftArgs) -> AbstractContextManager[Mesh]:
         tied_embeddings=bool(read_config(local_model(args.model)).get("tie_word_embeddings")),
         seed=args.seed,
         timeout_minutes=args.distributed_timeout_minutes,
+        deterministic=args.deterministic_mode,
     )
 
 
