@@ -29,7 +29,8 @@ def main() -> int:
     args.output_dir = args.output_dir.resolve()
     if args.stage:
         settings = Settings(args.device, args.tiny, args.model, args.output_dir)
-        importlib.import_module(args.stage).run(settings, Results(args.output_dir, args.stage))
+        # A package of their own: `kernels` alone is a name that others look for.
+        importlib.import_module(f"stages.{args.stage}").run(settings, Results(args.output_dir, args.stage))
         return 0
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any stage asks torch

@@ -1,5 +1,6 @@
 """The experts of one rank, each a gated MLP, computed one after the other or all in one product."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,10 +78,8 @@ class GroupedMLP(SequentialMLP):
     def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """What the experts make of their tokens."""
         ends = tokens_per_expert.cumsum(0).to(hidden_TH.device, torch.int32, non_blocking=True)
-        gate_up = _GroupedLinear.apply(hidden_TH, ends, *self.weights("linear_fc1"))
-        output_TH = _GroupedLinear.apply(self.activation(gate_up), ends, *self.weights("linear_fc2"))
-        assert output_TH is not None
-        return output_TH
+        gate_up = grouped_linear(hidden_TH, ends, self.weights("linear_fc1"))
+        return grouped_linear(self.activation(gate_up), ends, self.weights("linear_fc2"))
 
     def weights(self, linear: str) -> list[torch.Tensor]:
         """Of each expert the weight of "linear_fc1" or "linear_fc2"."""
@@ -95,15 +94,21 @@ def _fused_swiglu(gate_up: Any) -> Any:
     return bias_swiglu_impl(gate_up, None)
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """[T, out] of tokens [T, in] that stand in order of their experts, whose weights are [out, in] each.
-
-    The kernel takes weights in one tensor: put together for each product, and again in the backward pass, so that they
-    are not kept twice.
+def grouped_linear(hidden_TI: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[T, out] of tokens that stand in order of their experts.
 
     Args:
         ends: [E] int32, where each expert's tokens end.
+        weights: [out, in] of each expert.
     """
+    output = _GroupedLinear.apply(hidden_TI, ends, *weights)
+    assert output is not None
+    return output
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """The kernel takes weights in one tensor: put together for each product, and again in the backward pass, so that
+    they are not kept twice."""
 
     @staticmethod
     def forward(ctx, hidden_TI: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

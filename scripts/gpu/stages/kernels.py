@@ -1,4 +1,5 @@
-"""Fused norm, activation, loss and packed attention against the same in float64, values and gradients, on new numbers.
+"""Fused norm, activation, rotations, experts, loss and packed attention against the same in float64, values and
+gradients, on new numbers.
 
 A kernel passes within 1e-2 in bfloat16 and 1e-4 in float32, by the norm of the difference over that of the result.
 """
@@ -11,7 +12,9 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from result import Results, Settings
 
 from swiftlite.model.chunked_loss import Words, chunked_loss
+from swiftlite.model.experts import grouped_linear
 from swiftlite.model.kernels import varlen_kernel
+from swiftlite.model.rope import fused_rotate, rotate
 from swiftlite.plan.kernels import automatic
 from swiftlite.runtime.distributed import session
 
@@ -29,9 +32,11 @@ def run(settings: Settings, results: Results) -> None:
             compare(results, f"norm, {word}", fused_norm, norm, states, weight)
             (gate_and_up,) = numbers(device, dtype, (tokens, 2 * width))
             compare(results, f"SwiGLU, {word}", lambda both: bias_swiglu_impl(both, None), swiglu, gate_and_up)
+            check_rotations(results, f"rotations, {word}", *numbers(device, dtype, (tokens, 1, 4, width)))
             check_loss(
                 results, f"loss in chunks, {word}", mesh.tp, *numbers(device, dtype, (tokens, 128), (vocab, 128))
             )
+        check_experts(results, device, tokens)
         check_attention(results, settings, device)
 
 
@@ -65,6 +70,30 @@ def norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_and_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def check_rotations(results: Results, name: str, channels: torch.Tensor) -> None:
+    """Of heads of which the first half turns."""
+    angles = torch.rand(len(channels), 1, 1, channels.size(-1) // 4, device=channels.device).repeat(1, 1, 1, 2)
+    turns = torch.stack([angles.cos(), angles.sin()]).to(channels.dtype)
+    compare(results, name, lambda x: fused_rotate(x, turns), lambda x: rotate(x, turns.double()), channels)
+
+
+def check_experts(results: Results, device: torch.device, tokens: int) -> None:
+    """Eight, one of them without a token."""
+    counts = [tokens // 2, 0, tokens // 4, *[tokens // 20] * 5]
+    ends = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+    hidden, *weights = numbers(device, torch.bfloat16, (sum(counts), 128), *[(64, 128)] * len(counts))
+    unused = weights.pop(1)  # its gradient is zeros, which no difference can be compared with
+
+    def grouped(hidden: torch.Tensor, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return grouped_linear(hidden, ends, [first, unused, *others])
+
+    def one_by_one(hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        parts = hidden.split([count for count in counts if count])
+        return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
+
+    compare(results, "experts, bfloat16", grouped, one_by_one, hidden, *weights)
 
 
 def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from commands import make_served
 from result import Results, Settings
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "live_weights.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "live_weights.py"
 
 
 def run(settings: Settings, results: Results) -> None:

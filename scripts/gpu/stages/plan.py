@@ -8,7 +8,7 @@ from result import Results, Settings
 from swiftlite.heads import Heads
 from swiftlite.plan.memory import Setup, estimate
 
-BENCH = Path(__file__).resolve().parents[1] / "bench" / "memory.py"
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "memory.py"
 BOUND = 0.05
 
 

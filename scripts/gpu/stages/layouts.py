@@ -7,7 +7,7 @@ from pathlib import Path
 
 from result import Results, Settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(settings: Settings, results: Results) -> None:

@@ -20,6 +20,7 @@ NO_SAMPLES = ("--acceptance_samples", 0)
 
 def run(settings: Settings, results: Results) -> None:
     stop_and_go_on(settings, results)
+    repeat(settings, results)
     if settings.device == "cuda" and torch.cuda.device_count() < 2:
         results.add("a rank that is lost", "needs 2 GPUs")
     else:
@@ -45,6 +46,17 @@ def stop_and_go_on(settings: Settings, results: Results) -> None:
     one, other = losses(unbroken), losses(stopped)
     worst = max(abs(other[step] - loss) / loss for step, loss in one.items()) if one.keys() == other.keys() else 1.0
     results.at_most("losses of the run that goes on, against the unbroken one", worst, BOUND[settings.device])
+
+
+def repeat(settings: Settings, results: Results) -> None:
+    """Two runs whose sums are made in one order."""
+    options = ("--train_iters", 4, "--deterministic_mode", "true", *NO_SAMPLES)
+    found = []
+    for name in ("once", "again"):
+        swiftlite(*sft(settings, fresh(settings, name), *options), log=settings.output_dir / f"{name}.log")
+        found.append(losses(settings.output_dir / name))
+    passed = found[0] == found[1] and len(found[0]) == 4
+    results.add("two runs with --deterministic_mode", "equal" if passed else f"{found}", passed, "the same losses")
 
 
 def lose_a_rank(settings: Settings, results: Results) -> None:

@@ -1,5 +1,6 @@
 """Speed and MFU of training on one GPU, what its time goes to, and how often a step waits for the GPU."""
 
+import importlib.util
 import statistics
 import subprocess
 import sys
@@ -13,16 +14,29 @@ from torch.profiler import ProfilerActivity
 from swiftlite.args.commands import SftArgs
 from swiftlite.train import phases, sft
 
-SCRIPTS = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(__file__).resolve().parents[2]
 WANTED_MFU = 0.40
 LENGTHS = {"mode": "distribution", "type": "lognormal", "lognormal_sigma": 1.1}
 
 
 def run(settings: Settings, results: Results) -> None:
+    """With the kernels that `auto` stands for; and with Transformer Engine's, and in FP8, where there are such."""
+    model = settings.model or make_model(settings)
+    speed = train(settings, results, model)
+    if settings.device == "cuda" and importlib.util.find_spec("transformer_engine"):
+        options: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+        results.add("Transformer Engine: tokens/s, as a ratio", train(settings, None, model, **options) / speed)
+        if torch.cuda.get_device_capability() >= (9, 0):
+            options["fp8_format"] = "hybrid"
+            results.add("FP8: tokens/s, as a ratio", train(settings, None, model, **options) / speed)
+
+
+def train(settings: Settings, results: Results | None, model: Path, **options: Any) -> float:
+    """Tokens per second; with `results` all that is measured is reported."""
     length, steps = (64, 4) if settings.tiny else (4096, 12)
     lengths = LENGTHS | {"min_seq_len": length // 4, "max_seq_len": length, "mean_seq_len": length // 2}
     args = SftArgs(
-        model=str(settings.model or make_model(settings)),
+        model=str(model),
         sft_mock_dataset_config_json=lengths,
         output_dir=str(settings.output_dir / "run"),
         padding_free=True,
@@ -32,6 +46,7 @@ def run(settings: Settings, results: Results) -> None:
         train_iters=steps,
         acceptance_samples=0,
         report_to=[],
+        **options,
     )
     with phases.open_session(args) as mesh:
         prepared = sft.prepare(args, mesh)
@@ -42,13 +57,21 @@ def run(settings: Settings, results: Results) -> None:
             with torch.profiler.profile(activities=[ProfilerActivity.CPU, *activities]) as profile:
                 trainer.step(steps)
         trainer.close()
+        is_cuda = mesh.device.is_cuda
     middle = {name: statistics.median(metrics[name] for metrics in measured) for name in measured[0]}
+    if results:
+        report(middle, results)
+        describe(profile, is_cuda, results)
+    return middle["tokens_per_second"]
+
+
+def report(middle: dict[str, float], results: Results) -> None:
+    """Medians over the steps."""
     results.add("loss", middle["loss"])
     results.add("tokens/s", middle["tokens_per_second"])
     results.add("peak memory, GB", middle["peak_memory_gb"])
     if "mfu" in middle:
         results.add("MFU", middle["mfu"], middle["mfu"] >= WANTED_MFU, f"at least {WANTED_MFU}")
-    describe(profile, mesh.device.is_cuda, results)
 
 
 def make_model(settings: Settings) -> Path:
