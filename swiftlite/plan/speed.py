@@ -1,9 +1,9 @@
 """How long a training step takes on a parallel layout: an estimate, to put layouts in order. Arithmetic, no torch.
 
 A step is what the slowest pipeline stage computes for all its micro-batches, what its GPU waits for meanwhile, and what
-stands before and behind: the pipeline's bubble, the sum of gradients, the optimizer. Each effect has one constant here,
-with its source; `tests/plan/test_speed.py` holds the sum against figures that Megatron-LM publishes, and says how those
-that are fitted were. What a layer multiplies and keeps is its own answer. Next: `search.py`, which layouts are tried.
+stands before and behind: the pipeline's bubble, the sum of gradients, the optimizer. Each effect has one constant here.
+It says whether it was fitted (`tests/plan/test_speed.py` tells how), counted from what the kernels do, or assumed; none
+was measured. What a layer multiplies and keeps is its own answer. Next: `search.py`, which layouts are tried.
 
 Not counted: adapters' own products, uneven lengths, uneven experts, clocks, the file system.
 """
@@ -22,35 +22,36 @@ from swiftlite.plan.gpus import Gpu
 from swiftlite.plan.layout import data_parallel_size, num_virtual_stages
 from swiftlite.plan.memory import Setup, estimate_of, held_by_stages, largest, rank_of
 
+_BFLOAT16 = 2
 _TILE = (128, 256)
-"""Rows and columns of a product that a processor computes at one time: cuBLAS's for large products on Hopper."""
+"""Rows and columns of a product that a processor computes at one time. Assumed, as a usual one for Hopper."""
 PRODUCT_EFFICIENCY = 0.62
 """Part of the peak inside a tile; clocks fall under load. Fitted."""
 _INNER_START = 400
 """What starting and ending a tile costs, in steps along the inner side. Fitted."""
 HBM_EFFICIENCY = 0.85
-"""Part of the memory's bandwidth that a pass over a large tensor gets; usual for copies on an H100."""
+"""Part of the memory's bandwidth that a pass over a large tensor gets. Assumed."""
 _BYTES_MOVED = 4.5
-"""Bytes that elementwise kernels move, forward and backward, for each byte that autograd keeps of a layer: three by
-counting the passes of fused norms and SwiGLU, the rest rotary angles and sums in passes of their own."""
+"""Bytes that elementwise kernels move, forward and backward, for each byte that autograd keeps of a layer. Counting the
+passes of fused norms and SwiGLU makes 3, with rotary angles in passes of their own 4.5; of the two this fits better."""
 LINK_EFFICIENCY = 0.8
-"""Part of NVLink's and the network's bandwidth that NCCL gets for large messages: 360 of 450 GB/s on an H100."""
+"""Part of NVLink's and the network's bandwidth that NCCL gets for large messages. Assumed."""
 _STARTS, _STARTS_BETWEEN_MACHINES = 15e-6, 40e-6
-"""Seconds until a collective's first byte arrives, of the order that NCCL's own tests show."""
+"""Seconds until a collective's first byte arrives. Assumed."""
 _LAUNCH = 6e-6
-"""Seconds between two kernels that Python starts: the least of each, however small."""
+"""Seconds between two kernels that Python starts: the least of each, however small. Assumed."""
 _KERNELS = 75
-"""Kernels of a dense layer, forward and backward."""
+"""Kernels of a dense layer, forward and backward. Counted, roughly."""
 _EXPERT_KERNELS = 20
-"""Those of an expert; each is computed for itself."""
+"""Those of an expert; each is computed for itself. Counted, roughly."""
 _UNFUSED_LOGIT_BYTES = 54
 """As `Software.logit_bytes`, of a loss over all logits at one time, counted pass by pass."""
 _OPTIMIZER_BYTES = 30
-"""Bytes moved for each parameter by AdamW: gradient, two moments and main weight in float32, the weight itself."""
+"""Bytes moved for each parameter by AdamW: gradient, two moments, main weight in float32, the weight. Counted."""
 _GRADIENT_BYTES = 8
-"""Bytes moved for each gradient to measure its norm and set it to zero."""
+"""Bytes moved for each gradient to measure its norm and set it to zero. Counted."""
 _HIDDEN_REDUCTION = 0.9
-"""Part of the sums of gradients and gathers of weights that can hide behind computing; the last bucket cannot."""
+"""Part of the sums of gradients and gathers of weights that can hide; the last bucket cannot. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,13 @@ class Software:
     """What a trainer's kernels are like; by default swiftlite's own.
 
     Attributes:
-        attention: part of the peak that attention gets. FlashAttention-2 on an H100: 0.34 over forward and backward.
-        logit_bytes: moved for each logit of a fused loss beside its products.
+        attention: part of the peak that attention gets, forward and backward. Assumed, for FlashAttention-2 on Hopper;
+            newer kernels get more, and so does this one on an A100.
+        logit_bytes: moved for each logit of a fused loss beside its products. Counted.
         gradient_bytes: moved by a micro-batch for each weight, to add to its gradient.
         vocabulary_products: of the loss; in chunks the logits are made a second time (`model/chunked_loss.py`).
         exposed_tp: collectives of a half layer that nothing hides, forward and backward. megatron-core hides two of
-            the three backward behind products.
+            the three backward behind products. Counted.
         exposed_sends: part of the messages between interleaved stages that nothing hides. They are sent while others
             compute, but the other side waits for their shape first; a guess.
     """
@@ -107,13 +109,13 @@ class Seconds:
 # Pieces
 
 
-def product_seconds(gpu: Gpu, rows: float, columns: int, inner: float, itemsize: int = 2) -> float:
+def product_seconds(gpu: Gpu, rows: float, columns: int, inner: float) -> float:
     """Seconds of one matrix product [rows, inner] x [inner, columns]: computing, in whole tiles on all processors at
     once, or moving its matrices, whichever is longer."""
     tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
     waves = math.ceil(tiles / gpu.processors)
     flops = 2 * waves * gpu.processors * math.prod(_TILE) * (inner + _INNER_START)
-    moved = itemsize * (rows * inner + inner * columns + rows * columns)
+    moved = _BFLOAT16 * (rows * inner + inner * columns + rows * columns)
     return max(flops / (gpu.peak_flops * PRODUCT_EFFICIENCY), memory_seconds(gpu, moved))
 
 
