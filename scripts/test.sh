@@ -19,7 +19,7 @@ case $tier in
     unit) markers="not gloo and not engine and not gpu and not slow" ;;
     engine) markers="engine and not slow" ;;
     gloo | slow | gpu) markers=$tier ;;
-    te) markers=gloo && set -- tests/parallel/test_kernels.py "$@" ;;
+    te) markers=gloo && set -- tests/parallel/test_kernels.py tests/parallel/test_low_precision.py "$@" ;;
     *) die "no tier '$tier'" "one of: unit gloo engine slow te gpu, or nothing for all that run without a GPU" ;;
 esac
 

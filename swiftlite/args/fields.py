@@ -268,6 +268,18 @@ class KernelArgs:
     fused_kernels: Literal["auto", "none"] = "auto"
     """auto: on GPUs norms and activations are one kernel each, and losses never hold all logits. none: everything
     rounds where transformers does."""
+    fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
+    """Train with linear layers and experts whose products are of 8 bits, on GPUs that have them. hybrid: gradients in
+    e5m2, all else in e4m3. Needs --transformer_impl transformer_engine. What is saved and exported is not of 8 bits."""
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
+    """Which numbers share a scale: those of a tensor, blocks of 128, or blocks of 32 (Blackwell). Default:
+    blockwise."""
+    fp4_format: Literal["none", "e2m1"] = "none"
+    """As --fp8_format, with products of 4 bits (NVFP4, Blackwell)."""
+    num_layers_at_start_in_bf16: bounds.NonNegativeInt = 1
+    """With --fp8_format or --fp4_format: the first decoder layers that stay in bfloat16."""
+    num_layers_at_end_in_bf16: bounds.NonNegativeInt = 1
+    """With --fp8_format or --fp4_format: the last decoder layers that stay in bfloat16."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def build_config(
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **(kernels.low_precision.mcore_config() if kernels.low_precision else {}),
     )
 
 

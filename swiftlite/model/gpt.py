@@ -148,6 +148,16 @@ class GPTModel(McoreGPTModel):
         self.drafting = drafting
         self.mtp_loss: MtpLoss = mtp_loss
         self.loss_in_chunks = loss_in_chunks
+        self._low_precision = {"fp8": config.fp8, "fp4": config.fp4}
+
+    def train(self, mode: bool = True) -> "GPTModel":
+        """As any module. Low precision is training's: what is evaluated or answers computes as engines will, and its
+        rows may have any length."""
+        for module in self.modules():
+            if isinstance(config := getattr(module, "config", None), TransformerConfig):
+                for name, value in self._low_precision.items():
+                    setattr(config, name, value if mode else None)
+        return super().train(mode)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Part of the stock constructor, called once embedding and output layer are there; both become ours."""

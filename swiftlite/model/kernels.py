@@ -9,6 +9,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.draft_attention import DraftAttention
+from swiftlite.model.experts import GroupedMLP, SequentialMLP
 from swiftlite.model.norm import FusedRMSNorm, RMSNorm, keeping
 from swiftlite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from swiftlite.plan.kernels import Kernels
@@ -23,6 +24,7 @@ class Modules:
     Attributes:
         keeping_norm: `norm` whose output has its input as well, see `norm.keeping`.
         down_projection: of latent attention, whose columns are gathered afterwards.
+        experts: of one rank.
         core_attention, draft_attention: of decoder layers and heads; of heads that are unrolled.
     """
 
@@ -31,6 +33,7 @@ class Modules:
     column: type
     row: type
     down_projection: type
+    experts: type
     core_attention: ModuleSpec
     draft_attention: ModuleSpec
 
@@ -39,16 +42,22 @@ def modules_of(kernels: Kernels) -> Modules:
     """The classes that compute so.
 
     Raises:
+        OptionError: the GPU does not compute in such precision.
         ImportError: a package is missing that `plan.kernels.choose` has looked for.
     """
     norm = FusedRMSNorm if kernels.is_fused else RMSNorm
     column, row, attention = ColumnParallelLinear, RowParallelLinear, CoreAttention
+    experts = GroupedMLP if kernels.has_grouped_experts else SequentialMLP
     if kernels.transformer_impl == "transformer_engine":
         from swiftlite.model import te
 
         norm, column, row = te.RMSNorm, te.ColumnParallelLinear, te.RowParallelLinear
         if kernels.attention == "te":
             attention = te.CoreAttention
+        if kernels.has_grouped_experts:
+            experts = te.GroupedMLP
+        if kernels.low_precision is not None:
+            te.check_available(kernels.low_precision)
     params = {"varlen": varlen_kernel(kernels)}
     return Modules(
         norm=norm,
@@ -57,6 +66,7 @@ def modules_of(kernels: Kernels) -> Modules:
         row=row,
         # megatron-core's own: it accepts no subclass here. There is no bias; these gradients go through autograd.
         down_projection=McoreColumnParallelLinear,
+        experts=experts,
         core_attention=ModuleSpec(module=attention, params=params),
         draft_attention=ModuleSpec(module=DraftAttention, params=params),
     )

@@ -23,7 +23,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention as
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
 
-from swiftlite.model.rope import rope_config, rotate
+from swiftlite.model.rope import rope_config, rotation
 
 
 @dataclass
@@ -169,4 +169,4 @@ class MLASelfAttention(McoreMLASelfAttention):
         """Turn channels; those that turn in pairs are taken apart before, of queries and keys alike."""
         if self.config.rope_interleave:
             pos = pos.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
-        return rotate(pos, turns)
+        return rotation(self.config)(pos, turns)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention as McoreSelfAttention
 
-from swiftlite.model.rope import rotate
+from swiftlite.model.rope import rotation
 
 
 class SelfAttention(McoreSelfAttention):
@@ -40,6 +40,7 @@ class SelfAttention(McoreSelfAttention):
         """Query [S, B, N, D], key and value [S, B, G, D] of the whole sequence."""
         made: Any = super().get_query_key_value_tensors(hidden_states, None, **kwargs)  # always split: see upstream
         query, key, *others = made  # the value, and the output gate where there is one
+        rotate = rotation(self.config)
         return rotate(query, rotary_pos_emb), rotate(key, rotary_pos_emb), *others
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

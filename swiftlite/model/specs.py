@@ -30,7 +30,6 @@ from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import Mixture, Mlp
-from swiftlite.model.experts import SequentialMLP
 from swiftlite.model.gated_delta_net import GatedDeltaNet
 from swiftlite.model.kernels import Modules, modules_of
 from swiftlite.model.mla import MLASelfAttention, latent_norm
@@ -104,7 +103,7 @@ def _mixture(mixture: Mixture, modules: Modules) -> ModuleSpec:
         module=MoELayer,
         submodules=MoESubmodules(
             router=TopKRouter,
-            experts=ModuleSpec(module=SequentialMLP, submodules=_gated(experts)),
+            experts=ModuleSpec(module=modules.experts, submodules=_gated(experts)),
             # Built only where the config gives shared experts a width.
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_gated(modules)),
         ),

@@ -2,7 +2,7 @@
 same. Only `kernels.py` imports this, where the package is there.
 
 Linear layers are megatron-core's wrappers of Transformer Engine's; the norm is its RMSNorm as a class, where
-megatron-core has a function that looks like one. Experts, embedding and output layer stay torch's.
+megatron-core has a function that looks like one. Embedding and output layer stay torch's.
 """
 
 from typing import Any
@@ -17,12 +17,24 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformer_engine.pytorch import (  # pyright: ignore[reportMissingImports]
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from transformer_engine.pytorch import RMSNorm as TERMSNorm  # pyright: ignore[reportMissingImports]
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # pyright: ignore[reportMissingImports]
 
-from swiftlite.model import attention
+from swiftlite.errors import OptionError
+from swiftlite.model import attention, experts
 from swiftlite.model.cache import Cache
 from swiftlite.model.context_parallel import causal_segments
 from swiftlite.model.tensor_parallel import AddsGradients
+from swiftlite.plan.kernels import LowPrecision
 
 
 class RMSNorm(TERMSNorm):
@@ -54,6 +66,69 @@ class ColumnParallelLinear(_AddsGradients, TEColumnParallelLinear):
 
 class RowParallelLinear(_AddsGradients, TERowParallelLinear):
     """megatron-core's wrapper."""
+
+
+class GroupedMLP(AddsGradients, experts.GroupedMLP):
+    """Experts whose products are Transformer Engine's, in FP8 too.
+
+    The parameters are those of experts one after the other. Two of its layers, which are not part of the model, borrow
+    them.
+    """
+
+    works_with_overlap = True
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        self.borrowers = [_Borrower(self.weights(linear)) for linear in ("linear_fc1", "linear_fc2")]
+        self.pad, self.unpad = Fp8Padding(num_local_experts), Fp8Unpadding(num_local_experts)
+
+    def add_gradients_in_place(self) -> None:
+        for borrower in self.borrowers:
+            borrower.linear.fuse_wgrad_accumulation = True
+
+    def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """As `experts.GroupedMLP`; in FP8 the tokens of each expert are filled up with zeros."""
+        counts = padded = tokens_per_expert.tolist()
+        is_low = FP8GlobalStateManager.is_fp8_enabled()
+        if is_low:
+            hidden_TH, padded = self.pad(hidden_TH, counts)
+        first, second = self.borrowers
+        gate_up = first(self.weights("linear_fc1"), hidden_TH, padded)
+        output_TH = second(self.weights("linear_fc2"), self.activation(gate_up), padded)
+        return self.unpad(output_TH, counts) if is_low else output_TH
+
+
+class _Borrower:
+    """A layer of Transformer Engine's that computes with others' weights."""
+
+    def __init__(self, weights: list[torch.Tensor]):
+        out_features, in_features = weights[0].shape
+        options: dict[str, Any] = {"bias": False, "params_dtype": weights[0].dtype, "device": "meta"}
+        self.linear = GroupedLinear(len(weights), in_features, out_features, **options)
+
+    def __call__(self, weights: list[torch.Tensor], hidden: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        if self.linear.weight0 is not weights[0]:  # the first time, or where all have been replaced
+            for index, weight in enumerate(weights):
+                setattr(self.linear, f"weight{index}", weight)
+                setattr(self.linear, f"bias{index}", hidden.new_empty(0))
+        return self.linear(hidden, counts)
+
+
+def check_available(precision: LowPrecision) -> None:
+    """Whether this GPU computes so.
+
+    Raises:
+        OptionError: Transformer Engine's own reason why not.
+    """
+    asked = {
+        "tensorwise": is_fp8_available,
+        "blockwise": is_fp8_block_scaling_available,
+        "mxfp8": is_mxfp8_available,
+        "nvfp4": is_nvfp4_available,
+    }
+    is_available, reason = asked[precision.recipe](return_reason=True)
+    if not is_available:
+        raise OptionError([(f"{precision.flag}: {reason}", "take another recipe, or leave it out")])
 
 
 class CoreAttention(attention.CoreAttention):

@@ -13,7 +13,7 @@ from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss,
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
-from swiftlite.plan.kernels import Kernels, Machine, choose
+from swiftlite.plan.kernels import Kernels, LowPrecision, Machine, choose
 from swiftlite.plan.layout import data_parallel_size, group_of, layout_of, length_multiple
 from swiftlite.plan.preference import WITHOUT_REFERENCE
 from swiftlite.plan.trainable import trainable_of
@@ -75,6 +75,7 @@ def make_plan(args: SftArgs, world_size: int, checkpoint: Heads, machine: Machin
     """
     layout = layout_of(args)
     replicas = data_parallel_size(layout, world_size)
+    kernels = choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head)
     return Plan(
         world_size=world_size,
         layout=layout,
@@ -86,8 +87,8 @@ def make_plan(args: SftArgs, world_size: int, checkpoint: Heads, machine: Machin
         heads=heads_of(args, checkpoint),
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
-        row_multiple=row_multiple_of(layout, packing_of(args), machine.is_cuda),
-        kernels=choose(group_of(args, KernelArgs), machine, is_float32=args.torch_dtype == "float32", head=head),
+        row_multiple=row_multiple_of(layout, packing_of(args), machine.is_cuda, kernels.low_precision),
+        kernels=kernels,
         distributed=distributed_of(args, replicas * layout.context_parallel_size, machine.is_cuda),
         lora=lora_of(args, checkpoint),
         lr=lr_of(args, checkpoint),
@@ -118,9 +119,15 @@ def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> D
     )
 
 
-def row_multiple_of(layout: ParallelLayout, packing: Packing, is_cuda: bool) -> int:
-    """Every rank gets an equal part; and padded rows of GPUs have few lengths, since cuDNN plans each of them anew."""
+def row_multiple_of(
+    layout: ParallelLayout, packing: Packing, is_cuda: bool, low_precision: LowPrecision | None = None
+) -> int:
+    """Every rank gets an equal part, of as many tokens as products of low precision take; and padded rows of GPUs have
+    few lengths, since cuDNN plans each of them anew."""
     needed = length_multiple(layout)
+    if low_precision:
+        ranks = layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+        needed = math.lcm(needed, low_precision.tokens * ranks)
     return math.lcm(needed, GPU_LENGTHS) if is_cuda and packing == "none" else needed
 
 
@@ -221,7 +228,10 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
 def kernel_lines(kernels: Kernels) -> list[tuple[str, str]]:
     """What computes the layers, in words."""
     described = kernels.described
-    return [("layers are", described["layers"]), ("attention", described["attention"]), ("fused", described["fused"])]
+    lines = [("layers are", described["layers"]), ("attention", described["attention"]), ("fused", described["fused"])]
+    if kernels.low_precision:
+        lines.append(("products", described["precision"]))
+    return lines
 
 
 def layout_lines(plan: Plan) -> list[tuple[str, str]]:

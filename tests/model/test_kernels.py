@@ -1,18 +1,25 @@
 """Fused kernels on a CPU: what they compute, and that no layer asks the host for anything, or copies to the device."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.transformer import mlp
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from swiftlite.model import norm as norm_module
+from swiftlite.model import rope
 from swiftlite.model.attention import CoreAttention, offsets
 from swiftlite.model.context_parallel import causal_segments, describe_packed
 from swiftlite.plan.kernels import Kernels
 from tests.model.test_attention import varlen
 from tests.model.test_distillation import make_batch
 from tests.model.test_logits import load_megatron
+from tests.model.traffic import Traffic
 from tests.tiny import make_tiny_hf
 
 FUSED = Kernels(is_fused=True)
@@ -130,6 +137,60 @@ def varlen_without_counting(*args: Any, scale: float) -> torch.Tensor:
 
     with _disable_current_modes():
         return varlen(*args, scale=scale)
+
+
+TOKENS = 26  # of `make_batch`
+SIZE = 4  # bytes of a number
+HIDDEN, QUERIES, KEYS, FFN, HEAD = 64, 2 * 32, 32, 96, 32  # sizes of the tiny Qwen3
+
+
+def layer_traffic() -> int:
+    """Bytes that a layer moves, forward and backward, where each of its parts reads what it needs and writes what it
+    makes once."""
+    matrices = [(HIDDEN, QUERIES + 2 * KEYS), (QUERIES, HIDDEN), (HIDDEN, 2 * FFN), (FFN, HIDDEN)]
+    # A product, the gradient of its input, and of its weight: each reads two of the three and writes the third.
+    products = sum(3 * (TOKENS * (size_in + size_out) + size_in * size_out) for size_in, size_out in matrices)
+    # Of states twice, of queries, of keys: 2 forward and 3 backward, with their weights.
+    norms = 5 * TOKENS * (2 * HIDDEN + QUERIES + KEYS) + 3 * (2 * HIDDEN + 2 * HEAD)
+    activation = (3 + 5) * TOKENS * FFN
+    attention = TOKENS * (2 * QUERIES + 2 * KEYS) + TOKENS * (3 * QUERIES + 4 * KEYS)
+    # Queries and keys in and out, both ways, each time with cosines and sines.
+    rotations = 4 * TOKENS * (QUERIES + KEYS) + 4 * TOKENS * 2 * HEAD
+    # Two sums forward; backward two of the gradients of what went both ways. Those of queries, keys, values are joined.
+    sums = 4 * 3 * TOKENS * HIDDEN + 2 * TOKENS * (QUERIES + 2 * KEYS)
+    return SIZE * (products + norms + activation + attention + rotations + sums)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_layer_moves_no_more_bytes_than_its_parts_need(is_fused, load, monkeypatch):
+    """Within 15 % of the arithmetic, the rest being offsets and the like; and what is not fused is far from it."""
+    moved = []
+    for num_layers in (2, 4):
+        model = load("qwen3", Kernels(is_fused=is_fused), num_hidden_layers=num_layers)
+        with Traffic() as traffic, monkeypatch.context() as patches:
+            if is_fused:
+                as_on_a_gpu(traffic, patches)
+            for module in model.modules():
+                if isinstance(module, CoreAttention):
+                    module.varlen = traffic.kernel(varlen)
+            offsets.cache_clear()
+            run(model, packed=True).backward()
+        moved.append(sum(traffic.bytes.values()))
+    ratio = (moved[1] - moved[0]) / 2 / layer_traffic()
+    assert 0.85 < ratio < 1.15 if is_fused else ratio > 1.3
+
+
+def as_on_a_gpu(traffic: Traffic, patches: pytest.MonkeyPatch) -> None:
+    """Count what is one kernel on a GPU as one."""
+    norm = traffic.kernel(lambda hidden, weight, shape, eps: F.rms_norm(hidden, shape, weight, eps))
+    activation = traffic.kernel(lambda gate_up: bias_swiglu_impl(gate_up, None))
+
+    def rms_norm(hidden: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return norm(hidden, weight, shape=shape, eps=eps)
+
+    patches.setattr(norm_module, "F", SimpleNamespace(rms_norm=rms_norm))
+    patches.setattr(mlp, "bias_swiglu_impl", lambda gate_up, *options: activation(gate_up))
+    patches.setattr(rope, "fused_rotate", traffic.kernel(rope.rotate))
 
 
 def test_offsets_are_made_once_for_a_row():

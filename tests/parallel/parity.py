@@ -5,7 +5,7 @@ scripts/parity.py prints the table, test_parity.py tests a part of it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from swiftlite.model.lora import add_adapters, gather_adapters
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
-from swiftlite.plan.run import make_plan, make_schedule
+from swiftlite.plan.run import make_plan, make_schedule, row_multiple_of
 from swiftlite.plan.trainable import HEADS_ONLY, trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
@@ -75,7 +75,10 @@ class Case:
 
 
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+ONE_PROCESS = "one process"
+"""With other kernels than those of the one that all is compared with."""
 CASES: dict[str, Case] = {
+    ONE_PROCESS: Case(1),
     "TP2": Case(2, {"tensor_model_parallel_size": 2}),
     "TP2+SP": Case(2, TP2_SP),
     "PP2": Case(2, {"pipeline_model_parallel_size": 2}),
@@ -225,6 +228,8 @@ def compute(job: Job) -> list[dict[str, float]]:
     ) as mesh:
         dtype = getattr(torch, args.torch_dtype)
         plan = make_plan(args, torch.distributed.get_world_size(), Heads.from_config(hf_config))
+        multiple = row_multiple_of(plan.layout, plan.packing, False, job.kernels.low_precision)
+        plan = replace(plan, kernels=job.kernels, row_multiple=multiple)
         samples = make_samples(hf_config["vocab_size"])
         model = build_model(
             family.architecture(hf_config),

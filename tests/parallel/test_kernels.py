@@ -17,8 +17,10 @@ from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
 
 pytestmark = pytest.mark.gloo
 
-FUSED, TE = Kernels(is_fused=True), Kernels("transformer_engine", is_fused=True)
-TE_ATTENTION = Kernels("transformer_engine", "te", is_fused=True)
+FUSED = Kernels(is_fused=True)
+GROUPED = Kernels(is_fused=True, has_grouped_experts=True)
+TE = Kernels("transformer_engine", is_fused=True, has_grouped_experts=True)
+TE_ATTENTION = replace(TE, attention="te")
 KL = {"mtp_loss": "kl"}
 PACKED = {"padding_free": True, "micro_batch_size": 2}
 ALONE: dict[str, Any] = {}
@@ -50,7 +52,18 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[Kernels, dict[str, An
         {"mtp_mode": "heads_only"},
         {"fused DP2+overlap": (FUSED, CASES["DP2+overlap"].options)},
     ),
-    "experts": ("glm4_moe", {}, {"TE EP2": (TE, CASES["EP2"].options)}),
+    "experts": (
+        "glm4_moe",
+        {},
+        {
+            "grouped": (GROUPED, ALONE),
+            "grouped EP2": (GROUPED, CASES["EP2"].options),
+            "grouped ETP2xTP2": (GROUPED, CASES["ETP2xTP2"].options),
+            "TE": (TE, ALONE),
+            "TE EP2": (TE, CASES["EP2"].options),
+            "TE DP2+overlap": (TE, CASES["DP2+overlap"].options),
+        },
+    ),
     "latent": ("deepseek_v3", {}, {"TE TP2+SP": (TE, TP2_SP)}),
 }
 COMPARED = [(way, name) for way, (_, _, others) in WAYS.items() for name in others]

@@ -8,32 +8,54 @@ import torch
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs
+from swiftlite.bridge.join import GATE_UP
+from swiftlite.bridge.rows import Row
 from swiftlite.errors import OptionError
 from swiftlite.heads import Heads
-from swiftlite.plan.kernels import Kernels, Machine, choose, this_machine
+from swiftlite.plan.kernels import Kernels, LowPrecision, Machine, choose, low_precision_misfit, this_machine
 from swiftlite.plan.run import make_plan, render
 
 CPU = Machine()
 GPU = Machine(is_cuda=True, has_transformer_engine=True, packed_kernel="torch_varlen")
 FLASH = dataclasses.replace(GPU, packed_kernel="flash_attn")
 PLAIN = Machine(is_cuda=True)
+PLAIN_TE = Machine(is_cuda=True, has_transformer_engine=True)
+TE = {"transformer_impl": "transformer_engine"}
 
 
 @pytest.mark.parametrize(
     ("options", "machine", "is_float32", "expected"),
     [
         ({}, CPU, False, Kernels()),
-        ({}, GPU, False, Kernels(attention="torch_varlen", is_fused=True)),
-        ({}, FLASH, False, Kernels(attention="flash_attn", is_fused=True)),
+        ({}, GPU, False, Kernels(attention="torch_varlen", is_fused=True, has_grouped_experts=True)),
+        ({}, FLASH, False, Kernels(attention="flash_attn", is_fused=True, has_grouped_experts=True)),
         ({}, FLASH, True, Kernels(is_fused=True)),
-        ({}, PLAIN, False, Kernels(is_fused=True)),
+        ({}, PLAIN, False, Kernels(is_fused=True, has_grouped_experts=True)),
         ({"fused_kernels": "none", "attention_backend": "sdpa"}, FLASH, False, Kernels()),
-        ({"attention_backend": "flash"}, FLASH, False, Kernels(attention="flash_attn", is_fused=True)),
+        ({"attention_backend": "flash"}, FLASH, False, Kernels("local", "flash_attn", True, True)),
         (
             {"transformer_impl": "transformer_engine", "attention_backend": "te"},
             GPU,
             True,
-            Kernels("transformer_engine", "te", True),
+            Kernels("transformer_engine", "te", True, True),
+        ),
+        (
+            TE | {"fp8_format": "hybrid"},
+            PLAIN_TE,
+            False,
+            Kernels("transformer_engine", "sdpa", True, True, LowPrecision("hybrid", "blockwise")),
+        ),
+        (
+            TE | {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "num_layers_at_end_in_bf16": 0},
+            PLAIN_TE,
+            False,
+            Kernels("transformer_engine", "sdpa", True, True, LowPrecision("e4m3", "mxfp8", bf16_at_end=0)),
+        ),
+        (
+            TE | {"fp4_format": "e2m1"},
+            PLAIN_TE,
+            False,
+            Kernels("transformer_engine", "sdpa", True, True, LowPrecision("e2m1", "nvfp4")),
         ),
     ],
 )
@@ -55,6 +77,11 @@ def test_auto_leaves_large_heads_to_torch():
         ({"attention_backend": "flash"}, PLAIN, False, 64, "neither flash-attn nor a torch with varlen_attn"),
         ({"attention_backend": "flash"}, GPU, True, 64, "compute in 16 bits"),
         ({"attention_backend": "flash"}, GPU, False, 320, "320 channels, such kernels take 256"),
+        ({"fp8_format": "hybrid"}, GPU, False, 64, "but --transformer_impl is local"),
+        (TE | {"fp8_format": "hybrid"}, CPU, False, 64, "torch finds none here"),
+        (TE | {"fp8_format": "hybrid"}, GPU, True, 64, "with --torch_dtype float32"),
+        (TE | {"fp8_format": "hybrid", "fp4_format": "e2m1"}, GPU, False, 64, "with --fp8_format hybrid"),
+        (TE | {"fp8_recipe": "mxfp8"}, GPU, False, 64, "--fp8_recipe mxfp8 without --fp8_format"),
     ],
 )
 def test_what_cannot_be_had_is_refused(options, machine, is_float32, head, problem):
@@ -98,10 +125,28 @@ def test_ranks_share_on_gpus_unless_told_otherwise(options, world_size, is_cuda,
         ({}, GPU, 64),
         ({"context_parallel_size": 3}, GPU, 192),
         ({"padding_free": True, "micro_batch_size": 2}, GPU, 1),
+        (TE | {"fp8_format": "hybrid", "padding_free": True, "micro_batch_size": 2}, PLAIN_TE, 16),
+        (TE | {"fp4_format": "e2m1", "context_parallel_size": 3}, PLAIN_TE, 192),
     ],
 )
 def test_padded_rows_of_gpus_have_few_lengths(options, machine, expected):
     assert make_plan(SftArgs(**options), 3, Heads(), machine).row_multiple == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "ranks", "expected"),
+    [
+        (Row("linear_proj.weight", {"o_proj.weight": (64, 96)}), 2, 0),
+        (Row("linear_proj.weight", {"o_proj.weight": (64, 96)}), 4, 24),
+        (Row("linear_proj.weight", {"o_proj.weight": (72, 96)}), 1, 72),
+        (Row("linear_fc1.weight", {"gate.weight": (24, 64), "up.weight": (24, 64)}, GATE_UP), 1, 0),
+        (Row("linear_fc1.weight", {"gate.weight": (24, 64), "up.weight": (24, 64)}, GATE_UP), 2, 24),
+        (Row("mlp.router.weight", {"gate.weight": (6, 64)}), 1, 0),
+        (Row("linear_q_down_proj.weight", {"q_a_proj.weight": (24, 64)}), 1, 0),
+    ],
+)
+def test_matrices_that_low_precision_does_not_take(row, ranks, expected):
+    assert low_precision_misfit(row, ranks, 16) == expected
 
 
 def test_the_plan_says_so():

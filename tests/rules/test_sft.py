@@ -234,3 +234,23 @@ def test_kernels_that_are_not_here_are_refused(here, monkeypatch, options, probl
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = problems_of(dataclasses.replace(SFT, **options), world_size=2)
     assert any(problem in text for text, _ in found), found
+
+
+FP8 = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"num_layers_at_start_in_bf16": 9},
+            "--num_layers_at_start_in_bf16 9, but a pipeline stage has 2 decoder layers",
+        ),
+        ({}, "of 2 decoder layers the first 1 and last 1 stay in bfloat16, so none is left"),
+        ({"num_layers_at_start_in_bf16": 0, "fp8_recipe": "mxfp8"}, "rows or columns on a rank, not a multiple of 32"),
+    ],
+)
+def test_low_precision_has_layers_and_matrices(here, options, words):
+    change_config(intermediate_size=48, num_hidden_layers=2)
+    problems = [problem for problem, _ in problems_of(dataclasses.replace(SFT, **FP8, **options))]
+    assert any(words in problem for problem in problems), problems

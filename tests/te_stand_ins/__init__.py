@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 RELEASE = "2.20.2"
+CAPABILITY = "SWIFTLITE_TE_CAPABILITY"
+"""The environment variable that says which GPU is stood in for: 9 (Hopper, if it is unset) or 10 (Blackwell)."""
 SITE = Path(os.environ.get("SWIFTLITE_TE_SITE", Path(sys.prefix) / "te"))
 
 
@@ -26,7 +28,7 @@ def missing() -> str:
     return f"transformer-engine {RELEASE} is not in {SITE} (requirements/te.txt)"
 
 
-def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def launch(num_processes: int, function: Callable[..., Any], *args: Any, capability: str = "9") -> list[Any]:
     """`tests.parallel.launch.launch` with Transformer Engine in each process, all of which begin from nothing: the one
     that others are forked from has imported megatron-core without it."""
     from tests.parallel.launch import open_store, rank_environments
@@ -37,6 +39,7 @@ def launch(num_processes: int, function: Callable[..., Any], *args: Any) -> list
         call.write_bytes(pickle.dumps((function, args)))
         running = []
         for rank, environment in enumerate(rank_environments(num_processes, store.port)):
+            environment = {**environment, CAPABILITY: capability}
             command = [sys.executable, "-W", "ignore", "-m", "tests.te_stand_ins", str(call), f"{call}.{rank}"]
             running.append(subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True))
         errors = [process.communicate(timeout=600)[1] for process in running]
@@ -56,15 +59,25 @@ def install() -> None:
 
     sys.modules["transformer_engine_torch"] = transformer_engine_torch
     common.load_framework_extension = lambda framework: None
-    # A Hopper, of whose kernels utils.py asks; torch's own function would want a driver.
-    hopper = SimpleNamespace(major=9, minor=0, name="stand-in", multi_processor_count=1, total_memory=1 << 34)
-    torch.cuda.get_device_properties = lambda device=None: hopper  # type: ignore[assignment]
+    # Of whose kernels utils.py asks; torch's own functions would want a driver.
+    major = int(os.environ.get(CAPABILITY, "9"))
+    gpu = SimpleNamespace(major=major, minor=0, name="stand-in", multi_processor_count=1, total_memory=1 << 34)
+    torch.cuda.get_device_properties = lambda device=None: gpu  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: (major, 0)  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0
     torch.cuda.is_current_stream_capturing = lambda: False
+    import transformer_engine.pytorch  # pyright: ignore[reportMissingImports]
     from transformer_engine.pytorch import utils  # pyright: ignore[reportMissingImports]
     from transformer_engine.pytorch.module import base  # pyright: ignore[reportMissingImports]
 
     base.torch = _Torch()
-    utils._empty_tensor = lambda: torch.empty(0)
+    torch.version.cuda = "13.0"  # which decides what kernels there are
+    distributed = transformer_engine.pytorch.distributed
+    distributed._get_cuda_rng_state = lambda *args, **options: torch.empty(0)  # of generators that nothing draws from
+    distributed._set_cuda_rng_state = lambda *args, **options: None
+    for name, module in list(sys.modules.items()):
+        if name.startswith(transformer_engine.__name__) and hasattr(module, "_empty_tensor"):
+            module._empty_tensor = lambda: torch.empty(0)  # type: ignore[attr-defined]
     is_cuda: Any = torch.Tensor.is_cuda
     package = str(Path(utils.__file__).parents[1])
     # Transformer Engine refuses tensors that are not; nobody else is told so.

@@ -1,14 +1,17 @@
 """What Transformer Engine's compiled extension computes, in torch: the few of its 177 functions that linear layers,
-RMSNorm and unfused attention call in float32 and bfloat16. All else raises as soon as it is asked for.
+experts, RMSNorm and unfused attention call, in FP8 too. All else raises as soon as it is asked for.
 
 Signatures are those of the calls in the wheel's Python (transformer_engine/pytorch, 2.20.2); functions named by a file
 there. tests/te_stand_ins/__init__.py puts this module in the extension's place.
 """
 
 import enum
+import math
 from typing import Any
 
 import torch
+
+from tests.te_stand_ins import quantized
 
 
 class DType(enum.Enum):
@@ -75,13 +78,14 @@ def generic_gemm(
     assert quantizer is None
     assert not gelu
     assert alpha == 1.0
+    A, B = _numbers(A, columnwise=not transa), _numbers(B, columnwise=transb)
     first = B.flatten(0, -2) if not transb else B.flatten(0, -2).t()
     second = A.flatten(0, -2).t() if transa else A.flatten(0, -2)
     bias_grad = None
     if grad and bias is not None:
         bias_grad = B.flatten(0, -2).sum(0)
     if bias is not None and not grad:  # rounded once, as in one kernel
-        product = torch.nn.functional.linear(first, second.t(), bias)
+        product = torch.nn.functional.linear(first, second.t(), bias.to(first.dtype))
     else:
         product = first @ second
     if out_dtype is not None:
@@ -92,6 +96,128 @@ def generic_gemm(
         out.add_(product) if accumulate else out.copy_(product)
         product = out
     return product, bias_grad, None, None
+
+
+def _numbers(tensor: Any, columnwise: bool) -> torch.Tensor:
+    """What a tensor stands for, in float32 if it is quantised."""
+    return tensor if isinstance(tensor, torch.Tensor) and not _is_quantized(tensor) else _read(tensor, columnwise)
+
+
+def _is_quantized(tensor: Any) -> bool:
+    return hasattr(tensor, "_quantizer")
+
+
+def _read(tensor: Any, columnwise: bool) -> torch.Tensor:
+    """With all of its dimensions."""
+    return quantized.read(tensor, columnwise).view(tuple(tensor.size()))
+
+
+def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
+    """tensor/float8_tensor.py and its like."""
+    if output is None:
+        output = create_empty_quantized_tensor(quantizer, list(tensor.shape), tensor.dtype, tensor.device, False)
+    quantized.write(output, tensor, quantizer)
+    return output
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+) -> Any:
+    """quantized_tensor.py, which allocates in Python too, for compilers."""
+    made = quantizer.storage_metadata(dtype)
+    # Two numbers of four bits are a byte: the columns of [tokens, 1, hidden] have to be one dimension.
+    is_fp4 = "fp4_dtype" in made["nontensor_kwargs"]
+    flat = (math.prod(shape[:-1]), shape[-1]) if is_fp4 else tuple(shape)
+    specs = quantizer.inner_tensor_specs(flat).items()
+    buffers: dict[str, Any] = {name.removeprefix("_"): torch.empty(size, dtype=kept) for name, (size, kept) in specs}
+    if is_fp4 and "rowwise_data" in buffers:
+        buffers["rowwise_data"] = buffers["rowwise_data"].view(*shape[:-1], -1)
+    options = dict(made["nontensor_kwargs"])
+    names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+    if is_fp4:
+        names += ("amax_rowwise", "amax_columnwise")
+    if "scale_inv" in buffers:  # one scale for all
+        buffers["fp8_scale_inv"] = buffers.pop("scale_inv")
+        buffers["data_transpose"] = buffers.pop("transpose", None)
+        names = ("data",)
+    buffers |= {name: None for name in names if name not in buffers}
+    if not quantizer.internal:
+        options |= {"shape": tuple(shape), "dtype": dtype, "device": torch.device("cpu")}
+        del options["fake_dtype"]
+    return made["cls"](**buffers, **options)
+
+
+def bgrad_quantize(tensor: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
+    """module/base.py: the gradient of a bias too."""
+    return tensor.flatten(0, -2).sum(0), quantize(tensor, quantizer)
+
+
+def split_quantize(
+    tensor: torch.Tensor, split_sizes: list[int], quantizers: list[Any], disable_bulk_allocation: bool = False
+) -> list[Any]:
+    """module/_split_quantization.py: the tokens of each expert for themselves."""
+    parts = tensor.split(list(split_sizes))
+    return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
+
+
+def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """tensor/storage: columns first, of bytes."""
+    turned = data.movedim(-1, 0).contiguous()
+    return turned if out is None else out.copy_(turned)
+
+
+def dequantize(tensor: Any, dtype: Any) -> torch.Tensor:
+    """tensor/storage."""
+    return _read(tensor, columnwise=False).to(TORCH[int(dtype)])
+
+
+def get_num_cublas_streams() -> int:
+    return 1
+
+
+def te_general_grouped_gemm(
+    A: list[Any],
+    transa: bool,
+    B: list[Any],
+    transb: bool,
+    out: list[torch.Tensor],
+    out_dtype: Any,
+    m_splits: list[int] | None,
+    bias: list[torch.Tensor],
+    bias_dtype: Any,
+    single_output: bool,
+    gelu_in: list[torch.Tensor],
+    grad: bool,
+    workspaces: list[torch.Tensor],
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    sm_count: int,
+) -> list[torch.Tensor]:
+    """cpp_extensions/gemm.py: `generic_gemm` for each expert. Their results are one tensor, or one each."""
+    places = list(out[0].split(m_splits)) if single_output and m_splits is not None else out
+    for first, second, place in zip(A, B, places, strict=True):
+        product = _numbers(second, transb).to(torch.float32), _numbers(first, not transa).to(torch.float32)
+        left = product[0].t() if transb else product[0]
+        right = product[1].t() if transa else product[1]
+        result = (left @ right).to(place.dtype)
+        place.add_(result) if accumulate else place.copy_(result)
+    return bias
+
+
+def fused_multi_row_padding(tokens: torch.Tensor, out: torch.Tensor, sizes: list[int], padded_sizes: list[int]) -> None:
+    """module/fp8_padding.py: zeros behind each expert's tokens."""
+    for part, place in zip(tokens.split(sizes), out.split(padded_sizes), strict=True):
+        place.zero_()
+        place[: len(part)] = part
+
+
+def fused_multi_row_unpadding(
+    tokens: torch.Tensor, out: torch.Tensor, padded_sizes: list[int], sizes: list[int]
+) -> None:
+    """module/fp8_unpadding.py."""
+    for part, place in zip(tokens.split(padded_sizes), out.split(sizes), strict=True):
+        place.copy_(part[: len(place)])
 
 
 def rmsnorm_fwd(

@@ -1,0 +1,88 @@
+"""Experts in one product against experts one after the other."""
+
+import pytest
+import torch
+
+from swiftlite.model.experts import GroupedMLP
+from swiftlite.model.swiglu import SwiGLU
+from tests.model.test_logits import load_megatron
+from tests.tiny import make_tiny_hf
+
+COUNTS = {"some": [5, 0, 9, 3], "none at the end": [5, 9, 3, 0], "all with one": [0, 17, 0, 0], "no token": [0] * 4}
+
+
+@pytest.fixture
+def experts(tmp_path, mesh) -> torch.nn.Module:
+    model = load_megatron(make_tiny_hf(tmp_path, "qwen3_moe", num_experts=4), mesh, torch.float32)
+    return model.decoder.layers[0].get_submodule("mlp.experts")
+
+
+def grouped(experts: torch.nn.Module) -> GroupedMLP:
+    """The same module, of the other class."""
+    experts.__class__ = GroupedMLP
+    assert isinstance(experts, GroupedMLP)
+    experts.is_aligned = True
+    experts.activation = SwiGLU(experts.config)
+    return experts
+
+
+def run(experts: torch.nn.Module, counts: list[int]) -> list[torch.Tensor]:
+    """What comes out, and gradients of tokens, weights of tokens, and matrices."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = next(experts.parameters()).dtype
+    hidden = torch.randn(sum(counts), 64, generator=generator).to(dtype).requires_grad_()
+    probs = torch.rand(sum(counts), generator=generator).requires_grad_()
+    output, _ = experts(hidden, torch.tensor(counts), probs)
+    output.backward(torch.randn(output.shape, generator=generator).to(dtype))
+    assert hidden.grad is not None
+    assert probs.grad is not None
+    matrices = [parameter.grad for parameter in experts.parameters()]
+    experts.zero_grad()
+    return [output.detach(), hidden.grad, probs.grad, *(torch.zeros(1) if grad is None else grad for grad in matrices)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+def test_one_product_makes_the_same_bits(experts, counts, dtype):
+    expected = run(experts.to(dtype), counts)
+    ours = run(grouped(experts), counts)
+    assert [torch.equal(a, b) for a, b in zip(expected, ours, strict=True)] == [True] * len(expected)
+
+
+def test_an_expert_with_an_adapter_is_called_itself(experts):
+    def doubles(layer: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, None]) -> tuple[torch.Tensor, None]:
+        return output[0] * 2, None
+
+    for expert in experts.get_submodule("local_experts").children():
+        expert.get_submodule("linear_fc2").register_forward_hook(doubles)
+    expected = run(experts, COUNTS["some"])[0]
+    assert torch.equal(run(grouped(experts), COUNTS["some"])[0], expected)
+
+
+def test_weights_are_not_kept_twice_for_the_backward_pass(experts):
+    """A layer's experts are most of its memory."""
+    experts = grouped(experts)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    hidden = torch.randn(17, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        experts(hidden, torch.tensor(COUNTS["some"]), torch.rand(17))
+    assert parameters <= set(kept)
+    others = [size for place, size in kept.items() if place not in parameters]
+    assert max(others) < sum(parameter.numel() for parameter in experts.parameters()) / len(parameters)
+
+
+def test_nothing_is_copied_to_the_host(experts):
+    """Counts of tokens on a GPU stay there: asking for one there is asking for the value of a meta tensor here."""
+    experts = grouped(experts).bfloat16().to("meta")
+    output, _ = experts(
+        torch.empty(17, 64, dtype=torch.bfloat16, device="meta"),
+        torch.empty(4, dtype=torch.int64, device="meta"),
+        torch.empty(17, device="meta"),
+    )
+    assert output.shape == (17, 64)

@@ -1,0 +1,83 @@
+"""How many bytes a model moves to and from memory, counted on a CPU: what operations read and write.
+
+Kernels that a GPU has and a CPU does not are counted as one operation each (`Traffic.kernel`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes by operation. Views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        read, written = _tensors((args, kwargs)), _tensors(out)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in read}
+        is_view = all(tensor.untyped_storage().data_ptr() in storages for tensor in written)
+        is_in_place = func._schema.is_mutable
+        if is_in_place or not is_view:
+            self.add(str(func), read, written)
+        return out
+
+    def add(self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+        self.bytes[name] += sum(map(_bytes, read)) + sum(map(_bytes, written))
+
+    def kernel(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The same function of tensors as one operation forward, and one backward."""
+
+        def one(*args: Any, **options: Any) -> torch.Tensor:
+            return _OneKernel.apply(self, lambda *tensors: function(*tensors, **options), *args)  # type: ignore[return-value]
+
+        return one
+
+    @contextmanager
+    def uncounted(self):
+        with _disable_current_modes():
+            yield
+
+
+class _OneKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, traffic: Traffic, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        with traffic.uncounted(), torch.enable_grad():
+            own = [arg.detach().requires_grad_() if _learns(arg) else arg for arg in args]
+            out = function(*own)
+        ctx.traffic, ctx.own, ctx.out = traffic, own, out
+        traffic.add("kernel", _tensors(own), [out])
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: torch.Tensor) -> Any:
+        learning = [arg for arg in ctx.own if _learns(arg)]
+        with ctx.traffic.uncounted():
+            gradients = torch.autograd.grad(ctx.out, learning, grad_outputs)
+        ctx.traffic.add("kernel backward", [*grad_outputs, *_tensors(ctx.own)], gradients)
+        found = iter(gradients)
+        return None, None, *[next(found) if _learns(arg) else None for arg in ctx.own]
+
+
+def _learns(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.is_floating_point()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of its different elements: those of an expanded dimension are one."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count * tensor.element_size()
