@@ -18,7 +18,7 @@ from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.heads import Heads
 from swiftlite.plan.gpus import GPUS, gpu_named
 from swiftlite.plan.memory import Setup, largest, usable_bytes
-from swiftlite.plan.speed import Software, Step, bandwidth, exchange_seconds, product_seconds, products_of
+from swiftlite.plan.speed import Product, Software, Step, bandwidth, exchange_seconds, product_seconds, products_of
 from tests.plan.test_memory import CONFIGS
 
 H100 = GPUS["H100"]
@@ -216,6 +216,15 @@ def test_heads_alone_and_adapters_cost_less():
     # The trunk forward instead of three times, and a layer of 33.
     assert 0.3 < alone.products / together.products < 0.4
     assert alone.total < together.total
+
+
+def test_experts_in_one_product_are_faster():
+    """128 of them with 64 tokens each: one product fills the GPU, 128 fill a tenth of it each."""
+    one_by_one = Product(tokens=64, size_out=1536, size_in=2048, number=128)
+    grouped = replace(one_by_one, is_grouped=True)
+    assert 2 * grouped.forward(H100) < one_by_one.forward(H100)
+    assert 2 * grouped.backward(H100) < one_by_one.backward(H100)
+    assert grouped.forward(H100) > 2 * grouped.weights / H100.hbm  # reading them is the least
 
 
 def test_gradients_hide_behind_many_micro_batches_no_better_than_behind_one():
