@@ -1,9 +1,9 @@
 """How long a training step takes on a parallel layout: an estimate, to put layouts in order. Arithmetic, no torch.
 
 A step is what the slowest pipeline stage computes for all its micro-batches, what its GPU waits for meanwhile, and what
-stands before and behind: the pipeline's bubble, the sum of gradients, the optimizer. Each effect has one constant here,
-with its source; `tests/plan/test_speed.py` holds the sum against figures that Megatron-LM publishes, and says how those
-that are fitted were. What a layer multiplies and keeps is its own answer. Next: `search.py`, which layouts are tried.
+stands before and behind: the pipeline's bubble, the sum of gradients, the optimizer. Each effect has one constant here.
+It says whether it was fitted (`tests/plan/test_speed.py` tells how), counted from what the kernels do, or assumed; none
+was measured. What a layer multiplies and keeps is its own answer. Next: `search.py`, which layouts are tried.
 
 Not counted: adapters' own products, uneven lengths, uneven experts, clocks, the file system.
 """
@@ -22,35 +22,38 @@ from swiftlite.plan.gpus import Gpu
 from swiftlite.plan.layout import data_parallel_size, num_virtual_stages
 from swiftlite.plan.memory import Setup, estimate_of, held_by_stages, largest, rank_of
 
+_BFLOAT16 = 2
 _TILE = (128, 256)
-"""Rows and columns of a product that a processor computes at one time: cuBLAS's for large products on Hopper."""
+"""Rows and columns of a product that a processor computes at one time. Assumed, as a usual one for Hopper."""
 PRODUCT_EFFICIENCY = 0.62
 """Part of the peak inside a tile; clocks fall under load. Fitted."""
 _INNER_START = 400
 """What starting and ending a tile costs, in steps along the inner side. Fitted."""
 HBM_EFFICIENCY = 0.85
-"""Part of the memory's bandwidth that a pass over a large tensor gets; usual for copies on an H100."""
+"""Part of the memory's bandwidth that a pass over a large tensor gets. Assumed."""
 _BYTES_MOVED = 4.5
-"""Bytes that elementwise kernels move, forward and backward, for each byte that autograd keeps of a layer: three by
-counting the passes of fused norms and SwiGLU, the rest rotary angles and sums in passes of their own."""
+"""Bytes that elementwise kernels move, forward and backward, for each byte that autograd keeps of a layer. Counted as
+`tests/model/test_kernels.py` does, a layer of Qwen3 8B has 3.6; of 3 and 4.5, Megatron's figures fit this better."""
 LINK_EFFICIENCY = 0.8
-"""Part of NVLink's and the network's bandwidth that NCCL gets for large messages: 360 of 450 GB/s on an H100."""
+"""Part of NVLink's and the network's bandwidth that NCCL gets for large messages. Assumed."""
 _STARTS, _STARTS_BETWEEN_MACHINES = 15e-6, 40e-6
-"""Seconds until a collective's first byte arrives, of the order that NCCL's own tests show."""
+"""Seconds until a collective's first byte arrives. Assumed."""
 _LAUNCH = 6e-6
-"""Seconds between two kernels that Python starts: the least of each, however small."""
+"""Seconds between two kernels that Python starts: the least of each, however small. Assumed."""
 _KERNELS = 75
-"""Kernels of a dense layer, forward and backward."""
+"""Kernels of a dense layer, forward and backward. Counted, roughly."""
 _EXPERT_KERNELS = 20
-"""Those of an expert; each is computed for itself."""
+"""Those of an expert that is computed for itself. Counted, roughly."""
+_STACK_BYTES = 4
+"""Bytes moved for each weight of experts to stack them for one product, forward and again backward. Counted."""
 _UNFUSED_LOGIT_BYTES = 54
 """As `Software.logit_bytes`, of a loss over all logits at one time, counted pass by pass."""
 _OPTIMIZER_BYTES = 30
-"""Bytes moved for each parameter by AdamW: gradient, two moments and main weight in float32, the weight itself."""
+"""Bytes moved for each parameter by AdamW: gradient, two moments, main weight in float32, the weight. Counted."""
 _GRADIENT_BYTES = 8
-"""Bytes moved for each gradient to measure its norm and set it to zero."""
+"""Bytes moved for each gradient to measure its norm and set it to zero. Counted."""
 _HIDDEN_REDUCTION = 0.9
-"""Part of the sums of gradients and gathers of weights that can hide behind computing; the last bucket cannot."""
+"""Part of the sums of gradients and gathers of weights that can hide; the last bucket cannot. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,13 @@ class Software:
     """What a trainer's kernels are like; by default swiftlite's own.
 
     Attributes:
-        attention: part of the peak that attention gets. FlashAttention-2 on an H100: 0.34 over forward and backward.
-        logit_bytes: moved for each logit of a fused loss beside its products.
+        attention: part of the peak that attention gets, forward and backward. Assumed, for FlashAttention-2 on Hopper;
+            newer kernels get more, and so does this one on an A100.
+        logit_bytes: moved for each logit of a fused loss beside its products. Counted.
         gradient_bytes: moved by a micro-batch for each weight, to add to its gradient.
         vocabulary_products: of the loss; in chunks the logits are made a second time (`model/chunked_loss.py`).
         exposed_tp: collectives of a half layer that nothing hides, forward and backward. megatron-core hides two of
-            the three backward behind products.
+            the three backward behind products. Counted.
         exposed_sends: part of the messages between interleaved stages that nothing hides. They are sent while others
             compute, but the other side waits for their shape first; a guess.
     """
@@ -107,13 +111,13 @@ class Seconds:
 # Pieces
 
 
-def product_seconds(gpu: Gpu, rows: float, columns: int, inner: float, itemsize: int = 2) -> float:
-    """Seconds of one matrix product [rows, inner] x [inner, columns]: computing, in whole tiles on all processors at
-    once, or moving its matrices, whichever is longer."""
-    tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
+def product_seconds(gpu: Gpu, rows: float, columns: int, inner: float, number: int = 1) -> float:
+    """Seconds of matrix products [rows, inner] x [inner, columns] that are started together: computing, in whole tiles
+    on all processors at once, or moving their matrices, whichever is longer."""
+    tiles = number * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
     waves = math.ceil(tiles / gpu.processors)
     flops = 2 * waves * gpu.processors * math.prod(_TILE) * (inner + _INNER_START)
-    moved = itemsize * (rows * inner + inner * columns + rows * columns)
+    moved = number * _BFLOAT16 * (rows * inner + inner * columns + rows * columns)
     return max(flops / (gpu.peak_flops * PRODUCT_EFFICIENCY), memory_seconds(gpu, moved))
 
 
@@ -168,6 +172,7 @@ class Product:
     Attributes:
         module: what --recompute_modules calls the part that it belongs to; empty for none.
         number: how often there is one like it.
+        is_grouped: whether those are one kernel.
     """
 
     tokens: float
@@ -175,20 +180,34 @@ class Product:
     size_in: int
     module: str = ""
     number: int = 1
+    is_grouped: bool = False
+
+    @property
+    def weights(self) -> int:
+        """Numbers in the matrices."""
+        return self.number * self.size_out * self.size_in
 
     def forward(self, gpu: Gpu) -> float:
         """Seconds of the forward pass."""
-        return self.number * product_seconds(gpu, self.tokens, self.size_out, self.size_in)
+        return self._seconds(gpu, self.tokens, self.size_out, self.size_in) + self._stacking(gpu)
 
     def backward(self, gpu: Gpu, learns: bool = True) -> float:
         """Seconds of the gradients of inputs, and of weights that learn."""
-        seconds = product_seconds(gpu, self.tokens, self.size_in, self.size_out)
+        seconds = self._seconds(gpu, self.tokens, self.size_in, self.size_out) + self._stacking(gpu)
         if learns:
-            seconds += product_seconds(gpu, self.size_out, self.size_in, self.tokens)
-        return self.number * seconds
+            seconds += self._seconds(gpu, self.size_out, self.size_in, self.tokens)
+        return seconds
+
+    def _stacking(self, gpu: Gpu) -> float:
+        return memory_seconds(gpu, _STACK_BYTES * self.weights) if self.is_grouped else 0
+
+    def _seconds(self, gpu: Gpu, rows: float, columns: int, inner: float) -> float:
+        if not self.is_grouped:
+            return self.number * product_seconds(gpu, rows, columns, inner)
+        return product_seconds(gpu, rows, columns, inner, self.number)
 
 
-def products_of(layer: Layer, rank: Rank) -> Iterator[Product]:
+def products_of(layer: Layer, rank: Rank, has_grouped_experts: bool = False) -> Iterator[Product]:
     """The products of a decoder layer on a rank; every expert gets the same number of tokens."""
     experts, of_mlp = layer.mlp.experts, layer.mlp.recompute_modules[0]
     for name, size_out, size_in in layer.matrices:
@@ -203,7 +222,7 @@ def products_of(layer: Layer, rank: Rank) -> Iterator[Product]:
             size_in //= ranks
         else:
             size_out //= ranks
-        yield Product(tokens, size_out, size_in, module, number)
+        yield Product(tokens, size_out, size_in, module, number, has_grouped_experts and number > 1)
 
 
 # A step
@@ -226,6 +245,8 @@ class Step:
         self.num_micro_batches = global_batch_size / (self.replicas * setup.micro_batch_size)
         # What is recomputed is counted as such; here a rank that keeps all.
         self.rank = dataclasses.replace(rank_of(architecture, setup), recomputed=frozenset())
+        # Experts with adapters are computed one by one (`model/experts.py`).
+        self.has_grouped_experts = setup.is_fused and setup.lora is None
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
         self.tokens_per_step = global_batch_size * setup.max_length
 
@@ -281,7 +302,11 @@ class Step:
         return _LAUNCH * kernels
 
     def _kernels(self, layer: Layer) -> float:
-        return _KERNELS + _EXPERT_KERNELS * layer.mlp.experts / self.rank.ep
+        one_by_one = 1 if self.has_grouped_experts else layer.mlp.experts / self.rank.ep
+        return _KERNELS + (_EXPERT_KERNELS * one_by_one if layer.mlp.experts else 0)
+
+    def _products(self, layer: Layer) -> list[Product]:
+        return list(products_of(layer, self.rank, self.has_grouped_experts))
 
     def _trunk_layer(self, layer: Layer) -> Seconds:
         """Forward and backward of a decoder layer; of a trunk that stays the forward pass alone."""
@@ -304,7 +329,7 @@ class Step:
     def _forward(self, layer: Layer) -> Seconds:
         gather, exchange = self._tensor_collective(), self._expert_exchange(layer)
         return Seconds(
-            products=sum(product.forward(self.gpu) for product in products_of(layer, self.rank)),
+            products=sum(product.forward(self.gpu) for product in self._products(layer)),
             attention=self._attention(layer),
             elementwise=self._elementwise(layer) / 3,
             tensor_parallel=self.software.exposed_tp[0] * gather * _shared_halves(layer),
@@ -314,8 +339,8 @@ class Step:
 
     def _backward(self, layer: Layer, learns: bool) -> Seconds:
         gather, exchange = self._tensor_collective(), self._expert_exchange(layer)
-        products = list(products_of(layer, self.rank))
-        weights = sum(product.number * product.size_out * product.size_in for product in products) if learns else 0
+        products = self._products(layer)
+        weights = sum(product.weights for product in products) if learns else 0
         added = memory_seconds(self.gpu, weights * self.software.gradient_bytes)
         return Seconds(
             products=sum(product.backward(self.gpu, learns) for product in products),
@@ -367,7 +392,7 @@ class Step:
             return forward.total * self._recomputed_part()
         modules = set(recompute.recompute_modules)
         seconds = forward.attention if "core_attn" in modules else 0
-        for product in products_of(layer, self.rank):
+        for product in self._products(layer):
             if product.module in modules:
                 seconds += product.forward(self.gpu)
         if modules & set(layer.mlp.recompute_modules):

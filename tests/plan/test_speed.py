@@ -18,13 +18,13 @@ from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.heads import Heads
 from swiftlite.plan.gpus import GPUS, gpu_named
 from swiftlite.plan.memory import Setup, largest, usable_bytes
-from swiftlite.plan.speed import Software, Step, bandwidth, exchange_seconds, product_seconds, products_of
+from swiftlite.plan.speed import Product, Software, Step, bandwidth, exchange_seconds, product_seconds, products_of
 from tests.plan.test_memory import CONFIGS
 
 H100 = GPUS["H100"]
 
 MEGATRON = Software(
-    attention=0.47,  # cuDNN's on Hopper: arithmetic on FlashAttention-3's published speed, forward and backward
+    attention=0.47,  # cuDNN's on Hopper. Assumed
     logit_bytes=54,  # its own cross-entropy, pass by pass
     gradient_bytes=8,  # added in the product
     vocabulary_products=3,
@@ -104,9 +104,11 @@ PUBLISHED = (
 )
 
 
-# Three constants (PRODUCT_EFFICIENCY, _INNER_START, MEGATRON's exposed_tp) were fitted on six rows, those of 1.7B, 16B
-# and 177B held back; which effects are counted was settled with all nine in sight. Found: 0.6 to 6 % on the six, 9.2,
-# 1.3 and 5.9 % on the three. The bound is the largest, rounded up.
+# Fitted on six rows, 1.7B, 16B and 177B held back, over a coarse grid: PRODUCT_EFFICIENCY, _INNER_START, MEGATRON's
+# exposed_tp, and which of two _BYTES_MOVED. Many combinations fit nearly as well, so none of the four means much alone.
+# The three were kept from the fit, not from sight: which effects are counted, that the fastest micro-batch is taken,
+# and attention's 0.47 (0.44 gave 11 % at 1.7B) were settled with all nine on the screen. So this is a weak check.
+# Found: up to 6.0 % on the six; 9.2, 1.3 and 5.9 % on the three. The bound is the largest, rounded up.
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.size)
 def test_published_figures(row):
     assert row.estimate() == pytest.approx(row.teraflops, rel=0.10)
@@ -117,13 +119,11 @@ def model(hidden=4096, layers=32, ffn=14336, vocab=128256) -> Architecture:
     return Architecture(Outside(layers, hidden, vocab, is_tied=False), (layer,) * layers)
 
 
+NONE, FULL = RecomputeArgs(), RecomputeArgs(recompute_granularity="full")
 SETUP = Setup(num_gpus=8, use_distributed_optimizer=True, max_length=4096, is_fused=True)
 
 
-NOT_RECOMPUTED = RecomputeArgs()
-
-
-def step(architecture=None, gpu=H100, batch=64, *, recompute=NOT_RECOMPUTED, **sizes) -> Step:
+def step(architecture=None, gpu=H100, batch=64, *, recompute=NONE, **sizes) -> Step:
     layout = ParallelLayout(**sizes, sequence_parallel=sizes.get("tensor_model_parallel_size", 1) > 1)
     setup = replace(SETUP, layout=layout, recompute=recompute)
     return Step(architecture or model(), setup, gpu, batch)
@@ -185,18 +185,14 @@ def test_small_products_are_less_efficient():
     assert tall >= 2 * 8192**2 / H100.hbm
 
 
-FULL = RecomputeArgs(recompute_granularity="full")
-
-
 def test_computing_again_takes_time():
     attention = step(recompute=RecomputeArgs(recompute_granularity="selective")).seconds
     mlps = step(recompute=RecomputeArgs(recompute_granularity="selective", recompute_modules=["mlp"])).seconds
     layers = step(recompute=FULL).seconds
     assert 0 == step().seconds.recompute < attention.recompute < mlps.recompute < layers.recompute
     # A forward pass beside one backward: a third of products, 1 / 3.5 of attention.
-    assert layers.recompute == pytest.approx(
-        (layers.products + layers.elementwise) / 3 + layers.attention / 3.5, rel=0.1
-    )
+    forward = (layers.products + layers.elementwise) / 3 + layers.attention / 3.5
+    assert layers.recompute == pytest.approx(forward, rel=0.1)
 
 
 def test_a_block_recomputes_its_part():
@@ -220,6 +216,15 @@ def test_heads_alone_and_adapters_cost_less():
     # The trunk forward instead of three times, and a layer of 33.
     assert 0.3 < alone.products / together.products < 0.4
     assert alone.total < together.total
+
+
+def test_experts_in_one_product_are_faster():
+    """128 of them with 64 tokens each: one product fills the GPU, 128 fill a tenth of it each."""
+    one_by_one = Product(tokens=64, size_out=1536, size_in=2048, number=128)
+    grouped = replace(one_by_one, is_grouped=True)
+    assert 2 * grouped.forward(H100) < one_by_one.forward(H100)
+    assert 2 * grouped.backward(H100) < one_by_one.backward(H100)
+    assert grouped.forward(H100) > 2 * grouped.weights / H100.hbm  # reading them is the least
 
 
 def test_gradients_hide_behind_many_micro_batches_no_better_than_behind_one():
