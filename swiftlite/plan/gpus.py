@@ -46,7 +46,7 @@ GPUS = {
     "L40S": Gpu(362e12, 142, 48, 0.864 * _TB, 32 * _GB, network=_ETHERNET),
     "4090": Gpu(165e12, 128, 24, 1.008 * _TB, 32 * _GB, network=_ETHERNET),
 }
-"""By a part of the name that the driver has for it; the first that fits is meant. Rounded from the makers' data sheets;
+"""By a part of the name that the driver has for it; the first that fits is meant. Rounded from published figures;
 the network is an assumption, a port of 400 gigabits for each GPU where nothing else stands."""
 
 
