@@ -1,5 +1,5 @@
 # Sourced by the other scripts here: makes the virtual environment that they run in and puts it on PATH.
-# A layer (core, vllm, model, sglang, te, dev, docs) is installed once and again when the requirements it came from change.
+# A layer (core, vllm, model, sglang, te, flash, dev, docs) is installed once and again when the requirements it came from change.
 #
 #   SWIFTLITE_VENV      where the environment lives (default: .venv in the checkout)
 #   SWIFTLITE_MEGATRON  a release of megatron-core, such as 0.19.2, in an environment of its own (.venv-megatron-0.19.2);
@@ -86,6 +86,12 @@ print(*pathlib.Path(spec.origin).parent.glob("*.gguf"))'
 # In a directory of its own: megatron-core takes it for a Transformer Engine that works wherever it can be imported.
 install_te() {
     pip_install --no-deps --upgrade --target "$venv/te" -r "$root/requirements/te.txt"
+}
+
+# In a directory of its own too, and without its kernels: there is nothing to compile.
+install_flash() {
+    FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
+        pip_install --no-build-isolation --no-deps --upgrade --target "$venv/flash" -r "$root/requirements/flash.txt"
 }
 
 install_dev() {

@@ -2,11 +2,12 @@
 # Sets up what the tests need, then runs them; the last line is pytest's own count.
 #
 #   bash scripts/test.sh                everything a machine without a GPU can run: check.sh and the three tiers below
-#   bash scripts/test.sh unit|gloo|engine|slow|te|gpu [PYTEST OPTIONS]
+#   bash scripts/test.sh unit|gloo|engine|slow|te|flash|gpu [PYTEST OPTIONS]
 #
 #   unit     in process, seconds each       gloo    several processes on this machine
 #   engine   with a real vLLM or SGLang     gpu     needs a GPU
 #   slow     engines too, minutes each     te      with the Python of Transformer Engine; elsewhere skipped
+#   flash    with the Python of flash-attn; elsewhere skipped
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
@@ -20,12 +21,13 @@ case $tier in
     engine) markers="engine and not slow" ;;
     gloo | slow | gpu) markers=$tier ;;
     te) markers=gloo && set -- tests/parallel/test_kernels.py tests/parallel/test_low_precision.py "$@" ;;
-    *) die "no tier '$tier'" "one of: unit gloo engine slow te gpu, or nothing for all that run without a GPU" ;;
+    flash) markers="gloo or not gloo" && set -- tests/model/test_packed_kernels.py "$@" ;;
+    *) die "no tier '$tier'" "one of: unit gloo engine slow te flash gpu, or nothing for all that run without a GPU" ;;
 esac
 
 case $tier in
     all | engine | slow) use_environment core vllm sglang model dev ;;
-    te) use_environment core model te dev ;;
+    te | flash) use_environment core model "$tier" dev ;;
     *) use_environment core model dev ;;
 esac
 # Nothing here may go to the network: a test that tries to should fail at once. One thread per process: the models are

@@ -251,12 +251,33 @@ class CoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """[S, B, N, D] from one kernel over all segments of all rows."""
         assert self.varlen is not None
+        value_size = value_SBGD.size(-1)
+        query, key, value, places = self._for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
+        out = self.varlen(query, key, value, *places, scale=self.softmax_scale)
+        return of_rows(out[..., :value_size], query_SBND)
+
+    def _for_kernel(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        segments: tuple[Segment, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+        """Queries, keys and values of all segments of all rows, and where they start, as kernels take them."""
         num_rows, value_size = query_SBND.size(1), value_SBGD.size(-1)
         keys_T, *places = offsets(segments, num_rows, key_SBGD.size(0), query_SBND.device)
         if keys_T is not None:
             key_SBGD, value_SBGD = key_SBGD.index_select(0, keys_T), value_SBGD.index_select(0, keys_T)
         if value_size < query_SBND.size(-1):  # flash attention wants one head size; zeros at the end add nothing
             value_SBGD = F.pad(value_SBGD, (0, query_SBND.size(-1) - value_size))
-        query, key, value = (t.transpose(0, 1).flatten(0, 1) for t in (query_SBND, key_SBGD, value_SBGD))
-        out = self.varlen(query, key, value, *places, scale=self.softmax_scale)
-        return out[..., :value_size].unflatten(0, (num_rows, -1)).transpose(0, 1)
+        return side_by_side(query_SBND), side_by_side(key_SBGD), side_by_side(value_SBGD), tuple(places)
+
+
+def side_by_side(rows_SBND: torch.Tensor) -> torch.Tensor:
+    """[B * S, N, D], one row after the other."""
+    return rows_SBND.transpose(0, 1).flatten(0, 1)
+
+
+def of_rows(side_by_side: torch.Tensor, like_SBND: torch.Tensor) -> torch.Tensor:
+    """The inverse: [S, B, N, D]."""
+    return side_by_side.unflatten(0, (like_SBND.size(1), -1)).transpose(0, 1)

@@ -18,12 +18,15 @@ Shapes: as in attention.py.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
-from swiftlite.model.attention import CoreAttention
+from swiftlite.model import merged_attention
+from swiftlite.model.attention import CoreAttention, of_rows, side_by_side
 from swiftlite.model.cache import Cache
 from swiftlite.model.context_parallel import Segment, causal_segments, gather_sequence, seen_by
 
@@ -54,7 +57,15 @@ class Draft:
 
 
 class DraftAttention(CoreAttention):
-    """`CoreAttention` whose every call is one step of a draft, from all positions at once."""
+    """`CoreAttention` whose every call is one step of a draft, from all positions at once.
+
+    Args:
+        prefix: computes what later steps see of the first, see `kernels.prefix_kernel`; None: with a mask.
+    """
+
+    def __init__(self, *args: Any, prefix: merged_attention.PrefixKernel | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.prefix = prefix
 
     def forward(
         self,
@@ -86,9 +97,11 @@ class DraftAttention(CoreAttention):
         if draft.cache is None:
             lengths, group = self._row(query_SBND.size(0), packed_seq_params)
             segments = causal_segments(lengths, group.rank(), group.size())
+            attend = self._attend_merged if self.prefix else self._attend_steps
         else:
             segments = causal_segments(draft.cache.lengths(query_SBND.size(0)), rank=0, size=1)
-        out = self._attend_steps(query_SBND, draft, segments).flatten(2)
+            attend = self._attend_steps
+        out = attend(query_SBND, draft, segments).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 
     def _whole_row(self, local: torch.Tensor, packed_seq_params: PackedSeqParams | None) -> torch.Tensor:
@@ -97,6 +110,17 @@ class DraftAttention(CoreAttention):
             local = local.unsqueeze(1)
         lengths, group = self._row(local.size(0), packed_seq_params)
         return local if group.size() == 1 else gather_sequence(local, lengths, group)
+
+    def _attend_merged(self, query_SBND: torch.Tensor, draft: Draft, segments: tuple[Segment, ...]) -> torch.Tensor:
+        """As `_attend_steps`, by a kernel over the prefixes of all segments."""
+        assert self.prefix is not None
+        value_size = draft.values[0].size(-1)
+        query, key, value, places = self._for_kernel(query_SBND, draft.keys[0], draft.values[0], segments)
+        missing = query_SBND.size(-1) - value_size
+        own_keys = [side_by_side(key) for key in draft.keys[1:]]
+        own_values = [side_by_side(F.pad(value, (0, missing))) for value in draft.values[1:]]
+        out = merged_attention.attend(self.prefix, query, key, value, places, own_keys, own_values, self.softmax_scale)
+        return of_rows(out[..., :value_size], query_SBND)
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
         """[S, B, N, D]: the query of each position over the first step's prefix and its own place in the later ones."""

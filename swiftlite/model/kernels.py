@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear as McoreColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.draft_attention import DraftAttention
 from swiftlite.model.experts import GroupedMLP, SequentialMLP
+from swiftlite.model.merged_attention import PrefixKernel
 from swiftlite.model.norm import FusedRMSNorm, RMSNorm, keeping
 from swiftlite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from swiftlite.plan.kernels import Kernels
@@ -68,7 +70,7 @@ def modules_of(kernels: Kernels) -> Modules:
         down_projection=McoreColumnParallelLinear,
         experts=experts,
         core_attention=ModuleSpec(module=attention, params=params),
-        draft_attention=ModuleSpec(module=DraftAttention, params=params),
+        draft_attention=ModuleSpec(module=DraftAttention, params=params | {"prefix": prefix_kernel(kernels)}),
     )
 
 
@@ -88,3 +90,52 @@ def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
 
         return lambda *args, scale: varlen_attn(*args, scale=scale, window_size=(-1, 0), enable_gqa=True)
     return None
+
+
+def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
+    """The same kernel in two halves, of which the first says the sums of exponentials; None where there is none."""
+    if kernels.attention == "flash_attn":
+        return _flash_attn_in_halves(kernels.is_deterministic)
+    if kernels.attention == "torch_varlen":
+        return PrefixKernel(_torch_forward, _torch_backward)
+    return None
+
+
+def _flash_attn_in_halves(is_deterministic: bool) -> PrefixKernel:
+    """Of flash-attn 2 (flash_attn_interface.py of 2.8)."""
+    from flash_attn import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
+
+    options = {"softcap": 0.0, "alibi_slopes": None, "window_size_left": -1, "window_size_right": -1}
+
+    def forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
+        out, lse, *_ = package._flash_attn_varlen_forward(
+            query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, scale, causal=True, **options
+        )
+        return out, lse
+
+    def backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale):
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        package._flash_attn_varlen_backward(
+            *(grad, query, key, value, out, lse, *grads, cu_q, cu_k, longest_q, longest_k, 0.0, scale),
+            causal=True,
+            deterministic=is_deterministic,
+            **options,
+        )
+        return grads
+
+    return PrefixKernel(forward, backward)
+
+
+def _torch_forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
+    """As torch/nn/attention/varlen.py calls it (2.13)."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, True, return_debug_mask=False, scale=scale
+    )
+    return out, lse
+
+
+def _torch_backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale):
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is none of
+    return torch.ops.aten._flash_attention_backward(
+        *(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, 0.0, True, seed, seed[:0]), scale=scale
+    )

@@ -27,7 +27,12 @@ def shard(batch: Batch, rank: int, size: int) -> Batch:
 
 def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
     """The batches on the device, and of each row the part that this context-parallel rank computes."""
-    move = partial(torch.Tensor.to, device=mesh.device.torch_device, non_blocking=True)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if mesh.device.is_cuda:  # from such memory alone the copy is not waited for
+            tensor = tensor.pin_memory()
+        return tensor.to(mesh.device.torch_device, non_blocking=True)
+
     return (shard(batch, mesh.cp.rank(), mesh.cp.size()).map(move) for batch in batches)
 
 

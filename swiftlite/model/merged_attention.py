@@ -1,0 +1,120 @@
+"""Attention of queries to a prefix by a kernel, and to a few keys of their own, in one softmax and without a mask.
+
+A kernel that also says the logarithm of the sum of a query's exponentials can be given the rest afterwards:
+
+    lse = log(exp(lse of the prefix) + sum of exp(own scores))
+    out = exp(lse of the prefix - lse) * out of the prefix + sum of exp(own score - lse) * own value
+
+Its backward pass works from `out` and `lse`; given these two of both together, it computes the prefix's gradients of
+both together.
+
+Shapes: T queries of all segments, K keys of them, N query heads, G key-value heads, D head size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class PrefixKernel:
+    """The two halves of a kernel over segments, causal from the lower right.
+
+    Attributes:
+        forward: (query_TND, key_KGD, value_KGD, cu_q, cu_k, longest_q, longest_k, scale) to out_TND and lse [N, T] in
+            float32.
+        backward: (gradient of out, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale) to the
+            gradients of query, key and value.
+    """
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def attend(
+    kernel: PrefixKernel,
+    query_TND: torch.Tensor,
+    key_KGD: torch.Tensor,
+    value_KGD: torch.Tensor,
+    places: Sequence[Any],
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
+    scale: float,
+) -> torch.Tensor:
+    """[T, N, D].
+
+    Args:
+        places: cu_q, cu_k, longest_q, longest_k of the kernel.
+        own_keys, own_values: [T, G, D] each, of which a query sees the one in its place.
+    """
+    out = _Merged.apply(kernel, places, scale, query_TND, key_KGD, value_KGD, *own_keys, *own_values)
+    assert out is not None
+    return out
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        kernel: PrefixKernel,
+        places: Sequence[Any],
+        scale: float,
+        query_TND: torch.Tensor,
+        key_KGD: torch.Tensor,
+        value_KGD: torch.Tensor,
+        *own: torch.Tensor,
+    ) -> torch.Tensor:
+        out_TND, lse_NT = kernel.forward(query_TND, key_KGD, value_KGD, *places, scale)
+        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
+        scores = [_scores(query_TND, key_TGD, scale) for key_TGD in keys]
+        prefix_TN = lse_NT.mT
+        lse_TN = torch.logsumexp(torch.stack([prefix_TN, *scores]), dim=0)
+        merged_TND = out_TND * (prefix_TN - lse_TN).exp()[..., None]
+        for score_TN, value_TGD in zip(scores, values, strict=True):
+            merged_TND += (score_TN - lse_TN).exp()[..., None] * _per_head(value_TGD, query_TND)
+        merged_TND = merged_TND.to(query_TND.dtype)
+        ctx.save_for_backward(query_TND, key_KGD, value_KGD, merged_TND, lse_TN, *own)
+        ctx.kernel, ctx.places, ctx.scale = kernel, places, scale
+        return merged_TND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query_TND, key_KGD, value_KGD, out_TND, lse_TN, *own = ctx.saved_tensors
+        grad_TND = grad_outputs[0].contiguous()
+        of_query, of_key, of_value = ctx.kernel.backward(
+            grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_TN.mT.contiguous(), *ctx.places, ctx.scale
+        )
+        of_query = of_query.to(lse_TN.dtype)
+        wide_query, wide_grad = query_TND.to(lse_TN.dtype), grad_TND.to(lse_TN.dtype)
+        shared_TN = (wide_grad * out_TND).sum(-1)
+        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
+        of_keys, of_values = [], []
+        for key_TGD, value_TGD in zip(keys, values, strict=True):
+            share_TN = (_scores(query_TND, key_TGD, ctx.scale) - lse_TN).exp()
+            of_share = (wide_grad * _per_head(value_TGD, query_TND)).sum(-1)
+            of_score = (share_TN * (of_share - shared_TN) * ctx.scale)[..., None]
+            of_query += of_score * _per_head(key_TGD, query_TND)
+            of_keys.append(_per_group(of_score * wide_query, key_TGD))
+            of_values.append(_per_group(share_TN[..., None] * wide_grad, value_TGD))
+        return None, None, None, of_query.to(query_TND.dtype), of_key, of_value, *of_keys, *of_values
+
+
+def _scores(query_TND: torch.Tensor, key_TGD: torch.Tensor, scale: float) -> torch.Tensor:
+    """[T, N] in float32 at least: of each query with the key in its place."""
+    product = query_TND * _per_head(key_TGD, query_TND)
+    return product.to(torch.promote_types(product.dtype, torch.float32)).sum(-1) * scale
+
+
+def _per_head(shared_TGD: torch.Tensor, query_TND: torch.Tensor) -> torch.Tensor:
+    """[T, N, D]: of each query head its group's, in float32 at least."""
+    wide = shared_TGD.to(torch.promote_types(shared_TGD.dtype, torch.float32))
+    return wide.repeat_interleave(query_TND.size(1) // shared_TGD.size(1), dim=1)
+
+
+def _per_group(heads_TND: torch.Tensor, like_TGD: torch.Tensor) -> torch.Tensor:
+    """[T, G, D]: gradients of what heads share, summed over them."""
+    return heads_TND.unflatten(1, (like_TGD.size(1), -1)).sum(2).to(like_TGD.dtype)

@@ -1,0 +1,115 @@
+"""flash-attn and torch's varlen attention without their compiled parts, on a CPU: their Python, over the same in torch.
+
+What is tested so is how they are called, and what is made of their results and gradients; not the kernels. flash-attn
+lies in a directory of its own: where it can be imported, others take it for one that works.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+SITE = Path(os.environ.get("SWIFTLITE_FLASH_SITE", Path(sys.prefix) / "flash"))
+
+
+def missing() -> str:
+    """Why flash-attn's Python cannot be used here; "" if it can."""
+    return "" if (SITE / "flash_attn").is_dir() else f"flash-attn is not in {SITE} (requirements/flash.txt)"
+
+
+def install() -> None:
+    """Let flash-attn's package work in this process, for good."""
+    sys.path.append(str(SITE))
+    sys.modules["flash_attn_2_cuda"] = SimpleNamespace(  # type: ignore[assignment]
+        varlen_fwd=varlen_fwd, varlen_bwd=varlen_bwd, fwd=None, bwd=None, fwd_kvcache=None
+    )
+    from flash_attn import flash_attn_interface  # pyright: ignore[reportMissingImports]
+
+    for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"):
+        operation = getattr(flash_attn_interface, name)
+        operation.register_kernel("cpu")(operation._init_fn)
+
+
+def segments(query, key, value, cu_q, cu_k) -> Iterator[tuple[slice, slice, tuple[torch.Tensor, ...]]]:
+    """Of each sequence where its queries and keys are, and queries, keys and values [heads, S, size] in float32 at
+    least, keys repeated for their queries."""
+    for ends in zip(cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist(), strict=False):
+        of_q, of_k = slice(*ends[:2]), slice(*ends[2:])
+        q, k, v = query[of_q], key[of_k], value[of_k]
+        repeats = q.size(1) // k.size(1)
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        yield of_q, of_k, tuple(t.to(wide).transpose(0, 1) for t in (q, k, v))
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    allowed = torch.ones(q.size(1), k.size(1), dtype=torch.bool).tril(k.size(1) - q.size(1))
+    return (q @ k.mT * scale).masked_fill(~allowed, float("-inf"))
+
+
+def forward(query, key, value, cu_q, cu_k, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, heads, size], and the logarithms of sums of exponentials [heads, T]."""
+    assert query.size(-1) == key.size(-1) == value.size(-1) <= 256
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    outs, sums = [], []
+    for _, _, (q, k, v) in segments(query, key, value, cu_q, cu_k):
+        of_pairs = scores(q, k, scale)
+        outs.append((of_pairs.softmax(-1) @ v).transpose(0, 1))
+        sums.append(of_pairs.logsumexp(-1))
+    return torch.cat(outs).to(query.dtype), torch.cat(sums, 1)
+
+
+def backward(grad, query, key, value, out, sums, cu_q, cu_k, scale: float) -> list[torch.Tensor]:
+    """As the kernels do it: from `out` and `sums`, whatever they are of."""
+    found: list[list[torch.Tensor]] = [[], [], []]
+    for of_q, _, (q, k, v) in segments(query, key, value, cu_q, cu_k):
+        of_out, done = grad[of_q].to(q.dtype).transpose(0, 1), out[of_q].to(q.dtype).transpose(0, 1)
+        p = (scores(q, k, scale) - sums[:, of_q, None]).exp()
+        of_scores = p * (of_out @ v.mT - (of_out * done).sum(-1, keepdim=True)) * scale
+        for place, part in zip(found, (of_scores @ k, of_scores.mT @ q, p.mT @ of_out), strict=True):
+            place.append(part.transpose(0, 1))
+    of_query, of_key, of_value = map(torch.cat, found)
+    of_key, of_value = (t.unflatten(1, (key.size(1), -1)).sum(2) for t in (of_key, of_value))
+    return [of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)]
+
+
+def varlen_fwd(query, key, value, out, cu_q, cu_k, *others: Any):
+    """flash_attn_interface.py:165 of 2.8.3."""
+    *_, longest_q, longest_k, dropout, scale, _, causal, left, right, _, _, _ = others
+    assert (longest_q, longest_k) == (cu_q.diff().max(), cu_k.diff().max())
+    assert causal
+    assert (left, right, dropout) == (-1, -1, 0.0)
+    result, sums = forward(query, key, value, cu_q, cu_k, scale)
+    return result, sums, torch.empty(0), torch.empty(2, dtype=torch.int64)
+
+
+def varlen_bwd(grad, query, key, value, out, sums, dq, dk, dv, cu_q, cu_k, *others: Any):
+    """flash_attn_interface.py:362."""
+    _, _, _, _, scale, _, causal, *_ = others
+    assert causal
+    for place, found in zip((dq, dk, dv), backward(grad, query, key, value, out, sums, cu_q, cu_k, scale), strict=True):
+        place.copy_(found)
+    return dq, dk, dv, torch.empty(0)
+
+
+def aten_forward(query, key, value, cu_q, cu_k, *others: Any, scale: float, **options: Any):
+    """torch's operation under varlen_attn."""
+    out, sums = forward(query, key, value, cu_q, cu_k, scale)
+    seed = torch.zeros(2, dtype=torch.uint64)
+    return out, sums, seed, seed[:0], query.new_zeros(0)
+
+
+def aten_backward(grad, query, key, value, out, sums, cu_q, cu_k, *others: Any, scale: float, **options: Any):
+    return tuple(backward(grad, query, key, value, out, sums, cu_q, cu_k, scale))
+
+
+def torch_on_cpu() -> torch.library.Library:
+    """torch's two operations, until the library is destroyed."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", aten_forward, "CPU")
+    library.impl("_flash_attention_backward", aten_backward, "CPU")
+    return library

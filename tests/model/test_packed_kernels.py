@@ -1,0 +1,247 @@
+"""Kernels over packed rows, flash-attn's and torch's, with their own Python and stand-ins for what is compiled, against
+one call of scaled_dot_product_attention for each sequence; and heads that are unrolled with them, against a mask."""
+
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swiftlite import families
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.data.batch import collate_packed
+from swiftlite.data.sample import make_sample
+from swiftlite.heads import Heads
+from swiftlite.model.context_parallel import causal_segments
+from swiftlite.model.draft_attention import Draft, DraftAttention
+from swiftlite.model.forward import forward
+from swiftlite.model.kernels import prefix_kernel, varlen_kernel
+from swiftlite.model.merged_attention import PrefixKernel
+from swiftlite.plan.kernels import Kernels, PackedKernel
+from swiftlite.runtime.distributed import session
+from tests import flash_stand_ins
+from tests.model.test_attention import make_attention
+from tests.model.test_logits import load_megatron
+from tests.parallel.launch import launch
+from tests.tiny import make_tiny_hf
+
+NAMES: tuple[PackedKernel, ...] = ("flash_attn", "torch_varlen")
+# Query heads, key-value heads, head size of queries and keys, of values.
+SHAPES = {
+    "64": (4, 4, 64, 64),
+    "64 gqa": (4, 2, 64, 64),
+    "128": (2, 2, 128, 128),
+    "128 gqa": (4, 1, 128, 128),
+    "192": (2, 2, 192, 192),
+    "192 mla": (2, 2, 192, 128),
+}
+# float32: sums of 192 terms in another order. bfloat16: 2^-8 of the largest number for each of a few roundings.
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+COUNTS = (1, 2, 7, 30, 100)
+RANKS = ((0, 1), (0, 2), (1, 2))
+
+
+def inputs(shape: str, num_queries: int, num_keys: int, dtype: torch.dtype, rows: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_queries)
+    heads, groups, size, value_size = SHAPES[shape]
+    sizes = [(num_queries, rows, heads, size), (num_keys, rows, groups, size), (num_keys, rows, groups, value_size)]
+    return [torch.randn(*each, generator=generator).to(dtype).requires_grad_() for each in sizes]
+
+
+def lengths(count: int) -> tuple[int, ...]:
+    """Of so many sequences; each can be cut for two ranks."""
+    numbers = random.Random(count)
+    return tuple(4 * numbers.randint(1, 40 if count < 10 else 6) for _ in range(count))
+
+
+def difference(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest of any, by the largest number of what it is of."""
+    return max(
+        float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in zip(ours, expected, strict=True)
+    )
+
+
+def measure(name: PackedKernel) -> dict[tuple[Any, ...], float]:
+    """By shape, number of sequences, rank and precision: results and gradients against a call for each sequence."""
+    if name == "flash_attn":
+        flash_stand_ins.install()
+    kernels = Kernels("local", name)
+    found = {}
+    with session() as mesh:
+        library = flash_stand_ins.torch_on_cpu()
+        for shape, (_, _, size, _) in SHAPES.items():
+            attention = make_attention(mesh, k_channels=size, varlen=varlen_kernel(kernels))
+            for count in COUNTS:
+                for rank, ranks in RANKS:
+                    for dtype in BOUNDS:
+                        row = lengths(count)
+                        query, key, value = tensors = inputs(shape, sum(row) // ranks, sum(row), dtype)
+                        segments = causal_segments(row, rank, ranks)
+                        results = []
+                        for attend in (attention._attend_varlen, attention._attend_segments):
+                            out = attend(query, key, value, segments)
+                            results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
+                        found[shape, count, rank, ranks, dtype] = difference(*results)
+        library._destroy()
+    return found
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def measured(request) -> dict[tuple[Any, ...], float]:
+    if request.param == "flash_attn" and (reason := flash_stand_ins.missing()):
+        pytest.skip(reason)
+    (found,) = launch(1, measure, request.param)
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_rows_are_computed_as_sequence_by_sequence(measured, shape):
+    """1 to 100 sequences, on one rank and on either of two."""
+    of_shape = {key: value for key, value in measured.items() if key[0] == shape}
+    assert len(of_shape) == len(COUNTS) * len(RANKS) * len(BOUNDS)
+    assert {key: value for key, value in of_shape.items() if not value <= BOUNDS[key[-1]]} == {}
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.found = max(self.found, out.numel())
+        return out
+
+
+def as_kernel() -> PrefixKernel:
+    """One that any precision goes through."""
+
+    def forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
+        return flash_stand_ins.forward(query, key, value, cu_q, cu_k, scale)
+
+    def backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale):
+        of_query, of_key, of_value = flash_stand_ins.backward(grad, query, key, value, out, lse, cu_q, cu_k, scale)
+        return of_query, of_key, of_value
+
+    return PrefixKernel(forward, backward)
+
+
+def unrolled(attention: Any, tensors: list[list[torch.Tensor]], segments: Any, masked: bool):
+    """What the last step sees, and gradients of all steps' queries, keys and values."""
+    draft = Draft()
+    for _, key, value in tensors:
+        draft.add(key, value)
+    attend = attention._attend_steps if masked else attention._attend_merged
+    out = attend(tensors[-1][0], draft, segments)
+    flat = [tensors[-1][0], *draft.keys, *draft.values]
+    return [out, *torch.autograd.grad(out.square().sum(), flat)]
+
+
+def steps(shape: str, row: tuple[int, ...], ranks: int, count: int, dtype: torch.dtype, rows: int):
+    """Queries, keys and values of each step: the first's keys of the whole row, later ones of this rank."""
+    local = sum(row) // ranks
+    sizes = [sum(row)] + [local] * (count - 1)
+    made = [inputs(shape, local, size, dtype, rows) for size in sizes]
+    return [[tensor.detach().mul(1 + 0.1 * step).requires_grad_() for tensor in each] for step, each in enumerate(made)]
+
+
+@pytest.mark.parametrize("shape", ["64", "64 gqa", "192 mla"])
+@pytest.mark.parametrize(("rank", "ranks"), RANKS)
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_later_steps_merge_what_a_mask_would_show_them(mesh, shape, rank, ranks, count, rows):
+    """In float64: the same up to sums in another order."""
+    row = (8, 4, 20)
+    attention = make_attention(mesh, DraftAttention, prefix=as_kernel())
+    attention.softmax_scale = SHAPES[shape][2] ** -0.5
+    tensors = steps(shape, row, ranks, count, torch.float64, rows)
+    segments = causal_segments(row, rank, ranks)
+    merged = unrolled(attention, tensors, segments, masked=False)
+    masked = unrolled(attention, tensors, segments, masked=True)
+    assert difference(merged, masked) < 1e-13
+
+
+def test_later_steps_hold_no_score_of_each_pair(mesh):
+    """A kernel holds a block of them; the mask and its scores would be some of the largest tensors of a step."""
+    row = (512,)
+    shape, segments = "64 gqa", causal_segments(row, 0, 1)
+    seen = []
+    kernel = as_kernel()
+    unseen = PrefixKernel(partial(_unseen, kernel.forward), partial(_unseen, kernel.backward))
+    for masked in (False, True):
+        attention = make_attention(mesh, DraftAttention, prefix=unseen)
+        tensors = steps(shape, row, 1, 2, torch.float32, 1)
+        with Largest() as largest:
+            unrolled(attention, tensors, segments, masked)
+        seen.append(largest.found)
+    heads, _, size, _ = SHAPES[shape]
+    assert seen[0] <= 2 * 512 * heads * size  # queries; keys and values of their heads
+    assert seen[1] >= 512 * 1024
+
+
+def _unseen(function, *args):
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return function(*args)
+
+
+def merge_over(name: PackedKernel) -> list[float]:
+    """With a package's own Python, against a mask; by precision."""
+    if name == "flash_attn":
+        flash_stand_ins.install()
+    found = []
+    with session() as mesh:
+        library = flash_stand_ins.torch_on_cpu()
+        attention = make_attention(mesh, DraftAttention, prefix=prefix_kernel(Kernels("local", name)))
+        row = (8, 4, 20)
+        for dtype in BOUNDS:
+            attention.softmax_scale = 192**-0.5
+            tensors = steps("192 mla", row, 2, 3, dtype, 2)
+            segments = causal_segments(row, 1, 2)
+            results = [unrolled(attention, tensors, segments, masked) for masked in (False, True)]
+            found.append(difference(*results))
+        library._destroy()
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", NAMES)
+def test_later_steps_merge_over_each_package(name):
+    if name == "flash_attn" and (reason := flash_stand_ins.missing()):
+        pytest.skip(reason)
+    (found,) = launch(1, merge_over, name)
+    assert [value <= bound for value, bound in zip(found, BOUNDS.values(), strict=True)] == [True, True], found
+
+
+def test_a_cpu_has_none():
+    assert prefix_kernel(Kernels()) is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_an_unrolled_head_learns_the_same_from_packed_rows(family, mesh, tmp_path):
+    """Three drafts of one head, in float32, by torch's kernel and with masks."""
+    directory = make_tiny_hf(tmp_path, family, depth=1)
+    hf_config = read_config(directory)
+    samples = [make_sample(torch.arange(length).numpy() % 100 + length, np.ones(length)) for length in (9, 5, 12)]
+    library = flash_stand_ins.torch_on_cpu()
+    results = []
+    for kernels in (Kernels(), Kernels("local", "torch_varlen")):
+        kind = families.get(hf_config)
+        options: dict[str, Any] = {"heads": Heads(1, 3), "drafting": kind.mtp.drafting, "kernels": kernels}
+        model = load_megatron(directory, mesh, torch.float32, **options)
+        losses = forward(model, collate_packed(samples, num_drafts=3))
+        total = losses.main.loss_BS.sum() + sum(loss.loss_BS.sum() for loss in losses.mtp)
+        total.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        results.append([*(loss.loss_BS for loss in losses.mtp), *gradients])
+    library._destroy()
+    assert len(results[0]) == len(results[1]) > 3
+    assert difference(results[1], results[0]) < 2e-5
