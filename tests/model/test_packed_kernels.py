@@ -237,7 +237,7 @@ def test_an_unrolled_head_learns_the_same_from_packed_rows(family, mesh, tmp_pat
         kind = families.get(hf_config)
         options: dict[str, Any] = {"heads": Heads(1, 3), "drafting": kind.mtp.drafting, "kernels": kernels}
         model = load_megatron(directory, mesh, torch.float32, **options)
-        losses = forward(model, collate_packed(samples, num_drafts=3))
+        losses = forward(model, collate_packed(samples, pad_token_id=0, num_drafts=3))
         total = losses.main.loss_BS.sum() + sum(loss.loss_BS.sum() for loss in losses.mtp)
         total.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
