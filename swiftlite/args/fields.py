@@ -262,9 +262,11 @@ class KernelArgs:
     transformer_impl: TransformerImpl = "local"
     """Whose linear layers and norms: torch's (local) or, on NVIDIA GPUs, Transformer Engine's. Checkpoints are the
     same."""
-    attention_backend: Literal["auto", "sdpa", "flash", "te"] = "auto"
+    attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "te"] = "auto"
     """sdpa: torch's, a call for each sequence. flash: one call for all sequences of a packed row, of flash-attn if it
-    is installed, else of torch. te: Transformer Engine's. auto: on GPUs in bfloat16 flash, where it is there."""
+    is installed, else of torch. flash3, flash4: torch's over the kernels of flash-attn 3 (Hopper) or 4 (Hopper,
+    Blackwell), which must be installed. te: Transformer Engine's. auto: on GPUs in bfloat16 flash, where it is
+    there."""
     fused_kernels: Literal["auto", "none"] = "auto"
     """auto: on GPUs norms and activations are one kernel each, and losses never hold all logits. none: everything
     rounds where transformers does."""

@@ -14,7 +14,7 @@ from swiftlite.model.experts import GroupedMLP, SequentialMLP
 from swiftlite.model.merged_attention import PrefixKernel
 from swiftlite.model.norm import FusedRMSNorm, RMSNorm, keeping
 from swiftlite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from swiftlite.plan.kernels import Kernels
+from swiftlite.plan.kernels import FlashImpl, Kernels
 
 VarlenKernel = Callable[..., Any]
 
@@ -47,6 +47,8 @@ def modules_of(kernels: Kernels) -> Modules:
         OptionError: the GPU does not compute in such precision.
         ImportError: a package is missing that `plan.kernels.choose` has looked for.
     """
+    if kernels.flash_impl:
+        _activate(kernels.flash_impl)
     norm = FusedRMSNorm if kernels.is_fused else RMSNorm
     column, row, attention = ColumnParallelLinear, RowParallelLinear, CoreAttention
     experts = GroupedMLP if kernels.has_grouped_experts else SequentialMLP
@@ -72,6 +74,14 @@ def modules_of(kernels: Kernels) -> Modules:
         core_attention=ModuleSpec(module=attention, params=params),
         draft_attention=ModuleSpec(module=DraftAttention, params=params | {"prefix": prefix_kernel(kernels)}),
     )
+
+
+def _activate(impl: FlashImpl) -> None:
+    """In this process, for all models: torch has one."""
+    from torch.nn import attention  # whose first releases have none of it
+
+    if attention.current_flash_attention_impl() != impl:
+        attention.activate_flash_attention_impl(impl)
 
 
 def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:

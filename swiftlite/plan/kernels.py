@@ -18,6 +18,10 @@ from swiftlite.families.architecture import Architecture
 
 PackedKernel = Literal["flash_attn", "torch_varlen"]
 """Who computes all sequences of a packed row in one call: the package flash-attn, or torch itself."""
+FlashImpl = Literal["FA3", "FA4"]
+"""Kernels that torch calls for its own attention once they are activated, by torch's names."""
+_IMPLS: dict[str, FlashImpl] = {"flash3": "FA3", "flash4": "FA4"}
+_PACKAGES = {"FA3": "flash_attn_interface of flash-attn 3", "FA4": "flash-attn-4"}
 CHUNK = 1024
 """Positions whose logits `model/chunked_loss.py` has in memory at one time, in float32."""
 LARGEST_HEAD = 256
@@ -83,6 +87,7 @@ class Kernels:
         has_grouped_experts: a product for all experts of a rank, otherwise one for each.
         low_precision: of Transformer Engine's products; None for the model's own.
         is_deterministic: sums are made in one order, on GPUs too.
+        flash_impl: what torch's own attention calls; None: what came with it.
     """
 
     transformer_impl: TransformerImpl = "local"
@@ -91,6 +96,7 @@ class Kernels:
     has_grouped_experts: bool = False
     low_precision: LowPrecision | None = None
     is_deterministic: bool = False
+    flash_impl: FlashImpl | None = None
 
     @property
     def described(self) -> dict[str, str]:
@@ -102,7 +108,7 @@ class Kernels:
         if low := self.low_precision:
             kept = f"the first {low.bf16_at_start} and last {low.bf16_at_end} layers in bfloat16"
             products = f"{'FP4' if low.is_fp4 else 'FP8'} {low.format}, {low.recipe}; {kept}"
-        attention = _WORDS[self.attention]
+        attention = _WORDS[self.attention] + (f", by {_PACKAGES[self.flash_impl]}" if self.flash_impl else "")
         return {"layers": layers, "attention": attention, "fused": fused, "experts": experts, "precision": products}
 
 
@@ -113,23 +119,41 @@ class Machine:
     is_cuda: bool = False
     has_transformer_engine: bool = False
     packed_kernel: PackedKernel | None = None
+    flash_impls: tuple[FlashImpl, ...] = ()
 
 
 def this_machine(is_cuda: bool) -> Machine:
     """What is installed here; nothing is imported."""
-    return Machine(is_cuda, importlib.util.find_spec("transformer_engine") is not None, _packed_kernel())
+    has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
+    kernel: PackedKernel | None = "torch_varlen" if _torch_has("varlen.py", "enable_gqa", "window_size") else None
+    if _has_file("flash_attn", "flash_attn_interface.py"):
+        kernel = "flash_attn"
+    return Machine(is_cuda, has_transformer_engine, kernel, tuple(_flash_impls()))
 
 
-def _packed_kernel() -> PackedKernel | None:
-    if importlib.util.find_spec("flash_attn") is not None:
-        return "flash_attn"
+def _flash_impls() -> Iterator[FlashImpl]:
+    if not _torch_has("_registry.py", "activate_flash_attention_impl"):
+        return
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        yield "FA3"
+    if _has_file("flash_attn", "cute/interface.py"):  # the package of flash-attn 2 too, and either may be alone
+        yield "FA4"
+
+
+def _has_file(package: str, path: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return any((Path(place) / path).exists() for place in places or ())
+
+
+def _torch_has(file: str, *words: str) -> bool:
+    """Whether a file of torch.nn.attention has all these: first releases of it take less."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
-        return None
-    varlen = Path(torch.origin).parent / "nn" / "attention" / "varlen.py"
-    # Its first releases take neither a scale nor groups of heads.
-    text = varlen.read_text() if varlen.exists() else ""
-    return "torch_varlen" if "enable_gqa" in text and "window_size" in text else None
+        return False
+    path = Path(torch.origin).parent / "nn" / "attention" / file
+    text = path.read_text() if path.exists() else ""
+    return all(word in text for word in words)
 
 
 def largest_head(architecture: Architecture | None) -> int:
@@ -152,9 +176,11 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
     """
     if problems := list(kernel_problems(args, machine, is_float32=is_float32, head=head)):
         raise OptionError(problems)
-    attention = "sdpa"
+    attention, flash_impl = "sdpa", _IMPLS.get(args.attention_backend)
     if args.attention_backend == "te":
         attention = "te"
+    elif flash_impl:
+        attention = "torch_varlen"
     elif machine.packed_kernel and not list(_without_packed_kernel(args, machine, is_float32, head)):
         attention = machine.packed_kernel if args.attention_backend in ("auto", "flash") else "sdpa"
     is_fused = machine.is_cuda and args.fused_kernels == "auto"
@@ -189,7 +215,7 @@ def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, hea
             "add --transformer_impl transformer_engine",
         )
     yield from _precision_problems(args, is_float32)
-    if args.attention_backend == "flash":
+    if args.attention_backend in ("flash", *_IMPLS):
         yield from _without_packed_kernel(args, machine, is_float32, head)
 
 
@@ -230,6 +256,8 @@ def _without_packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool,
     flag, other = f"--attention_backend {args.attention_backend}", "use --attention_backend sdpa"
     if not machine.is_cuda:
         yield f"{flag}: such kernels run on NVIDIA GPUs, and torch finds none here", other
+    elif (impl := _IMPLS.get(args.attention_backend)) and impl not in machine.flash_impls:
+        yield f"{flag}: {_PACKAGES[impl]} is not installed, or torch cannot call it", other
     elif machine.packed_kernel is None:
         yield f"{flag}: neither flash-attn nor a torch with varlen_attn is installed", other
     if is_float32:

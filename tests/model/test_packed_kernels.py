@@ -18,9 +18,9 @@ from swiftlite.heads import Heads
 from swiftlite.model.context_parallel import causal_segments
 from swiftlite.model.draft_attention import Draft, DraftAttention
 from swiftlite.model.forward import forward
-from swiftlite.model.kernels import prefix_kernel, varlen_kernel
+from swiftlite.model.kernels import modules_of, prefix_kernel, varlen_kernel
 from swiftlite.model.merged_attention import PrefixKernel
-from swiftlite.plan.kernels import Kernels, PackedKernel
+from swiftlite.plan.kernels import FlashImpl, Kernels, PackedKernel
 from swiftlite.runtime.distributed import session
 from tests import flash_stand_ins
 from tests.model.test_attention import make_attention
@@ -245,3 +245,27 @@ def test_an_unrolled_head_learns_the_same_from_packed_rows(family, mesh, tmp_pat
     library._destroy()
     assert len(results[0]) == len(results[1]) > 3
     assert difference(results[1], results[0]) < 2e-5
+
+
+def activated(impl: FlashImpl) -> list[str]:
+    """What torch was asked to activate, by two models' kernels."""
+    asked = []
+
+    class Handle:
+        def remove(self) -> None:
+            pass
+
+    def register() -> Handle:
+        asked.append(impl)
+        return Handle()
+
+    torch.nn.attention.register_flash_attention_impl(impl, register_fn=register)
+    for _ in range(2):
+        modules_of(Kernels("local", "torch_varlen", flash_impl=impl))
+    return asked
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("impl", ["FA3", "FA4"])
+def test_newer_kernels_are_activated_once(impl):
+    assert launch(1, activated, impl) == [[impl]]

@@ -19,6 +19,7 @@ CPU = Machine()
 GPU = Machine(is_cuda=True, has_transformer_engine=True, packed_kernel="torch_varlen")
 FLASH = dataclasses.replace(GPU, packed_kernel="flash_attn")
 PLAIN = Machine(is_cuda=True)
+NEWER = dataclasses.replace(GPU, flash_impls=("FA3", "FA4"))
 PLAIN_TE = Machine(is_cuda=True, has_transformer_engine=True)
 TE = {"transformer_impl": "transformer_engine"}
 
@@ -38,6 +39,12 @@ TE = {"transformer_impl": "transformer_engine"}
             GPU,
             True,
             Kernels("transformer_engine", "te", True, True),
+        ),
+        (
+            {"attention_backend": "flash4"},
+            NEWER,
+            False,
+            Kernels("local", "torch_varlen", True, True, flash_impl="FA4"),
         ),
         (
             TE | {"fp8_format": "hybrid"},
@@ -77,6 +84,9 @@ def test_auto_leaves_large_heads_to_torch():
         ({"attention_backend": "flash"}, PLAIN, False, 64, "neither flash-attn nor a torch with varlen_attn"),
         ({"attention_backend": "flash"}, GPU, True, 64, "compute in 16 bits"),
         ({"attention_backend": "flash"}, GPU, False, 320, "320 channels, such kernels take 256"),
+        ({"attention_backend": "flash3"}, GPU, False, 64, "flash-attn 3 is not installed"),
+        ({"attention_backend": "flash4"}, CPU, False, 64, "torch finds none here"),
+        ({"attention_backend": "flash4"}, NEWER, True, 64, "compute in 16 bits"),
         ({"fp8_format": "hybrid"}, GPU, False, 64, "but --transformer_impl is local"),
         (TE | {"fp8_format": "hybrid"}, CPU, False, 64, "torch finds none here"),
         (TE | {"fp8_format": "hybrid"}, GPU, True, 64, "with --torch_dtype float32"),

@@ -5,6 +5,7 @@ A kernel passes within 1e-2 in bfloat16 and 1e-4 in float32, by the norm of the 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,9 @@ from result import Results, Settings
 
 from swiftlite.model.chunked_loss import Words, chunked_loss
 from swiftlite.model.experts import grouped_linear
-from swiftlite.model.kernels import varlen_kernel
+from swiftlite.model.kernels import modules_of, varlen_kernel
 from swiftlite.model.rope import fused_rotate, rotate
-from swiftlite.plan.kernels import automatic
+from swiftlite.plan.kernels import automatic, this_machine
 from swiftlite.runtime.distributed import session
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
@@ -113,11 +114,22 @@ def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix:
 
 
 def check_attention(results: Results, settings: Settings, device: torch.device) -> None:
-    """One to a hundred sequences in a row, two query heads for each key."""
-    kernel = varlen_kernel(automatic(settings.device == "cuda", is_float32=False))
+    """One to a hundred sequences in a row, two query heads for each key; by newer kernels too, where there are some."""
+    chosen = automatic(settings.device == "cuda", is_float32=False)
+    kernel = varlen_kernel(chosen)
     if kernel is None:
         results.add("packed attention", "a call for each sequence here")
         return
+    compare_attention(results, "packed attention", kernel, device)
+    for impl in this_machine(settings.device == "cuda").flash_impls:
+        newer = replace(chosen, attention="torch_varlen", flash_impl=impl)
+        modules_of(newer)  # which activates it
+        kernel = varlen_kernel(newer)
+        assert kernel is not None
+        compare_attention(results, f"packed attention by {impl}", kernel, device)
+
+
+def compare_attention(results: Results, what: str, kernel: Callable[..., torch.Tensor], device: torch.device) -> None:
     for lengths in ((1000,), (1, 30, 500), (37,) * 100):
         for channels in (64, 128, 192):
             shapes = [(sum(lengths), heads, channels) for heads in (8, 4, 4)]
@@ -130,7 +142,7 @@ def check_attention(results: Results, settings: Settings, device: torch.device) 
                 parts = zip(*(tensor.split(lengths) for tensor in qkv), strict=True)
                 return torch.cat([one_sequence(*part) for part in parts])
 
-            name = f"packed attention, {len(lengths)} sequences, {channels} channels"
+            name = f"{what}, {len(lengths)} sequences, {channels} channels"
             compare(results, name, packed, alone, *numbers(device, torch.bfloat16, *shapes))
 
 
