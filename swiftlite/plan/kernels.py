@@ -186,7 +186,13 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
     is_fused = machine.is_cuda and args.fused_kernels == "auto"
     is_grouped = is_fused and (args.transformer_impl == "transformer_engine" or not is_float32)  # torch's: 16 bits
     return Kernels(
-        args.transformer_impl, attention, is_fused, is_grouped, low_precision_of(args), args.deterministic_mode
+        args.transformer_impl,
+        attention,
+        is_fused,
+        has_grouped_experts=is_grouped,
+        low_precision=low_precision_of(args),
+        is_deterministic=args.deterministic_mode,
+        flash_impl=flash_impl,
     )
 
 
