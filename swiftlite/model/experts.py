@@ -61,7 +61,8 @@ class GroupedMLP(SequentialMLP):
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(num_local_experts, config, *args, **kwargs)
-        down = self.weights("linear_fc2")[0]
+        first: Any = self.local_experts[0]
+        down = first.linear_fc2.weight
         self.is_aligned = all(size * down.element_size() % ALIGNMENT == 0 for size in down.shape)
         self.activation = _fused_swiglu if config.bias_activation_fusion else SwiGLU(config)
 
@@ -82,8 +83,13 @@ class GroupedMLP(SequentialMLP):
         return grouped_linear(self.activation(gate_up), ends, self.weights("linear_fc2"))
 
     def weights(self, linear: str) -> list[torch.Tensor]:
-        """Of each expert the weight of "linear_fc1" or "linear_fc2"."""
-        return [getattr(expert, linear).weight for expert in self.local_experts]
+        """Of each expert the weight of "linear_fc1" or "linear_fc2", as if these were about to be called: with
+        `overlap_param_gather` that is when weights arrive (distributed_data_parallel.py:384 of 0.16.1)."""
+        linears = [getattr(expert, linear) for expert in self.local_experts]
+        for each in linears:
+            for hook in each._forward_pre_hooks.values():
+                hook(each, ())
+        return [each.weight for each in linears]
 
     def _has_adapters(self) -> bool:
         first: Any = self.local_experts[0]

@@ -59,6 +59,22 @@ def test_an_expert_with_an_adapter_is_called_itself(experts):
     assert torch.equal(run(grouped(experts), COUNTS["some"])[0], expected)
 
 
+def test_weights_arrive_before_they_are_read(experts):
+    """With `overlap_param_gather` a hook of the layer that has them waits for them."""
+    expected = run(experts, COUNTS["some"])[0]
+    weights = {}
+
+    def arrive(linear: torch.nn.Module, *unused: object) -> None:
+        linear.get_parameter("weight").data.copy_(weights[linear])
+
+    for expert in experts.get_submodule("local_experts").children():
+        for linear in expert.children():
+            weights[linear] = linear.get_parameter("weight").detach().clone()
+            linear.get_parameter("weight").data.zero_()
+            linear.register_forward_pre_hook(arrive)
+    assert torch.equal(run(grouped(experts), COUNTS["some"])[0], expected)
+
+
 def test_weights_are_not_kept_twice_for_the_backward_pass(experts):
     """A layer's experts are most of its memory."""
     experts = grouped(experts)
