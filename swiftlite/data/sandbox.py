@@ -60,7 +60,7 @@ def _bounded_memory(num_bytes: int) -> Iterator[None]:
     """Inside, this process may take so much more than it has; what wants more gets a MemoryError.
 
     The limit is the kernel's, because no hook of jinja2 sees all: 'a' * n, 'a'.center(n), '%99999d' % 1, x ~ x ~ x ...
-    Only Linux keeps to it, and says how much a process has. It is one for all threads: the first one inside sets it,
+    Only Linux keeps to it, and says how much a process has. It is one for all threads: those inside share it, and
     the last one to leave takes it away.
     """
     if sys.platform != "linux" or getattr(_thread, "is_unbounded", False):
@@ -80,15 +80,19 @@ class _Limit:
         self._lock = threading.Lock()
         self._num_inside = 0
         self._before = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        self._limit = 0
 
     def enter(self, num_bytes: int) -> None:
         with self._lock:
             if not self._num_inside:
-                self._before = before = resource.getrlimit(resource.RLIMIT_AS)
-                limit = _address_space() + num_bytes
-                # The user's own limit (`ulimit -v`) may be lower.
-                lowest = min(bound for bound in (limit, *before) if bound != resource.RLIM_INFINITY)
-                resource.setrlimit(resource.RLIMIT_AS, (lowest, before[1]))
+                self._before = resource.getrlimit(resource.RLIMIT_AS)
+                self._limit = 0
+            # Each thread that starts takes address space of its own: whoever comes later is given as much as the first.
+            self._limit = max(self._limit, _address_space() + num_bytes)
+            # The user's own limit (`ulimit -v`) may be lower.
+            bounds = (self._limit, *self._before)
+            lowest = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_AS, (lowest, self._before[1]))
             self._num_inside += 1
 
     def leave(self) -> None:

@@ -1,5 +1,6 @@
 """What a chat template, and a row, may do to the machine."""
 
+import mmap
 import resource
 import threading
 
@@ -81,6 +82,13 @@ def test_threads_that_overlap_leave_no_limit():
     before, inside = limits
     assert inside != before
     assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_whoever_comes_later_is_given_as_much_as_the_first():
+    """What threads take while others are inside (stacks, arenas of memory) is not theirs to spend: a thread that starts
+    with nothing left dies before it says so, and whoever started it waits for ever."""
+    with running_the_template(), mmap.mmap(-1, 700_000_000), running_the_template(), mmap.mmap(-1, 700_000_000):
+        pass
 
 
 def test_a_thread_beside_training_sets_no_limit():
