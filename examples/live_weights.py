@@ -8,6 +8,7 @@ Expect:   a line every 50 steps; the share of drafts accepted rises from about a
 Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 Run:      python examples/live_weights.py; further options are those of `swiftlite megatron sft`, and over two ranks
           torchrun --nproc_per_node 2 examples/live_weights.py --pipeline_model_parallel_size 2
+          ENGINE=http://127.0.0.1:8000 sends them to a server: swiftlite deploy --model out/tiny/hf --live_weights
 """
 
 import os
@@ -22,6 +23,7 @@ from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt
+from swiftlite.engines.vllm.served import ServedVllm
 from swiftlite.errors import UserError
 from swiftlite.train import sft
 from swiftlite.train.live_weights import LiveWeights
@@ -45,7 +47,7 @@ class Service:
         self.stop = stop_token_ids(template, MODEL)
         self.prompts = [encode_prompt(template, chat.prompt()) for chat in load_prompts([DATASET])[:32]]
         config = EngineConfig(Path(MODEL), "float32", num_speculative_tokens=1, max_model_len=512)
-        self.engine: Any = start_engine(ENGINE, config)
+        self.engine: Any = ServedVllm(ENGINE) if ENGINE.startswith("http") else start_engine(ENGINE, config)
 
     def report(self, step: int) -> None:
         before = self.engine.draft_counts()

@@ -446,6 +446,9 @@ class ServerArgs:
     there."""
     max_model_len: bounds.Length | None = None
     """Longest prompt plus answer. Unset: the model's own limit."""
+    live_weights: bool = False
+    """Take new weights while serving, from a trainer on this machine. Whoever reaches the port may then replace the
+    weights and pause the server: keep --host at this machine, or give an api_key."""
     dry_run: bool = False
     """Print the command that would be started, ready to paste, and start nothing."""
 

@@ -50,6 +50,7 @@ class EngineInfo:
         measured: beginning of the version in which conventions were measured; "" where there is nothing to measure.
         is_required: whether swiftlite itself cannot do without its package.
         takes_draft_confidence: whether the engine can stop drafting where a head is not sure, see `Sampling`.
+        takes_live_weights: whether its server can be given new weights while it runs.
         serves_adapters: whether its server was found to answer with adapters beside a model as the merged model does.
         is_batched: whether the engine answers several prompts at once.
         options_class: class of the engine's own options in args/fields.py, part of the classes of the commands; None
@@ -82,6 +83,7 @@ class EngineInfo:
     is_required: bool = False
     takes_draft_confidence: bool = False
     serves_adapters: bool = False
+    takes_live_weights: bool = False
     is_batched: bool = True
     options_class: type | None = None
     read_speculative_config: Callable[[Any], dict[str, Any] | None] = lambda args: None

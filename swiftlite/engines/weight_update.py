@@ -98,6 +98,11 @@ class WeightUpdate:
             raise UserError(f"{self._name} keeps keys and values of the old weights: a request is still running")
         self._is_torn = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine has the weights of one model: no update has failed half way."""
+        return not self._is_torn
+
     def check_whole(self) -> None:
         """Raises:
         UserError: an update failed, and left weights of two steps or of none.

@@ -1,5 +1,6 @@
 """Rules of `deploy`."""
 
+import os
 from collections.abc import Iterator
 
 from swiftlite.args.commands import DeployArgs
@@ -10,6 +11,7 @@ from swiftlite.plan.layout import choices
 from swiftlite.rules import common, engine
 
 OR_PRINT_IT = ", or add --dry_run"
+HERE = ("127.0.0.1", "localhost", "::1")
 
 
 def engine_is_installed(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
@@ -60,6 +62,33 @@ def adapters_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Problem]
         )
 
 
+def live_weights_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+    info = ENGINES[args.infer_backend]
+    if args.live_weights and not info.takes_live_weights:
+        able = choices([f"--infer_backend {other.name}" for other in ENGINES.values() if other.takes_live_weights])
+        yield f"--live_weights with {info.label}, whose server is given none", able
+
+
+def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+    """Of several keys none would guard the routes of weights, see `vllm/guard.py`."""
+    if not args.live_weights:
+        return
+    option = ENGINES[args.infer_backend].kwargs_option
+    kwargs = ENGINES[args.infer_backend].engine_kwargs(args)
+    key = kwargs.get("api_key", os.environ.get("VLLM_API_KEY"))
+    one_key = f"""--{option} '{{"api_key": "..."}}'"""
+    for name in ("middleware", "weight_transfer_config"):
+        if name in kwargs:
+            yield f"--live_weights and --{option} with {name!r}, which it sets", "leave one of them out"
+    if isinstance(key, list):
+        yield "--live_weights with several api_keys", f"give one: {one_key}"
+    elif not key and args.host not in HERE:
+        yield (
+            f"--live_weights with --host {args.host} and no key: whoever reaches the port could replace the weights",
+            f"leave --host at 127.0.0.1, or add {one_key}",
+        )
+
+
 RULES = (
     common.hf_model_is_a_directory,
     common.numbers_are_in_range,
@@ -70,6 +99,8 @@ RULES = (
     tokens_to_draft_are_said_once,
     engine.adapters_are_a_directory,
     adapters_have_an_engine,
+    live_weights_have_an_engine,
+    live_weights_are_guarded,
     engine.options_of_engines_agree,
     engine.engine_kwargs_leave_what_has_an_option,
 )

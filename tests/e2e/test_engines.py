@@ -392,13 +392,18 @@ def get(url: str, content: dict | None = None) -> str:
 
 def wait_for(server: subprocess.Popen, url: str, log: Path) -> dict:
     """The server's answer to a first question, once it is up."""
+    wait_for_health(server, url, log)
     question = {"messages": [{"role": "user", "content": "The quick"}], "max_tokens": 20}
+    return json.loads(get(f"{url}/v1/chat/completions", question))
+
+
+def wait_for_health(server: subprocess.Popen, url: str, log: Path) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()[-3000:]
         try:
             get(f"{url}/health")
-            return json.loads(get(f"{url}/v1/chat/completions", question))
+            return
         except OSError:
             time.sleep(1)
     raise AssertionError(log.read_text()[-3000:])

@@ -62,12 +62,32 @@ def test_good_options_pass_without_a_note(here, args):
             "--sglang_engine_kwargs has 'speculative_num_steps', which is checked nowhere",
             "--sglang_speculative_num_steps 2",
         ),
+        ({"live_weights": True}, "--live_weights with SGLang, whose server is given none", "--infer_backend vllm"),
     ],
 )
 def test_deploy(here, change, problem, hint):
     ((found, advice),) = problems_of(dataclasses.replace(DEPLOY, **change))
     assert problem in found
     assert hint in advice
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"host": "0.0.0.0"}, "--live_weights with --host 0.0.0.0 and no key"),
+        ({"vllm_engine_kwargs": {"api_key": ["a", "b"]}}, "--live_weights with several api_keys"),
+        ({"vllm_engine_kwargs": {"middleware": "mine.Guard"}}, "with 'middleware', which it sets"),
+    ],
+)
+def test_the_routes_of_live_weights_are_guarded(here, monkeypatch, change, problem):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    live = dataclasses.replace(DEPLOY, infer_backend="vllm", live_weights=True)
+    assert rules.check(live) == []
+    ((found, _),) = problems_of(dataclasses.replace(live, **change))
+    assert problem in found
+    key = {"api_key": "one"}
+    assert rules.check(dataclasses.replace(live, host="0.0.0.0", vllm_engine_kwargs=key)) == []
 
 
 def test_adapters(here, monkeypatch):

@@ -22,7 +22,7 @@ from swiftlite.engines.vllm.options import (
     speculative_config,
     with_backend_of_trunk,
 )
-from swiftlite.engines.vllm.weight_channel import VllmChannel
+from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER, VllmChannel
 from swiftlite.engines.weight_update import Bucket, WeightUpdate
 from swiftlite.errors import UserError
 
@@ -138,8 +138,6 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
     Raises:
         UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
     """
-    from swiftlite.engines.vllm.plugin import WEIGHT_TRANSFER
-
     attention = attention_options(model, config.torch_dtype)
     options = {
         "model": str(model.directory),

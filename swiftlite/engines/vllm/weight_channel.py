@@ -8,6 +8,9 @@ from swiftlite.engines.weight_update import Part
 if TYPE_CHECKING:
     from vllm import LLM
 
+WEIGHT_TRANSFER = "swiftlite"
+"""That backend, among those of vLLM."""
+
 
 class VllmChannel:
     """See `Channel`.

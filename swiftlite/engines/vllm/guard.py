@@ -1,0 +1,30 @@
+"""The key of vLLM's server asked for on every route, for a server that takes new weights.
+
+vLLM asks for it on the routes that answer alone (/v1 and the like), not on those that pause the server or replace its
+weights. vLLM's server loads this class by its name, see `server.py`.
+"""
+
+from collections.abc import Awaitable
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm import envs
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+OPEN = ("/health", "/ping", "/version", "/metrics")
+"""What those ask who watch a server."""
+
+
+class KeyOnEveryRoute(AuthenticationMiddleware):
+    """Lets everything through when there is no key."""
+
+    def __init__(self, app: ASGIApp):
+        super().__init__(app, tokens=[envs.VLLM_API_KEY] if envs.VLLM_API_KEY else [])
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        is_request = scope["type"] in ("http", "websocket") and scope.get("method") != "OPTIONS"
+        is_guarded = is_request and scope["path"] not in OPEN and bool(self.api_tokens)
+        if is_guarded and not self.verify_token(Headers(scope=scope)):
+            return JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+        return self.app(scope, receive, send)

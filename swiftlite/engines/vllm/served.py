@@ -1,0 +1,197 @@
+"""A vLLM server that `swiftlite deploy --live_weights` started, with the methods of `VllmEngine`.
+
+A process that has no vLLM of its own, such as a trainer, asks it and gives it new weights. Both are on one machine: the
+weights travel as files in the temporary directory.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.served_model import read_model
+from swiftlite.engines.vllm.client import read_metrics
+from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER
+from swiftlite.engines.weight_update import Bucket, Part, WeightUpdate
+from swiftlite.errors import UserError
+
+_Result = TypeVar("_Result")
+
+
+class ServedVllm:
+    """See `Engine`. The server belongs to somebody else: `close` leaves it running.
+
+    Args:
+        url: where it listens, such as http://127.0.0.1:8000.
+        api_key: what it was started with; unset: VLLM_API_KEY of this process, if there is one.
+
+    Raises:
+        UserError: no server answers there, it asks for another key, it was started without --live_weights, or an
+            update of its weights has failed or is under way.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None):
+        self._server = _Server(url, api_key or os.environ.get("VLLM_API_KEY"))
+        config = self._server.call("GET", "/server_info?config_format=json")["vllm_config"]
+        if (config["weight_transfer_config"] or {}).get("backend") != WEIGHT_TRANSFER:
+            raise _without_option(url)
+        if self._server.call("GET", "/is_paused")["is_paused"]:
+            raise UserError(
+                f"the server at {url} is paused: an update of its weights is under way, or has failed",
+                "start the server again if nobody is updating it",
+            )
+        model = read_model(config["model_config"]["model"])
+        drafting = config["speculative_config"] or {}
+        self.num_speculative_tokens: int = drafting.get("num_speculative_tokens", 0)
+        self._max_length: int = config["model_config"]["max_model_len"]
+        self._weights = WeightUpdate("vLLM", _ServerChannel(self._server), model, drafting.get("method") == "mtp")
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
+    ) -> list[Completion]:
+        """See `Engine`."""
+        self._weights.check_whole()
+        check_prompts(prompts, self._max_length)
+
+        async def answer(session: aiohttp.ClientSession, place: int) -> Completion:
+            request = {
+                "prompt": list(prompts[place]),
+                # Refused if prompt and answer might not fit.
+                "max_tokens": min(sampling.max_new_tokens, self._max_length - len(prompts[place])),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "seed": sampling.seed_of(place),
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": True,  # of the tokenizer; those of the line above end an answer
+                "return_token_ids": True,
+            }
+            (choice,) = (await self._server.ask(session, "POST", "/v1/completions", request))["choices"]
+            completion = Completion(choice["token_ids"], "stop" if choice["finish_reason"] == "stop" else "length")
+            if on_answer:
+                on_answer(place, completion)
+            return completion
+
+        async def answer_all(session: aiohttp.ClientSession) -> list[Completion]:
+            return list(await asyncio.gather(*(answer(session, place) for place in range(len(prompts)))))
+
+        return self._server.run(answer_all)
+
+    def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
+        """Give the server new weights, see `WeightUpdate.run`.
+
+        It finishes the answers that it is at with the old ones, and begins none until this is through. If that fails
+        half way it stays paused, for this and every other client.
+        """
+        self._weights.check_whole()
+        self._server.call("POST", "/pause?mode=wait")
+        try:
+            self._weights.run(target, draft)
+            self._server.call("POST", "/update_weight_version", {"new_version": self._next_version()})
+        except UserError as error:
+            if not self._weights.is_whole:
+                raise UserError(
+                    f"{error.problem}\nthe server at {self._server.url} has half of the new weights, and is paused "
+                    "for good or gone",
+                    error.hint or "start the server again",
+                ) from error
+            raise
+        finally:
+            if self._weights.is_whole:
+                self._server.call("POST", "/resume")
+
+    def weight_version(self) -> str:
+        """Which update the server answers with: "1", "2" and so on, before the first one vLLM's "default"."""
+        return self._server.call("GET", "/weight_info")["weight_version"]
+
+    def draft_counts(self) -> DraftCounts:
+        """See `Engine`; of all that the server has answered, also to others."""
+        return read_metrics(self._server.call("GET", "/metrics"), self.num_speculative_tokens)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _next_version(self) -> str:
+        version = self.weight_version()
+        return str(int(version) + 1 if version.isdigit() else 1)
+
+
+class _ServerChannel:
+    """See `Channel`."""
+
+    def __init__(self, server: "_Server"):
+        self._server = server
+
+    def start(self, part: Part) -> None:
+        self._server.call("POST", "/start_weight_update" if part == "target" else "/start_draft_weight_update")
+
+    def send(self, path: Path) -> None:
+        self._server.call("POST", "/update_weights", {"update_info": {"path": str(path)}})
+
+    def finish(self) -> None:
+        self._server.call("POST", "/finish_weight_update")
+
+    def forget_cached(self) -> bool:
+        return self._server.call("POST", "/reset_prefix_cache")["success"]
+
+
+class _Server:
+    """Requests to one server, whose refusals are told in words."""
+
+    def __init__(self, url: str, api_key: str | None):
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One request, as `ask`."""
+        return self.run(lambda session: self.ask(session, method, path, body))
+
+    def run(self, use: Callable[[aiohttp.ClientSession], Awaitable[_Result]]) -> _Result:
+        """Raises:
+        UserError: no answer, or an answer cut short.
+        """
+
+        async def connected() -> _Result:
+            # A bucket may take minutes to load, and so may the answers that a pause waits for.
+            limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+            connector = aiohttp.TCPConnector(limit=0)
+            async with aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector) as session:
+                return await use(session)
+
+        try:
+            return asyncio.run(connected())
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise UserError(
+                f"no answer from the server at {self.url}: {str(error) or type(error).__name__}",
+                "start it with swiftlite deploy --live_weights, and give its address as http://HOST:PORT",
+            ) from error
+
+    async def ask(self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        """What the server answers, read from JSON if it is that.
+
+        Raises:
+            UserError: it refuses.
+        """
+        async with session.request(method, self.url + path, json=body) as response:
+            if response.status == 401:
+                raise UserError(
+                    f"the server at {self.url} asks for another key",
+                    "set VLLM_API_KEY to the api_key that it was started with",
+                )
+            if response.status == 404 and not path.startswith("/v1"):
+                raise _without_option(self.url)
+            if response.status != 200:
+                text = (await response.text()).strip()[:2000]
+                raise UserError(f"the server at {self.url} refuses {path}: {text}", "the cause is in its own log")
+            return await response.json() if response.content_type == "application/json" else await response.text()
+
+
+def _without_option(url: str) -> UserError:
+    return UserError(
+        f"the server at {url} takes no new weights; it goes on with those that it has",
+        "start it with swiftlite deploy --infer_backend vllm --live_weights",
+    )
