@@ -4,10 +4,19 @@ import pytest
 import torch
 
 from swiftlite.runtime.distributed import session
+from tests.parallel.launch import launch
+
+pytestmark = pytest.mark.gloo
+
+
+def before_in_and_after(is_wanted: bool) -> list[bool]:
+    """Whether torch adds in one order."""
+    found = [torch.are_deterministic_algorithms_enabled()]
+    with session(deterministic=is_wanted):
+        found.append(torch.are_deterministic_algorithms_enabled())
+    return [*found, torch.are_deterministic_algorithms_enabled()]
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_sums_in_one_order_are_this_session_s_alone(is_wanted):
-    with session(deterministic=is_wanted):
-        assert torch.are_deterministic_algorithms_enabled() is is_wanted
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert launch(1, before_in_and_after, is_wanted) == [[False, is_wanted, False]]
