@@ -1,4 +1,4 @@
-"""The environment in which SGLang runs on a CPU, for the processes that tests start."""
+"""Environments for the processes that tests start: in which SGLang runs on a CPU, and weights go between "GPUs"."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,15 @@ _TESTS = Path(__file__).parent
 
 def sglang_environment() -> dict[str, str]:
     """With the stand-ins on the path, before a real torchvision; and without compiling what runs once."""
-    paths = [str(_TESTS / "sglang_stand_ins"), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]
     quiet = {"PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
-    return os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return _with_path("sglang_stand_ins") | quiet
+
+
+def gpu_link_environment() -> dict[str, str]:
+    """With `gpu_links.py` among vLLM's plugins."""
+    return _with_path("gpu_links")
+
+
+def _with_path(directory: str) -> dict[str, str]:
+    paths = [str(_TESTS / directory), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -449,6 +449,9 @@ class ServerArgs:
     live_weights: bool = False
     """Take new weights while serving, from a trainer on this machine. Whoever reaches the port may then replace the
     weights and pause the server: keep --host at this machine, or give an api_key."""
+    weight_transport: Literal["file", "nccl", "ipc"] = "file"
+    """How they come, with --live_weights. file: through the temporary directory of this machine; nccl: from the trainer's
+    GPU to the server's, on any machine; ipc: within the GPU that both share."""
     dry_run: bool = False
     """Print the command that would be started, ready to paste, and start nothing."""
 

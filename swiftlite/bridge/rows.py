@@ -5,12 +5,14 @@ Names are whole and global: no pipeline-local layer numbers, no wrappers, no ran
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from swiftlite.bridge.join import COPY, Join
 
 Shape = tuple[int, ...]
 HfConfig = Mapping[str, Any]
+HfPart = Literal["trunk", "heads"]
+"""The tensors of a checkpoint that verify, or those that draft."""
 """The content of a config.json."""
 
 

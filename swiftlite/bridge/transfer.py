@@ -25,7 +25,7 @@ from swiftlite.bridge.binding import Binding, Shard, bind, whole_numbers
 from swiftlite.bridge.expert_stack import fold, stack_name
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.quantization import block_size
-from swiftlite.bridge.rows import HfConfig, Row, RowTable
+from swiftlite.bridge.rows import HfConfig, HfPart, Row, RowTable, Shape
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -349,15 +349,31 @@ def save_hf(
     return files.files
 
 
+def streamed_tensors(
+    model_chunks: Sequence[nn.Module], family: RowTable, hf_config: HfConfig, part: HfPart, *, dtypes: Dtypes = None
+) -> dict[str, tuple[torch.dtype, Shape]]:
+    """Type and shape of the tensors that `stream_hf` brings, by HF key and in its order; not collective."""
+    rows, bindings = _bind_all(model_chunks, family, hf_config)
+    dtype_of = _dtype_of(dtypes, bindings)
+    wants_heads = part == "heads"
+    tensors = {}
+    for row in rows:
+        for key, shape in row.hf.items():
+            if family.is_mtp(hf_config, key) == wants_heads:
+                tensors[key] = (dtype_of(key), shape)
+    return tensors
+
+
 @torch.no_grad()
 def stream_hf(
     model_chunks: Sequence[nn.Module],
     family: RowTable,
     hf_config: HfConfig,
-    part: Literal["trunk", "heads"],
+    part: HfPart,
     *,
     dtypes: Dtypes = None,
     bucket_bytes: int = 1_000_000_000,
+    device: torch.device | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The weights of a live Megatron model as whole Hugging Face tensors, brought to the first rank; collective.
 
@@ -369,20 +385,15 @@ def stream_hf(
         part: the trunk, or all MTP heads that the model has.
         dtypes: as for `save_hf`.
         bucket_bytes: most of what the first rank holds at once; a larger tensor is a bucket of its own.
+        device: where the first rank makes tensors whole; unset: on the CPU.
 
     Yields:
-        Buckets of HF key -> tensor on the CPU, which the caller may keep.
+        Buckets of HF key -> tensor, which the caller may keep.
     """
-    rows, bindings = _bind_all(model_chunks, family, hf_config)
-    dtype_of = _dtype_of(dtypes, bindings)
-    wants_heads = part == "heads"
-    tensors = {}
-    for row in rows:
-        for key, shape in row.hf.items():
-            if family.is_mtp(hf_config, key) == wants_heads:
-                tensors[key] = (dtype_of(key), shape)
+    tensors = streamed_tensors(model_chunks, family, hf_config, part, dtypes=dtypes)
     if not tensors:
         return
+    _, bindings = _bind_all(model_chunks, family, hf_config)
     pieces = defaultdict(list)  # by HF key; views of the parameters, so they take no memory
     for piece in _pieces(bindings, ()):
         pieces[piece[0]].append(piece)
@@ -391,7 +402,7 @@ def stream_hf(
         if placement.is_first_rank():
             for key in keys:
                 dtype, shape = tensors[key]
-                bucket[key] = torch.empty(shape, dtype=dtype)
+                bucket[key] = torch.empty(shape, dtype=dtype, device=device)
         mine = itertools.chain.from_iterable(pieces[key] for key in keys)
         for key, index, tensor in placement.bring_to_first_rank(mine):
             bucket[key][index] = tensor

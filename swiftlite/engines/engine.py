@@ -72,6 +72,10 @@ class EngineConfig:
             its thread settings and process groups behind, so nothing else should compute here.
         engine_kwargs: the engine's own keyword arguments, over all others; a value of None removes the key.
         speculative_config: the engine's own drafting options, instead of what is derived from the checkpoint.
+        devices: GPUs of this machine that the engine computes on, such as those that no training process has; empty:
+            the first ones.
+        weight_transport: how new weights reach the engine while it runs, where it can take them in more than one way.
+            file: through the temporary directory. nccl: from GPU to GPU. ipc: on the GPU that both share.
         draws_drafts: whether drafts for answers at a temperature above 0 are drawn from the heads, where the engine has
             to be told so at its start; of itself it drafts the likeliest token. Greedy answers are drafted as ever.
     """
@@ -85,6 +89,8 @@ class EngineConfig:
     in_this_process: bool = False
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     speculative_config: dict[str, Any] | None = None
+    devices: tuple[int, ...] = ()
+    weight_transport: Literal["file", "nccl", "ipc"] = "file"
     draws_drafts: bool = False
 
 

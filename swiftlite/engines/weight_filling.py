@@ -3,6 +3,7 @@
 An engine's `load_weights` passes over what it does not know without a word.
 """
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,17 +19,25 @@ class Filling(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._names: dict[int, str] = {}
+        # By storage, where each expected tensor starts in it, in bytes, and its name; sorted. Several may share one.
+        self._expected: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        self._unread: set[str] = set()
         # By storage, the parts (offset, shape) that were copied into.
         self._written: dict[int, set[tuple[int, torch.Size]]] = defaultdict(set)
 
     def expect(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Tensors that are to be read, each with a storage of its own, as those of a safetensors file have."""
-        self._names |= {_storage(tensor): name for name, tensor in tensors.items()}
+        """Tensors that are to be read: of a safetensors file, or pieces of one buffer that came over a network."""
+        self._unread |= tensors.keys()
+        for name, tensor in tensors.items():
+            self._expected[_storage(tensor)].append((_start(tensor), name))
+        for places in self._expected.values():
+            places.sort()
 
     def take_unread(self) -> list[str]:
         """Names of expected tensors that no operation has read; they are expected no more."""
-        unread, self._names = sorted(self._names.values()), {}
+        unread = sorted(self._unread)
+        self._unread.clear()
+        self._expected.clear()
         return unread
 
     def unfilled(self, model: nn.Module, shared: Iterable[str] = ()) -> list[str]:
@@ -47,11 +56,23 @@ class Filling(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                self._names.pop(_storage(leaf), None)
+                self._note_read(leaf)
         if func is torch.ops.aten.copy_.default:
             target = args[0]
             self._written[_storage(target)].add((target.storage_offset(), target.shape))
         return func(*args, **(kwargs or {}))
+
+    def _note_read(self, tensor: torch.Tensor) -> None:
+        """A part of an expected tensor is read: of the last one of its storage that does not start behind it."""
+        places = self._expected.get(_storage(tensor), [])
+        not_behind = bisect(places, _start(tensor), key=lambda place: place[0])
+        if not_behind:
+            self._unread.discard(places[not_behind - 1][1])
+
+
+def _start(tensor: torch.Tensor) -> int:
+    """Where a tensor starts in its storage, in bytes."""
+    return tensor.storage_offset() * tensor.element_size()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,13 +1,14 @@
 """New weights for an engine that is running, from Hugging Face tensors: what every engine has of it.
 
-This is the caller's side. Buckets travel as files in the temporary directory, one at a time, so that neither side holds
-a second model; how an engine is told of a file is its own (`vllm/weight_channel.py`, `sglang/weight_channel.py`), and
-its workers take the tensors in `weight_transfer.py` beside that. Who sends them: any iterable, such as
-`train/live_weights.py`.
+This is the caller's side. Buckets travel one at a time, so that neither side holds a second model: as files in the
+temporary directory, or from GPU to GPU where an engine can. How an engine is told of a bucket is its own
+(`vllm/weight_channel.py`, `sglang/weight_channel.py`), and its workers take the tensors in `weight_transfer.py` beside
+that. Who sends them: any iterable, such as `train/live_weights.py`.
 """
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -31,8 +32,8 @@ class Channel(Protocol):
         """Begin a transfer to the model that verifies or to the one that drafts."""
         ...
 
-    def send(self, path: Path) -> None:
-        """Let the workers read a safetensors file, which may go once this returns."""
+    def send(self, bucket: Bucket) -> None:
+        """Bring tensors to the workers, which have them when this returns."""
         ...
 
     def finish(self) -> None:
@@ -42,6 +43,15 @@ class Channel(Protocol):
     def forget_cached(self) -> bool:
         """Drop keys and values of the old weights; returns whether that could be done."""
         ...
+
+
+@contextmanager
+def bucket_file(bucket: Bucket) -> Iterator[Path]:
+    """A safetensors file of a bucket in the temporary directory, gone when the context ends."""
+    with tempfile.TemporaryDirectory(prefix="swiftlite-weights-") as directory:
+        path = Path(directory, "bucket.safetensors")
+        save_file({key: tensor.contiguous() for key, tensor in bucket.items()}, path)
+        yield path
 
 
 class WeightUpdate:
@@ -115,15 +125,11 @@ class WeightUpdate:
     def _transfer(self, part: Part, buckets: Iterable[Bucket], wanted: Mapping[str, Shape]) -> None:
         self._channel.start(part)
         sent: dict[str, Shape] = {}
-        with tempfile.TemporaryDirectory(prefix="swiftlite-weights-") as directory:
-            for number, bucket in enumerate(buckets):
-                shapes = {key: tuple(tensor.shape) for key, tensor in bucket.items()}
-                _check({key: wanted[key] for key in shapes if key in wanted}, shapes)
-                sent |= shapes
-                path = Path(directory, f"{number}.safetensors")
-                save_file({key: tensor.contiguous() for key, tensor in bucket.items()}, path)
-                self._channel.send(path)
-                path.unlink()
+        for bucket in buckets:
+            shapes = {key: tuple(tensor.shape) for key, tensor in bucket.items()}
+            _check({key: wanted[key] for key in shapes if key in wanted}, shapes)
+            sent |= shapes
+            self._channel.send(bucket)
         _check(wanted, sent)
         self._channel.finish()
 

@@ -69,6 +69,11 @@ def live_weights_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Prob
         yield f"--live_weights with {info.label}, whose server is given none", able
 
 
+def weight_transport_has_live_weights(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+    if args.weight_transport != "file" and not args.live_weights:
+        yield f"--weight_transport {args.weight_transport} without --live_weights", "add --live_weights, or leave it out"
+
+
 def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     """Of several keys none would guard the routes of weights, see `vllm/guard.py`."""
     if not args.live_weights:
@@ -100,6 +105,7 @@ RULES = (
     engine.adapters_are_a_directory,
     adapters_have_an_engine,
     live_weights_have_an_engine,
+    weight_transport_has_live_weights,
     live_weights_are_guarded,
     engine.options_of_engines_agree,
     engine.engine_kwargs_leave_what_has_an_option,

@@ -6,22 +6,29 @@ The engine's side is `engines/weight_update.py`; neither knows the other.
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from swiftlite.bridge.placement import is_first_rank
-from swiftlite.bridge.transfer import Dtypes, stream_hf
+from swiftlite.bridge.rows import HfPart
+from swiftlite.bridge.transfer import Dtypes, stream_hf, streamed_tensors
 from swiftlite.model.lora import merged
 from swiftlite.model.open import HfModel
 from swiftlite.train.trainer import whole_parameters
 
 Bucket = Mapping[str, torch.Tensor]
+_CPU = torch.device("cpu")
 
 
 class Receiver(Protocol):
-    """An engine that takes weights while it runs; `VllmEngine` and `SglangEngine` are."""
+    """An engine that takes weights while it runs; `VllmEngine`, `SglangEngine` and `ServedVllm` are."""
+
+    @property
+    def bucket_device(self) -> torch.device:
+        """Where it wants the tensors: on the GPU if they go on from there."""
+        ...
 
     def update_weights(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
         """Take HF tensors for the model that verifies and for the one that drafts; None leaves one as it is."""
@@ -45,7 +52,12 @@ class LiveWeights:
     dtypes: Dtypes = None
     bucket_bytes: int = 1_000_000_000
 
-    def stream(self, part: Literal["trunk", "heads"]) -> Iterator[Bucket]:
+    def tensors(self, part: HfPart) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of what `stream` brings, in its order; every rank knows them by itself."""
+        family, config = self.hf_model.family, self.hf_model.config
+        return streamed_tensors(self.model, family, config, part, dtypes=self.dtypes)
+
+    def stream(self, part: HfPart, device: torch.device = _CPU) -> Iterator[Bucket]:
         """Bucket after bucket on the first rank, nothing on the others; collective: run through it on all of them."""
         with whole_parameters(self.model), merged(self.model):
             yield from stream_hf(
@@ -55,6 +67,7 @@ class LiveWeights:
                 part,
                 dtypes=self.dtypes,
                 bucket_bytes=self.bucket_bytes,
+                device=device,
             )
 
     def send(self, engine: Receiver | None, *, target: bool = True, draft: bool = True) -> None:
@@ -65,7 +78,8 @@ class LiveWeights:
             target: whether the trunk is sent. Not needed when the heads alone train.
             draft: whether the heads are sent. Drafts of heads that lag behind their trunk are not accepted.
         """
-        streams = [self.stream("trunk") if target else None, self.stream("heads") if draft else None]
+        device = engine.bucket_device if engine else _CPU
+        streams = [self.stream("trunk", device) if target else None, self.stream("heads", device) if draft else None]
         if is_first_rank():
             assert engine is not None, "the first rank has the engine"
             engine.update_weights(*streams)

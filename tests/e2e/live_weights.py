@@ -1,6 +1,6 @@
 """Trains a tiny model beside an engine that is running on it, and gives the engine the weights of the last step.
 
-    python live_weights.py ENGINE MODEL ROWS OUTPUT_DIR
+    python live_weights.py ENGINE MODEL ROWS OUTPUT_DIR WEIGHT_TRANSPORT
 
 Prints a line of JSON: the prompts; by stage, the accepted share of drafts, the counts and the completions; what the
 engine said of tensors that are not its own.
@@ -44,11 +44,18 @@ def refused(engine: Any, prompts: list[list[int]]) -> list[str]:
     return messages
 
 
-def main(name: str, model: str, rows: str, output_dir: str) -> None:
+def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> None:
     prompts, stages = read_prompts(model, rows), {}
     # Otherwise SGLang takes 20 s to fill a large cache with zeros.
     small = {"max_total_tokens": 4096, "max_running_requests": 4} if name == "sglang" else {}
-    config = EngineConfig(Path(model), "float32", num_speculative_tokens=1, max_model_len=256, engine_kwargs=small)
+    config = EngineConfig(
+        Path(model),
+        "float32",
+        num_speculative_tokens=1,
+        max_model_len=256,
+        engine_kwargs=small,
+        weight_transport=transport,
+    )
     engine: Any = start_engine(name, config)
 
     def measure(stage: str) -> None:

@@ -14,7 +14,7 @@ from tests.e2e.conftest import Commands
 from tests.e2e.test_engines import HERE, expected_counts
 from tests.e2e.test_serve import ROWS
 from tests.engines.reference import Reference, convention, follow
-from tests.stand_ins import sglang_environment
+from tests.stand_ins import gpu_link_environment, sglang_environment
 from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.engine
@@ -31,11 +31,17 @@ def write_rows(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("engine", "family"),
+    ("engine", "transport"),
     # Tied, because engines reload an embedding and an output layer that are one in ways of their own.
-    [pytest.param("vllm", "qwen3", marks=needs_vllm), pytest.param("sglang", "qwen3", marks=needs_sglang)],
+    [
+        pytest.param("vllm", "file", marks=needs_vllm),
+        pytest.param("vllm", "nccl", marks=needs_vllm),
+        pytest.param("vllm", "ipc", marks=needs_vllm),
+        pytest.param("sglang", "file", marks=needs_sglang),
+    ],
 )
-def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path, engine, family):
+def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path, engine, transport):
+    family = "qwen3"
     model = make_tiny_hf(tmp_path / "model", family, depth=1, tied=True, with_tokenizer=True)
     done = subprocess.run(
         [
@@ -47,8 +53,9 @@ def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path, 
             model,
             write_rows(tmp_path),
             tmp_path / "run",
+            transport,
         ],
-        env=sglang_environment() if engine == "sglang" else None,
+        env=sglang_environment() if engine == "sglang" else gpu_link_environment(),
         capture_output=True,
         text=True,
         timeout=600,

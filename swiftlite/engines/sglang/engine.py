@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import torch
+
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.devices import on_devices
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
@@ -25,11 +28,18 @@ from swiftlite.errors import UserError
 class SglangEngine:
     """See `Engine`.
 
+    Attributes:
+        bucket_device: where the tensors of a bucket of new weights are wanted.
+
     Raises:
         UserError: SGLang refuses the options or cannot start, or it would draft with other heads than the checkpoint's.
     """
 
+    bucket_device = torch.device("cpu")
+
     def __init__(self, config: EngineConfig):
+        if config.weight_transport != "file":
+            raise UserError(f"weight_transport {config.weight_transport}: SGLang takes new weights from files", "use file")
         model = read_model(config.model)
         os.environ.update(cpu_variables())  # read when SGLang is imported
         import sglang
@@ -38,7 +48,8 @@ class SglangEngine:
         # It would log an error only to say that it uses `report_lost_process`.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
         server_args = checked_options(engine_options(model, config))
-        self._engine = sglang.Engine(server_args=server_args)
+        with on_devices(config.devices):
+            self._engine = sglang.Engine(server_args=server_args)
         self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
         manager = self._engine.tokenizer_manager
         self._max_length: int = manager.context_len - manager.num_reserved_tokens  # drafts need places too

@@ -1,6 +1,5 @@
 """How a running SGLang is told of new weights: its weight-update sessions, with a format of `weight_transfer.py`."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.utils import MultiprocessingSerializer
 
 from swiftlite.engines.sglang.weight_transfer import FINISH, KEEP, LOAD
-from swiftlite.engines.weight_update import Part
+from swiftlite.engines.weight_update import Bucket, Part, bucket_file
 from swiftlite.errors import UserError
 
 
@@ -28,9 +27,10 @@ class SglangChannel:
         self._part = part
         _check(self._engine.begin_weight_update(part))
 
-    def send(self, path: Path) -> None:
+    def send(self, bucket: Bucket) -> None:
         # Heads wait in the worker until they are whole, because draft classes refuse parts.
-        self._tell(LOAD if self._part == "target" else KEEP, str(path))
+        with bucket_file(bucket) as path:
+            self._tell(LOAD if self._part == "target" else KEEP, str(path))
 
     def finish(self) -> None:
         self._tell(FINISH, self._part)

@@ -38,6 +38,8 @@ class TransformersEngine:
     """
 
     def __init__(self, config: EngineConfig):
+        if config.devices:
+            raise UserError("devices for transformers, which computes on this process's own", "leave them out")
         model = read_model(config.model)
         num_tokens = model.heads.drafts if config.num_speculative_tokens is None else config.num_speculative_tokens
         if num_tokens or config.num_speculative_tokens is None:

@@ -10,7 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.devices import on_devices
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
@@ -22,7 +25,8 @@ from swiftlite.engines.vllm.options import (
     speculative_config,
     with_backend_of_trunk,
 )
-from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER, VllmChannel
+from swiftlite.engines.vllm.weight_channel import LlmClient, VllmChannel
+from swiftlite.engines.vllm.weight_transport import BACKENDS, make_transport
 from swiftlite.engines.weight_update import Bucket, WeightUpdate
 from swiftlite.errors import UserError
 
@@ -49,7 +53,7 @@ class VllmEngine:
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         options = engine_options(model, config)
         try:
-            with outside_torchrun():
+            with outside_torchrun(), on_devices(config.devices):
                 self._llm = LLM(**options)
         except (TypeError, ValueError) as error:  # pydantic's are ValueErrors
             raise UserError(f"vLLM refuses its options: {error}", "see --vllm_engine_kwargs") from error
@@ -61,7 +65,11 @@ class VllmEngine:
         self.num_speculative_tokens: int = vllm_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len
         method = vllm_config.speculative_config and vllm_config.speculative_config.method
-        self._weights = WeightUpdate("vLLM", VllmChannel(self._llm), model, drafts=method == "mtp")
+        client = LlmClient(self._llm)
+        num_workers = vllm_config.parallel_config.world_size_across_dp
+        self._transport = make_transport(config.weight_transport, client, num_workers)
+        channel = VllmChannel(client, self._transport)
+        self._weights = WeightUpdate("vLLM", channel, model, drafts=method == "mtp")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
@@ -102,8 +110,14 @@ class VllmEngine:
                         on_answer(place, completions[place])
         return [completions[place] for place in range(len(prompts))]
 
+    @property
+    def bucket_device(self) -> torch.device:
+        """Where the tensors of a bucket are wanted."""
+        return self._transport.device
+
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
         """Give the running engine new weights, see `WeightUpdate.run`."""
+        self._transport.connect()
         self._weights.run(target, draft)
 
     def draft_counts(self) -> DraftCounts:
@@ -122,6 +136,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop vLLM's processes, if it has any, and wait for them."""
+        self._transport.close()
         # Of itself vLLM waits 5 s for the engine, which waits 5 s for its workers, and then kills them all.
         self._llm.llm_engine.engine_core.shutdown(timeout=30)
 
@@ -152,7 +167,7 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
         "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
         **attention,
         "speculative_config": with_backend_of_trunk(speculative_config(model, config), attention),
-        "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
+        "weight_transfer_config": {"backend": BACKENDS[config.weight_transport]},
     } | config.engine_kwargs
     return {name: value for name, value in options.items() if value is not None}
 

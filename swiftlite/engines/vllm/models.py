@@ -19,6 +19,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.mtp_validation import is_mtp_completeness_check_enabled
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe, transformers
 from vllm.model_executor.models.utils import maybe_prefix
@@ -169,7 +170,14 @@ class MtpDraft(nn.Module):
         """See `fill`."""
         names = {_name_on_disk(name): name for name, _ in self.named_parameters()}
         parameters = {stored: self.get_parameter(name) for stored, name in names.items()}
-        filled = fill(parameters, weights, len(self.model.heads), default_weight_loader, self.expert_mapping())
+        filled = fill(
+            parameters,
+            weights,
+            len(self.model.heads),
+            default_weight_loader,
+            self.expert_mapping(),
+            is_part=not is_mtp_completeness_check_enabled(),
+        )
         return {names[stored] for stored in filled}
 
 

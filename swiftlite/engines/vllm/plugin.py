@@ -1,5 +1,5 @@
 """What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Mistral, Qwen2,
-Qwen3, Qwen3 MoE and Seed-OSS, and a way to take new weights while it runs on a CPU.
+Qwen3, Qwen3 MoE and Seed-OSS, and ways to take new weights while it runs.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
 
@@ -20,7 +20,7 @@ from vllm.triton_utils import HAS_TRITON
 
 from swiftlite.engines.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
-from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER
+from swiftlite.engines.vllm.weight_transport import BACKENDS, WeightTransport
 
 _MODELS = "swiftlite.engines.vllm.models"
 # architecture of the trunk -> architecture of its draft; both are classes of _MODELS
@@ -32,6 +32,9 @@ DRAFTS = {
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
     "SeedOssForCausalLM": "SeedOssMTPModel",
 }
+_TRANSFER = "swiftlite.engines.vllm.weight_transfer"
+# how weights travel to a running engine -> what takes them in its workers; all are classes of _TRANSFER
+_RECEIVERS: dict[WeightTransport, str] = {"file": "FileTransfer", "nccl": "NcclTransfer", "ipc": "IpcTransfer"}
 _vllm_hf_config_override = SpeculativeConfig.hf_config_override
 
 
@@ -100,6 +103,6 @@ def register() -> None:
         ModelRegistry.register_model(trunk, f"{_MODELS}:{trunk}")
         ModelRegistry.register_model(draft, f"{_MODELS}:{draft}")
     SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
-    with suppress(ValueError):  # registered before
-        transfer = ("swiftlite.engines.vllm.weight_transfer", "FileTransfer")
-        WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, *transfer)
+    for transport, receiver in _RECEIVERS.items():
+        with suppress(ValueError):  # registered before
+            WeightTransferEngineFactory.register_engine(BACKENDS[transport], _TRANSFER, receiver)

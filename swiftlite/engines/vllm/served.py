@@ -1,22 +1,23 @@
 """A vLLM server that `swiftlite deploy --live_weights` started, with the methods of `VllmEngine`.
 
-A process that has no vLLM of its own, such as a trainer, asks it and gives it new weights. Both are on one machine: the
-weights travel as files in the temporary directory.
+A process beside it, such as a trainer, asks it and gives it new weights: in the way that the server was started for.
 """
 
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
+import torch
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.client import read_metrics
-from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER
+from swiftlite.engines.vllm.weight_channel import VllmChannel
+from swiftlite.engines.vllm.weight_transport import BACKENDS, make_transport
 from swiftlite.engines.weight_update import Bucket, Part, WeightUpdate
 from swiftlite.errors import UserError
 
@@ -38,7 +39,9 @@ class ServedVllm:
     def __init__(self, url: str, api_key: str | None = None):
         self._server = _Server(url, api_key or os.environ.get("VLLM_API_KEY"))
         config = self._server.call("GET", "/server_info?config_format=json")["vllm_config"]
-        if (config["weight_transfer_config"] or {}).get("backend") != WEIGHT_TRANSFER:
+        backend = (config["weight_transfer_config"] or {}).get("backend")
+        transports = {name: transport for transport, name in BACKENDS.items()}
+        if backend not in transports:
             raise _without_option(url)
         if self._server.call("GET", "/is_paused")["is_paused"]:
             raise UserError(
@@ -49,7 +52,12 @@ class ServedVllm:
         drafting = config["speculative_config"] or {}
         self.num_speculative_tokens: int = drafting.get("num_speculative_tokens", 0)
         self._max_length: int = config["model_config"]["max_model_len"]
-        self._weights = WeightUpdate("vLLM", _ServerChannel(self._server), model, drafting.get("method") == "mtp")
+        client = _ServerClient(self._server)
+        host = urlsplit(self._server.url).hostname or "127.0.0.1"
+        num_workers = config["parallel_config"]["world_size"] * config["parallel_config"]["data_parallel_size"]
+        self._transport = make_transport(transports[backend], client, num_workers, host)
+        channel = VllmChannel(client, self._transport)
+        self._weights = WeightUpdate("vLLM", channel, model, drafting.get("method") == "mtp")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
@@ -81,6 +89,11 @@ class ServedVllm:
 
         return self._server.run(answer_all)
 
+    @property
+    def bucket_device(self) -> torch.device:
+        """Where the tensors of a bucket are wanted."""
+        return self._transport.device
+
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
         """Give the server new weights, see `WeightUpdate.run`.
 
@@ -88,6 +101,7 @@ class ServedVllm:
         half way it stays paused, for this and every other client.
         """
         self._weights.check_whole()
+        self._transport.connect()
         self._server.call("POST", "/pause?mode=wait")
         try:
             self._weights.run(target, draft)
@@ -113,29 +127,35 @@ class ServedVllm:
         return read_metrics(self._server.call("GET", "/metrics"), self.num_speculative_tokens)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Part from the server, which goes on."""
+        self._transport.close()
 
     def _next_version(self) -> str:
         version = self.weight_version()
         return str(int(version) + 1 if version.isdigit() else 1)
 
 
-class _ServerChannel:
-    """See `Channel`."""
+class _ServerClient:
+    """See `Client`."""
+
+    part: Part = "target"
 
     def __init__(self, server: "_Server"):
         self._server = server
 
-    def start(self, part: Part) -> None:
-        self._server.call("POST", "/start_weight_update" if part == "target" else "/start_draft_weight_update")
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._server.call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
-    def send(self, path: Path) -> None:
-        self._server.call("POST", "/update_weights", {"update_info": {"path": str(path)}})
+    def start_weight_update(self) -> None:
+        self._server.call("POST", "/start_weight_update" if self.part == "target" else "/start_draft_weight_update")
 
-    def finish(self) -> None:
-        self._server.call("POST", "/finish_weight_update")
+    def update_weights(self, update_info: Any) -> None:
+        self._server.call("POST", "/update_weights", {"update_info": update_info})
 
-    def forget_cached(self) -> bool:
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._server.call("POST", "/finish_weight_update", {"weight_version": weight_version})
+
+    def reset_prefix_cache(self) -> bool:
         return self._server.call("POST", "/reset_prefix_cache")["success"]
 
 

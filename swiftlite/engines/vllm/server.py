@@ -14,7 +14,7 @@ from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.vllm import options
 from swiftlite.engines.vllm.info import VLLM
-from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER
+from swiftlite.engines.vllm.weight_transport import BACKENDS
 from swiftlite.errors import UserError
 from swiftlite.hub.name import served_name
 from swiftlite.log import logger
@@ -61,7 +61,7 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule:
         given["override_generation_config"] = {"temperature": 0}
     variables = options.memory_on_cpu()
     if args.live_weights:
-        given |= {"weight_transfer_config": {"backend": WEIGHT_TRANSFER}, "middleware": GUARD}
+        given |= {"weight_transfer_config": {"backend": BACKENDS[args.weight_transport]}, "middleware": GUARD}
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # without it vLLM has no routes for weights
     given |= VLLM.engine_kwargs(args)
     if isinstance(given.get("api_key"), str):  # flags are seen by everybody on the machine; several keys must be flags

@@ -1,12 +1,11 @@
-"""A backend of vLLM's weight-transfer API: a worker reloads its model in place from safetensors files.
+"""Backends of vLLM's weight-transfer API: a worker reloads its model in place.
 
-Registered by `plugin.py`, called by `weight_channel.py`. vLLM's own backends send through GPUs and say nothing of
-what was left out; this one works on a CPU too, where the weights are repacked, and fails unless every tensor found a
-parameter and every parameter a tensor.
+Registered by `plugin.py`, fed by `weight_transport.py`. vLLM's own backends say nothing of what was left out; these fail
+unless every tensor found a parameter and every parameter a tensor. They work on a CPU too, where weights are repacked.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,36 +16,32 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from swiftlite.engines.vllm.ipc_handle import as_arguments
 from swiftlite.engines.weight_filling import Filling
 
 
-@dataclass
-class FileInfo(WeightTransferUpdateInfo):
-    """One bucket: a safetensors file that the worker can read, which may go once `update_weights` returns."""
+class Checked(WeightTransferEngine[Any, Any]):
+    """Goes before a backend, and says what became of the tensors that it receives.
 
-    path: str
+    The backend calls `load_weights` of `self.model`, with some of the tensors each time. See vLLM's base class for when
+    the methods here are called.
+    """
 
-
-class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
-    """See vLLM's base class, which also says when each method is called."""
-
-    init_info_cls = WeightTransferInitInfo
-    update_info_cls = FileInfo
     supports_draft_weight_update = True
-
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Files need no connection."""
 
     def start_weight_update(self) -> None:
         """Take the model's parameters back to the form in which they are loaded."""
-        self._is_draft = self.model is not self._default_model
+        is_draft = self.model is not self._default_model
         # vLLM gives the target's embedding and output layer to every MTP draft.
-        shared = {id(parameter) for parameter in self._default_model.parameters()} if self._is_draft else ()
+        shared = {id(parameter) for parameter in self._default_model.parameters()} if is_draft else ()
         served = {name for name, parameter in self.model.named_parameters() if id(parameter) not in shared}
         initialize_layerwise_reload(self.model)
         _forget_packed_experts(self.model)
@@ -56,15 +51,20 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
         self._expected = served & {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         self._unread: list[str] = []
-        self._draft_tensors: dict[str, torch.Tensor] = {}
 
-    def receive_weights(self, update_info: FileInfo) -> None:
-        """Load one bucket. Those of a draft wait for the last one, because drafts refuse heads that are not whole."""
-        tensors = load_file(update_info.path)
-        if self._is_draft:
-            self._draft_tensors |= tensors
-        else:
-            self._load(tensors)
+    def receive_weights(self, update_info: Any) -> None:
+        """Load one bucket as the backend does."""
+        model = self.model
+        watched: Any = _Watched(model)
+        self.model = watched
+        try:
+            # Drafts refuse heads that are not whole, and a bucket has a part of them.
+            with disable_mtp_completeness_check():
+                super().receive_weights(update_info)
+        finally:
+            self.model = model
+        self._loaded |= watched.loaded
+        self._unread += watched.unread
 
     def finish_weight_update(self) -> None:
         """Repack the parameters.
@@ -75,9 +75,6 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
         Raises:
             ValueError: a tensor that nothing read, or a parameter that nothing filled.
         """
-        if self._is_draft:
-            self._load(self._draft_tensors)
-            self._draft_tensors = {}
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied(self.model)
         problems = [f"nothing reads {name}" for name in self._unread]
@@ -85,16 +82,90 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
         if problems:
             raise ValueError(f"{type(self.model).__name__} did not take the weights:\n  " + "\n  ".join(problems))
 
-    def shutdown(self) -> None:
-        """Nothing is open."""
 
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        model: Any = self.model
+class _Watched:
+    """A model that loads tensors.
+
+    Attributes:
+        loaded: names of the parameters that were filled, wholly or in part.
+        unread: names of tensors that nothing read.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+        self.loaded: set[str] = set()
+        self.unread: list[str] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensors = dict(weights)
         filling = Filling()
         filling.expect(tensors)
         with filling:
-            self._loaded |= model.load_weights(tensors.items())
-        self._unread += filling.take_unread()
+            self.loaded |= self._model.load_weights(tensors.items())
+        self.unread += filling.take_unread()
+
+
+@dataclass
+class FileInfo(WeightTransferUpdateInfo):
+    """One bucket: a safetensors file that the worker can read, which may go once `update_weights` returns."""
+
+    path: str
+
+
+class _FileEngine(WeightTransferEngine[WeightTransferInitInfo, FileInfo]):
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = FileInfo
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Files need no connection."""
+
+    def receive_weights(self, update_info: FileInfo) -> None:
+        model: Any = self.model
+        model.load_weights(load_file(update_info.path).items())
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass
+class IpcInfo(WeightTransferUpdateInfo):
+    """One bucket: tensors side by side in a buffer on a GPU of the sender, see `ipc_handle.py`.
+
+    Attributes:
+        tensor_sizes: in bytes.
+        gpu: the GPU's uuid.
+    """
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    tensor_sizes: list[int]
+    gpu: str
+    buffer: dict[str, Any]
+
+
+class _IpcEngine(IPCWeightTransferEngine):
+    """vLLM's, but told of a buffer in plain values."""
+
+    update_info_cls: Any = IpcInfo
+
+    def receive_weights(self, update_info: Any) -> None:
+        values = asdict(update_info)
+        arguments = as_arguments(values.pop("buffer"), self.device.index)
+        handles = {values.pop("gpu"): tuple(arguments)}
+        super().receive_weights(IPCWeightTransferUpdateInfo(ipc_handles=handles, **values))
+
+
+class FileTransfer(Checked, _FileEngine):
+    """Buckets are files."""
+
+
+class NcclTransfer(Checked, NCCLWeightTransferEngine):
+    """Buckets are broadcast by the trainer's GPU."""
+
+
+class IpcTransfer(Checked, _IpcEngine):
+    """Buckets are on the GPU that the trainer and the worker share."""
 
 
 def _forget_packed_experts(model: nn.Module) -> None:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from swiftlite.engines.served_model import read_model
-from swiftlite.engines.vllm.weight_channel import VllmChannel
+from swiftlite.engines.vllm.weight_channel import LlmClient, VllmChannel
+from swiftlite.engines.vllm.weight_transport import Files
 from swiftlite.engines.weight_update import WeightUpdate
 from swiftlite.errors import UserError
 from tests.tiny import make_tiny_hf
@@ -39,7 +40,7 @@ class FakeLLM:
         self.calls.append(sorted(load_file(path)))
         assert len(list(path.parent.iterdir())) == 1  # one bucket at a time
 
-    def finish_weight_update(self) -> None:
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append("finish")
 
     def reset_prefix_cache(self) -> bool:
@@ -54,7 +55,8 @@ def make(tmp_path, llm: Any, drafts: bool = True) -> tuple[WeightUpdate, dict, d
     copies = model.family.mtp.copies(model.hf_config, 0)
     heads = {key: t for key, t in tensors.items() if model.family.is_mtp(model.hf_config, key) and key not in copies}
     trunk = {key: tensor for key, tensor in tensors.items() if key not in heads and key not in copies}
-    return WeightUpdate("vLLM", VllmChannel(llm), model, drafts), trunk, heads
+    client = LlmClient(llm)
+    return WeightUpdate("vLLM", VllmChannel(client, Files(client)), model, drafts), trunk, heads
 
 
 def in_two(tensors: dict) -> list[dict]:

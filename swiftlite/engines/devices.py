@@ -1,0 +1,37 @@
+"""Which GPUs an engine computes on, when a trainer has others."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from swiftlite.errors import UserError
+
+
+@contextmanager
+def on_devices(devices: Sequence[int]) -> Iterator[None]:
+    """Let processes that begin within the context see these GPUs alone.
+
+    Args:
+        devices: places among the GPUs that this process sees; none: leave all visible.
+
+    Raises:
+        UserError: this process does not see so many.
+    """
+    if not devices:
+        yield
+        return
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [str(place) for place in range(max(devices) + 1)] if before is None else before.split(",")
+    if before == "" or max(devices) >= len(visible):
+        raise UserError(
+            f"an engine on GPU {max(devices)}, but CUDA_VISIBLE_DEVICES={before} leaves fewer",
+            "count the engine's devices from 0 among those that are visible",
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[place] for place in devices)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before

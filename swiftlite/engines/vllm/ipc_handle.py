@@ -1,0 +1,46 @@
+"""What one process needs to open a buffer on another one's GPU, as plain values.
+
+vLLM sends torch's own arguments, with types of Python among them, and so unpickles what it is sent. JSON is enough.
+"""
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+# Arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor that differ between buffers, by their places.
+_NUMBERS = {"num_bytes": 8, "offset_bytes": 9, "ref_counter_offset": 12, "event_sync_required": 14}
+_HANDLES = {"storage": 7, "ref_counter": 11, "event": 13}
+
+
+def as_plain_values(arguments: Sequence[Any]) -> dict[str, Any]:
+    """
+    Args:
+        arguments: those that `reduce_tensor` of torch has for a flat tensor of bytes.
+
+    Returns:
+        Numbers and texts alone.
+    """
+    [length] = arguments[1]
+    values = {name: arguments[place] for name, place in _NUMBERS.items()}
+    handles = {name: base64.b64encode(arguments[place]).decode() for name, place in _HANDLES.items()}
+    return {"length": length, **values, **handles}
+
+
+def as_arguments(values: dict[str, Any], device: int) -> list[Any]:
+    """The inverse, for a process that computes on GPU number `device`.
+
+    Raises:
+        ValueError: a value is missing, or a handle is no base64.
+    """
+    if missing := {"length", *_NUMBERS, *_HANDLES} - values.keys():
+        raise ValueError(f"the handle of a buffer lacks {', '.join(sorted(missing))}")
+    arguments: list[Any] = [None] * 15
+    arguments[:7] = [torch.Tensor, (values["length"],), (1,), 0, torch.storage.TypedStorage, torch.uint8, device]
+    for name, place in _NUMBERS.items():
+        arguments[place] = values[name]
+    for name, place in _HANDLES.items():
+        arguments[place] = base64.b64decode(values[name], validate=True)
+    arguments[10] = False  # requires_grad
+    return arguments

@@ -1,0 +1,87 @@
+"""NCCL and CUDA's shared memory without a GPU: what vLLM calls to bring weights from one GPU to another, over gloo and
+files.
+
+vLLM's own senders and receivers run on top of it, in every process that has this directory on PYTHONPATH: it is one of
+vLLM's plugins. Not tested so are streams, and what only GPUs get wrong.
+"""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_buffers = tempfile.TemporaryDirectory(prefix="gpu-links-")
+
+
+class GlooCommunicator:
+    """In the place of vLLM's PyNcclCommunicator."""
+
+    def __init__(self, group: Any, device: Any):
+        self.rank, self.world_size = group.rank, group.world_size
+        store = dist.PrefixStore("weights", group.store)
+        self._gloo = dist.ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=60))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        self._gloo.broadcast([tensor], options).wait()
+
+    def destroy(self) -> None:
+        del self._gloo
+
+
+class _TorchOfOneGpu:
+    """torch, for a module that names a GPU and its streams."""
+
+    cuda = SimpleNamespace(
+        current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
+        stream=lambda stream: nullcontext(),
+        get_device_properties=lambda device: SimpleNamespace(uuid="GPU-0"),
+    )
+    accelerator = SimpleNamespace(current_device_index=lambda: 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *sizes: Any, device: Any = "cpu", **options: Any) -> torch.Tensor:
+        """A tensor "on the GPU" is a file, which another process can open."""
+        if device != "cuda":
+            return torch.empty(*sizes, device=device, **options)
+        _, path = tempfile.mkstemp(dir=_buffers.name)
+        buffer: Any = torch.from_file(path, shared=True, size=sizes[0], dtype=options["dtype"])
+        buffer.path = path
+        return buffer
+
+
+def reduce_tensor(buffer: Any) -> tuple[Callable, tuple]:
+    """As torch's of a GPU's tensor: what another process needs to open it."""
+    return rebuild_cuda_tensor, (
+        *(torch.Tensor, buffer.size(), buffer.stride(), 0, torch.storage.TypedStorage, buffer.dtype, 0),
+        *(buffer.path.encode(), buffer.numel(), 0, False, b"counter", 0, b"event", False),
+    )
+
+
+def rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
+    return torch.from_file(arguments[7].decode(), shared=True, size=arguments[8], dtype=arguments[5])
+
+
+def install() -> None:
+    """Called by vLLM in each of its processes; may be called again."""
+    from torch.multiprocessing import reductions
+    from vllm.distributed.device_communicators import pynccl
+    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
+
+    pynccl.PyNcclCommunicator = GlooCommunicator  # type: ignore[assignment,misc]
+    replaced: Any = packed_tensor
+    replaced.torch = _TorchOfOneGpu()
+    replaced._get_streams = lambda device, number: [replaced.torch.cuda.current_stream()] * number
+    replaced.reduce_tensor = reduce_tensor
+    nccl_common.torch = replaced.torch  # type: ignore[attr-defined]
+    reductions.rebuild_cuda_tensor = rebuild_cuda_tensor  # type: ignore[assignment]
+    torch.cuda.get_device_properties = replaced.torch.cuda.get_device_properties
+    torch.cuda.ipc_collect = lambda: None
