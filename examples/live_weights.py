@@ -9,6 +9,7 @@ Before:   bash scripts/quickstart.sh --tiny && source .venv/bin/activate
 Run:      python examples/live_weights.py; further options are those of `swiftlite megatron sft`, and over two ranks
           torchrun --nproc_per_node 2 examples/live_weights.py --pipeline_model_parallel_size 2
           ENGINE=http://127.0.0.1:8000 sends them to a server: swiftlite deploy --model out/tiny/hf --live_weights
+          On GPUs, with 7 of 8 training: ENGINE_DEVICES=7 WEIGHT_TRANSPORT=nccl torchrun --nproc_per_node 7 ...
 """
 
 import os
@@ -33,6 +34,8 @@ MODEL = os.environ.get("MODEL", "out/tiny/hf")
 DATASET = os.environ.get("DATASET", "out/tiny/data/train.jsonl")
 OUT = os.environ.get("OUT", "out/live_weights")
 EVERY = int(os.environ.get("EVERY", "50"))
+ENGINE_DEVICES = tuple(int(device) for device in os.environ.get("ENGINE_DEVICES", "").split(",") if device)
+WEIGHT_TRANSPORT: Any = os.environ.get("WEIGHT_TRANSPORT", "file")
 OPTIONS = (
     f"--model {MODEL} --dataset {DATASET} --output_dir {OUT} --torch_dtype float32 --mtp_num_layers 1 "
     "--mtp_init random --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 200 --lr 1e-3"
@@ -46,7 +49,14 @@ class Service:
         template = ChatTemplate(load_tokenizer(MODEL))
         self.stop = stop_token_ids(template, MODEL)
         self.prompts = [encode_prompt(template, chat.prompt()) for chat in load_prompts([DATASET])[:32]]
-        config = EngineConfig(Path(MODEL), "float32", num_speculative_tokens=1, max_model_len=512)
+        config = EngineConfig(
+            Path(MODEL),
+            "float32",
+            num_speculative_tokens=1,
+            max_model_len=512,
+            devices=ENGINE_DEVICES,
+            weight_transport=WEIGHT_TRANSPORT,
+        )
         self.engine: Any = ServedVllm(ENGINE) if ENGINE.startswith("http") else start_engine(ENGINE, config)
 
     def report(self, step: int) -> None:

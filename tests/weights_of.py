@@ -11,7 +11,7 @@ Buckets = list[dict[str, torch.Tensor]]
 
 
 def trunk_and_heads(directory: Path) -> tuple[Buckets, Buckets]:
-    """A checkpoint's trunk and its heads, a bucket each; without the copies of the trunk's tensors that heads have."""
+    """A checkpoint's trunk and its heads, two buckets each; without copies of the trunk's tensors in the heads."""
     model = read_model(directory)
     copies = model.family.mtp.copies(model.hf_config, 0)
     trunk, heads = {}, {}
@@ -20,4 +20,10 @@ def trunk_and_heads(directory: Path) -> tuple[Buckets, Buckets]:
             continue
         part = heads if model.family.is_mtp(model.hf_config, name) else trunk
         part[name] = tensor
-    return [trunk], [heads]
+    return _in_two(trunk), _in_two(heads)
+
+
+def _in_two(tensors: dict[str, torch.Tensor]) -> Buckets:
+    """Every other tensor in the second one, so that no layer, and no expert, is whole before it."""
+    entries = list(tensors.items())
+    return [dict(entries[::2]), dict(entries[1::2])]

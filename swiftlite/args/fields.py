@@ -447,11 +447,11 @@ class ServerArgs:
     max_model_len: bounds.Length | None = None
     """Longest prompt plus answer. Unset: the model's own limit."""
     live_weights: bool = False
-    """Take new weights while serving, from a trainer on this machine. Whoever reaches the port may then replace the
+    """Take new weights while serving, from a trainer. Whoever reaches the port may then replace the
     weights and pause the server: keep --host at this machine, or give an api_key."""
     weight_transport: Literal["file", "nccl", "ipc"] = "file"
-    """How they come, with --live_weights. file: through the temporary directory of this machine; nccl: from the trainer's
-    GPU to the server's, on any machine; ipc: within the GPU that both share."""
+    """How they come, with --live_weights. file: through the temporary directory of this machine; nccl: from GPU to GPU,
+    also between machines; ipc: within the GPU that trainer and server share."""
     dry_run: bool = False
     """Print the command that would be started, ready to paste, and start nothing."""
 

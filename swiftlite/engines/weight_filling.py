@@ -72,7 +72,7 @@ class Filling(TorchDispatchMode):
 
 def _start(tensor: torch.Tensor) -> int:
     """Where a tensor starts in its storage, in bytes."""
-    return tensor.storage_offset() * tensor.element_size()
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _storage(tensor: torch.Tensor) -> int:

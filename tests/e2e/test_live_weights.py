@@ -36,7 +36,7 @@ def write_rows(directory: Path) -> Path:
     [
         pytest.param("vllm", "file", marks=needs_vllm),
         pytest.param("vllm", "nccl", marks=needs_vllm),
-        pytest.param("vllm", "ipc", marks=needs_vllm),
+        pytest.param("vllm", "ipc", marks=[needs_vllm, pytest.mark.slow]),
         pytest.param("sglang", "file", marks=needs_sglang),
     ],
 )
@@ -81,12 +81,15 @@ def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path, 
 
 
 @needs_vllm
-def test_experts_that_were_packed_are_packed_anew(vllm, trained, tmp_path):
-    """Without `_forget_packed_experts` of weight_transfer.py vLLM reads the new experts as if they were packed."""
-    started = make_tiny_hf(tmp_path / "started", "qwen3_moe", depth=1)
-    directory, prompts = trained("qwen3_moe", 1, "vllm")
+@pytest.mark.parametrize("family", ["qwen3_moe", "mimo", "glm4_moe"])
+def test_an_engine_that_takes_new_weights_in_parts_is_as_if_started_with_them(vllm, trained, tmp_path, family):
+    """Without `_forget_packed_experts` of weight_transfer.py vLLM reads the new experts as if they were packed. Draft
+    classes refuse heads that are not whole, unless they are told that these are a part."""
+    started = make_tiny_hf(tmp_path / "started", family, depth=1)
+    directory, prompts = trained(family, 1, "vllm")
     served = vllm(started, prompts, NEW_TOKENS, 1, weights_of=directory)
-    expected, counts = Reference.load(directory, "qwen3_moe", depth=1).simulate(prompts, NEW_TOKENS, 1)
+    reference = follow(Reference.load(directory, family, depth=1), convention("vllm", family).drafting)
+    expected, counts = reference.simulate(prompts, NEW_TOKENS, 1)
     assert served.token_ids == expected
     assert expected_counts(served.counts) == expected_counts(counts)
 

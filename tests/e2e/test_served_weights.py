@@ -17,6 +17,8 @@ from swiftlite.engines.vllm.served import ServedVllm
 from swiftlite.errors import UserError
 from tests.e2e.test_engines import expected_counts, get, running, wait_for_health
 from tests.engines.reference import Reference, convention, follow
+from tests.gpu_links.gpu_links import install
+from tests.stand_ins import gpu_link_environment
 from tests.tiny import make_tiny_hf, make_tiny_tokenizer
 
 pytestmark = [
@@ -53,6 +55,27 @@ def measured(engine: ServedVllm, prompts: list[list[int]]) -> tuple:
     before = engine.draft_counts()
     completions: list[Completion] = engine.generate(prompts, Sampling(NEW_TOKENS))
     return [one.token_ids for one in completions], expected_counts(engine.draft_counts().since(before))
+
+
+@pytest.mark.slow
+def test_a_server_takes_new_weights_from_another_gpu(trained, tmp_path, monkeypatch):
+    new, prompts = trained("qwen3", 1, "vllm")
+    prompts = [prompt for prompt in prompts if len(prompt) > 1]
+    old = make_tiny_hf(tmp_path / "old", "qwen3", depth=1)
+    make_tiny_tokenizer().save_pretrained(old)
+    words = f"deploy --model {old} --torch_dtype float32 --port {PORT} --max_model_len 128 --live_weights".split()
+    words += ["--weight_transport", "nccl"]
+    monkeypatch.setenv("PYTHONPATH", gpu_link_environment()["PYTHONPATH"])
+    install(monkeypatch.setattr)  # in the place of the trainer
+    with running([sys.executable, "-m", "swiftlite", *words], tmp_path / "log") as server:
+        wait_for_health(server, URL, tmp_path / "log")
+        engine = ServedVllm(URL)
+        engine.update_weights(*(iter([tensors]) for tensors in parts_of(new)))
+        assert measured(engine, prompts) == expected(new, prompts)
+        assert engine.weight_version() == "1"
+        with pytest.raises(UserError, match=r"missing: model\.embed_tokens\.weight"):
+            engine.update_weights(iter(()))
+        engine.close()
 
 
 def test_a_server_takes_new_weights_or_answers_no_more(trained, tmp_path, monkeypatch):

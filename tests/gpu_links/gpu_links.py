@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 _buffers = tempfile.TemporaryDirectory(prefix="gpu-links-")
 
@@ -23,8 +24,8 @@ class GlooCommunicator:
 
     def __init__(self, group: Any, device: Any):
         self.rank, self.world_size = group.rank, group.world_size
-        store = dist.PrefixStore("weights", group.store)
-        self._gloo = dist.ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=60))
+        store = PrefixStore("weights", group.store)
+        self._gloo: Any = dist.ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=60))
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         options = dist.BroadcastOptions()
@@ -70,18 +71,22 @@ def rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
     return torch.from_file(arguments[7].decode(), shared=True, size=arguments[8], dtype=arguments[5])
 
 
-def install() -> None:
-    """Called by vLLM in each of its processes; may be called again."""
+def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Called by vLLM in each of its processes; may be called again.
+
+    Args:
+        replace: sets an attribute, as `setattr` does for good.
+    """
     from torch.multiprocessing import reductions
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
-    pynccl.PyNcclCommunicator = GlooCommunicator  # type: ignore[assignment,misc]
-    replaced: Any = packed_tensor
-    replaced.torch = _TorchOfOneGpu()
-    replaced._get_streams = lambda device, number: [replaced.torch.cuda.current_stream()] * number
-    replaced.reduce_tensor = reduce_tensor
-    nccl_common.torch = replaced.torch  # type: ignore[attr-defined]
-    reductions.rebuild_cuda_tensor = rebuild_cuda_tensor  # type: ignore[assignment]
-    torch.cuda.get_device_properties = replaced.torch.cuda.get_device_properties
-    torch.cuda.ipc_collect = lambda: None
+    one_gpu = _TorchOfOneGpu()
+    replace(pynccl, "PyNcclCommunicator", GlooCommunicator)
+    replace(nccl_common, "torch", one_gpu)
+    replace(packed_tensor, "torch", one_gpu)
+    replace(packed_tensor, "_get_streams", lambda device, number: [one_gpu.cuda.current_stream()] * number)
+    replace(packed_tensor, "reduce_tensor", reduce_tensor)
+    replace(reductions, "rebuild_cuda_tensor", rebuild_cuda_tensor)
+    replace(torch.cuda, "get_device_properties", one_gpu.cuda.get_device_properties)
+    replace(torch.cuda, "ipc_collect", lambda: None)

@@ -63,6 +63,7 @@ def test_good_options_pass_without_a_note(here, args):
             "--sglang_speculative_num_steps 2",
         ),
         ({"live_weights": True}, "--live_weights with SGLang, whose server is given none", "--infer_backend vllm"),
+        ({"weight_transport": "nccl"}, "--weight_transport nccl, but no --live_weights", "add it"),
     ],
 )
 def test_deploy(here, change, problem, hint):

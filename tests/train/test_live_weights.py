@@ -16,6 +16,8 @@ from tests.tiny import make_tiny_hf
 class Engine:
     """What takes the weights, and the order in which they came."""
 
+    bucket_device = torch.device("cpu")
+
     def __init__(self):
         self.received: list[tuple[str, dict[str, torch.Tensor]]] = []
 

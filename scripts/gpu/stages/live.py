@@ -1,4 +1,5 @@
-"""Weights that reach a vLLM which goes on running: `examples/live_weights.py`, heads drawn anew, drafts accepted."""
+"""Weights that reach a vLLM which goes on running: `examples/live_weights.py`, heads drawn anew, drafts accepted; as
+files, and on GPUs also from GPU to GPU."""
 
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from commands import make_served
 from result import Results, Settings
 
@@ -19,13 +21,24 @@ def run(settings: Settings, results: Results) -> None:
         results.add("vllm", "not installed")
         return
     _, hf = make_served(settings)
+    on_this_machine = {"file": ""}  # the way of the weights -> the devices of the engine
+    if settings.device == "cuda":
+        on_this_machine["ipc"] = ""
+    if torch.cuda.device_count() > 1:
+        on_this_machine["nccl"] = "1"
+    for transport, devices in on_this_machine.items():
+        train_beside(transport, devices, hf, settings, results)
+
+
+def train_beside(transport: str, devices: str, hf: Path, settings: Settings, results: Results) -> None:
     steps, every = (40, 20) if settings.tiny else (200, 50)
     data, out = settings.output_dir / "data" / "train.jsonl", settings.output_dir / "live_run"
     shutil.rmtree(out, ignore_errors=True)
     told = {"MODEL": str(hf), "DATASET": str(data), "OUT": str(out), "EVERY": str(every)}
+    told |= {"WEIGHT_TRANSPORT": transport, "ENGINE_DEVICES": devices}
     command = [sys.executable, EXAMPLE, "--train_iters", str(steps), "--report_to", "none"]
     done = subprocess.run(command, env=os.environ | told, stdout=subprocess.PIPE, text=True)
     shares = [float(share) for share in re.findall(r"step +\d+: +([\d.]+) % of drafts accepted", done.stdout)]
     shown = ", ".join(f"{share:g} %" for share in shares)
     passed = done.returncode == 0 and len(shares) == 1 + steps // every and shares[-1] > shares[0]
-    results.add("drafts accepted while the heads learn", shown, passed, "more at the end")
+    results.add(f"drafts accepted while the heads learn, weights by {transport}", shown, passed, "more at the end")

@@ -39,7 +39,9 @@ class SglangEngine:
 
     def __init__(self, config: EngineConfig):
         if config.weight_transport != "file":
-            raise UserError(f"weight_transport {config.weight_transport}: SGLang takes new weights from files", "use file")
+            raise UserError(
+                f"weight_transport {config.weight_transport}: SGLang takes new weights from files", "use file"
+            )
         model = read_model(config.model)
         os.environ.update(cpu_variables())  # read when SGLang is imported
         import sglang

@@ -17,7 +17,7 @@ from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_promp
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.client import read_metrics
 from swiftlite.engines.vllm.weight_channel import VllmChannel
-from swiftlite.engines.vllm.weight_transport import BACKENDS, make_transport
+from swiftlite.engines.vllm.weight_transport import BACKENDS, WeightTransport, make_transport
 from swiftlite.engines.weight_update import Bucket, Part, WeightUpdate
 from swiftlite.errors import UserError
 
@@ -40,7 +40,7 @@ class ServedVllm:
         self._server = _Server(url, api_key or os.environ.get("VLLM_API_KEY"))
         config = self._server.call("GET", "/server_info?config_format=json")["vllm_config"]
         backend = (config["weight_transfer_config"] or {}).get("backend")
-        transports = {name: transport for transport, name in BACKENDS.items()}
+        transports: dict[str, WeightTransport] = {name: transport for transport, name in BACKENDS.items()}
         if backend not in transports:
             raise _without_option(url)
         if self._server.call("GET", "/is_paused")["is_paused"]:

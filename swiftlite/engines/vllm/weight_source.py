@@ -1,6 +1,6 @@
 """Weights as vLLM's senders take them: its `WeightSource`.
 
-Whoever drives vLLM's own senders gives them a `MegatronSource`, with the client of `weight_channel.py` or one of vLLM's:
+Whoever drives vLLM's own senders gives them a `MegatronSource`, and a client of `weight_channel.py` or of vLLM's own:
 
     source = MegatronSource(live_weights, "trunk")
     sender = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
@@ -38,7 +38,9 @@ class MegatronSource(WeightSource):
     """
 
     def __init__(self, model: TrainedModel, part: HfPart, device: torch.device):
-        self._model, self._part, self._device = model, part, device
+        self._model = model
+        self._part: HfPart = part
+        self._device = device
 
     def metadata(self) -> list[ParamMeta]:
         """See vLLM's class; nothing is gathered."""

@@ -1,7 +1,8 @@
 """Backends of vLLM's weight-transfer API: a worker reloads its model in place.
 
-Registered by `plugin.py`, fed by `weight_transport.py`. vLLM's own backends say nothing of what was left out; these fail
-unless every tensor found a parameter and every parameter a tensor. They work on a CPU too, where weights are repacked.
+Registered by `plugin.py`, fed by `weight_transport.py`. vLLM's own backends say nothing of what was left out; these
+fail unless every tensor found a parameter and every parameter a tensor. They work on a CPU too, where weights are
+repacked.
 """
 
 from collections.abc import Iterable
@@ -60,7 +61,7 @@ class Checked(WeightTransferEngine[Any, Any]):
         try:
             # Drafts refuse heads that are not whole, and a bucket has a part of them.
             with disable_mtp_completeness_check():
-                super().receive_weights(update_info)
+                super().receive_weights(update_info)  # pyright: ignore[reportAbstractUsage]  the backend's
         finally:
             self.model = model
         self._loaded |= watched.loaded

@@ -5,8 +5,7 @@ The ways between GPUs are vLLM's own; it is imported when one of them connects.
 """
 
 import socket
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -90,6 +89,8 @@ class Files:
 
 class Nccl:
     """One broadcast for each bucket, from this process's GPU to those of all workers, by vLLM's own sender.
+
+    It waits for a worker that dies in the middle of a broadcast, as NCCL does.
 
     Args:
         address: of this machine, where the workers meet this process.
@@ -184,6 +185,11 @@ def _source_of(bucket: Bucket) -> Any:
 def _own_device() -> torch.device:
     """The GPU of this process; the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def has_own_device_of(devices: Sequence[int]) -> bool:
+    """Whether the GPU of this process is among those of an engine; of none given the engine takes the first."""
+    return torch.cuda.is_available() and torch.cuda.current_device() in (devices or (0,))
 
 
 def own_address(server: str) -> str:
