@@ -37,15 +37,12 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[B
         batches: this rank's micro-batches.
     """
     mismatched = [batch.mismatched or batch for batch in batches]  # of padding alone there are none
-    batch_size, length = mismatched[0].position_ids_BS.shape
     parts = run_pipeline(
         model,
         mesh,
         _ratios(mesh),
         [on_this_rank(mismatched, mesh) for _ in model],
-        num_micro_batches=len(mismatched),
-        micro_batch_size=batch_size,
-        length=length,
+        shapes=[batch.position_ids_BS.shape for batch in mismatched],
         forward_only=True,
     )
     total, number = add_up(parts, (2,), mesh).tolist()

@@ -157,9 +157,7 @@ def log_probabilities(
             mesh,
             _scoring(mesh),
             [on_this_rank(micro_batches, mesh) for _ in chunks],
-            num_micro_batches=len(micro_batches),
-            micro_batch_size=micro_batches[0].position_ids_BS.size(0),
-            length=micro_batches[0].position_ids_BS.size(1),
+            shapes=[batch.position_ids_BS.shape for batch in micro_batches],
             forward_only=True,
         )
     found = torch.zeros(len(pairs), 2, device=mesh.device.torch_device)
