@@ -175,7 +175,7 @@ def _scoring(mesh: Mesh) -> Callable:
 
         def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             log_p_P2 = score(losses.main.loss_BS, batch, mesh).log_p_P2
-            return log_p_P2.sum(), torch.tensor(1, dtype=torch.int32, device=log_p_P2.device), log_p_P2
+            return log_p_P2.sum(), torch.ones((), dtype=torch.int32, device=log_p_P2.device), log_p_P2
 
         return forward(model, batch), loss_func
 
