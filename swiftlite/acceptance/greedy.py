@@ -169,10 +169,9 @@ class GreedyRows:
             self.mesh,
             forward_step,
             [iter(passes) for _ in self.model],
-            num_micro_batches=len(passes),
-            micro_batch_size=1,
-            length=passes[0].input_ids.size(1),
+            shapes=[each.input_ids.shape for each in passes],
             forward_only=True,
+            tells_shapes=True,
             collect_non_loss_data=True,
         )
         counts = [len(micro_batch.predicted) for micro_batch in passes]

@@ -7,7 +7,6 @@ Shapes: B batch, S sequence (this context-parallel rank's part).
 
 import torch
 
-from swiftlite.data.batch import shift_left
 from swiftlite.model.gpt import Losses
 from swiftlite.model.ranks import whole_rows
 from swiftlite.runtime.mesh import Mesh
@@ -30,7 +29,8 @@ def sum_up(
     trunk_BS = whole_rows(losses.main.prediction_BS, mesh, cu_seqlens)
     for depth, (head, weight_BS) in enumerate(zip((losses.main, *losses.mtp), loss_scale_KBS, strict=True)):
         if depth > 0:
-            trunk_BS = shift_left(trunk_BS, fill=-1, cu_seqlens=cu_seqlens)
+            # What comes round from another sequence stands where this depth has no target.
+            trunk_BS = trunk_BS.roll(-1, dims=1)
         prediction_BS = whole_rows(head.prediction_BS, mesh, cu_seqlens)
         valid_BS = prediction_BS != -1
         hits_BS = valid_BS & (prediction_BS == trunk_BS)

@@ -49,7 +49,7 @@ class Batch:
     Attributes:
         tokens_KBS: int64; the pad token after the end of a sample.
         labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1 of the same sample, -100 where that does not
-            train or there is none.
+            train or there is none. They stay on the host, since the number of targets follows from them.
         loss_scale_KBS: float32; weight of `labels[k, b, s]`, 0 where that is -100.
         position_ids_BS: int64; 0, 1, 2, ... in every sequence.
         sequence_KBS: int64; the number of the sequence that `tokens[k, b, s]` belongs to, counted through the

@@ -32,6 +32,7 @@ from swiftlite.model.context_parallel import (
     seen_by,
     sequence_lengths,
 )
+from swiftlite.runtime.device import on_device
 
 
 class Offsets(NamedTuple):
@@ -54,10 +55,11 @@ def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device:
     """Made on the host and copied once: a copy that each layer made would have it wait for the device each time."""
     keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
     # Without context parallelism the prefixes are the row itself.
-    keys_T = None if len(keys) == num_keys else keys.to(device)
+    keys_T = None if len(keys) == num_keys else on_device(keys, device)
     queries_of = [segment.num_queries for segment in segments] * num_rows
     keys_of = [segment.key_end - segment.key_start for segment in segments] * num_rows
-    cu_q, cu_k = torch.tensor([[0, *accumulate(queries_of)], [0, *accumulate(keys_of)]], dtype=torch.int32).to(device)
+    starts = torch.tensor([[0, *accumulate(queries_of)], [0, *accumulate(keys_of)]], dtype=torch.int32)
+    cu_q, cu_k = on_device(starts, device)
     return Offsets(keys_T, cu_q, cu_k, max(queries_of), max(keys_of))
 
 

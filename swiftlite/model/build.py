@@ -71,12 +71,13 @@ def build_config(
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        # Rows are padded to the longest of their own micro-batch, so each tells the next stage its shape.
+        # Rows are padded to the longest of their own micro-batch; what shapes cross, `pipeline.py` says.
         variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
         # gloo matches messages to one rank in order and sends from the buffer it is given: with two stages batched
         # messages would swap activations and gradients, and a freed buffer would be sent as garbage.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
+        batch_p2p_sync=False,  # it waits for the GPU after each message, for a bug of releases of torch that are gone
         deallocate_pipeline_outputs=device.is_cuda,
         recompute_granularity=None if recompute.recompute_granularity == "none" else recompute.recompute_granularity,
         recompute_method=recompute.recompute_method if is_full else None,

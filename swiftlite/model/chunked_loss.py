@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from swiftlite.model.loss import DISTANCES, Distance, TokenLoss, cross_entropy_, laid_out, vocab_parallel_argmax
+from swiftlite.model.loss import DISTANCES, Distance, Picked, TokenLoss, cross_entropy_, laid_out, vocab_parallel_argmax
 from swiftlite.plan.kernels import CHUNK
 
 
@@ -55,7 +55,7 @@ def chunked_loss(
     states_NH: torch.Tensor,
     weight_VH: torch.Tensor,
     target: Target,
-    picked_BS: torch.Tensor,
+    picked: Picked,
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
@@ -63,12 +63,12 @@ def chunked_loss(
 
     Args:
         weight_VH: this rank's part of the output matrix.
-        picked_BS: which positions the states are of.
+        picked: which positions the states are of.
         tokens_V: the tokens of the matrix's rows, where they are not the whole vocabulary.
     """
     results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, tp_group, tokens_V)
     loss_N, prediction_N = results
-    return laid_out(loss_N, prediction_N, picked_BS)
+    return laid_out(loss_N, prediction_N, picked)
 
 
 class _ChunkedLoss(torch.autograd.Function):

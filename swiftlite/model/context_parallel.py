@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from swiftlite.runtime.device import on_device
+
 
 class Segment(NamedTuple):
     """Consecutive queries of a rank, and the keys that the last of them sees: the prefix of its own sequence."""
@@ -96,7 +98,7 @@ def zigzag_positions(lengths: tuple[int, ...], rank: int, size: int, device: tor
         ValueError: a length is no multiple of 2 * size.
     """
     positions = [torch.arange(start, end) for _, start, end in _runs(lengths, rank, size)]
-    return torch.cat(positions).to(device)
+    return on_device(torch.cat(positions), device)
 
 
 @lru_cache(maxsize=16)

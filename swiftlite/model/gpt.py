@@ -51,8 +51,10 @@ from swiftlite.model.context_parallel import (
 from swiftlite.model.loss import (
     IGNORE_INDEX,
     MAX_POSITIONS,
+    Picked,
     TokenLoss,
     distillation_loss,
+    pick,
     token_loss,
     vocab_parallel_argmax,
 )
@@ -148,6 +150,7 @@ class GPTModel(McoreGPTModel):
         self.drafting = drafting
         self.mtp_loss: MtpLoss = mtp_loss
         self.loss_in_chunks = loss_in_chunks
+        self.register_buffer("_drafted_rows", self._find_drafted_rows(), persistent=False)
         self._low_precision = {"fp8": config.fp8, "fp4": config.fp4}
 
     def train(self, mode: bool = True) -> "GPTModel":
@@ -170,6 +173,13 @@ class GPTModel(McoreGPTModel):
             del self.output_layer  # first, or both would be in memory
             self.output_layer = self._make_output_layer()
         super().setup_embeddings_and_output_layer()
+
+    def _find_drafted_rows(self) -> torch.Tensor:
+        """Which rows of this rank's part of the output matrix are of the draft vocabulary."""
+        group: Any = self.pg_collection.tp
+        num_rows = self.vocab_size // group.size()
+        row_V = torch.tensor(self.heads.draft_vocab, dtype=torch.int64) - group.rank() * num_rows
+        return row_V[(row_V >= 0) & (row_V < num_rows)]
 
     def _make_output_layer(self) -> ColumnParallelLinear:
         # It is given whole sequences: they are gathered before positions are picked from them (`whole_sequence`).
@@ -220,7 +230,8 @@ class GPTModel(McoreGPTModel):
         Args:
             input_ids: [B, S].
             position_ids: [B, S].
-            labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where nothing is to be learned.
+            labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where nothing is to be learned. On the host,
+                or the loss waits for the device (`loss.pick`).
             mtp_input_ids: [B, S] for each depth k, the token at s + k. Unset: `input_ids` shifted inside each sequence,
                 which is right unless context-parallel ranks share the row.
             mtp_labels: [B, S] for each depth k, the token at s + k + 1; unset as above.
@@ -539,13 +550,12 @@ class GPTModel(McoreGPTModel):
         return self.output_layer(hidden_SBH, weight=weight)[0]
 
     def _cross_entropy(self, hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> TokenLoss:
-        picked_BS = labels_BS != IGNORE_INDEX
-        row_N, place_N = picked_BS.nonzero(as_tuple=True)
-        states_NH, words_N = self._picked_states(hidden_SBH, row_N, place_N), labels_BS[row_N, place_N]
+        picked = pick(labels_BS, hidden_SBH.device)
+        states_NH = self._picked_states(hidden_SBH, picked)
         tp = self.pg_collection.tp
         if self.loss_in_chunks:
-            return chunked_loss(states_NH, self._output_weight(), Words(words_N), picked_BS, tp)
-        return token_loss(self._output(of_heads=False).logits(states_NH), words_N, picked_BS, tp)
+            return chunked_loss(states_NH, self._output_weight(), Words(picked.word_N), picked, tp)
+        return token_loss(self._output(of_heads=False).logits(states_NH), picked, tp)
 
     def _distillation(
         self,
@@ -566,26 +576,25 @@ class GPTModel(McoreGPTModel):
             positions_S: s + k of each position s.
         """
         assert self.mtp_loss != "ce"
-        picked_BS = labels_BS != IGNORE_INDEX
-        row_N, place_N = picked_BS.nonzero(as_tuple=True)
-        states_NH = self._picked_states(hidden_SBH, row_N, place_N)
-        trunk_NH = trunk_TBH[positions_S[place_N], row_N]
+        picked = pick(labels_BS, hidden_SBH.device)
+        states_NH = self._picked_states(hidden_SBH, picked)
+        trunk_NH = trunk_TBH[positions_S[picked.place_N], picked.row_N]
         tp = self.pg_collection.tp
         if self.loss_in_chunks:
             target = TrunkStates(trunk_NH, self.mtp_loss)
-            return chunked_loss(states_NH, output.weight_VH, target, picked_BS, tp, output.tokens_V)
+            return chunked_loss(states_NH, output.weight_VH, target, picked, tp, output.tokens_V)
 
         def trunk_logits(rows: slice) -> torch.Tensor:
             return output.logits(trunk_NH[rows])
 
         logits_NV = output.logits(states_NH)
-        return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, picked_BS, tp, output.tokens_V)
+        return distillation_loss(logits_NV, trunk_logits, self.mtp_loss, picked, tp, output.tokens_V)
 
-    def _picked_states(self, hidden_SBH: torch.Tensor, row_N: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
+    def _picked_states(self, hidden_SBH: torch.Tensor, picked: Picked) -> torch.Tensor:
         """[N, H]: only positions that have a target meet the vocabulary; prompts and padding are often half of them."""
         hidden_SBH = self.whole_sequence(hidden_SBH)
         # One index into S * B states: picked from [B, S] the gradient would be laid out so, and every layer would copy.
-        return hidden_SBH.flatten(0, 1)[place_N * hidden_SBH.size(1) + row_N]
+        return hidden_SBH.flatten(0, 1)[picked.place_N * hidden_SBH.size(1) + picked.row_N]
 
     def _output(self, of_heads: bool) -> "_Output":
         """The output layer as the trunk has it, or the heads, which may have a draft vocabulary."""
@@ -593,8 +602,8 @@ class GPTModel(McoreGPTModel):
         if not (of_heads and self.heads.draft_vocab):
             return _Output(lambda hidden_NH: self.logits(hidden_NH[:, None]).squeeze(1), weight, None)
         group: Any = self.pg_collection.tp
-        tokens_V = torch.tensor(self.heads.draft_vocab, device=weight.device) - group.rank() * len(weight)
-        rows_V = tokens_V[(tokens_V >= 0) & (tokens_V < len(weight))]
+        rows_V = self._drafted_rows
+        assert isinstance(rows_V, torch.Tensor)
         # No gradient: heads have a draft vocabulary where the trunk stays (`rules.sft_heads`).
         weight_VH = weight.detach()[rows_V]
 

@@ -11,10 +11,40 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
+from swiftlite.runtime.device import on_device
+
 IGNORE_INDEX = -100
 Distance = Literal["kl", "tv", "nla", "lk_hybrid"]
 MAX_POSITIONS = 256
 """Positions whose trunk logits `distillation_loss` has in memory at one time, in float32 and in two copies."""
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The positions of a micro-batch that have a label, row by row; see `pick`.
+
+    Attributes:
+        row_N, place_N: where they are in [B, S], int64.
+        word_N: their labels.
+        shape: B and S.
+    """
+
+    row_N: torch.Tensor
+    place_N: torch.Tensor
+    word_N: torch.Tensor
+    shape: torch.Size
+
+
+def pick(labels_BS: torch.Tensor, device: torch.device) -> Picked:
+    """The positions with a label, on the device.
+
+    Args:
+        labels_BS: on the host, best of all: how many there are the host must know, and would wait for a GPU to say.
+    """
+    row_N, place_N = (labels_BS != IGNORE_INDEX).nonzero(as_tuple=True)
+    together_3N = torch.stack([row_N, place_N, labels_BS[row_N, place_N]])  # one copy instead of three
+    row_N, place_N, word_N = on_device(together_3N, device)
+    return Picked(row_N, place_N, word_N, labels_BS.shape)
 
 
 @dataclass(frozen=True)
@@ -55,28 +85,25 @@ def vocab_parallel_argmax(
     return torch.stack(tokens).gather(0, best_rank_N[None])[0]
 
 
-def token_loss(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, picked_BS: torch.Tensor, tp_group: dist.ProcessGroup
-) -> TokenLoss:
+def token_loss(logits_NV: torch.Tensor, picked: Picked, tp_group: dist.ProcessGroup) -> TokenLoss:
     """Loss and prediction for the picked positions, laid out as [B, S] again.
 
     Args:
-        logits_NV: this rank's part of the logits at the picked positions, in row order.
-        targets_N: the token each must predict.
-        picked_BS: which positions those are.
+        logits_NV: this rank's part of the logits at the picked positions.
+        picked: which positions those are, and the token that each must predict.
     """
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, tp_group)
     # The [1, N] shape is megatron-core's [S, B]; the loss does not care which is which.
-    loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], targets_N[None])[0]
-    return laid_out(loss_N, prediction_N, picked_BS)
+    loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], picked.word_N[None])[0]
+    return laid_out(loss_N, prediction_N, picked)
 
 
 def distillation_loss(
     logits_NV: torch.Tensor,
     trunk_logits: Callable[[slice], torch.Tensor],
     kind: Distance,
-    picked_BS: torch.Tensor,
+    picked: Picked,
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
@@ -91,14 +118,14 @@ def distillation_loss(
     Args:
         logits_NV: the head's; the memory of float32 ones is used for the gradient, so nothing may read them later.
         trunk_logits: the trunk's, [n, V], at some of the N positions; called for at most MAX_POSITIONS.
-        picked_BS: as for `token_loss`.
+        picked: which positions those are.
         tokens_V: the tokens of these logits, where they are not the whole vocabulary.
     """
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, tp_group, tokens_V)
     loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, tp_group)
     assert loss_N is not None
-    return laid_out(loss_N, prediction_N, picked_BS)
+    return laid_out(loss_N, prediction_N, picked)
 
 
 class _Distillation(torch.autograd.Function):
@@ -237,8 +264,10 @@ def _sum_over_ranks(part_N: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.
     return part_N
 
 
-def laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, picked_BS: torch.Tensor) -> TokenLoss:
+def laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, picked: Picked) -> TokenLoss:
     """As [B, S] again, what was computed at the picked positions."""
-    loss_BS = loss_N.new_zeros(picked_BS.shape).masked_scatter(picked_BS, loss_N)
-    prediction_BS = prediction_N.new_full(picked_BS.shape, -1).masked_scatter(picked_BS, prediction_N)
+    # By indices: the gradient of what a mask says is of a size that the host would wait for.
+    where = (picked.row_N, picked.place_N)
+    loss_BS = loss_N.new_zeros(picked.shape).index_put(where, loss_N)
+    prediction_BS = prediction_N.new_full(picked.shape, -1).index_put(where, prediction_N)
     return TokenLoss(loss_BS, prediction_BS)

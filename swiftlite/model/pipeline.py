@@ -1,19 +1,26 @@
 """megatron-core's schedules: micro-batches through the pipeline stages of a mesh, forward and backward."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.utils import get_model_config
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from swiftlite.plan.layout import num_virtual_stages
+from swiftlite.plan.layout import length_divisor, num_virtual_stages, states_sent
 from swiftlite.runtime.mesh import Mesh
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Any, Callable]]
 """What a schedule calls for each micro-batch and chunk: (iterator, chunk) -> (the chunk's output, a function of the
 model's output that gives what is to be minimised, its number of targets, and anything else)."""
+
+
+Shape = tuple[int, int, int]
+"""Of what crosses from one stage to the next: positions of all states, rows, hidden size."""
 
 
 def run_pipeline(
@@ -22,10 +29,9 @@ def run_pipeline(
     forward_step: ForwardStep,
     iterators: Sequence[Iterator[Any]],
     *,
-    num_micro_batches: int,
-    micro_batch_size: int,
-    length: int,
+    shapes: Sequence[Sequence[int]],
     forward_only: bool,
+    tells_shapes: bool = False,
     **options: Any,
 ) -> list[Any]:
     """Send micro-batches through all stages, and unless `forward_only` their gradients back.
@@ -33,24 +39,100 @@ def run_pipeline(
     Args:
         model: the chunks of this rank, one per virtual pipeline stage.
         iterators: one for each chunk, since each walks over the micro-batches for itself.
-        micro_batch_size, length: rows and tokens of a micro-batch. Stages send each other the shape of every one, so
-            those of any will do.
+        shapes: rows and tokens of each micro-batch, before context-parallel ranks cut it.
+        tells_shapes: stages tell each other the shape of each tensor, by a message before it that the host waits for;
+            for passes of which something else crosses than of training (`model/gpt.py`).
         options: further ones of megatron-core's schedules.
 
     Returns:
         What `forward_step`'s function gave beside the loss, for each micro-batch; nothing before the last stage.
     """
+    config = get_model_config(model[0])
     schedule = get_forward_backward_func(mesh.pp.size(), num_virtual_stages(mesh.layout))
+    if mesh.pp.size() == 1 or tells_shapes:
+        communicator = P2PCommunicator(mesh.pp, config)
+    else:
+        communicator = _KnownShapes(mesh.pp, config, *_crossing(model, mesh, shapes))
+    num_rows, length = shapes[0]  # megatron-core asks for them, and with variable_seq_lengths does not look at them
     return schedule(
         forward_step_func=forward_step,
         data_iterator=list(iterators) if len(iterators) > 1 else iterators[0],
         model=list(model),
-        num_microbatches=num_micro_batches,
-        micro_batch_size=micro_batch_size,
+        num_microbatches=len(shapes),
+        micro_batch_size=num_rows,
         seq_length=length,
         forward_only=forward_only,
         # Both or neither, or megatron-core refuses: it would take the groups from its globals.
-        p2p_communicator=P2PCommunicator(mesh.pp, get_model_config(model[0])),
+        p2p_communicator=communicator,
         pg_collection=mesh.groups,
         **options,
     )
+
+
+class _KnownShapes(P2PCommunicator):
+    """megatron-core's, which is told what crosses, in order, instead of asking for the shape of each tensor.
+
+    The stock one exchanges a message before every tensor and waits for the GPU twice (p2p_communication.py:214-242 of
+    0.16.1).
+
+    Args:
+        received: shapes of the states from the rank before.
+        sent: of those to the rank behind.
+        gradients: of what comes back from there.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        config: ModelParallelConfig,
+        received: Iterable[Shape],
+        sent: Iterable[Shape],
+        gradients: Iterable[Shape],
+    ):
+        super().__init__(group, config)
+        self._received, self._sent, self._gradients = iter(received), iter(sent), iter(gradients)
+
+    def _communicate_shapes(
+        self,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[Shape | None, Shape | None]:
+        if tensor_send_next is not None:  # NCCL would not notice a receiver that expects another shape
+            assert tuple(tensor_send_next.shape) == next(self._sent)
+        return next(self._received) if recv_prev else None, next(self._gradients) if recv_next else None
+
+
+def _crossing(
+    model: Sequence[torch.nn.Module], mesh: Mesh, shapes: Sequence[Sequence[int]]
+) -> tuple[list[Shape], list[Shape], list[Shape]]:
+    """The shapes that `_KnownShapes` is told, of all micro-batches.
+
+    Each rank computes (micro-batch, chunk) in the order of megatron-core's table, backward with its chunks the other
+    way round, and sends each result at once. With two ranks and two chunks each, rank 0 is sent what chunk 0 of rank 1
+    makes, for its own chunk 1; chunk 1 of rank 1 has the loss, and sends nothing.
+    """
+    config: Any = get_model_config(model[0])
+    heads: Any = get_attr_wrapped_model(model[0], "heads", allow_none=False)
+    drafting: Any = get_attr_wrapped_model(model[0], "drafting", allow_none=False)
+    num_states = states_sent(mesh.layout, config.num_layers, heads.drafts, drafting.takes_before_norm)
+    table = get_schedule_table(len(shapes), len(model), config.microbatch_group_size_per_vp_stage)
+    backward = [(micro_batch, len(model) - 1 - chunk) for micro_batch, chunk in table]
+    size, rank = mesh.pp.size(), mesh.pp.rank()
+
+    def made_by(stages: Iterable[tuple[int, int]]) -> list[Shape]:
+        """Of (micro-batch, stage) what the stage sends on, if it is not the last; -1 is before the first."""
+        made = []
+        for micro_batch, stage in stages:
+            if 0 <= stage < len(num_states):
+                num_rows, length = shapes[micro_batch]
+                num_positions = num_states[stage] * (length // length_divisor(mesh.layout))
+                made.append((num_positions, num_rows, config.hidden_size))
+        return made
+
+    before, behind = (rank - 1) % size, (rank + 1) % size
+    received = made_by((micro_batch, chunk * size + before) for micro_batch, chunk in table)
+    sent = made_by((micro_batch, chunk * size + rank) for micro_batch, chunk in table)
+    gradients = made_by((micro_batch, chunk * size + behind - 1) for micro_batch, chunk in backward)
+    return received, sent, gradients

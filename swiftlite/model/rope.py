@@ -17,6 +17,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 
 from swiftlite.errors import UserError
 from swiftlite.families.rope import ROPE_KEYS
+from swiftlite.runtime.device import on_device
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types of rotary embedding whose frequencies depend on the length of the sequence."""
@@ -90,7 +91,7 @@ class RotaryEmbedding:
         """[2, length, 1, 1, R] of one sequence."""
         frequencies, scaling = self._frequencies(length)
         positions = torch.arange(offset, offset + length, dtype=torch.float32, device=self.device)
-        angles = torch.outer(positions, frequencies.to(self.device))
+        angles = torch.outer(positions, on_device(frequencies, self.device))
         sine = angles.sin() * scaling
         turns = torch.stack([(angles.cos() * scaling).repeat(1, 2), torch.cat([-sine, sine], dim=-1)])
         return turns[:, :, None, None].to(self.dtype)

@@ -139,6 +139,33 @@ def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[in
     return [count // virtual_stages for count in per_rank] * virtual_stages
 
 
+def states_sent(
+    layout: ParallelLayout, num_layers: int, num_drafts: int, heads_take_before_norm: bool = False
+) -> list[int]:
+    """How many states of its rows each stage but the last sends to the next one, see `model/gpt.py`.
+
+    Et*2|t*2|m|L with one head that takes the state before the final norm: [1, 2, 2].
+
+    Args:
+        num_drafts: of the heads; 0 without any.
+    """
+    per_stage = decoder_layers_per_stage(layout, num_layers)
+    of_heads = len(per_stage) - layout.pipeline_model_parallel_size + mtp_pipeline_rank(layout)
+    sent = []
+    for stage in range(len(per_stage) - 1):
+        has_norm = not any(per_stage[stage + 1 :])
+        if num_drafts and stage >= of_heads:
+            sent.append(1 + num_drafts)
+        else:
+            sent.append(2 if num_drafts and heads_take_before_norm and has_norm else 1)
+    return sent
+
+
+def length_divisor(layout: ParallelLayout) -> int:
+    """Into how many parts ranks cut the length of a row between layers."""
+    return layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+
+
 def _decoder_layers_per_rank(layout: ParallelLayout, num_layers: int) -> list[int]:
     """Decoder layers of each pipeline rank: the first and the last may have numbers of their own, the others share the
     rest evenly."""

@@ -41,6 +41,14 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor there. Of a copy from the host to a GPU nothing waits: from memory that is not pinned, the host would
+    wait for all that the GPU still has to do."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def current_device() -> Device:
     """The CUDA device of LOCAL_RANK when there is one, else the CPU.
 

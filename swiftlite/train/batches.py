@@ -1,12 +1,11 @@
 """Which micro-batches a rank computes at a step: a pure function of the step, so resuming needs no data state."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 import numpy as np
-import torch
 
 from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed, pair_up, rate
 from swiftlite.data.packing import Rows, pack, padded
@@ -17,6 +16,7 @@ from swiftlite.model.context_parallel import shard_sequence
 from swiftlite.plan.flops import Flops
 from swiftlite.plan.layout import num_virtual_stages, sequence_multiple
 from swiftlite.plan.run import Plan
+from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 
 
@@ -26,14 +26,14 @@ def shard(batch: Batch, rank: int, size: int) -> Batch:
 
 
 def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
-    """The batches on the device, and of each row the part that this context-parallel rank computes."""
+    """The batches on the device, and of each row the part that this context-parallel rank computes.
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if mesh.device.is_cuda:  # from such memory alone the copy is not waited for
-            tensor = tensor.pin_memory()
-        return tensor.to(mesh.device.torch_device, non_blocking=True)
-
-    return (shard(batch, mesh.cp.rank(), mesh.cp.size()).map(move) for batch in batches)
+    Labels stay on the host: how many there are decides how large the loss is (`loss.pick`).
+    """
+    move = partial(on_device, device=mesh.device.torch_device)
+    for batch in batches:
+        part = shard(batch, mesh.cp.rank(), mesh.cp.size())
+        yield replace(part.map(move), labels_KBS=part.labels_KBS)
 
 
 @dataclass(frozen=True)

@@ -81,15 +81,12 @@ def _run(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], fits:
             fit.batch = batch
         return forward(chunk, unlabelled), lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
 
-    batch_size, length = batches[0].position_ids_BS.shape
     run_pipeline(
         chunks,
         mesh,
         forward_step,
         [on_this_rank(batches, mesh) for _ in chunks],
-        num_micro_batches=len(batches),
-        micro_batch_size=batch_size,
-        length=length,
+        shapes=[batch.position_ids_BS.shape for batch in batches],
         forward_only=True,
     )
 

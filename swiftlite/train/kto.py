@@ -20,6 +20,7 @@ from swiftlite.model.gpt import Losses
 from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.model.pipeline import ForwardStep, run_pipeline
 from swiftlite.plan.preference import Preference
+from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import on_this_rank
 from swiftlite.train.objective import add_heads, add_up
@@ -37,15 +38,12 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[B
         batches: this rank's micro-batches.
     """
     mismatched = [batch.mismatched or batch for batch in batches]  # of padding alone there are none
-    batch_size, length = mismatched[0].position_ids_BS.shape
     parts = run_pipeline(
         model,
         mesh,
         _ratios(mesh),
         [on_this_rank(mismatched, mesh) for _ in model],
-        num_micro_batches=len(mismatched),
-        micro_batch_size=batch_size,
-        length=length,
+        shapes=[batch.position_ids_BS.shape for batch in mismatched],
         forward_only=True,
     )
     total, number = add_up(parts, (2,), mesh).tolist()
@@ -59,12 +57,12 @@ def _ratios(mesh: Mesh) -> Callable:
         batch = next(batches)
 
         def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            reference_P = batch.reference_P2[:, 1].to(losses.main.loss_BS.device)
+            reference_P = on_device(batch.reference_P2[:, 1], losses.main.loss_BS.device)
             log_p_P, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh, len(reference_P))
             ratio_P = (log_p_P - reference_P).double()
             here = mesh.cp.rank() == 0  # context-parallel ranks have the same
             sums = torch.stack([ratio_P.sum(), torch.full_like(ratio_P, 1.0).sum()]) * here
-            return ratio_P.sum(), torch.tensor(1, dtype=torch.int32, device=sums.device), sums
+            return ratio_P.sum(), torch.ones((), dtype=torch.int32, device=sums.device), sums
 
         return forward(model, batch), loss_func
 
@@ -123,12 +121,12 @@ class KtoObjective:
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 loss_BS = losses.main.loss_BS
                 log_p_P, _ = log_probabilities_of(loss_BS, batch, mesh, len(batch.desirable_P))
-                ratio_P = log_p_P - batch.reference_P2[:, 0].to(loss_BS.device)
-                desirable_P = batch.desirable_P.to(loss_BS.device)
+                ratio_P = log_p_P - on_device(batch.reference_P2[:, 0], loss_BS.device)
+                desirable_P = on_device(batch.desirable_P, loss_BS.device)
                 losses_P = self._losses(ratio_P, desirable_P)
                 total = losses_P.sum()
                 total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
-                answers = torch.tensor(len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
+                answers = torch.full((), len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
                 figures = self._figures(losses_P, ratio_P, log_p_P, desirable_P) * counts_here
                 heads = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)[1:].flatten()
                 return total, answers, torch.cat([figures, heads])

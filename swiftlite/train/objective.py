@@ -142,9 +142,10 @@ class NextTokenObjective:
             output = forward(model, batch, balance, trunk)
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                num_targets = (batch.labels_KBS[0] != IGNORE_INDEX).sum().int()
+                num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
                 sums = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
-                return total_loss(losses, batch.loss_scale_KBS, coefficients), num_targets, sums
+                number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
+                return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
 
             return output, loss_func
 

@@ -20,6 +20,7 @@ from swiftlite.model.gpt import Losses
 from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.model.pipeline import ForwardStep
 from swiftlite.plan.preference import Preference
+from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.objective import add_heads
 
@@ -66,7 +67,7 @@ def score(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> Scores:
         batch: what this rank holds of it.
     """
     log_p, tokens = log_probabilities_of(loss_BS, batch, mesh, 2 * len(batch.reference_P2))
-    return Scores(log_p.view(-1, 2), tokens.view(-1, 2), batch.reference_P2.to(loss_BS.device))
+    return Scores(log_p.view(-1, 2), tokens.view(-1, 2), on_device(batch.reference_P2, loss_BS.device))
 
 
 def log_probabilities_of(
@@ -82,7 +83,8 @@ def log_probabilities_of(
     # A product and not index_add, whose sums have another order each time on a GPU.
     is_of_answer = (batch.sequence_KBS[0].flatten() == numbers[:, None]).float()
     log_p = is_of_answer @ -(loss_BS * batch.loss_scale_KBS[0]).flatten()
-    tokens = is_of_answer @ (batch.labels_KBS[0] != IGNORE_INDEX).float().flatten()
+    is_target = on_device((batch.labels_KBS[0] != IGNORE_INDEX).flatten(), loss_BS.device)
+    tokens = is_of_answer @ is_target.float()
     # Forward this sums the ranks' parts of each answer; backward each rank has the gradient of its own part.
     log_p = reduce_from_tensor_model_parallel_region(log_p, group=mesh.cp)
     return log_p, reduce_from_tensor_model_parallel_region(tokens, group=mesh.cp)
@@ -182,9 +184,10 @@ class PreferenceObjective:
                 preferred = (losses.main.loss_BS * batch.loss_scale_KBS[0] * _is_preferred(batch)).sum()
                 total = losses_P.sum() + imitation * preferred
                 total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
-                pairs = torch.tensor(len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
+                pairs = torch.full((), len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
                 figures = self._figures(scores, losses_P) * counts_here
-                num_tokens = ((batch.labels_KBS[0] != IGNORE_INDEX) & _is_preferred(batch)).sum()
+                is_target_BS = losses.main.prediction_BS != -1
+                num_tokens = (is_target_BS & _is_preferred(batch)).sum()
                 imitated = torch.stack([preferred.detach().double(), num_tokens.double()])
                 heads = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)[1:].flatten()
                 return total, pairs, torch.cat([pairs.double()[None], figures, imitated, heads])

@@ -157,9 +157,7 @@ def log_probabilities(
             mesh,
             _scoring(mesh),
             [on_this_rank(micro_batches, mesh) for _ in chunks],
-            num_micro_batches=len(micro_batches),
-            micro_batch_size=micro_batches[0].position_ids_BS.size(0),
-            length=micro_batches[0].position_ids_BS.size(1),
+            shapes=[batch.position_ids_BS.shape for batch in micro_batches],
             forward_only=True,
         )
     found = torch.zeros(len(pairs), 2, device=mesh.device.torch_device)
@@ -177,7 +175,7 @@ def _scoring(mesh: Mesh) -> Callable:
 
         def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             log_p_P2 = score(losses.main.loss_BS, batch, mesh).log_p_P2
-            return log_p_P2.sum(), torch.tensor(1, dtype=torch.int32, device=log_p_P2.device), log_p_P2
+            return log_p_P2.sum(), torch.ones((), dtype=torch.int32, device=log_p_P2.device), log_p_P2
 
         return forward(model, batch), loss_func
 

@@ -213,15 +213,12 @@ class Trainer:
         """All micro-batches of a global batch through the model; returns the statistics of all ranks."""
         parts = []
         if batches:
-            batch_size, length = batches[0].position_ids_BS.shape
             parts = run_pipeline(
                 self.model,
                 self.mesh,
                 objective.make_forward_step(counts, self.mesh),
                 [on_this_rank(batches, self.mesh) for _ in self.model],
-                num_micro_batches=len(batches),
-                micro_batch_size=batch_size,
-                length=length,
+                shapes=[batch.position_ids_BS.shape for batch in batches],
                 forward_only=forward_only,
             )
         return add_up(parts, objective.sums_shape, self.mesh)

@@ -139,9 +139,7 @@ def step(directory: Path, mesh: Mesh, batches: Sequence[Batch], heads: Heads = H
             mesh,
             objective.make_forward_step(from_last_stage(counts, mesh), mesh),
             [iter(here) for _ in wrapped],
-            num_micro_batches=len(batches),
-            micro_batch_size=1,
-            length=batches[0].position_ids_BS.size(1),
+            shapes=[batch.position_ids_BS.shape for batch in batches],
             forward_only=False,
         )
     return model, family, hf_config, take_load_balancing_loss(wrapped, mesh)

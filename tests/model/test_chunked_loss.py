@@ -71,19 +71,19 @@ def test_memory_is_that_of_one_chunk(kind, mesh):
     num_positions, hidden, vocab_size = 8 * CHUNK, 16, 1 << 12
     weight = torch.randn(vocab_size, hidden, requires_grad=True)
     states = torch.randn(num_positions, hidden, requires_grad=True)
-    picked, words = torch.ones(1, num_positions, dtype=torch.bool), torch.zeros(num_positions, dtype=torch.int64)
+    picked = loss.pick(torch.zeros(1, num_positions, dtype=torch.int64), weight.device)
     trunk = torch.randn(num_positions, hidden)
 
     def from_all_logits() -> None:
         if kind == "ce":
-            found = loss.token_loss(states @ weight.T, words, picked, mesh.tp)
+            found = loss.token_loss(states @ weight.T, picked, mesh.tp)
         else:
             rows = lambda rows: trunk[rows] @ weight.T  # noqa: E731
             found = loss.distillation_loss(states @ weight.T, rows, kind, picked, mesh.tp)
         found.loss_BS.sum().backward()
 
     def in_chunks() -> None:
-        target = Words(words) if kind == "ce" else TrunkStates(trunk, kind)
+        target = Words(picked.word_N) if kind == "ce" else TrunkStates(trunk, kind)
         chunked_loss.chunked_loss(states, weight, target, picked, mesh.tp).loss_BS.sum().backward()
 
     in_chunks()  # what the first call allocates once

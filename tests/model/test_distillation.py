@@ -28,6 +28,11 @@ def make_batch(depth: int, packed: bool) -> Batch:
     return (collate_packed if packed else collate)(samples, 0, num_drafts=depth)
 
 
+def all_picked(number: int) -> loss.Picked:
+    """Of one row with a label at each of these positions, word 0."""
+    return loss.pick(torch.zeros(1, number, dtype=torch.int64), torch.device("cpu"))
+
+
 def kl(head: torch.Tensor, trunk: torch.Tensor) -> torch.Tensor:
     return (trunk.exp() * (trunk - head)).sum(-1)
 
@@ -127,7 +132,7 @@ def test_a_draft_vocabulary_is_all_that_heads_know(kind, tied, tmp_path, mesh):
 @pytest.mark.parametrize("kind", DISTANCES)
 def test_a_head_that_is_the_trunk_has_no_loss(kind, mesh):
     logits = torch.randn(7, 50)
-    picked = torch.ones(1, 7, dtype=torch.bool)
+    picked = all_picked(7)
     head = logits.clone().requires_grad_()
     # A constant on all logits is the same distribution.
     found = loss.distillation_loss(head * 1.0, lambda rows: logits[rows] + 3, kind, picked, mesh.tp)
@@ -144,9 +149,7 @@ def test_total_variation_is_what_rejection_sampling_rejects(mesh):
     p, q = torch.randn(20).softmax(-1), torch.randn(20).softmax(-1)
     drafts = torch.multinomial(q, 1_000_000, replacement=True)
     kept = torch.rand(len(drafts)) < p[drafts] / q[drafts]
-    found = loss.distillation_loss(
-        q.log()[None], lambda rows: p.log()[None], "tv", torch.ones(1, 1, dtype=torch.bool), mesh.tp
-    ).loss_BS
+    found = loss.distillation_loss(q.log()[None], lambda rows: p.log()[None], "tv", all_picked(1), mesh.tp).loss_BS
     assert float(found) == pytest.approx(1 - float(kept.float().mean()), abs=0.002)  # four standard deviations
 
 
@@ -154,7 +157,7 @@ def test_nla_teaches_a_head_that_says_nothing_of_what_the_trunk_says(mesh):
     """Where they overlap by e^-40, the gradient of tv is as small; nla moves the trunk's word up and the head's down.
 
     So does a head of which nothing is left in float32, at e^-200: it has no gradient, and no nan."""
-    one = torch.ones(1, 1, dtype=torch.bool)
+    one = all_picked(1)
     for distance, expected in ((40.0, [-1.0, 1.0]), (200.0, [0.0, 0.0])):
         head = torch.tensor([[0.0, distance]], requires_grad=True)
         loss.distillation_loss(
@@ -180,11 +183,10 @@ def test_memory_is_that_of_cross_entropy_and_one_call_of_the_trunk(kind, dtype, 
     num_positions, vocab_size, hidden = 8 * loss.MAX_POSITIONS, 2048, 16
     weight = torch.randn(vocab_size, hidden, dtype=dtype, requires_grad=True)
     head = torch.randn(num_positions, hidden, dtype=dtype, requires_grad=True)
-    trunk, picked = torch.randn(num_positions, hidden, dtype=dtype), torch.ones(1, num_positions, dtype=torch.bool)
+    trunk, picked = torch.randn(num_positions, hidden, dtype=dtype), all_picked(num_positions)
 
     def cross_entropy() -> None:
-        targets = torch.zeros(num_positions, dtype=torch.int64)
-        loss.token_loss(head @ weight.T, targets, picked, mesh.tp).loss_BS.sum().backward()
+        loss.token_loss(head @ weight.T, picked, mesh.tp).loss_BS.sum().backward()
 
     def distillation() -> None:
         found = loss.distillation_loss(head @ weight.T, lambda rows: trunk[rows] @ weight.T, kind, picked, mesh.tp)

@@ -180,10 +180,18 @@ def pack(row: Sequence[Sample], layout: ParallelLayout, depth: int) -> Batch:
 
 
 def forward_backward(
-    wrapped: Sequence[DistributedDataParallel], mesh: Mesh, objective: NextTokenObjective, batches: Sequence[Batch]
+    wrapped: Sequence[DistributedDataParallel],
+    mesh: Mesh,
+    objective: NextTokenObjective,
+    batches: Sequence[Batch],
+    **options: Any,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The trainer's own forward step under megatron-core's schedule: per-token losses [K, S] of each micro-batch, whole
-    rows, on the last stage; and the sums over all."""
+    rows, on the last stage; and the sums over all.
+
+    Args:
+        options: of `run_pipeline`.
+    """
     losses = []
     train_step = objective.make_forward_step(from_last_stage(objective.count_targets(batches), mesh), mesh)
 
@@ -203,9 +211,8 @@ def forward_backward(
         mesh,
         forward_step,
         [iter([shard(batch, mesh.cp.rank(), mesh.cp.size()) for batch in batches]) for _ in wrapped],
-        num_micro_batches=len(batches),
-        micro_batch_size=1,
-        length=batches[0].position_ids_BS.size(1),
+        shapes=[batch.position_ids_BS.shape for batch in batches],
         forward_only=False,
+        **options,
     )
     return losses, add_up(parts, objective.sums_shape, mesh)

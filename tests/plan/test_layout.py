@@ -4,7 +4,7 @@ import pytest
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.families.index import known_architecture
-from swiftlite.plan.layout import decoder_layers_per_stage, layout_problems
+from swiftlite.plan.layout import decoder_layers_per_stage, layout_problems, states_sent
 from tests.plan.test_memory import CONFIGS
 
 
@@ -40,3 +40,21 @@ def test_a_model_that_is_not_known_is_judged_by_the_layout_alone():
     assert [problem for problem, _ in layout_problems(layout, None, 0)] == [
         "--sequence_parallel true with --tensor_model_parallel_size 1 has no ranks to share a row"
     ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_ranks", "num_drafts", "before_norm", "sent"),
+    [
+        ("Et*2|t*2mL", 2, 1, True, [1]),
+        ("Et*4|mL", 2, 1, False, [1]),
+        ("Et*4|mL", 2, 1, True, [2]),
+        ("Et*4|mL", 2, 0, True, [1]),
+        ("Et*2|t*2|m|L", 4, 2, True, [1, 2, 3]),
+        ("Et*4|mm|L", 3, 2, False, [1, 3]),
+        ("Et*2|t|t|mL", 2, 1, True, [1, 1, 2]),  # two virtual stages each
+        (None, 4, 1, True, [1, 1, 1]),
+    ],
+)
+def test_states_that_cross(stages, num_ranks, num_drafts, before_norm, sent):
+    layout = ParallelLayout(pipeline_model_parallel_size=num_ranks, pipeline_model_parallel_layout=stages)
+    assert states_sent(layout, 4, num_drafts, before_norm) == sent

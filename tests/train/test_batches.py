@@ -1,5 +1,6 @@
 """Micro-batches of every rank of a layout, made in one process: each sample where and as often as it should be."""
 
+import dataclasses
 import math
 from collections import Counter
 from typing import Any
@@ -15,7 +16,8 @@ from swiftlite.data.sampler import Sampler
 from swiftlite.heads import Heads
 from swiftlite.plan.flops import Flops
 from swiftlite.plan.run import make_plan
-from swiftlite.train.batches import Batches, shard
+from swiftlite.runtime.device import Device
+from swiftlite.train.batches import Batches, on_this_rank, shard
 
 FLOPS = Flops(linear=1.0, square=0.01, targets=(0.0,))
 PACKINGS: dict[str, dict[str, Any]] = {
@@ -133,3 +135,15 @@ def test_context_parallel_ranks_share_each_sequence(size):
         assert part.tokens_KBS[0, 0].tolist() == expected
         assert torch.equal(part.position_ids_BS[0], torch.tensor([token % 100 for token in expected]))
         assert part.cu_seqlens is batch.cu_seqlens
+
+
+def test_labels_stay_on_the_host(mesh):
+    """Nothing there can be asked of a meta tensor, as nothing should be of a GPU's."""
+    mesh = dataclasses.replace(mesh, device=Device(torch.device("meta"), "gloo"))
+    (batches,) = ranks(1, Heads(2))
+    collated = batches.collate(make_samples(3))
+    (moved,) = on_this_rank([collated], mesh)
+    devices = {name: value.device.type for name, value in vars(moved).items() if name.endswith(("KBS", "_BS"))}
+    assert devices.pop("labels_KBS") == "cpu"
+    assert set(devices.values()) == {"meta"}
+    assert moved.labels_KBS.equal(collated.labels_KBS)

@@ -15,6 +15,7 @@ from result import Results, Settings
 from swiftlite.model.chunked_loss import Words, chunked_loss
 from swiftlite.model.experts import grouped_linear
 from swiftlite.model.kernels import modules_of, varlen_kernel
+from swiftlite.model.loss import pick
 from swiftlite.model.rope import fused_rotate, rotate
 from swiftlite.plan.kernels import automatic, this_machine
 from swiftlite.runtime.distributed import session
@@ -98,10 +99,10 @@ def check_experts(results: Results, device: torch.device, tokens: int) -> None:
 
 
 def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix: torch.Tensor) -> None:
-    picked = torch.ones(1, len(states), dtype=torch.bool, device=states.device)
     words = torch.randint(len(matrix), (len(states),), device=states.device)
 
     def ours(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        picked = pick(words[None], words.device)
         return chunked_loss(states, matrix, Words(words), picked, group).loss_BS[0]
 
     def exact(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,7 @@ def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix:
 
     # Logits of about 1, as models have them. Float64 logits of more positions would not fit.
     states, matrix = (states[:2048].detach().requires_grad_(), (matrix.detach() / 11).requires_grad_())
-    picked, words = picked[:, :2048], words[:2048]
+    words = words[:2048]
     compare(results, name, ours, exact, states, matrix)
 
 
