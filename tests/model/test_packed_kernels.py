@@ -18,6 +18,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.context_parallel import causal_segments
 from swiftlite.model.draft_attention import Draft, DraftAttention
 from swiftlite.model.forward import forward
+from swiftlite.model.head_size import fill_values_in_halves
 from swiftlite.model.kernels import modules_of, prefix_kernel, varlen_kernel
 from swiftlite.model.merged_attention import PrefixKernel
 from swiftlite.plan.kernels import FlashImpl, Kernels, PackedKernel
@@ -130,7 +131,7 @@ def as_kernel() -> PrefixKernel:
         of_query, of_key, of_value = flash_stand_ins.backward(grad, query, key, value, out, lse, cu_q, cu_k, scale)
         return of_query, of_key, of_value
 
-    return PrefixKernel(forward, backward)
+    return fill_values_in_halves(PrefixKernel(forward, backward))
 
 
 def unrolled(attention: Any, tensors: list[list[torch.Tensor]], segments: Any, masked: bool):

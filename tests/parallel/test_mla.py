@@ -1,7 +1,9 @@
-"""Gradients of multi-latent attention on two tensor-parallel ranks, against one process: every parameter, whole."""
+"""Gradients of multi-latent attention on tensor- and context-parallel ranks, against one process: every parameter,
+whole."""
 
 from dataclasses import fields
-from itertools import product
+from functools import partial
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
 from swiftlite.model import mla
 from swiftlite.model.build import build_config
+from swiftlite.model.context_parallel import describe_packed, shard_sequence, unshard_sequence
 from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.model.specs import attention_spec
 from swiftlite.runtime.compat import MCORE_VERSION
@@ -40,7 +43,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # One head per rank: the shared key's gradient is then a slice of that head's, and not contiguous to begin with.
     "one_head": {"num_attention_heads": 2, "rope_interleave": False},
 }
-LENGTH = 12
+LENGTH = 16
+PACKED = (8, 0, 4, 4)
+"""Sequences of a packed row, each of which two context-parallel ranks share; one of them is empty."""
 Gradients = dict[str, torch.Tensor]
 
 
@@ -59,6 +64,7 @@ def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tup
     spec: Any = attention_spec(kind)
     rotary = RotaryEmbedding(mcore_config["hf_rope"], mesh.device.torch_device, torch.float32)
     angles = {"rotary_pos_emb": rotary([LENGTH])}
+    config.calculate_per_token_loss = True  # gradients are summed over ranks that share rows, as in training
     if whose == "stock":
         spec.module = McoreMLASelfAttention
         known = {field.name for field in fields(McoreMLATransformerConfig)}
@@ -66,6 +72,7 @@ def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tup
         config.qk_layernorm = True  # with its own specs, what turns the norms of the latents on
         angles = {}  # it makes its own, which are the same
     config.tensor_model_parallel_size, config.sequence_parallel = mesh.tp.size(), sequence_parallel
+    config.context_parallel_size = mesh.cp.size()
     return build_module(spec, config=config, layer_number=1), angles
 
 
@@ -81,32 +88,43 @@ def fill(module: Any, tp_rank: int, tp_size: int) -> None:
         parameter.data.copy_(whole.chunk(tp_size, parameter.partition_dim)[tp_rank] if is_split else whole)
 
 
-def whole(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.contiguous())
+def whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.cat(parts, dim)
 
 
-def gradients(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> Gradients:
+def gradients(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool, packed: bool = False) -> Gradients:
     """Gradients of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too."""
-    module, angles = attention(case, mesh, sequence_parallel)
+    module, arguments = attention(case, mesh, sequence_parallel)
     tp_rank, tp_size = mesh.tp.rank(), mesh.tp.size()
     fill(module, tp_rank, tp_size)
     wrapped = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
     torch.manual_seed(1)
-    hidden, weight = torch.randn(LENGTH, 2, 64), torch.randn(LENGTH, 2, 64)
+    hidden, weight = torch.randn(LENGTH, 1 if packed else 2, 64), torch.randn(LENGTH, 1 if packed else 2, 64)
+    cu_seqlens = torch.tensor([0, *accumulate(PACKED)], dtype=torch.int32) if packed else None
+    if packed:
+        arguments["packed_seq_params"] = describe_packed(cu_seqlens)
+        turns = arguments["rotary_pos_emb"]
+        arguments["rotary_pos_emb"] = torch.cat([turns[:, :length] for length in PACKED], dim=1)
+    share = partial(shard_sequence, rank=mesh.cp.rank(), size=mesh.cp.size(), cu_seqlens=cu_seqlens)
+    hidden, weight = share(hidden, 0), share(weight, 0)
+    if "rotary_pos_emb" in arguments:
+        arguments["rotary_pos_emb"] = share(arguments["rotary_pos_emb"], 1)
     if sequence_parallel:
         hidden, weight = hidden.chunk(tp_size)[tp_rank], weight.chunk(tp_size)[tp_rank]
     hidden.requires_grad_()
-    output, _ = wrapped(hidden, None, **angles)
+    output, _ = wrapped(hidden, None, **arguments)
     (output * weight).sum().backward()
     finalize_model_grads([wrapped])
     assert hidden.grad is not None
-    result = {"input": whole(hidden.grad, 0) if sequence_parallel else hidden.grad}
+    of_input = whole(hidden.grad, 0, mesh.tp) if sequence_parallel else hidden.grad
+    parts = whole(of_input, 0, mesh.cp).chunk(mesh.cp.size())
+    result = {"input": unshard_sequence(parts, 0, cu_seqlens) if mesh.cp.size() > 1 else of_input}
     for name, parameter in module.named_parameters():
         is_split = tp_size > 1 and getattr(parameter, "tensor_model_parallel", False)
         grad = parameter.main_grad  # type: ignore[attr-defined]
-        result[name] = whole(grad, parameter.partition_dim) if is_split else grad.clone()
+        result[name] = whole(grad, parameter.partition_dim, mesh.tp) if is_split else grad.clone()
     return result
 
 
@@ -121,6 +139,40 @@ def all_gradients(tp_size: int) -> dict[tuple[tuple[str, str], bool], Gradients]
         for case, sequence_parallel in product(CASES, [False, True] if tp_size > 1 else [False]):
             results[case, sequence_parallel] = gradients(case, mesh, sequence_parallel)
         return results
+
+
+def shared_gradients(layout: ParallelLayout) -> dict[tuple[str, bool], Gradients]:
+    """By variant, and whether the row is packed."""
+    with session(layout) as mesh:
+        cases = product(VARIANTS, [False, True])
+        return {
+            (name, packed): gradients(("ours", name), mesh, layout.sequence_parallel, packed) for name, packed in cases
+        }
+
+
+SHARED = {
+    "cp2": ParallelLayout(context_parallel_size=2),
+    "cp2-tp2": ParallelLayout(context_parallel_size=2, tensor_model_parallel_size=2),
+    "cp2-tp2-sp": ParallelLayout(context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True),
+}
+
+
+@pytest.fixture(scope="module", params=SHARED)
+def shared(request) -> list[dict[tuple[str, bool], Gradients]]:
+    """Of one process, and of each rank of a layout."""
+    layout = SHARED[request.param]
+    ranks = layout.context_parallel_size * layout.tensor_model_parallel_size
+    return [*launch(1, shared_gradients, ParallelLayout()), *launch(ranks, shared_gradients, layout)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_over_shared_rows_are_those_of_one_process(shared, variant, packed):
+    """Every rank unfolds the heads of all tokens, and finds the gradients that its own queries give them."""
+    alone, *ranks = shared
+    for rank in ranks:
+        found = differences(alone[variant, packed], rank[variant, packed])
+        assert max(found.values()) < BOUND, found
 
 
 @pytest.fixture(scope="module")
