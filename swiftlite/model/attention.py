@@ -29,10 +29,14 @@ from swiftlite.model.context_parallel import (
     Segment,
     causal_segments,
     gather_sequence,
-    is_one_sequence,
     seen_by,
     shared_row,
 )
+
+LONG = 2048
+"""Queries of a segment, on average, from which on it has a kernel of its own under context parallelism. Its launches
+take some 20 microseconds in both passes, and so do copies of as many tokens' keys and values of 8 heads of 128; those
+of latent attention take ten times as long. Counted for an H100, not measured."""
 
 
 class Offsets(NamedTuple):
@@ -160,7 +164,7 @@ class CoreAttention(MegatronModule):
         segments: tuple[Segment, ...],
     ) -> torch.Tensor:
         """[S, B, N, D] of this rank's queries, over the keys of the whole row."""
-        if self.prefix is not None and is_one_sequence(segments) and query_SBND.size(1) == 1:
+        if self.prefix is not None and is_for_slices(query_SBND, key_SBGD, segments):
             return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments)
         attend = self._attend_varlen if self.varlen else self._attend_segments
         return attend(query_SBND, key_SBGD, value_SBGD, segments)
@@ -281,6 +285,14 @@ class CoreAttention(MegatronModule):
         keys, values = ([tensor.squeeze(1) for tensor in own] for own in (own_keys, own_values))
         out = merged_attention.attend(kernel, query, key, value, (), keys, values, self.softmax_scale)
         return out.unsqueeze(1)
+
+
+def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Sequence[Segment]) -> bool:
+    """Whether each segment has a kernel of its own: where segments share keys, and are of one sequence or long."""
+    num_queries, num_rows = query_SBND.shape[:2]
+    if num_rows > 1 or num_queries == key_SBGD.size(0):
+        return False
+    return len(segments) <= 2 or num_queries >= LONG * len(segments)
 
 
 def _slices(segments: Sequence[Segment], device: torch.device) -> Iterator[merged_attention.Slice]:

@@ -132,11 +132,6 @@ def causal_segments(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Seg
     return tuple(Segment(end - start, first, end) for first, start, end in runs)
 
 
-def is_one_sequence(segments: Sequence[Segment]) -> bool:
-    """Whether these are the two runs of a rank, of one sequence."""
-    return len(segments) == 2 and segments[0].key_start == segments[1].key_start
-
-
 def seen_by(segments: Sequence[Segment], row: torch.Tensor) -> list[torch.Tensor]:
     """The part of a whole row of keys or values [S, ...] that the queries of each segment see.
 

@@ -24,9 +24,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from swiftlite.model import merged_attention
-from swiftlite.model.attention import CoreAttention, for_kernel, of_rows, side_by_side, whole_row
+from swiftlite.model.attention import CoreAttention, for_kernel, is_for_slices, of_rows, side_by_side, whole_row
 from swiftlite.model.cache import Cache
-from swiftlite.model.context_parallel import Segment, causal_segments, is_one_sequence, seen_by, shared_row
+from swiftlite.model.context_parallel import Segment, causal_segments, seen_by, shared_row
 
 MAX_QUERIES = 1024
 """Most queries of one call. Scores are masked there, and a mask has an entry for each query and key."""
@@ -107,7 +107,7 @@ class DraftAttention(CoreAttention):
         assert self.prefix is not None
         key_SBGD, value_SBGD = draft.keys[0], draft.values[0]
         later = draft.keys[1:], draft.values[1:]
-        if is_one_sequence(segments) and query_SBND.size(1) == 1:
+        if is_for_slices(query_SBND, key_SBGD, segments):
             return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments, *later)
         query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
         own_keys, own_values = ([side_by_side(step) for step in steps] for steps in later)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 
@@ -49,7 +48,7 @@ def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
     Keys may be in several slices: their gradients are added up.
 
     Args:
-        slices: all queries, in order.
+        slices: all queries, in order; those of a sequence by growing prefixes of its keys, sequences in order.
     """
 
     def forward(query_TND, key_KGD, value_KGD, scale):
@@ -62,27 +61,27 @@ def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
         return out_TND, torch.cat(sums, dim=1)
 
     def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_NT, scale):
-        of_query, of_row = torch.empty_like(query_TND), []
-        for queries, keys, places in reversed(slices):  # the last has most keys
+        of_query, of_row = torch.empty_like(query_TND), [torch.empty_like(key_KGD), torch.empty_like(value_KGD)]
+        filled = len(key_KGD)  # from here on there is a gradient
+        for queries, keys, places in reversed(slices):
             own = (tensor[queries] for tensor in (grad_TND, query_TND))
             seen = (tensor[keys] for tensor in (key_KGD, value_KGD))
             lse = lse_NT[:, queries].contiguous()
             of_query[queries], *of_seen = kernel.backward(*own, *seen, out_TND[queries], lse, *places, scale)
-            if not of_row:
-                of_row = [_in_row(gradient, keys, len(key_KGD)) for gradient in of_seen]
-                continue
-            for whole, gradient in zip(of_row, of_seen, strict=True):
-                whole[keys] += gradient
+            is_first = keys.stop <= filled
+            for of_keys, part in zip(of_row, of_seen, strict=True):
+                if is_first:
+                    of_keys[keys.stop : filled] = 0
+                    of_keys[keys] = part
+                else:
+                    of_keys[keys] += part
+            filled = min(filled, keys.start)
+        for of_keys in of_row:
+            of_keys[:filled] = 0
         of_key, of_value = of_row
         return of_query, of_key, of_value
 
     return PrefixKernel(forward, backward)
-
-
-def _in_row(part_KGD: torch.Tensor, keys: slice, num_keys: int) -> torch.Tensor:
-    """Gradients of all keys of a row, of which only these have any."""
-    missing = keys.start, num_keys - keys.stop
-    return F.pad(part_KGD, (0, 0, 0, 0, *missing)) if any(missing) else part_KGD
 
 
 def attend(

@@ -15,6 +15,7 @@ from swiftlite.model import norm as norm_module
 from swiftlite.model import rope
 from swiftlite.model.attention import CoreAttention, offsets
 from swiftlite.model.context_parallel import causal_segments, describe_packed
+from swiftlite.model.head_size import fill_values
 from swiftlite.plan.kernels import Kernels
 from tests.model.test_attention import varlen
 from tests.model.test_distillation import make_batch
@@ -123,7 +124,7 @@ def test_a_layer_asks_the_host_for_nothing(family, packed, load):
         model = load(family, FUSED, **sizes)
         for module in model.modules():
             if isinstance(module, CoreAttention):
-                module.varlen = varlen_without_counting
+                module.varlen = fill_values(varlen_without_counting)
         offsets.cache_clear()
         with Operations() as operations:
             run(model, packed).backward()

@@ -175,6 +175,29 @@ def test_gradients_over_shared_rows_are_those_of_one_process(shared, variant, pa
         assert max(found.values()) < BOUND, found
 
 
+def gathered_numbers() -> list[int]:
+    """Of each collective that a layer's forward pass makes over context-parallel ranks, for each of its tokens."""
+    counted = []
+    gather = dist.all_gather_into_tensor
+
+    def counting(whole: torch.Tensor, *args: Any, **options: Any) -> Any:
+        counted.append(whole.numel())
+        return gather(whole, *args, **options)
+
+    with session(ParallelLayout(context_parallel_size=2)) as mesh:
+        module, arguments = attention(("ours", "pairs"), mesh, sequence_parallel=False)
+        turns = shard_sequence(arguments["rotary_pos_emb"], 1, mesh.cp.rank(), mesh.cp.size())
+        dist.all_gather_into_tensor = counting
+        module(torch.randn(LENGTH // 2, 2, 64), None, rotary_pos_emb=turns)
+    return [number // (2 * LENGTH // 2) for number in counted]
+
+
+def test_the_latent_is_gathered_and_not_the_heads():
+    """Half of a row and the other: 32 numbers of the latent and 8 of the rotary key, for 4 heads of 24 and 12."""
+    for counted in launch(2, gathered_numbers):
+        assert counted == [32 + 8, 32 + 8]
+
+
 @pytest.fixture(scope="module")
 def computed() -> tuple[dict, list[dict]]:
     """By case and sequence parallelism: gradients of one process, and of each of two ranks."""
