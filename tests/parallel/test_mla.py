@@ -1,6 +1,7 @@
 """Gradients of multi-latent attention on tensor- and context-parallel ranks, against one process: every parameter,
 whole."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import accumulate, product
@@ -22,11 +23,14 @@ from swiftlite.families.layer import Layer
 from swiftlite.model import mla
 from swiftlite.model.build import build_config
 from swiftlite.model.context_parallel import describe_packed, shard_sequence, unshard_sequence
+from swiftlite.model.kernels import modules_of
 from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.model.specs import attention_spec
+from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
+from tests import flash_stand_ins
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.gloo
@@ -49,11 +53,18 @@ PACKED = (8, 0, 4, 4)
 Gradients = dict[str, torch.Tensor]
 
 
-def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+def attention(
+    case: tuple[str, str],
+    mesh: Mesh,
+    sequence_parallel: bool,
+    kernels: Kernels = Kernels(),
+    recomputed: Sequence[str] = (),
+) -> tuple[Any, dict[str, Any]]:
     """The layer, and what it takes beside hidden states.
 
     Args:
         case: ours or what it is compared with, and a variant.
+        recomputed: of its modules, in the words of --recompute_modules.
     """
     whose, variant = case
     hf_config = HF_CONFIG | VARIANTS[variant]
@@ -61,7 +72,9 @@ def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tup
     architecture = Architecture(dense.outside(hf_config), (Layer(kind, dense.mlp(hf_config)),))
     mcore_config = architecture.mcore_config()
     config = build_config(mcore_config, device=mesh.device, dtype=torch.float32, mtp_num_layers=0)
-    spec: Any = attention_spec(kind)
+    if recomputed:
+        config.recompute_granularity, config.recompute_modules = "selective", list(recomputed)
+    spec: Any = attention_spec(kind, modules_of(kernels))
     rotary = RotaryEmbedding(mcore_config["hf_rope"], mesh.device.torch_device, torch.float32)
     angles = {"rotary_pos_emb": rotary([LENGTH])}
     config.calculate_per_token_loss = True  # gradients are summed over ranks that share rows, as in training
@@ -94,14 +107,21 @@ def whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
     return torch.cat(parts, dim)
 
 
-def gradients(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool, packed: bool = False) -> Gradients:
-    """Gradients of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too."""
-    module, arguments = attention(case, mesh, sequence_parallel)
+def gradients(
+    case: tuple[str, str], mesh: Mesh, sequence_parallel: bool, packed: bool = False, rows: int = 2, **options: Any
+) -> Gradients:
+    """Gradients of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too.
+
+    Args:
+        options: of `attention`.
+    """
+    module, arguments = attention(case, mesh, sequence_parallel, **options)
     tp_rank, tp_size = mesh.tp.rank(), mesh.tp.size()
     fill(module, tp_rank, tp_size)
     wrapped = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
     torch.manual_seed(1)
-    hidden, weight = torch.randn(LENGTH, 1 if packed else 2, 64), torch.randn(LENGTH, 1 if packed else 2, 64)
+    rows = 1 if packed else rows
+    hidden, weight = torch.randn(LENGTH, rows, 64), torch.randn(LENGTH, rows, 64)
     cu_seqlens = torch.tensor([0, *accumulate(PACKED)], dtype=torch.int32) if packed else None
     if packed:
         arguments["packed_seq_params"] = describe_packed(cu_seqlens)
@@ -173,6 +193,31 @@ def test_gradients_over_shared_rows_are_those_of_one_process(shared, variant, pa
     for rank in ranks:
         found = differences(alone[variant, packed], rank[variant, packed])
         assert max(found.values()) < BOUND, found
+
+
+WAYS = {"a call for each segment": Kernels(), "a kernel for each": Kernels("local", "torch_varlen")}
+RECOMPUTED = ((), ("mla_up_proj",), ("core_attn",), ("core_attn", "mla_up_proj"))
+
+
+def recomputed_gradients() -> dict[tuple[str, Sequence[str]], Gradients]:
+    """By kernels and what is recomputed."""
+    with session(ParallelLayout(context_parallel_size=2)) as mesh:
+        library = flash_stand_ins.torch_on_cpu()
+        found = {}
+        for (way, kernels), modules in product(WAYS.items(), RECOMPUTED):
+            options = {"rows": 1, "kernels": kernels, "recomputed": modules}
+            found[way, modules] = gradients(("ours", "pairs"), mesh, False, **options)
+        library._destroy()
+        return found
+
+
+def test_recomputed_heads_have_the_same_gradients():
+    """To the last bit, as without context parallelism: their data is away while kernels wait for the backward pass."""
+    for found in launch(2, recomputed_gradients):
+        for way, modules in found:
+            for parameter, grad in found[way, modules].items():
+                assert torch.equal(grad, found[way, ()][parameter]), (way, modules, parameter)
+        assert max(differences(*(found[way, ()] for way in WAYS)).values()) < BOUND
 
 
 def gathered_numbers() -> list[int]:
