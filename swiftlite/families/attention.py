@@ -87,6 +87,10 @@ class GroupedQueryAttention:
     def macs_per_pair(self) -> int:
         return 2 * self.heads * self.head_dim
 
+    def gathered(self, rank: Rank) -> int:
+        _, keys = self._widths(rank)
+        return rank.itemsize * rank.tokens * 2 * keys
+
     def kept(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
         if rank.cp > 1:
@@ -211,10 +215,17 @@ class LatentAttention:
     def macs_per_pair(self) -> int:
         return self.heads * (self._key_size + self.v_head_dim)
 
+    def gathered(self, rank: Rank) -> int:
+        return rank.itemsize * rank.tokens * self._key_latents
+
     def kept(self, rank: Rank) -> int:
         heads = self.heads // rank.tp
-        latents = [size for size in (self.q_lora_rank, self.kv_lora_rank) if size]
-        down = sum(rank.kept_norm(rank.sequence_tokens, size) + rank.kept_states(size) for size in latents)
+        # Every context-parallel rank unfolds keys and values of the whole row from its latent.
+        of_query, of_key = (
+            rank.kept_norm(rank.sequence_tokens, size) + rank.kept_states(size) if size else 0
+            for size in (self.q_lora_rank, self.kv_lora_rank)
+        )
+        down = of_query + rank.cp * of_key
         # Queries, and keys and values of all context-parallel ranks, each a copy of its own: what a fused kernel keeps.
         # On a CPU that takes equal sizes of keys and values; others keep the matrix of scores there.
         up = heads * (self._key_size + rank.cp * (self._key_size + self.v_head_dim))

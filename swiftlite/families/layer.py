@@ -68,6 +68,10 @@ class Attention(Sublayer, Protocol):
         """Channels of a head that rotary angles turn; 0 without any."""
         ...
 
+    def gathered(self, rank: Rank) -> int:
+        """Bytes of this rank's tokens that every other context-parallel rank needs in a forward pass."""
+        ...
+
     def macs_per_pair(self) -> int:
         """Multiply-adds of a forward pass for each pair of tokens that see each other, on all ranks together; 0 where
         the work grows with tokens and not with pairs."""

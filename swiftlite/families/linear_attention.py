@@ -112,6 +112,10 @@ class GatedDeltaNet:
     def macs_per_pair(self) -> int:
         return 0
 
+    def gathered(self, rank: Rank) -> int:
+        keys, values = self._widths(rank)
+        return rank.itemsize * rank.tokens * (2 * keys + 2 * values + 2 * self.value_heads // rank.tp)
+
     def kept(self, rank: Rank) -> int:
         """What torch keeps; the kernels for CUDA keep less."""
         keys, values = self._widths(rank)

@@ -9,7 +9,7 @@ their own); N and G are per tensor-parallel rank, S and T per context-parallel r
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -23,16 +23,21 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from swiftlite.model import merged_attention
 from swiftlite.model.cache import Cache
 from swiftlite.model.context_parallel import (
     Segment,
     causal_segments,
     gather_sequence,
-    padded_cu_seqlens,
     seen_by,
-    sequence_lengths,
+    shared_row,
 )
 from swiftlite.runtime.device import on_device
+
+LONG = 2048
+"""Queries of a segment, on average, from which on it has a kernel of its own under context parallelism. Its launches
+take some 20 microseconds in both passes, and so do copies of as many tokens' keys and values of 8 heads of 128; those
+of latent attention take ten times as long. Counted for an H100, not measured."""
 
 
 class Offsets(NamedTuple):
@@ -67,13 +72,15 @@ class CoreAttention(MegatronModule):
     """Causal attention for dense rows (one sequence each, padded at the end) and packed rows, at any CP size.
 
     Under context parallelism each rank holds the zigzag of context_parallel.py, gathers all keys and values (the
-    gradients are reduce-scattered), and computes its two chunks of each sequence against the keys before them.
+    gradients are reduce-scattered), and computes its two chunks of each sequence against the keys before them. Latent
+    attention gathers what it makes them of, and hands in those of the whole row.
 
     The constructor takes what megatron-core's SelfAttention and MLASelfAttention pass (transformer/attention.py of
     0.16.1).
 
     Args:
         varlen: computes all sequences of a packed row in one call, see `kernels.varlen_kernel`.
+        prefix: the same kernel in two halves, see `kernels.prefix_kernel`.
     """
 
     def __init__(
@@ -87,10 +94,11 @@ class CoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         k_channels: int | None = None,
         varlen: Callable[..., Any] | None = None,
+        prefix: merged_attention.PrefixKernel | None = None,
         **unused: Any,
     ):
         super().__init__(config=config)
-        self.varlen = varlen
+        self.varlen, self.prefix = varlen, prefix
         self.dropout = config.attention_dropout
         k_channels = k_channels or config.kv_channels
         assert k_channels is not None
@@ -111,7 +119,8 @@ class CoreAttention(MegatronModule):
         """Attend; a missing mask means causal, which is all that rows padded at the end need.
 
         Args:
-            query_SBND: or [T, N, D] of a packed row, as megatron-core passes it; keys and values likewise.
+            query_SBND: or [T, N, D] of a packed row, as megatron-core passes it; keys and values likewise, of this rank
+                or of all context-parallel ones.
             attention_mask: megatron-core's convention, [B or 1, 1, S, S], True where attention is forbidden. Dense
                 rows without context parallelism only. Or the cache of rows that grow, of which these are new tokens.
             packed_seq_params: of a packed row (`qkv_format` thd): where its padded sequences start, in the whole row;
@@ -137,31 +146,30 @@ class CoreAttention(MegatronModule):
                 "attention_mask with a packed row or context parallelism: only causal attention is cut over ranks; "
                 "pass None and pad rows at the end"
             )
-        lengths, group = self._row(query_SBND.size(0), packed_seq_params)
+        lengths, group = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
         num_tokens = query_SBND.size(0) * group.size()
         if sum(lengths) != num_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {sum(lengths)}, but {group.size()} context-parallel ranks hold {num_tokens} "
                 f"tokens; it counts the padded tokens of the whole row"
             )
-        if group.size() > 1:
-            # One collective for both: their head sizes differ in MLA only along the last axis.
-            sizes = [key_SBGD.size(-1), value_SBGD.size(-1)]
-            key_value = gather_sequence(torch.cat([key_SBGD, value_SBGD], dim=-1), lengths, group)
-            key_SBGD, value_SBGD = key_value.split(sizes, dim=-1)
+        key_SBGD, value_SBGD = (whole_row(local, lengths, group) for local in (key_SBGD, value_SBGD))
         segments = causal_segments(lengths, group.rank(), group.size())
-        attend = self._attend_varlen if self.varlen else self._attend_segments
-        out = attend(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
+        out = self._attend_row(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 
-    def _row(
-        self, num_tokens: int, packed_seq_params: PackedSeqParams | None
-    ) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-        """Lengths of the sequences of the row that this rank has `num_tokens` of, and the ranks that share it."""
-        group = self.cp_group
-        if packed_seq_params is not None:
-            group = packed_seq_params.cp_group or group
-        return sequence_lengths(num_tokens * group.size(), padded_cu_seqlens(packed_seq_params)), group
+    def _attend_row(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        segments: tuple[Segment, ...],
+    ) -> torch.Tensor:
+        """[S, B, N, D] of this rank's queries, over the keys of the whole row."""
+        if self.prefix is not None and is_for_slices(query_SBND, key_SBGD, segments):
+            return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments)
+        attend = self._attend_varlen if self.varlen else self._attend_segments
+        return attend(query_SBND, key_SBGD, value_SBGD, segments)
 
     def _attend(
         self,
@@ -253,26 +261,65 @@ class CoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """[S, B, N, D] from one kernel over all segments of all rows."""
         assert self.varlen is not None
-        value_size = value_SBGD.size(-1)
-        query, key, value, places = self._for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
-        out = self.varlen(query, key, value, *places, scale=self.softmax_scale)
-        return of_rows(out[..., :value_size], query_SBND)
+        query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
+        return of_rows(self.varlen(query, key, value, *places, scale=self.softmax_scale), query_SBND)
 
-    def _for_kernel(
+    def _attend_slices(
         self,
-        query_SBND: torch.Tensor,
-        key_SBGD: torch.Tensor,
-        value_SBGD: torch.Tensor,
+        query_S1ND: torch.Tensor,
+        key_S1GD: torch.Tensor,
+        value_S1GD: torch.Tensor,
         segments: tuple[Segment, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
-        """Queries, keys and values of all segments of all rows, and where they start, as kernels take them."""
-        num_rows, value_size = query_SBND.size(1), value_SBGD.size(-1)
-        keys_T, *places = offsets(segments, num_rows, key_SBGD.size(0), query_SBND.device)
-        if keys_T is not None:
-            key_SBGD, value_SBGD = key_SBGD.index_select(0, keys_T), value_SBGD.index_select(0, keys_T)
-        if value_size < query_SBND.size(-1):  # flash attention wants one head size; zeros at the end add nothing
-            value_SBGD = F.pad(value_SBGD, (0, query_SBND.size(-1) - value_size))
-        return side_by_side(query_SBND), side_by_side(key_SBGD), side_by_side(value_SBGD), tuple(places)
+        own_keys: Sequence[torch.Tensor] = (),
+        own_values: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """[S, 1, N, D] from a kernel for each segment, over keys and values where they stand.
+
+        `_attend_varlen` would have the keys that two segments share twice: a copy of more than all of them, which
+        stays until the backward pass.
+
+        Args:
+            own_keys, own_values: that a query sees beside, see `merged_attention.attend`.
+        """
+        assert self.prefix is not None
+        query, key, value = (tensor.squeeze(1) for tensor in (query_S1ND, key_S1GD, value_S1GD))
+        kernel = merged_attention.in_slices(self.prefix, tuple(_slices(segments, query_S1ND.device)))
+        keys, values = ([tensor.squeeze(1) for tensor in own] for own in (own_keys, own_values))
+        out = merged_attention.attend(kernel, query, key, value, (), keys, values, self.softmax_scale)
+        return out.unsqueeze(1)
+
+
+def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Sequence[Segment]) -> bool:
+    """Whether each segment has a kernel of its own: where segments share keys, and are of one sequence or long."""
+    num_queries, num_rows = query_SBND.shape[:2]
+    if num_rows > 1 or num_queries == key_SBGD.size(0):
+        return False
+    return len(segments) <= 2 or num_queries >= LONG * len(segments)
+
+
+def _slices(segments: Sequence[Segment], device: torch.device) -> Iterator[merged_attention.Slice]:
+    start = 0
+    for segment in segments:
+        num_keys = segment.key_end - segment.key_start
+        _, *places = offsets((Segment(segment.num_queries, 0, num_keys),), 1, num_keys, device)
+        queries = slice(start, start + segment.num_queries)
+        yield merged_attention.Slice(queries, slice(segment.key_start, segment.key_end), tuple(places))
+        start += segment.num_queries
+
+
+def whole_row(rows_SBGD: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    """Keys or values of the whole row, from those of this rank; where they are of the whole row, themselves."""
+    return rows_SBGD if rows_SBGD.size(0) == sum(lengths) else gather_sequence(rows_SBGD, lengths, group)
+
+
+def for_kernel(
+    query_SBND: torch.Tensor, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor, segments: tuple[Segment, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    """Queries, keys and values of all segments of all rows, and where they start, as kernels take them."""
+    keys_T, *places = offsets(segments, query_SBND.size(1), key_SBGD.size(0), query_SBND.device)
+    if keys_T is not None:
+        key_SBGD, value_SBGD = key_SBGD.index_select(0, keys_T), value_SBGD.index_select(0, keys_T)
+    return side_by_side(query_SBND), side_by_side(key_SBGD), side_by_side(value_SBGD), tuple(places)
 
 
 def side_by_side(rows_SBND: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,19 @@ def padded_cu_seqlens(packed: PackedSeqParams | None) -> torch.Tensor | None:
     return packed.cu_seqlens_q if padded is None else padded
 
 
+def shared_row(
+    num_tokens: int, packed: PackedSeqParams | None, group: dist.ProcessGroup
+) -> tuple[tuple[int, ...], dist.ProcessGroup]:
+    """Lengths of the sequences of the row that this rank has `num_tokens` of, and the ranks that share it.
+
+    Args:
+        group: the ranks that share rows; the descriptor of a packed row may name others.
+    """
+    if packed is not None:
+        group = packed.cp_group or group
+    return sequence_lengths(num_tokens * group.size(), padded_cu_seqlens(packed)), group
+
+
 def _runs(lengths: Sequence[int], rank: int, size: int) -> Iterator[tuple[int, int, int]]:
     """The consecutive tokens that rank `rank` of `size` holds, in its order; a run may be empty.
 
@@ -166,18 +179,44 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
-        order, inverse = _gathered_order(lengths, group.size(), local.device)
-        ctx.group, ctx.order = group, order
-        gathered = local.new_empty(local.size(0) * group.size(), *local.shape[1:])
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        return gathered[inverse]
+        ctx.group, ctx.lengths = group, lengths
+        local = local.contiguous()
+        row = local.new_empty(local.size(0) * group.size(), *local.shape[1:])
+        if len(lengths) == 1:
+            return _gather_chunks(row, local, group)
+        _, inverse = _gathered_order(lengths, group.size(), local.device)
+        dist.all_gather_into_tensor(row, local, group=group)
+        return row.index_select(0, inverse)
 
     @staticmethod
     def backward(ctx, *grad_outputs: torch.Tensor):
         (grad,) = grad_outputs
         local = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(local, grad[ctx.order], group=ctx.group)
+        if len(ctx.lengths) == 1:
+            return _scatter_chunks(local, grad, ctx.group), None, None
+        order, _ = _gathered_order(ctx.lengths, ctx.group.size(), grad.device)
+        dist.reduce_scatter_tensor(local, grad.index_select(0, order), group=ctx.group)
         return local, None, None
+
+
+def _gather_chunks(row: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`row` of one sequence, filled: the first chunks of all ranks stand in it as they are gathered, and only the
+    second ones, which come in the order of ranks and so from the end, are copied."""
+    first, second = local.split(_chunk_length(row.size(0), group.size()))
+    early, late = row.chunk(2)
+    dist.all_gather_into_tensor(early, first, group=group)
+    from_the_end = torch.empty_like(late)
+    dist.all_gather_into_tensor(from_the_end, second, group=group)
+    torch.cat(from_the_end.chunk(group.size())[::-1], out=late)
+    return row
+
+
+def _scatter_chunks(local: torch.Tensor, grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sums over ranks of `local`'s two chunks, filled in, from each rank's gradient of the row."""
+    (first, second), (early, late) = local.chunk(2), grad.contiguous().chunk(2)
+    dist.reduce_scatter_tensor(first, early, group=group)
+    dist.reduce_scatter_tensor(second, torch.cat(late.chunk(group.size())[::-1]), group=group)
+    return local
 
 
 def gather_sequence(local: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:

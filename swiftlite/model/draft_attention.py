@@ -18,17 +18,15 @@ Shapes: as in attention.py.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from swiftlite.model import merged_attention
-from swiftlite.model.attention import CoreAttention, of_rows, side_by_side
+from swiftlite.model.attention import CoreAttention, for_kernel, is_for_slices, of_rows, side_by_side, whole_row
 from swiftlite.model.cache import Cache
-from swiftlite.model.context_parallel import Segment, causal_segments, gather_sequence, seen_by
+from swiftlite.model.context_parallel import Segment, causal_segments, seen_by, shared_row
 
 MAX_QUERIES = 1024
 """Most queries of one call. Scores are masked there, and a mask has an entry for each query and key."""
@@ -50,6 +48,11 @@ class Draft:
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the first step is still to come."""
+        return not self.keys
+
     def add(self, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor) -> None:
         """Those of one more step."""
         self.keys.append(key_SBGD)
@@ -59,13 +62,8 @@ class Draft:
 class DraftAttention(CoreAttention):
     """`CoreAttention` whose every call is one step of a draft, from all positions at once.
 
-    Args:
-        prefix: computes what later steps see of the first, see `kernels.prefix_kernel`; None: with a mask.
+    `prefix` computes what later steps see of the first; without it that is done with a mask.
     """
-
-    def __init__(self, *args: Any, prefix: merged_attention.PrefixKernel | None = None, **options: Any):
-        super().__init__(*args, **options)
-        self.prefix = prefix
 
     def forward(
         self,
@@ -84,18 +82,18 @@ class DraftAttention(CoreAttention):
             attention_bias: None, as in `CoreAttention.forward`, which has the other arguments and the result.
         """
         draft = attention_mask
-        if not draft.keys:
-            out = super().forward(query_SBND, key_SBGD, value_SBGD, draft.cache, packed_seq_params=packed_seq_params)
+        if draft.is_empty:
             if draft.cache is None:
-                key_SBGD = self._whole_row(key_SBGD, packed_seq_params)
-                value_SBGD = self._whole_row(value_SBGD, packed_seq_params)
-            draft.add(key_SBGD, value_SBGD)
-            return out
+                lengths, group = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
+                key_SBGD, value_SBGD = (whole_row(local, lengths, group) for local in (key_SBGD, value_SBGD))
+            is_packed = draft.cache is None and packed_seq_params is not None
+            draft.add(*(t.unsqueeze(1) if is_packed else t for t in (key_SBGD, value_SBGD)))
+            return super().forward(query_SBND, key_SBGD, value_SBGD, draft.cache, packed_seq_params=packed_seq_params)
         if packed_seq_params is not None:
             query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
         draft.add(key_SBGD, value_SBGD)
         if draft.cache is None:
-            lengths, group = self._row(query_SBND.size(0), packed_seq_params)
+            lengths, group = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
             segments = causal_segments(lengths, group.rank(), group.size())
             attend = self._attend_merged if self.prefix else self._attend_steps
         else:
@@ -104,23 +102,17 @@ class DraftAttention(CoreAttention):
         out = attend(query_SBND, draft, segments).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 
-    def _whole_row(self, local: torch.Tensor, packed_seq_params: PackedSeqParams | None) -> torch.Tensor:
-        """Keys or values [S, B, G, D] of the whole row, from those of this rank as `forward` takes them."""
-        if packed_seq_params is not None:
-            local = local.unsqueeze(1)
-        lengths, group = self._row(local.size(0), packed_seq_params)
-        return local if group.size() == 1 else gather_sequence(local, lengths, group)
-
     def _attend_merged(self, query_SBND: torch.Tensor, draft: Draft, segments: tuple[Segment, ...]) -> torch.Tensor:
         """As `_attend_steps`, by a kernel over the prefixes of all segments."""
         assert self.prefix is not None
-        value_size = draft.values[0].size(-1)
-        query, key, value, places = self._for_kernel(query_SBND, draft.keys[0], draft.values[0], segments)
-        missing = query_SBND.size(-1) - value_size
-        own_keys = [side_by_side(key) for key in draft.keys[1:]]
-        own_values = [side_by_side(F.pad(value, (0, missing))) for value in draft.values[1:]]
+        key_SBGD, value_SBGD = draft.keys[0], draft.values[0]
+        later = draft.keys[1:], draft.values[1:]
+        if is_for_slices(query_SBND, key_SBGD, segments):
+            return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments, *later)
+        query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
+        own_keys, own_values = ([side_by_side(step) for step in steps] for steps in later)
         out = merged_attention.attend(self.prefix, query, key, value, places, own_keys, own_values, self.softmax_scale)
-        return of_rows(out[..., :value_size], query_SBND)
+        return of_rows(out, query_SBND)
 
     def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
         """[S, B, N, D]: the query of each position over the first step's prefix and its own place in the later ones."""

@@ -24,7 +24,7 @@ from torch import nn
 
 from swiftlite.families import linear_attention
 from swiftlite.model.cache import Cache
-from swiftlite.model.context_parallel import gather_sequence, padded_cu_seqlens, sequence_lengths, zigzag_positions
+from swiftlite.model.context_parallel import gather_sequence, shared_row, zigzag_positions
 from swiftlite.model.delta_rule import gated_delta_rule
 from swiftlite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -123,8 +123,7 @@ class GatedDeltaNet(MegatronModule):
         self, qkvz_SBP: torch.Tensor, ba_SBP: torch.Tensor, packed_seq_params: PackedSeqParams | None
     ) -> torch.Tensor:
         """[S, B, N * E] of whole rows, or of this context-parallel rank's part of them."""
-        group: Any = self.pg_collection.cp
-        lengths = sequence_lengths(qkvz_SBP.size(0) * group.size(), padded_cu_seqlens(packed_seq_params))
+        lengths, group = shared_row(qkvz_SBP.size(0), packed_seq_params, self.pg_collection.cp)
         if group.size() > 1:
             sizes = [qkvz_SBP.size(-1), ba_SBP.size(-1)]
             gathered = gather_sequence(torch.cat([qkvz_SBP, ba_SBP], dim=-1), lengths, group)  # one collective for both

@@ -11,6 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.draft_attention import DraftAttention
 from swiftlite.model.experts import GroupedMLP, SequentialMLP
+from swiftlite.model.head_size import Sizes, fill_values, fill_values_in_halves
 from swiftlite.model.merged_attention import PrefixKernel
 from swiftlite.model.norm import FusedRMSNorm, RMSNorm, keeping
 from swiftlite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -62,7 +63,7 @@ def modules_of(kernels: Kernels) -> Modules:
             experts = te.GroupedMLP
         if kernels.low_precision is not None:
             te.check_available(kernels.low_precision)
-    params = {"varlen": varlen_kernel(kernels)}
+    params = {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}
     return Modules(
         norm=norm,
         keeping_norm=keeping(norm),
@@ -72,7 +73,7 @@ def modules_of(kernels: Kernels) -> Modules:
         down_projection=McoreColumnParallelLinear,
         experts=experts,
         core_attention=ModuleSpec(module=attention, params=params),
-        draft_attention=ModuleSpec(module=DraftAttention, params=params | {"prefix": prefix_kernel(kernels)}),
+        draft_attention=ModuleSpec(module=DraftAttention, params=params),
     )
 
 
@@ -94,20 +95,32 @@ def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         options = {"causal": True, "deterministic": kernels.is_deterministic}
-        return lambda *args, scale: flash_attn_varlen_func(*args, softmax_scale=scale, **options)
+        return fill_values(lambda *args, scale: flash_attn_varlen_func(*args, softmax_scale=scale, **options))
     if kernels.attention == "torch_varlen":
         from torch.nn.attention.varlen import varlen_attn
 
-        return lambda *args, scale: varlen_attn(*args, scale=scale, window_size=(-1, 0), enable_gqa=True)
+        return fill_values(
+            lambda *args, scale: varlen_attn(*args, scale=scale, window_size=(-1, 0), enable_gqa=True),
+            others=_other_sizes(kernels),
+        )
     return None
+
+
+def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
+    """Sizes of keys and of values, where they differ, that the kernel takes.
+
+    Flash-attn 2 takes none (csrc/flash_attn/flash_api.cpp:615 of 2.8.3), nor does what came with torch, which is the
+    same; flash-attn 3 (hopper/flash_api.cpp:783) and 4 (flash_attn/cute/interface.py:114) take DeepSeek's.
+    """
+    return () if kernels.flash_impl is None else ((192, 128),)
 
 
 def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
     """The same kernel in two halves, of which the first says the sums of exponentials; None where there is none."""
     if kernels.attention == "flash_attn":
-        return _flash_attn_in_halves(kernels.is_deterministic)
+        return fill_values_in_halves(_flash_attn_in_halves(kernels.is_deterministic))
     if kernels.attention == "torch_varlen":
-        return PrefixKernel(_torch_forward, _torch_backward)
+        return fill_values_in_halves(PrefixKernel(_torch_forward, _torch_backward), others=_other_sizes(kernels))
     return None
 
 

@@ -6,14 +6,14 @@ A kernel that also says the logarithm of the sum of a query's exponentials can b
     out = exp(lse of the prefix - lse) * out of the prefix + sum of exp(own score - lse) * own value
 
 Its backward pass works from `out` and `lse`; given these two of both together, it computes the prefix's gradients of
-both together.
+both together. Without keys of their own this is the kernel alone.
 
 Shapes: T queries of all segments, K keys of them, N query heads, G key-value heads, D head size.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -32,6 +32,56 @@ class PrefixKernel:
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class Slice(NamedTuple):
+    """Consecutive queries, and the consecutive keys of a row that they see; the last query sees the last key."""
+
+    queries: slice
+    keys: slice
+    places: tuple[Any, ...]
+
+
+def in_slices(kernel: PrefixKernel, slices: Sequence[Slice]) -> PrefixKernel:
+    """One that calls `kernel` for each slice, and has no places of its own.
+
+    Keys may be in several slices: their gradients are added up.
+
+    Args:
+        slices: all queries, in order; those of a sequence by growing prefixes of its keys, sequences in order.
+    """
+
+    def forward(query_TND, key_KGD, value_KGD, scale):
+        out_TND = query_TND.new_empty(*query_TND.shape[:2], value_KGD.size(-1))
+        sums = []
+        for queries, keys, places in slices:
+            seen = key_KGD[keys], value_KGD[keys]
+            out_TND[queries], lse_NT = kernel.forward(query_TND[queries], *seen, *places, scale)
+            sums.append(lse_NT)
+        return out_TND, torch.cat(sums, dim=1)
+
+    def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_NT, scale):
+        of_query, of_row = torch.empty_like(query_TND), [torch.empty_like(key_KGD), torch.empty_like(value_KGD)]
+        filled = len(key_KGD)  # from here on there is a gradient
+        for queries, keys, places in reversed(slices):
+            own = (tensor[queries] for tensor in (grad_TND, query_TND))
+            seen = (tensor[keys] for tensor in (key_KGD, value_KGD))
+            lse = lse_NT[:, queries].contiguous()
+            of_query[queries], *of_seen = kernel.backward(*own, *seen, out_TND[queries], lse, *places, scale)
+            is_first = keys.stop <= filled
+            for of_keys, part in zip(of_row, of_seen, strict=True):
+                if is_first:
+                    of_keys[keys.stop : filled] = 0
+                    of_keys[keys] = part
+                else:
+                    of_keys[keys] += part
+            filled = min(filled, keys.start)
+        for of_keys in of_row:
+            of_keys[:filled] = 0
+        of_key, of_value = of_row
+        return of_query, of_key, of_value
+
+    return PrefixKernel(forward, backward)
 
 
 def attend(
@@ -68,17 +118,12 @@ class _Merged(torch.autograd.Function):
         *own: torch.Tensor,
     ) -> torch.Tensor:
         out_TND, lse_NT = kernel.forward(query_TND, key_KGD, value_KGD, *places, scale)
-        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        scores = [_scores(query_TND, key_TGD, scale) for key_TGD in keys]
-        prefix_TN = lse_NT.mT
-        lse_TN = torch.logsumexp(torch.stack([prefix_TN, *scores]), dim=0)
-        merged_TND = out_TND * (prefix_TN - lse_TN).exp()[..., None]
-        for score_TN, value_TGD in zip(scores, values, strict=True):
-            merged_TND += (score_TN - lse_TN).exp()[..., None] * _per_head(value_TGD, query_TND)
-        merged_TND = merged_TND.to(query_TND.dtype)
-        ctx.save_for_backward(query_TND, key_KGD, value_KGD, merged_TND, lse_TN, *own)
+        lse_TN = lse_NT.mT
+        if own:
+            out_TND, lse_TN = _merge(out_TND, lse_TN, query_TND, own, scale)
+        ctx.save_for_backward(query_TND, key_KGD, value_KGD, out_TND, lse_TN, *own)
         ctx.kernel, ctx.places, ctx.scale = kernel, places, scale
-        return merged_TND
+        return out_TND
 
     @staticmethod
     @once_differentiable
@@ -88,6 +133,8 @@ class _Merged(torch.autograd.Function):
         of_query, of_key, of_value = ctx.kernel.backward(
             grad_TND, query_TND, key_KGD, value_KGD, out_TND, lse_TN.mT.contiguous(), *ctx.places, ctx.scale
         )
+        if not own:
+            return None, None, None, of_query, of_key, of_value
         of_query = of_query.to(lse_TN.dtype)
         wide_query, wide_grad = query_TND.to(lse_TN.dtype), grad_TND.to(lse_TN.dtype)
         shared_TN = (wide_grad * out_TND).sum(-1)
@@ -101,6 +148,28 @@ class _Merged(torch.autograd.Function):
             of_keys.append(_per_group(of_score * wide_query, key_TGD))
             of_values.append(_per_group(share_TN[..., None] * wide_grad, value_TGD))
         return None, None, None, of_query.to(query_TND.dtype), of_key, of_value, *of_keys, *of_values
+
+
+def _merge(
+    prefix_TND: torch.Tensor,
+    prefix_TN: torch.Tensor,
+    query_TND: torch.Tensor,
+    own: Sequence[torch.Tensor],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What queries find in the prefix and in their own keys, and the logarithms [T, N] of the sums of both.
+
+    Args:
+        prefix_TND, prefix_TN: the same of the prefix alone.
+        own: keys, then values.
+    """
+    keys, values = own[: len(own) // 2], own[len(own) // 2 :]
+    scores = [_scores(query_TND, key_TGD, scale) for key_TGD in keys]
+    lse_TN = torch.logsumexp(torch.stack([prefix_TN, *scores]), dim=0)
+    merged_TND = prefix_TND * (prefix_TN - lse_TN).exp()[..., None]
+    for score_TN, value_TGD in zip(scores, values, strict=True):
+        merged_TND += (score_TN - lse_TN).exp()[..., None] * _per_head(value_TGD, query_TND)
+    return merged_TND.to(query_TND.dtype), lse_TN
 
 
 def _scores(query_TND: torch.Tensor, key_TGD: torch.Tensor, scale: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
@@ -23,6 +24,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention as
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
 
+from swiftlite.model.cache import Cache
+from swiftlite.model.context_parallel import gather_sequence, shared_row
+from swiftlite.model.draft_attention import Draft
 from swiftlite.model.rope import rope_config, rotation
 
 
@@ -64,6 +68,14 @@ def latent_norm(norm: Any) -> type:
     return type(f"Latent{norm.__name__}", (norm,), {"__init__": init})
 
 
+def _reads_rows(attention_mask: Any) -> bool:
+    """Whether queries see keys of the whole row: not of rows that grow, nor in the later steps of a draft, of whose
+    keys each query sees its own."""
+    if isinstance(attention_mask, Draft):
+        return attention_mask.is_empty and attention_mask.cache is None
+    return not isinstance(attention_mask, Cache)
+
+
 class MLASelfAttention(McoreMLASelfAttention):
     """megatron-core's for the local spec, whose down-projections are split by columns.
 
@@ -78,7 +90,7 @@ class MLASelfAttention(McoreMLASelfAttention):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: Any,  # None, or what core attention takes
         *,
         rotary_pos_emb: torch.Tensor,
         **kwargs: Any,
@@ -86,39 +98,45 @@ class MLASelfAttention(McoreMLASelfAttention):
         """Outputs [S, B, H], and no bias.
 
         The stock method refuses them, each of its layers makes its own. What it hands on unseen to
-        `get_query_key_value_tensors` are position ids; cosines and sines take their place.
+        `get_query_key_value_tensors` are position ids and the states of cross attention; cosines and sines take the
+        place of those, the ranks that share rows of these.
 
         Args:
             rotary_pos_emb: `RotaryEmbedding`'s, of this rank's part of the row.
             kwargs: as megatron-core's layers call attention.
         """
-        result: Any = super().forward(hidden_states, attention_mask, position_ids=rotary_pos_emb, **kwargs)
+        result: Any = super().forward(
+            hidden_states,
+            attention_mask,
+            key_value_states=self.pg_collection.cp if _reads_rows(attention_mask) else None,
+            position_ids=rotary_pos_emb,
+            **kwargs,
+        )
         return result
 
     def get_query_key_value_tensors(
         self,
         hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor,  # position_ids upstream, see `forward`
+        cp_group: dist.ProcessGroup | None,  # key_value_states upstream, see `forward`
+        rotary_pos_emb: torch.Tensor,  # position_ids upstream
         packed_seq_params: PackedSeqParams | None = None,
         **inference: None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query [T, N, D], key [T, N, D] and value [T, N, V] of the whole sequence; the latents of queries and keys."""
+        """Query [T, N, D], key [K, N, D] and value [K, N, V] of all sequence-parallel ranks; the latents of queries and
+        keys.
+
+        Args:
+            cp_group: the ranks with which keys and values are shared, K is then the length of the whole row; None: T.
+        """
         assert not any(inference.values())
         config = self.config
 
         query_latent = hidden_states
         if config.q_lora_rank is not None:
             query_latent = self._scatter(self._whole(self.linear_q_down_proj(hidden_states)[0]))
-        latent, key_pos = self._whole(self.linear_kv_down_proj(hidden_states)[0]).split(
-            [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
-        )
+        compressed = self._whole(self.linear_kv_down_proj(hidden_states)[0])
+        latent, key_pos = self._gather(compressed, cp_group, rotary_pos_emb, packed_seq_params)
         latent = self._scatter(latent)
-        # Each rank's gradient is that of its own heads; the up-projections sum theirs themselves. The sum is left out
-        # in silence where a gradient is not contiguous (mappings.py:20).
-        key_pos = copy_to_tensor_model_parallel_region(key_pos, group=self.tp_group)
-        if key_pos.requires_grad:
-            key_pos.register_hook(torch.Tensor.contiguous)
         if packed_seq_params is not None:
             query_latent, latent, key_pos = (tensor.squeeze(1) for tensor in (query_latent, latent, key_pos))
             rotary_pos_emb = rotary_pos_emb.squeeze(2)
@@ -131,9 +149,8 @@ class MLASelfAttention(McoreMLASelfAttention):
             query, query_pos = self._split_heads(up_proj(query_latent)[0], config.qk_pos_emb_head_dim)
             key, value = self._split_heads(self.linear_kv_up_proj(latent)[0], config.v_head_dim)
             query_pos = self._rotate(query_pos, rotary_pos_emb)
-            key_pos = self._rotate(key_pos[..., None, :], rotary_pos_emb)
-            key_pos = key_pos.expand(*key.shape[:-1], -1)
-            return torch.cat([query, query_pos], dim=-1), torch.cat([key, key_pos], dim=-1), value.contiguous()
+            keys_pos = key_pos[..., None, :].expand(*key.shape[:-1], -1)
+            return torch.cat([query, query_pos], dim=-1), torch.cat([key, keys_pos], dim=-1), value.contiguous()
 
         if self.recompute_up_proj:
             # None and not False without fp8: random.py:635 asks whether it is None.
@@ -152,6 +169,38 @@ class MLASelfAttention(McoreMLASelfAttention):
     def _whole(self, columns: torch.Tensor) -> torch.Tensor:
         """All columns of a down-projection, of which each rank computed some."""
         return gather_from_tensor_model_parallel_region(columns, group=self.tp_group)
+
+    def _gather(
+        self,
+        compressed: torch.Tensor,
+        cp_group: dist.ProcessGroup | None,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent of keys and values, before its norm, and the rotary part of the key, turned: of `compressed`, or
+        of the whole row that context-parallel ranks hold parts of.
+
+        The heads are unfolded from them on every rank, so each unfolds all of a row: at DeepSeek-V3's sizes three
+        products of 34 MFLOP for each token of another rank, where forward and backward pass would receive 82 KB each
+        instead of 1.1. By `plan/speed.py` that is half the time on H100s over NVLink and a fifth between machines, and
+        as long on A100s; H20s over NVLink, with few FLOP for a byte, take three times as long.
+        """
+        sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        latent, key_pos = compressed.split(sizes, dim=-1)
+        # Each rank's gradient is that of its own heads; the up-projections sum theirs themselves. The sum is left out
+        # in silence where a gradient is not contiguous (mappings.py:20).
+        key_pos = copy_to_tensor_model_parallel_region(key_pos, group=self.tp_group)
+        if key_pos.requires_grad:
+            key_pos.register_hook(torch.Tensor.contiguous)
+        key_pos = self._rotate(key_pos[..., None, :], rotary_pos_emb).squeeze(-2)
+        if cp_group is None:
+            return latent, key_pos
+        lengths, group = shared_row(compressed.size(0), packed_seq_params, cp_group)
+        if group.size() == 1:
+            return latent, key_pos
+        gathered = gather_sequence(torch.cat([latent, key_pos], dim=-1), lengths, group)
+        latent, key_pos = gathered.split(sizes, dim=-1)
+        return latent, key_pos
 
     def _scatter(self, latent: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence again: a column-parallel layer gathers the sequence."""

@@ -32,7 +32,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # pyr
 from swiftlite.errors import OptionError
 from swiftlite.model import attention, experts
 from swiftlite.model.cache import Cache
-from swiftlite.model.context_parallel import causal_segments
+from swiftlite.model.context_parallel import causal_segments, shared_row
 from swiftlite.model.tensor_parallel import AddsGradients
 from swiftlite.plan.kernels import LowPrecision
 
@@ -182,7 +182,7 @@ class CoreAttention(attention.CoreAttention):
         mask_type = AttnMaskType.causal
         if packed_seq_params is not None:
             mask_type = AttnMaskType.padding_causal
-            lengths, _ = self._row(query_SBND.size(0), packed_seq_params)
+            lengths, _ = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
             packed_seq_params = _on_device(lengths, query_SBND.device)
         out = self.kernel(
             query_SBND, key_SBGD, value_SBGD, None, attn_mask_type=mask_type, packed_seq_params=packed_seq_params

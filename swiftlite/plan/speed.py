@@ -215,6 +215,8 @@ def products_of(layer: Layer, rank: Rank, has_grouped_experts: bool = False) -> 
         tokens, ranks, number = float(rank.tokens), rank.tp, 1
         if ".router." in name or name.endswith(".gate_weight"):
             tokens, ranks = rank.sequence_tokens, 1
+        elif name.endswith(".linear_kv_up_proj.weight"):
+            tokens *= rank.cp  # context-parallel ranks each unfold all of a row
         elif ".local_experts." in name:
             tokens = rank.sequence_tokens * rank.etp * rank.ep * layer.mlp.topk / experts
             ranks, number = rank.etp, experts // rank.ep
@@ -368,13 +370,9 @@ class Step:
         return collective_seconds(self.gpu, self.rank.tp, 1, num_bytes)
 
     def _context_gather(self, layer: Layer) -> float:
-        """Seconds of gathering keys and values from the ranks that share a row: what one more such rank would add to
-        what attention keeps is what each of them sends."""
-        if self.rank.cp == 1:
-            return 0
-        one_more = dataclasses.replace(self.rank, cp=self.rank.cp + 1)
-        share = layer.attention.kept(one_more) - layer.attention.kept(self.rank)
-        return collective_seconds(self.gpu, self.rank.cp, self.rank.tp, share * self.rank.cp)
+        """Seconds of gathering keys and values, or what they are made of, from the ranks that share a row."""
+        of_row = layer.attention.gathered(self.rank) * self.rank.cp
+        return collective_seconds(self.gpu, self.rank.cp, self.rank.tp, of_row)
 
     def _expert_exchange(self, layer: Layer) -> float:
         """Seconds of sending each token to the ranks of its experts, or back."""

@@ -87,6 +87,9 @@ class RunningMean:
     def macs_per_pair(self) -> int:
         return 0
 
+    def gathered(self, rank: Rank) -> int:
+        return 0  # it takes no parts of rows
+
     def kept(self, rank: Rank) -> int:
         return rank.tokens * (self.hidden // rank.tp) * rank.itemsize  # what the last projection takes
 

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.context_parallel import causal_segments
+from swiftlite.model.head_size import fill_values
 from swiftlite.runtime.mesh import Mesh
 
 LENGTHS = [5, 1, 16, 40, 7]
@@ -102,7 +103,7 @@ def varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_one_call_over_all_segments_is_a_call_for_each(mesh, shape, rank, size, rows):
     """The way to CUDA's kernels, without them: tests/gpu/test_attention.py has the kernels."""
-    attention = make_attention(mesh, k_channels=SHAPES[shape][2], varlen=varlen)
+    attention = make_attention(mesh, k_channels=SHAPES[shape][2], varlen=fill_values(varlen))
     _, key, value = make_inputs(48, shape, torch.float64, rows)
     query, *_ = make_inputs(48 // size, shape, torch.float64, rows)
     segments = causal_segments((16, 0, 8, 24), rank, size)

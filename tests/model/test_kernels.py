@@ -19,6 +19,7 @@ from swiftlite.model import gpt, rope
 from swiftlite.model import norm as norm_module
 from swiftlite.model.attention import CoreAttention, offsets
 from swiftlite.model.context_parallel import causal_segments, describe_packed
+from swiftlite.model.head_size import fill_values
 from swiftlite.plan.kernels import Kernels
 from swiftlite.train.objective import total_loss
 from tests.model.test_attention import varlen
@@ -138,7 +139,8 @@ def test_a_layer_asks_the_host_for_nothing(family, packed, load):
         model = load(family, FUSED, **sizes)
         for module in model.modules():
             if isinstance(module, CoreAttention):
-                module.varlen = without_counting(varlen)  # what the reference in torch asks is not asked on a GPU
+                # What the reference in torch asks is not asked on a GPU.
+                module.varlen = fill_values(without_counting(varlen))
         offsets.cache_clear()
         with Operations() as operations:
             run(model, packed).backward()

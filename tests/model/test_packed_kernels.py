@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite import families
@@ -15,15 +16,18 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.data.batch import collate_packed
 from swiftlite.data.sample import make_sample
 from swiftlite.heads import Heads
+from swiftlite.model import attention as attention_module
+from swiftlite.model import kernels as kernels_module
 from swiftlite.model.context_parallel import causal_segments
 from swiftlite.model.draft_attention import Draft, DraftAttention
 from swiftlite.model.forward import forward
+from swiftlite.model.head_size import fill_values, fill_values_in_halves
 from swiftlite.model.kernels import modules_of, prefix_kernel, varlen_kernel
 from swiftlite.model.merged_attention import PrefixKernel
 from swiftlite.plan.kernels import FlashImpl, Kernels, PackedKernel
 from swiftlite.runtime.distributed import session
 from tests import flash_stand_ins
-from tests.model.test_attention import make_attention
+from tests.model.test_attention import make_attention, varlen
 from tests.model.test_logits import load_megatron
 from tests.parallel.launch import launch
 from tests.tiny import make_tiny_hf
@@ -73,7 +77,8 @@ def measure(name: PackedKernel) -> dict[tuple[Any, ...], float]:
     with session() as mesh:
         library = flash_stand_ins.torch_on_cpu()
         for shape, (_, _, size, _) in SHAPES.items():
-            attention = make_attention(mesh, k_channels=size, varlen=varlen_kernel(kernels))
+            options = {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}
+            attention = make_attention(mesh, k_channels=size, **options)
             for count in COUNTS:
                 for rank, ranks in RANKS:
                     for dtype in BOUNDS:
@@ -81,10 +86,12 @@ def measure(name: PackedKernel) -> dict[tuple[Any, ...], float]:
                         query, key, value = tensors = inputs(shape, sum(row) // ranks, sum(row), dtype)
                         segments = causal_segments(row, rank, ranks)
                         results = []
-                        for attend in (attention._attend_varlen, attention._attend_segments):
+                        for attend in (attention._attend_segments, attention._attend_varlen, attention._attend_slices):
                             out = attend(query, key, value, segments)
                             results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
-                        found[shape, count, rank, ranks, dtype] = difference(*results)
+                        expected, together, in_slices = results
+                        found["together", shape, count, rank, ranks, dtype] = difference(together, expected)
+                        found["in slices", shape, count, rank, ranks, dtype] = difference(in_slices, expected)
         library._destroy()
     return found
 
@@ -100,9 +107,9 @@ def measured(request) -> dict[tuple[Any, ...], float]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_rows_are_computed_as_sequence_by_sequence(measured, shape):
-    """1 to 100 sequences, on one rank and on either of two."""
-    of_shape = {key: value for key, value in measured.items() if key[0] == shape}
-    assert len(of_shape) == len(COUNTS) * len(RANKS) * len(BOUNDS)
+    """1 to 100 sequences, on one rank and on either of two; by one kernel, and by one for each segment."""
+    of_shape = {key: value for key, value in measured.items() if key[1] == shape}
+    assert len(of_shape) == 2 * len(COUNTS) * len(RANKS) * len(BOUNDS)
     assert {key: value for key, value in of_shape.items() if not value <= BOUNDS[key[-1]]} == {}
 
 
@@ -130,7 +137,7 @@ def as_kernel() -> PrefixKernel:
         of_query, of_key, of_value = flash_stand_ins.backward(grad, query, key, value, out, lse, cu_q, cu_k, scale)
         return of_query, of_key, of_value
 
-    return PrefixKernel(forward, backward)
+    return fill_values_in_halves(PrefixKernel(forward, backward))
 
 
 def unrolled(attention: Any, tensors: list[list[torch.Tensor]], segments: Any, masked: bool):
@@ -156,9 +163,10 @@ def steps(shape: str, row: tuple[int, ...], ranks: int, count: int, dtype: torch
 @pytest.mark.parametrize(("rank", "ranks"), RANKS)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_later_steps_merge_what_a_mask_would_show_them(mesh, shape, rank, ranks, count, rows):
-    """In float64: the same up to sums in another order."""
-    row = (8, 4, 20)
+@pytest.mark.parametrize(("row", "long"), [((8, 4, 20), 2048), ((8, 4, 20), 1), ((32,), 2048)])
+def test_later_steps_merge_what_a_mask_would_show_them(mesh, monkeypatch, shape, rank, ranks, count, rows, row, long):
+    """In float64: the same up to sums in another order. One sequence and long ones have kernels of their own."""
+    monkeypatch.setattr(attention_module, "LONG", long)
     attention = make_attention(mesh, DraftAttention, prefix=as_kernel())
     attention.softmax_scale = SHAPES[shape][2] ** -0.5
     tensors = steps(shape, row, ranks, count, torch.float64, rows)
@@ -219,6 +227,57 @@ def test_later_steps_merge_over_each_package(name):
         pytest.skip(reason)
     (found,) = launch(1, merge_over, name)
     assert [value <= bound for value, bound in zip(found, BOUNDS.values(), strict=True)] == [True, True], found
+
+
+@pytest.mark.parametrize(
+    ("row", "rank", "ranks", "rows", "calls"),
+    [
+        ((32,), 1, 2, 1, 2),  # a kernel for each segment
+        ((32,), 1, 2, 2, 0),  # rows side by side are copies in any case
+        ((8, 24), 1, 2, 1, 0),  # short sequences
+        ((8, 24), 0, 1, 1, 0),  # nothing is shared
+    ],
+)
+def test_keys_that_segments_share_are_not_copied(mesh, row, rank, ranks, rows, calls):
+    """What a kernel is given, and what stays until the backward pass, are keys and values of the row themselves."""
+    seen = []
+    kernel = as_kernel()
+
+    def forward(query, key, value, *others):
+        seen.append((key, value))
+        return kernel.forward(query, key, value, *others)
+
+    options: dict[str, Any] = {"varlen": fill_values(varlen), "prefix": PrefixKernel(forward, kernel.backward)}
+    attention = make_attention(mesh, k_channels=64, **options)
+    query, key, value = inputs("64 gqa", sum(row) // ranks, sum(row), torch.float64, rows)
+    kept = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = attention._attend_row(query, key, value, causal_segments(row, rank, ranks))
+    assert len(seen) == calls
+    of_row = {tensor.untyped_storage().data_ptr() for tensor in (key, value)}
+    assert all(tensor.untyped_storage().data_ptr() in of_row for each in seen for tensor in each)
+    if calls:  # else queries and results, as in any case
+        others = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in of_row]
+        assert {len(tensor) for tensor in others} == {sum(row) // ranks}
+    expected = attention._attend_segments(query, key, value, causal_segments(row, rank, ranks))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
+
+
+def test_kernels_for_newer_gpus_take_values_as_they_are():
+    """Of DeepSeek's heads; others are filled up with zeros."""
+    theirs = ((192, 128),)
+    for sizes, others, expected in [((192, 128), (), 192), ((192, 128), theirs, 128), ((24, 16), theirs, 24)]:
+        key, value = torch.zeros(3, 1, sizes[0]), torch.zeros(3, 1, sizes[1])
+        given = []
+
+        def kernel(query, key, value, *places, scale, given=given):
+            given.append(value.size(-1))
+            return value
+
+        out = fill_values(kernel, others)(key, key, value, scale=1.0)
+        assert (given, out.size(-1)) == ([expected], sizes[1])
+    assert kernels_module._other_sizes(Kernels("local", "torch_varlen")) == ()
+    assert kernels_module._other_sizes(Kernels("local", "torch_varlen", flash_impl="FA3")) == theirs
 
 
 def test_a_cpu_has_none():

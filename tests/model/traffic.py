@@ -23,6 +23,10 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         read, written = _tensors((args, kwargs)), _tensors(out)
+        if func in (torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default):
+            return out  # memory that nothing was written to
+        if func is torch.ops.aten.copy_.default:
+            read = read[1:]
         storages = {tensor.untyped_storage().data_ptr() for tensor in read}
         is_view = all(tensor.untyped_storage().data_ptr() in storages for tensor in written)
         is_in_place = func._schema.is_mutable

@@ -85,6 +85,7 @@ CASES: dict[str, Case] = {
     "PP4": Case(4, {"pipeline_model_parallel_size": 4}),
     "PP2xVPP2": Case(2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
     "CP2": Case(2, {"context_parallel_size": 2}),
+    "CP2xTP2": Case(4, TP2_SP | {"context_parallel_size": 2}),
     "DP2": Case(2),
     "DP2+distopt": Case(2, {"use_distributed_optimizer": True}),
     "DP2+overlap": Case(

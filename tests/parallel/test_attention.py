@@ -1,6 +1,7 @@
 """Core attention over context-parallel ranks: outputs and gradients against one process."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import ParallelLayout
+from swiftlite.model import attention as attention_module
 from swiftlite.model.attention import CoreAttention
 from swiftlite.model.context_parallel import shard_sequence, unshard_sequence
+from swiftlite.model.head_size import fill_values
 from swiftlite.runtime.distributed import session
-from tests.model.test_attention import SHAPES, make_attention, make_inputs, make_packed
+from tests.model.test_attention import SHAPES, make_attention, make_inputs, make_packed, varlen
+from tests.model.test_packed_kernels import as_kernel
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.gloo
@@ -35,6 +39,8 @@ def layouts(size: int) -> dict[str, list[int] | None]:
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 CASES = list(itertools.product(SHAPES, layouts(2), DTYPES))
+# A call for each sequence, one kernel for all, and a kernel for each segment.
+WAYS = ("calls", "together", "in slices")
 # Another kernel (with a mask) and sums over ranks: rounding on numbers of up to 7, 8e-7 a step in float32. A wrong key
 # or a missing rank changes the first digit.
 ATOL = {"float32": 4e-6, "float64": 1e-14}
@@ -60,14 +66,21 @@ def case(shape: str, layout: str, dtype: str, size: int):
     )
 
 
-def run_all(size: int) -> dict[tuple[str, str, str], list[torch.Tensor]]:
+def kernels(way: str) -> dict[str, Any]:
+    """Options of CoreAttention."""
+    attention_module.LONG = 1 if way == "in slices" else 2048
+    return {} if way == "calls" else {"varlen": fill_values(varlen), "prefix": as_kernel()}
+
+
+def run_all(size: int) -> dict[tuple[str, str, str, str], list[torch.Tensor]]:
     """What each process does."""
     with session(ParallelLayout(context_parallel_size=size)) as mesh:
         results = {}
         for shape, layout, dtype in CASES:
             inputs, cu_seqlens = case(shape, layout, dtype, size)
-            attention = make_attention(mesh, k_channels=SHAPES[shape][2])
-            results[shape, layout, dtype] = run(attention, inputs, cu_seqlens, mesh.cp.rank(), size)
+            for way in WAYS:
+                attention = make_attention(mesh, k_channels=SHAPES[shape][2], **kernels(way))
+                results[way, shape, layout, dtype] = run(attention, inputs, cu_seqlens, mesh.cp.rank(), size)
         mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
         with pytest.raises(ValueError, match="attention_mask with a packed row or context parallelism"):
             make_attention(mesh)(*make_inputs(12, "gqa", rows=1), mask)
@@ -77,17 +90,18 @@ def run_all(size: int) -> dict[tuple[str, str, str], list[torch.Tensor]]:
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def parallel(request) -> tuple[int, list[dict[tuple[str, str, str], list[torch.Tensor]]]]:
+def parallel(request) -> tuple[int, list[dict[tuple[str, str, str, str], list[torch.Tensor]]]]:
     return request.param, launch(request.param, run_all, request.param)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
-def test_ranks_compute_what_one_process_computes(mesh, parallel, shape, layout, dtype):
+def test_ranks_compute_what_one_process_computes(mesh, parallel, shape, layout, dtype, way):
     size, results = parallel
     inputs, cu_seqlens = case(shape, layout, dtype, size)
     alone = run(make_attention(mesh, k_channels=SHAPES[shape][2]), inputs, cu_seqlens, 0, 1)
     assert len(alone) == 4
-    for expected, *parts in zip(alone, *(result[shape, layout, dtype] for result in results), strict=True):
+    for expected, *parts in zip(alone, *(result[way, shape, layout, dtype] for result in results), strict=True):
         ours = unshard_sequence(parts, 0, cu_seqlens)
         torch.testing.assert_close(ours, expected, rtol=0, atol=ATOL[dtype])
 

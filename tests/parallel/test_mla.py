@@ -1,7 +1,10 @@
-"""Gradients of multi-latent attention on two tensor-parallel ranks, against one process: every parameter, whole."""
+"""Gradients of multi-latent attention on tensor- and context-parallel ranks, against one process: every parameter,
+whole."""
 
+from collections.abc import Sequence
 from dataclasses import fields
-from itertools import product
+from functools import partial
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -19,11 +22,15 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
 from swiftlite.model import mla
 from swiftlite.model.build import build_config
+from swiftlite.model.context_parallel import describe_packed, shard_sequence, unshard_sequence
+from swiftlite.model.kernels import modules_of
 from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.model.specs import attention_spec
+from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
+from tests import flash_stand_ins
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.gloo
@@ -40,15 +47,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # One head per rank: the shared key's gradient is then a slice of that head's, and not contiguous to begin with.
     "one_head": {"num_attention_heads": 2, "rope_interleave": False},
 }
-LENGTH = 12
+LENGTH = 16
+PACKED = (8, 0, 4, 4)
+"""Sequences of a packed row, each of which two context-parallel ranks share; one of them is empty."""
 Gradients = dict[str, torch.Tensor]
 
 
-def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+def attention(
+    case: tuple[str, str],
+    mesh: Mesh,
+    sequence_parallel: bool,
+    kernels: Kernels = Kernels(),
+    recomputed: Sequence[str] = (),
+) -> tuple[Any, dict[str, Any]]:
     """The layer, and what it takes beside hidden states.
 
     Args:
         case: ours or what it is compared with, and a variant.
+        recomputed: of its modules, in the words of --recompute_modules.
     """
     whose, variant = case
     hf_config = HF_CONFIG | VARIANTS[variant]
@@ -56,9 +72,12 @@ def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tup
     architecture = Architecture(dense.outside(hf_config), (Layer(kind, dense.mlp(hf_config)),))
     mcore_config = architecture.mcore_config()
     config = build_config(mcore_config, device=mesh.device, dtype=torch.float32, mtp_num_layers=0)
-    spec: Any = attention_spec(kind)
+    if recomputed:
+        config.recompute_granularity, config.recompute_modules = "selective", list(recomputed)
+    spec: Any = attention_spec(kind, modules_of(kernels))
     rotary = RotaryEmbedding(mcore_config["hf_rope"], mesh.device.torch_device, torch.float32)
     angles = {"rotary_pos_emb": rotary([LENGTH])}
+    config.calculate_per_token_loss = True  # gradients are summed over ranks that share rows, as in training
     if whose == "stock":
         spec.module = McoreMLASelfAttention
         known = {field.name for field in fields(McoreMLATransformerConfig)}
@@ -66,6 +85,7 @@ def attention(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> tup
         config.qk_layernorm = True  # with its own specs, what turns the norms of the latents on
         angles = {}  # it makes its own, which are the same
     config.tensor_model_parallel_size, config.sequence_parallel = mesh.tp.size(), sequence_parallel
+    config.context_parallel_size = mesh.cp.size()
     return build_module(spec, config=config, layer_number=1), angles
 
 
@@ -81,32 +101,50 @@ def fill(module: Any, tp_rank: int, tp_size: int) -> None:
         parameter.data.copy_(whole.chunk(tp_size, parameter.partition_dim)[tp_rank] if is_split else whole)
 
 
-def whole(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.contiguous())
+def whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.cat(parts, dim)
 
 
-def gradients(case: tuple[str, str], mesh: Mesh, sequence_parallel: bool) -> Gradients:
-    """Gradients of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too."""
-    module, angles = attention(case, mesh, sequence_parallel)
+def gradients(
+    case: tuple[str, str], mesh: Mesh, sequence_parallel: bool, packed: bool = False, rows: int = 2, **options: Any
+) -> Gradients:
+    """Gradients of a weighted sum of the outputs, after megatron-core's finalize_model_grads; that of the input too.
+
+    Args:
+        options: of `attention`.
+    """
+    module, arguments = attention(case, mesh, sequence_parallel, **options)
     tp_rank, tp_size = mesh.tp.rank(), mesh.tp.size()
     fill(module, tp_rank, tp_size)
     wrapped = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
     torch.manual_seed(1)
-    hidden, weight = torch.randn(LENGTH, 2, 64), torch.randn(LENGTH, 2, 64)
+    rows = 1 if packed else rows
+    hidden, weight = torch.randn(LENGTH, rows, 64), torch.randn(LENGTH, rows, 64)
+    cu_seqlens = torch.tensor([0, *accumulate(PACKED)], dtype=torch.int32) if packed else None
+    if packed:
+        arguments["packed_seq_params"] = describe_packed(cu_seqlens)
+        turns = arguments["rotary_pos_emb"]
+        arguments["rotary_pos_emb"] = torch.cat([turns[:, :length] for length in PACKED], dim=1)
+    share = partial(shard_sequence, rank=mesh.cp.rank(), size=mesh.cp.size(), cu_seqlens=cu_seqlens)
+    hidden, weight = share(hidden, 0), share(weight, 0)
+    if "rotary_pos_emb" in arguments:
+        arguments["rotary_pos_emb"] = share(arguments["rotary_pos_emb"], 1)
     if sequence_parallel:
         hidden, weight = hidden.chunk(tp_size)[tp_rank], weight.chunk(tp_size)[tp_rank]
     hidden.requires_grad_()
-    output, _ = wrapped(hidden, None, **angles)
+    output, _ = wrapped(hidden, None, **arguments)
     (output * weight).sum().backward()
     finalize_model_grads([wrapped])
     assert hidden.grad is not None
-    result = {"input": whole(hidden.grad, 0) if sequence_parallel else hidden.grad}
+    of_input = whole(hidden.grad, 0, mesh.tp) if sequence_parallel else hidden.grad
+    parts = whole(of_input, 0, mesh.cp).chunk(mesh.cp.size())
+    result = {"input": unshard_sequence(parts, 0, cu_seqlens) if mesh.cp.size() > 1 else of_input}
     for name, parameter in module.named_parameters():
         is_split = tp_size > 1 and getattr(parameter, "tensor_model_parallel", False)
         grad = parameter.main_grad  # type: ignore[attr-defined]
-        result[name] = whole(grad, parameter.partition_dim) if is_split else grad.clone()
+        result[name] = whole(grad, parameter.partition_dim, mesh.tp) if is_split else grad.clone()
     return result
 
 
@@ -121,6 +159,88 @@ def all_gradients(tp_size: int) -> dict[tuple[tuple[str, str], bool], Gradients]
         for case, sequence_parallel in product(CASES, [False, True] if tp_size > 1 else [False]):
             results[case, sequence_parallel] = gradients(case, mesh, sequence_parallel)
         return results
+
+
+def shared_gradients(layout: ParallelLayout) -> dict[tuple[str, bool], Gradients]:
+    """By variant, and whether the row is packed."""
+    with session(layout) as mesh:
+        cases = product(VARIANTS, [False, True])
+        return {
+            (name, packed): gradients(("ours", name), mesh, layout.sequence_parallel, packed) for name, packed in cases
+        }
+
+
+SHARED = {
+    "cp2": ParallelLayout(context_parallel_size=2),
+    "cp2-tp2": ParallelLayout(context_parallel_size=2, tensor_model_parallel_size=2),
+    "cp2-tp2-sp": ParallelLayout(context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True),
+}
+
+
+@pytest.fixture(scope="module", params=SHARED)
+def shared(request) -> list[dict[tuple[str, bool], Gradients]]:
+    """Of one process, and of each rank of a layout."""
+    layout = SHARED[request.param]
+    ranks = layout.context_parallel_size * layout.tensor_model_parallel_size
+    return [*launch(1, shared_gradients, ParallelLayout()), *launch(ranks, shared_gradients, layout)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_over_shared_rows_are_those_of_one_process(shared, variant, packed):
+    """Every rank unfolds the heads of all tokens, and finds the gradients that its own queries give them."""
+    alone, *ranks = shared
+    for rank in ranks:
+        found = differences(alone[variant, packed], rank[variant, packed])
+        assert max(found.values()) < BOUND, found
+
+
+WAYS = {"a call for each segment": Kernels(), "a kernel for each": Kernels("local", "torch_varlen")}
+RECOMPUTED = ((), ("mla_up_proj",), ("core_attn",), ("core_attn", "mla_up_proj"))
+
+
+def recomputed_gradients() -> dict[tuple[str, Sequence[str]], Gradients]:
+    """By kernels and what is recomputed."""
+    with session(ParallelLayout(context_parallel_size=2)) as mesh:
+        library = flash_stand_ins.torch_on_cpu()
+        found = {}
+        for (way, kernels), modules in product(WAYS.items(), RECOMPUTED):
+            options = {"rows": 1, "kernels": kernels, "recomputed": modules}
+            found[way, modules] = gradients(("ours", "pairs"), mesh, False, **options)
+        library._destroy()
+        return found
+
+
+def test_recomputed_heads_have_the_same_gradients():
+    """To the last bit, as without context parallelism: their data is away while kernels wait for the backward pass."""
+    for found in launch(2, recomputed_gradients):
+        for way, modules in found:
+            for parameter, grad in found[way, modules].items():
+                assert torch.equal(grad, found[way, ()][parameter]), (way, modules, parameter)
+        assert max(differences(*(found[way, ()] for way in WAYS)).values()) < BOUND
+
+
+def gathered_numbers() -> list[int]:
+    """Of each collective that a layer's forward pass makes over context-parallel ranks, for each of its tokens."""
+    counted = []
+    gather = dist.all_gather_into_tensor
+
+    def counting(whole: torch.Tensor, *args: Any, **options: Any) -> Any:
+        counted.append(whole.numel())
+        return gather(whole, *args, **options)
+
+    with session(ParallelLayout(context_parallel_size=2)) as mesh:
+        module, arguments = attention(("ours", "pairs"), mesh, sequence_parallel=False)
+        turns = shard_sequence(arguments["rotary_pos_emb"], 1, mesh.cp.rank(), mesh.cp.size())
+        dist.all_gather_into_tensor = counting
+        module(torch.randn(LENGTH // 2, 2, 64), None, rotary_pos_emb=turns)
+    return [number // (2 * LENGTH // 2) for number in counted]
+
+
+def test_the_latent_is_gathered_and_not_the_heads():
+    """Half of a row and the other: 32 numbers of the latent and 8 of the rotary key, for 4 heads of 24 and 12."""
+    for counted in launch(2, gathered_numbers):
+        assert counted == [32 + 8, 32 + 8]
 
 
 @pytest.fixture(scope="module")

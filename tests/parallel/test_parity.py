@@ -24,7 +24,7 @@ CHOSEN: dict[tuple[str, int, bool], tuple[str, ...]] = {
     ("mimo", 1, False): ("TP2+SP", "DP2+overlap", "PP2 MTP apart"),
     ("qwen3_moe", 1, False): ("EP2", "EP2xTP2", "ETP2xTP2", "DP2"),
     ("glm4_moe", 1, False): ("EP2xTP2", "PP2", "CP2"),
-    ("deepseek_v3", 1, False): ("EP2", "TP2+SP", "PP2xTP2"),
+    ("deepseek_v3", 1, False): ("EP2", "TP2+SP", "PP2xTP2", "CP2xTP2"),
     ("qwen3_next", 1, False): ("EP2xTP2", "CP2", "PP2"),
     ("hy_v3", 1, False): ("EP2xTP2", "CP2", "PP2"),
 }

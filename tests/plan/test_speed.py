@@ -10,7 +10,7 @@ import pytest
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.bridge.rows import Row
 from swiftlite.families.architecture import Architecture, Outside
-from swiftlite.families.attention import GroupedQueryAttention
+from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.index import architecture_of
 from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
@@ -18,7 +18,16 @@ from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.heads import Heads
 from swiftlite.plan.gpus import GPUS, gpu_named
 from swiftlite.plan.memory import Setup, largest, usable_bytes
-from swiftlite.plan.speed import Product, Software, Step, bandwidth, exchange_seconds, product_seconds, products_of
+from swiftlite.plan.speed import (
+    Product,
+    Software,
+    Step,
+    bandwidth,
+    collective_seconds,
+    exchange_seconds,
+    product_seconds,
+    products_of,
+)
 from tests.plan.test_memory import CONFIGS
 
 H100 = GPUS["H100"]
@@ -247,3 +256,29 @@ def test_parts_are_the_whole():
 def test_a_gpu_by_its_drivers_name(name, kind):
     assert gpu_named(name) is GPUS[kind]
     assert gpu_named("Matrox G200") is None
+
+
+@pytest.mark.parametrize(("cp", "tp", "share"), [(2, 1, 0.5), (8, 1, 0.5), (2, 4, 0.6), (16, 1, 0.45), (4, 8, 0.2)])
+def test_unfolding_a_whole_row_takes_less_than_gathering_its_heads(cp, tp, share):
+    """Latent attention of DeepSeek-V3's sizes, 32,768 tokens, on H100s; in the last two between machines."""
+    attention = LatentAttention(7168, 128, 1536, 512, 128, 64, 128, {})
+    rank = Rank(cp=cp, tp=tp, rows=1, length=32768 // cp)
+    heads = 128 // tp
+    assert attention.gathered(rank) == rank.tokens * (512 + 64) * 2
+
+    def unfolding(tokens: int) -> float:
+        product = Product(tokens, heads * (128 + 128), 512)
+        return product.forward(H100) + product.backward(H100)
+
+    of_heads = 2 * collective_seconds(H100, cp, tp, cp * rank.tokens * heads * (192 + 128) * 2)
+    of_latent = 2 * collective_seconds(H100, cp, tp, cp * attention.gathered(rank))
+    of_latent += unfolding(cp * rank.tokens) - unfolding(rank.tokens)
+    assert of_latent / of_heads < share
+
+
+def test_context_parallel_ranks_each_unfold_the_whole_row():
+    attention = LatentAttention(7168, 128, 1536, 512, 128, 64, 128, {})
+    layer = Layer(attention, Mlp(7168, 18432))
+    alone, shared = (list(products_of(layer, Rank(cp=cp, rows=1, length=4096 // cp))) for cp in (1, 4))
+    fewer = [one.tokens / other.tokens for one, other in zip(alone, shared, strict=True)]
+    assert sorted(fewer) == [1] + [4] * (len(fewer) - 1)

@@ -132,8 +132,8 @@ def check_attention(results: Results, settings: Settings, device: torch.device) 
 
 def compare_attention(results: Results, what: str, kernel: Callable[..., torch.Tensor], device: torch.device) -> None:
     for lengths in ((1000,), (1, 30, 500), (37,) * 100):
-        for channels in (64, 128, 192):
-            shapes = [(sum(lengths), heads, channels) for heads in (8, 4, 4)]
+        for channels, of_values in ((64, 64), (128, 128), (192, 192), (192, 128)):
+            shapes = [(sum(lengths), *sizes) for sizes in ((8, channels), (4, channels), (4, of_values))]
             starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
 
             def packed(*qkv: torch.Tensor, starts: torch.Tensor = starts, longest: int = max(lengths)) -> torch.Tensor:
@@ -143,7 +143,7 @@ def compare_attention(results: Results, what: str, kernel: Callable[..., torch.T
                 parts = zip(*(tensor.split(lengths) for tensor in qkv), strict=True)
                 return torch.cat([one_sequence(*part) for part in parts])
 
-            name = f"{what}, {len(lengths)} sequences, {channels} channels"
+            name = f"{what}, {len(lengths)} sequences, {channels} channels, {of_values} of values"
             compare(results, name, packed, alone, *numbers(device, torch.bfloat16, *shapes))
 
 
