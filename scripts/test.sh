@@ -20,7 +20,7 @@ case $tier in
     unit) markers="not gloo and not engine and not gpu and not slow" ;;
     engine) markers="engine and not slow" ;;
     gloo | slow | gpu) markers=$tier ;;
-    te) markers=gloo && set -- tests/parallel/test_kernels.py tests/parallel/test_low_precision.py "$@" ;;
+    te) markers=gloo && set -- tests/parallel/test_{kernels,low_precision,adapter_kernels}.py "$@" ;;
     flash) markers="gloo or not gloo" && set -- tests/model/test_packed_kernels.py "$@" ;;
     *) die "no tier '$tier'" "one of: unit gloo engine slow te flash gpu, or nothing for all that run without a GPU" ;;
 esac

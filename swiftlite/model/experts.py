@@ -55,8 +55,8 @@ class SequentialMLP(McoreSequentialMLP):
 class GroupedMLP(SequentialMLP):
     """The same experts, with the same parameters, in a product for each of their two matrices.
 
-    On a GPU the time to start a product for each of a hundred experts is most of a step. Nothing is copied to the host.
-    An expert with an adapter beside its matrices needs a call of its own, and so do matrices that are not aligned.
+    On a GPU the time to start a product for each of a hundred experts is most of a step. Nothing is copied to the host,
+    unless adapters are added: each takes the tokens of its own expert. Matrices that are not aligned need a call each.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
@@ -71,7 +71,7 @@ class GroupedMLP(SequentialMLP):
     ) -> tuple[torch.Tensor, None]:
         """As `SequentialMLP`."""
         hidden_TH = permuted_local_hidden_states
-        if not len(hidden_TH) or self._has_adapters() or not self.is_aligned:
+        if not len(hidden_TH) or not self.is_aligned:
             return super().forward(hidden_TH, tokens_per_expert, permuted_probs)
         output_TH = self.products(hidden_TH, tokens_per_expert)
         return (output_TH * permuted_probs[:, None]).to(hidden_TH.dtype), None
@@ -79,8 +79,34 @@ class GroupedMLP(SequentialMLP):
     def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """What the experts make of their tokens."""
         ends = tokens_per_expert.cumsum(0).to(hidden_TH.device, torch.int32, non_blocking=True)
-        gate_up = grouped_linear(hidden_TH, ends, self.weights("linear_fc1"))
-        return grouped_linear(self.activation(gate_up), ends, self.weights("linear_fc2"))
+        counts = tokens_per_expert.tolist() if self.has_adapters() else []
+
+        def product(linear: str, tokens: torch.Tensor) -> torch.Tensor:
+            output = grouped_linear(tokens, ends, self.weights(linear))
+            return self.with_adapters(linear, tokens, output, counts)
+
+        return product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
+
+    def has_adapters(self) -> bool:
+        """Whether something is added to what experts compute, by hooks of their matrices."""
+        first: Any = self.local_experts[0]
+        return bool(first.linear_fc1._forward_hooks or first.linear_fc2._forward_hooks)
+
+    def with_adapters(self, linear: str, tokens: torch.Tensor, output: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """The output of all "linear_fc1" or "linear_fc2", as the hooks of each leave what is its own.
+
+        Args:
+            counts: of each expert's tokens.
+        """
+        if not self.has_adapters():
+            return output
+        parts = []
+        for expert, own, part in zip(self.local_experts, tokens.split(counts), output.split(counts), strict=True):
+            module = getattr(expert, linear)
+            for hook in module._forward_hooks.values():
+                part, _ = hook(module, (own,), (part, None))
+            parts.append(part)
+        return torch.cat(parts)
 
     def weights(self, linear: str) -> list[torch.Tensor]:
         """Of each expert the weight of "linear_fc1" or "linear_fc2", as if these were about to be called: with
@@ -90,10 +116,6 @@ class GroupedMLP(SequentialMLP):
             for hook in each._forward_pre_hooks.values():
                 hook(each, ())
         return [each.weight for each in linears]
-
-    def _has_adapters(self) -> bool:
-        first: Any = self.local_experts[0]
-        return bool(first.linear_fc1._forward_hooks or first.linear_fc2._forward_hooks)
 
 
 def _fused_swiglu(gate_up: Any) -> Any:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import nn
 
 from swiftlite.bridge import placement
@@ -48,7 +44,20 @@ from swiftlite.bridge.transfer import gather_hf
 from swiftlite.lora import Lora, is_adapter
 from swiftlite.model.gpt import GPTModel
 
-Linear = ColumnParallelLinear | RowParallelLinear
+
+class Linear(Protocol):
+    """What an adapter asks of its layer, megatron-core's own or Transformer Engine's.
+
+    Attributes:
+        weight: [out, in], of which a rank may have some of the rows (`partition_dim` 0) or of the columns (1).
+        explicit_expert_comm: whether sums over ranks are its caller's.
+    """
+
+    weight: nn.Parameter
+    tp_group: dist.ProcessGroup
+    sequence_parallel: bool
+    is_expert: bool
+    explicit_expert_comm: bool
 
 
 class Adapter(nn.Module):
@@ -70,10 +79,10 @@ class Adapter(nn.Module):
             layer: the layer's row and weight.
         """
         super().__init__()
-        weight = cast(nn.Parameter, linear.weight)
+        weight: Any = linear.weight
         self.scaling, self.dropout = lora.scaling, lora.dropout
-        self.group = cast(dist.ProcessGroup, linear.tp_group)
-        self.is_column, self.is_expert = isinstance(linear, ColumnParallelLinear), linear.is_expert
+        self.group, self.is_expert = linear.tp_group, linear.is_expert
+        self.is_column = weight.partition_dim == 0
         # A row-parallel layer of experts says so too where nobody shares the expert.
         self.sequence_parallel = linear.sequence_parallel and self.group.size() > 1
         self.caller_sums = linear.explicit_expert_comm or getattr(linear, "disable_grad_reduce", False)
@@ -235,9 +244,8 @@ def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], se
     layers = {row.mcore: row for row in adapted_rows(rows, lora)}
     for chunk in chunks:
         shards = {shard.name: shard for shard in placement.shards_of([chunk])}
+        linear: Any
         for name, linear in list(chunk.named_modules()):
-            if not isinstance(linear, Linear):
-                continue
             full_name = placement.global_name(f"{name}.weight", chunk)
             if full_name in layers:
                 adapter = Adapter(linear, Binding(layers[full_name], shards[full_name], is_copy=False), lora)
@@ -262,7 +270,9 @@ def _add(linear: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Ten
         return output + added, bias
     factors = adapter.factors_of(linear.weight)
     change = (factors - 1).to(output.dtype)  # before it is rounded: bfloat16 has two digits beside a 1
-    product = output if bias is not None or linear.bias is None else output - linear.bias
+    product = output
+    if bias is None and linear.bias is not None and linear.bias.numel():  # of Transformer Engine, empty stands for none
+        product = output - linear.bias
     # The bits of the base where the factors are 1 and nothing is added.
     return output + change * product + factors.to(output.dtype) * added, bias
 

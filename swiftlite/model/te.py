@@ -51,20 +51,21 @@ class RMSNorm(TERMSNorm):
         )
 
 
-class _AddsGradients(AddsGradients):
+class _Linear(AddsGradients):
     """Its products add to `main_grad`, of any precision; megatron-core's hook is told so, and loses no overlap."""
 
     works_with_overlap = True
+    is_expert = explicit_expert_comm = False  # as adapters ask of megatron-core's own; experts have those (specs.py)
 
     def add_gradients_in_place(self) -> None:
         self.fuse_wgrad_accumulation = True
 
 
-class ColumnParallelLinear(_AddsGradients, TEColumnParallelLinear):
+class ColumnParallelLinear(_Linear, TEColumnParallelLinear):
     """megatron-core's wrapper."""
 
 
-class RowParallelLinear(_AddsGradients, TERowParallelLinear):
+class RowParallelLinear(_Linear, TERowParallelLinear):
     """megatron-core's wrapper."""
 
 
@@ -79,11 +80,11 @@ class GroupedMLP(AddsGradients, experts.GroupedMLP):
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(num_local_experts, config, *args, **kwargs)
-        self.borrowers = [_Borrower(self.weights(linear)) for linear in ("linear_fc1", "linear_fc2")]
+        self.borrowers = {linear: _Borrower(self.weights(linear)) for linear in ("linear_fc1", "linear_fc2")}
         self.pad, self.unpad = Fp8Padding(num_local_experts), Fp8Unpadding(num_local_experts)
 
     def add_gradients_in_place(self) -> None:
-        for borrower in self.borrowers:
+        for borrower in self.borrowers.values():
             borrower.linear.fuse_wgrad_accumulation = True
 
     def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -92,9 +93,12 @@ class GroupedMLP(AddsGradients, experts.GroupedMLP):
         is_low = FP8GlobalStateManager.is_fp8_enabled()
         if is_low:
             hidden_TH, padded = self.pad(hidden_TH, counts)
-        first, second = self.borrowers
-        gate_up = first(self.weights("linear_fc1"), hidden_TH, padded)
-        output_TH = second(self.weights("linear_fc2"), self.activation(gate_up), padded)
+
+        def product(linear: str, tokens: torch.Tensor) -> torch.Tensor:
+            output = self.borrowers[linear](self.weights(linear), tokens, padded)
+            return self.with_adapters(linear, tokens, output, padded)  # of zeros they make zeros
+
+        output_TH = product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
         return self.unpad(output_TH, counts) if is_low else output_TH
 
 

@@ -112,14 +112,6 @@ def matrices_fit_low_precision(args: SftArgs, facts: Facts) -> Iterator[Problem]
                 return
 
 
-def adapters_stand_beside_local_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if args.transformer_impl == "transformer_engine" and args.tuner_type == "lora":
-        yield (
-            "--transformer_impl transformer_engine with --tuner_type lora: adapters stand beside torch's layers",
-            "leave --transformer_impl out",
-        )
-
-
 def te_attention_has_whole_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.attention_backend != "te":
         return
@@ -228,7 +220,6 @@ RULES = (
     kernels_are_here,
     layers_are_left_for_low_precision,
     matrices_fit_low_precision,
-    adapters_stand_beside_local_layers,
     te_attention_has_whole_rows,
     common.recompute_options_fit,
     sft_heads.mtp_weights_have_a_source,

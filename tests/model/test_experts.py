@@ -49,14 +49,20 @@ def test_one_product_makes_the_same_bits(experts, counts, dtype):
     assert [torch.equal(a, b) for a, b in zip(expected, ours, strict=True)] == [True] * len(expected)
 
 
-def test_an_expert_with_an_adapter_is_called_itself(experts):
-    def doubles(layer: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, None]) -> tuple[torch.Tensor, None]:
-        return output[0] * 2, None
+@pytest.mark.parametrize("linear", ["linear_fc1", "linear_fc2"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+def test_adapters_of_experts_add_the_same_bits(experts, linear, counts):
+    """Each expert's takes the tokens of its own."""
+
+    def add(layer: torch.nn.Module, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, None]) -> tuple:
+        added = inputs[0].sin().mean(1, keepdim=True) * layer.get_parameter("weight").mean()
+        return output[0] + added, output[1]
 
     for expert in experts.get_submodule("local_experts").children():
-        expert.get_submodule("linear_fc2").register_forward_hook(doubles)
-    expected = run(experts, COUNTS["some"])[0]
-    assert torch.equal(run(grouped(experts), COUNTS["some"])[0], expected)
+        expert.get_submodule(linear).register_forward_hook(add)
+    expected = run(experts, counts)
+    ours = run(grouped(experts), counts)
+    assert [torch.equal(a, b) for a, b in zip(expected, ours, strict=True)] == [True] * len(expected)
 
 
 def test_weights_arrive_before_they_are_read(experts):

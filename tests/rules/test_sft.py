@@ -225,7 +225,6 @@ def test_stages_need_a_pipeline(here):
         ({"transformer_impl": "transformer_engine"}, "its kernels run on NVIDIA GPUs, and torch finds none here"),
         ({"attention_backend": "flash"}, "such kernels run on NVIDIA GPUs, and torch finds none here"),
         ({"attention_backend": "te"}, "is a part of Transformer Engine, but --transformer_impl is local"),
-        ({"transformer_impl": "transformer_engine", "tuner_type": "lora"}, "adapters stand beside torch's layers"),
         ({"attention_backend": "te", "context_parallel_size": 2}, "is not told of other ranks here"),
         ({"attention_backend": "te", "mtp_unroll": 2}, "shows later steps of a head no keys of the first"),
     ],

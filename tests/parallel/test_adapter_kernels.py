@@ -1,0 +1,118 @@
+"""Adapters beside other layers than local ones, against one process with those: Transformer Engine's over stand-ins for
+its compiled parts (`tests/te_stand_ins`), and experts in one product.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from swiftlite.plan.kernels import Kernels
+from tests import te_stand_ins
+from tests.parallel import parity
+from tests.parallel.launch import launch
+from tests.parallel.parity import BOUNDS, CASES, FULL, TP2_SP, Job, Result
+
+pytestmark = pytest.mark.gloo
+
+GROUPED = Kernels(is_fused=True, has_grouped_experts=True)
+TE = Kernels("transformer_engine", is_fused=True, has_grouped_experts=True)
+LORA = {"tuner_type": "lora", "lora_rank": 4, "lora_alpha": 8.0}
+# Tied embeddings and biases; experts, shared experts and latent attention.
+FAMILIES = ("qwen2", "deepseek_v3")
+TUNERS: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "dora": LORA | {"use_dora": True},
+    "lora, heads in full": LORA | {"mtp_tuner": "full"},
+}
+ALONE: dict[str, Any] = {}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TE": ALONE,
+    "TE TP2+SP": TP2_SP,
+    "TE PP2 recomputed": CASES["PP2"].options | FULL["uniform 2"],
+    "TE DP2+overlap": CASES["DP2+overlap"].options,
+    "TE EP2": CASES["EP2"].options,
+    "TE EP2xTP2": CASES["EP2xTP2"].options,
+    "TE ETP2xTP2": CASES["ETP2xTP2"].options,
+    "grouped": ALONE,
+    "grouped EP2": CASES["EP2"].options,
+}
+COMPARED = [
+    ("qwen2", "lora", "TE"),
+    ("qwen2", "lora", "TE TP2+SP"),
+    ("qwen2", "lora", "TE PP2 recomputed"),
+    ("qwen2", "lora, heads in full", "TE DP2+overlap"),
+    ("qwen2", "dora", "TE"),
+    ("qwen2", "dora", "TE TP2+SP"),
+    ("deepseek_v3", "lora", "TE"),
+    ("deepseek_v3", "lora", "TE EP2"),
+    ("deepseek_v3", "lora", "TE EP2xTP2"),
+    ("deepseek_v3", "lora", "grouped EP2"),
+    ("deepseek_v3", "dora", "TE"),
+    ("deepseek_v3", "dora", "TE ETP2xTP2"),
+    ("deepseek_v3", "dora", "grouped"),
+]
+Way = tuple[str, str, str]
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> dict[Way, Result]:
+    """Two steps each, by family, tuner and name: "alone" is one process with local layers, which goes on from where it
+    has saved after two, when no B is zero any more. So does all else, but what goes on from Transformer Engine."""
+    root = tmp_path_factory.mktemp("adapters")
+    models = {family: parity.make_model(root / family, family, tied=family == "qwen2") for family in FAMILIES}
+
+    def job(family: str, tuner: str, name: str, begun: str = "begun", kernels: Kernels = Kernels()) -> Job:
+        place = root / f"{family}, {tuner}"
+        first = {"steps": (1, 2), "save": True}
+        second = {"steps": (3, 4), "resume": place / begun / "checkpoint-2"}
+        options = TUNERS[tuner] | LAYOUTS.get(name, ALONE)
+        return Job(models[family], place / name, options, kernels=kernels, **(second if begun else first))
+
+    starts: dict[tuple[bool, int], dict[Way, Job]] = {(False, 1): {}, (True, 1): {}, (False, 2): {}, (True, 2): {}}
+    for family, tuner, name in COMPARED:
+        starts[False, 1][family, tuner, "begun"] = job(family, tuner, "begun", begun="")
+        starts[False, 1][family, tuner, "alone"] = job(family, tuner, "alone")
+        is_te, layout = name.startswith("TE"), LAYOUTS[name]
+        its = job(family, tuner, name, kernels=TE if is_te else GROUPED)
+        starts[is_te, 1 if layout is ALONE else 2][family, tuner, name] = its
+    for family in FAMILIES:
+        starts[True, 1][family, "dora", "TE begun"] = job(family, "dora", "TE begun", begun="", kernels=TE)
+        starts[True, 1][family, "dora", "TE goes on"] = job(family, "dora", "TE goes on", "TE begun", TE)
+    results: dict[Way, Result] = {}
+    for (is_te, num_processes), chosen in starts.items():
+        if not is_te or not te_stand_ins.missing():
+            launcher = te_stand_ins.launch if is_te else launch
+            results |= zip(chosen, parity.run(num_processes, list(chosen.values()), launcher), strict=True)
+    if not te_stand_ins.missing():
+        ways: list[Way] = [(family, "dora", "local goes on") for family in FAMILIES]
+        results |= zip(ways, parity.run(1, [job(*way, "TE begun") for way in ways]), strict=True)
+    return results
+
+
+def needs(name: str) -> None:
+    """Skips what wants the wheel of Transformer Engine where it is not."""
+    if name.startswith("TE") and (reason := te_stand_ins.missing()):
+        pytest.skip(reason)
+
+
+def beyond_rounding(one: Result, other: Result) -> dict[str, float]:
+    """What differs by more than the order of sums explains."""
+    zeros = {key: torch.zeros_like(tensor) for key, tensor in one.weights.items()}
+    found = parity.compare(one, other, zeros)
+    return {figure: found[figure] for figure, bound in BOUNDS.items() if found[figure] > bound}
+
+
+@pytest.mark.parametrize(("family", "tuner", "name"), COMPARED)
+def test_kernels_change_roundings_of_adapters_alone(computed, family, tuner, name):
+    needs(name)
+    one = computed[family, tuner, "alone"]
+    assert any("magnitude" in key for key in one.gradients) == (tuner == "dora")
+    assert all(gradient.any() for key, gradient in one.gradients.items() if ".experts." not in key)
+    assert beyond_rounding(one, computed[family, tuner, name]) == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_transformer_engine_go_on_beside_local_layers(computed, family):
+    needs("TE")
+    assert beyond_rounding(computed[family, "dora", "TE goes on"], computed[family, "dora", "local goes on"]) == {}
