@@ -29,7 +29,8 @@ from tests.weights_of import trunk_and_heads
 def serve(job: dict[str, Any]) -> dict[str, Any]:
     """Complete the prompts; the first one again up to its sixth token; and ask for what is refused.
 
-    With "weights_of", a checkpoint of the same shapes, the engine is given its weights before that.
+    With "weights_of", a checkpoint of the same shapes, the engine is given its weights before that, in buckets of one
+    tensor: what a loader joins does not come together.
     """
     config = EngineConfig(
         Path(job["model"]),
@@ -46,7 +47,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     try:
         if "weights_of" in job:
             engine.generate(job["prompts"], Sampling(job["max_new_tokens"]))  # what it keeps of the old must not stay
-            engine.update_weights(*trunk_and_heads(Path(job["weights_of"])))
+            [trunk], heads = trunk_and_heads(Path(job["weights_of"]))
+            engine.update_weights([{name: tensor} for name, tensor in trunk.items()], heads)
         before = engine.draft_counts()
         completions = engine.generate(job["prompts"], Sampling(job["max_new_tokens"]))
         counts = engine.draft_counts().since(before)

@@ -39,7 +39,7 @@ CASES = [(family, k) for family in ("llama", "qwen2", "qwen3", "mimo") for k in 
 CASES += [("glm4_moe", 3), ("deepseek_v3", 3), ("qwen3_moe", 2), ("seed_oss", 3)]
 WITH_VOCAB = ("qwen3", "mimo")
 # Each with a draft class, or a kind of layer, that takes new weights in a way of its own.
-LIVE = ("mimo", "glm4_moe", "qwen3_moe")
+LIVE = ("mimo", "glm4_moe", "qwen3_moe", "deepseek_v3")
 LAST_CASES = dict(CASES).items()  # one for each family
 # Otherwise SGLang takes most of the memory for its cache, and 20 s to fill it with zeros.
 SMALL = ["--sglang_engine_kwargs", '{"max_total_tokens": 4096, "max_running_requests": 4}']

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -28,6 +32,32 @@ def with_server(backend: str, path: str, respond, use):
             await runner.cleanup()
 
     return asyncio.run(run())
+
+
+@contextmanager
+def serving(respond) -> Iterator[str]:
+    """The address of a server in a thread of its own, for a client that blocks; `respond` answers every request."""
+    started: Future[tuple[str, asyncio.AbstractEventLoop]] = Future()
+    stop = asyncio.Event()
+
+    async def run():
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", respond)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        started.set_result((f"http://127.0.0.1:{runner.addresses[0][1]}", asyncio.get_running_loop()))
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    address, loop = started.result(timeout=60)
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
 
 
 def streamed(*events: dict):

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from swiftlite.engines.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
-from swiftlite.engines.sglang.weight_transfer import take
+from swiftlite.engines.sglang.weight_transfer import load_at_once, take
 
 # architecture of the trunk -> architecture of its draft; both are classes of models/
 DRAFTS = {
@@ -55,3 +55,4 @@ def register() -> None:
         take,
         HookType.AROUND,
     )
+    HookRegistry.register("sglang.srt.model_loader.utils.should_async_load", load_at_once, HookType.AFTER)

@@ -25,13 +25,16 @@ SHARED = ("embed_tokens.weight", "lm_head.weight")
 class _Transfer:
     filling: Filling = field(default_factory=Filling)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
-    unread: list[str] = field(default_factory=list)
+    unread: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def load(self, model: Any, tensors: dict[str, torch.Tensor]) -> None:
+        # A DeepSeek joins q_a_proj and kv_a_proj_with_mqa, and passes over the one that comes without the other: what
+        # nothing has read comes again with the next file.
+        tensors = self.unread | tensors
         self.filling.expect(tensors)
         with torch.no_grad(), self.filling:
             model.load_weights(tensors.items())
-        self.unread += self.filling.take_unread()
+        self.unread = {name: tensors[name] for name in self.filling.take_unread()}
 
     def problems(self, model: nn.Module, part: str) -> list[str]:
         unfilled = self.filling.unfilled(model, SHARED if part == "draft" else ())
@@ -40,6 +43,15 @@ class _Transfer:
 
 _transfers: WeakKeyDictionary[nn.Module, _Transfer] = WeakKeyDictionary()
 """Those under way, by the model."""
+
+
+def load_at_once(result: bool, weight: torch.Tensor) -> bool:
+    """Whether SGLang is to copy a weight in a thread of its own, where a `Filling` sees nothing: not while a transfer
+    is under way.
+
+    SGLang runs it after should_async_load (sglang/srt/model_loader/utils.py of 0.5.23), which loaders of DeepSeek ask.
+    """
+    return result and not _transfers
 
 
 def take(
@@ -67,9 +79,9 @@ def take(
         elif load_format == KEEP:
             transfer.kept |= load_file(word)
         else:
-            del _transfers[model]
             if transfer.kept:
                 transfer.load(model, transfer.kept)
+            del _transfers[model]
             if problems := transfer.problems(model, word):
                 return False, f"{type(model).__name__}:\n  " + "\n  ".join(problems)
     except Exception as error:  # whatever a model's loader objects to

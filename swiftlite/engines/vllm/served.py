@@ -22,6 +22,8 @@ from swiftlite.engines.weight_update import Bucket, Part, WeightUpdate
 from swiftlite.errors import UserError
 
 _Result = TypeVar("_Result")
+_SHORT = 60
+"""Seconds for a request that lets nothing be computed."""
 
 
 class ServedVllm:
@@ -30,14 +32,17 @@ class ServedVllm:
     Args:
         url: where it listens, such as http://127.0.0.1:8000.
         api_key: what it was started with; unset: VLLM_API_KEY of this process, if there is one.
+        timeout: seconds that it may take over a request, such as to load a bucket of weights, or to finish its answers
+            before that; of prompts asked together, over the next one that is finished. The default is how long the
+            other ranks of a trainer wait by default (--distributed_timeout_minutes).
 
     Raises:
-        UserError: no server answers there, it asks for another key, it was started without --live_weights, or an
-            update of its weights has failed or is under way.
+        UserError: no server answers there, or not in time; it asks for another key, it was started without
+            --live_weights, or an update of its weights has failed or is under way.
     """
 
-    def __init__(self, url: str, api_key: str | None = None):
-        self._server = _Server(url, api_key or os.environ.get("VLLM_API_KEY"))
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600):
+        self._server = _Server(url, api_key or os.environ.get("VLLM_API_KEY"), timeout)
         config = self._server.call("GET", "/server_info?config_format=json")["vllm_config"]
         backend = (config["weight_transfer_config"] or {}).get("backend")
         transports: dict[str, WeightTransport] = {name: transport for transport, name in BACKENDS.items()}
@@ -85,7 +90,10 @@ class ServedVllm:
             return completion
 
         async def answer_all(session: aiohttp.ClientSession) -> list[Completion]:
-            return list(await asyncio.gather(*(answer(session, place) for place in range(len(prompts)))))
+            answers = [asyncio.create_task(answer(session, place)) for place in range(len(prompts))]
+            for next_one in asyncio.as_completed(answers):
+                await self._server.in_time(next_one, "/v1/completions")
+            return [each.result() for each in answers]
 
         return self._server.run(answer_all)
 
@@ -102,7 +110,7 @@ class ServedVllm:
         """
         self._weights.check_whole()
         self._transport.connect()
-        self._server.call("POST", "/pause?mode=wait")
+        self._pause()
         try:
             self._weights.run(target, draft)
             self._server.call("POST", "/update_weight_version", {"new_version": self._next_version()})
@@ -116,7 +124,7 @@ class ServedVllm:
             raise
         finally:
             if self._weights.is_whole:
-                self._server.call("POST", "/resume")
+                self._resume()
 
     def weight_version(self) -> str:
         """Which update the server answers with: "1", "2" and so on, before the first one vLLM's "default"."""
@@ -129,6 +137,21 @@ class ServedVllm:
     def close(self) -> None:
         """Part from the server, which goes on."""
         self._transport.close()
+
+    def _pause(self) -> None:
+        try:
+            self._server.call("POST", "/pause?mode=wait")
+        except UserError as error:
+            self._resume()  # it may be about to pause, for all who ask it
+            problem = f"{error.problem}\nthe server at {self._server.url} goes on with the weights that it has"
+            raise UserError(problem, error.hint) from error
+
+    def _resume(self) -> None:
+        try:
+            self._server.call("POST", "/resume", timeout=_SHORT)
+        except UserError as error:
+            problem = f"{error.problem}\nthe server at {self._server.url} has whole weights, and is paused or gone"
+            raise UserError(problem, error.hint) from error
 
     def _next_version(self) -> str:
         version = self.weight_version()
@@ -160,15 +183,24 @@ class _ServerClient:
 
 
 class _Server:
-    """Requests to one server, whose refusals are told in words."""
+    """Requests to one server, whose refusals are told in words.
 
-    def __init__(self, url: str, api_key: str | None):
+    Args:
+        timeout: seconds that a request may take.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout: float):
         self.url = url.rstrip("/")
+        self._timeout = timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One request, as `ask`."""
-        return self.run(lambda session: self.ask(session, method, path, body))
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """One request, as `ask`, in time.
+
+        Args:
+            timeout: if it is to be shorter than that of the others.
+        """
+        return self.run(lambda session: self.in_time(self.ask(session, method, path, body), path, timeout))
 
     def run(self, use: Callable[[aiohttp.ClientSession], Awaitable[_Result]]) -> _Result:
         """Raises:
@@ -176,7 +208,7 @@ class _Server:
         """
 
         async def connected() -> _Result:
-            # A bucket may take minutes to load, and so may the answers that a pause waits for.
+            # How long an answer may take is for `in_time` to say.
             limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector) as session:
@@ -184,10 +216,25 @@ class _Server:
 
         try:
             return asyncio.run(connected())
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, ValueError) as error:
             raise UserError(
                 f"no answer from the server at {self.url}: {str(error) or type(error).__name__}",
                 "start it with swiftlite deploy --live_weights, and give its address as http://HOST:PORT",
+            ) from error
+
+    async def in_time(self, answer: Awaitable[_Result], path: str, timeout: float | None = None) -> _Result:
+        """Raises:
+        UserError: it takes too long.
+        """
+        seconds = min(timeout or self._timeout, self._timeout)
+        try:
+            return await asyncio.wait_for(answer, seconds)
+        except aiohttp.ClientError:  # among them those of a connection that takes too long
+            raise
+        except TimeoutError as error:
+            raise UserError(
+                f"the server at {self.url} has not answered {path} in {seconds:g} s",
+                "start it again if it hangs, see its own log; give ServedVllm a longer timeout if it is slow",
             ) from error
 
     async def ask(self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None) -> Any:

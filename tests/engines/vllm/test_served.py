@@ -1,0 +1,125 @@
+"""A server that hangs holds nobody for ever: what is said then, and in which state it is. With a real vLLM:
+tests/e2e/test_served_weights.py."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from swiftlite.engines.engine import Sampling
+from swiftlite.engines.vllm.served import ServedVllm
+from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER
+from swiftlite.errors import UserError
+from tests.engines.small_server import serving
+from tests.tiny import make_tiny_hf
+
+TIMEOUT = 1
+
+
+class Hanging:
+    """Answers as a vLLM that was started with --live_weights, but on some paths never, or late.
+
+    Attributes:
+        seconds: that it takes over the first request to a path; the second takes twice as long, and so on.
+    """
+
+    def __init__(self, model: Path):
+        self.model = model
+        self.seconds: dict[str, float] = {}
+        self.asked: list[str] = []
+
+    async def respond(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        await asyncio.sleep(self.seconds.get(request.path, 0) * self.asked.count(request.path))
+        answers = {
+            "/server_info": {
+                "vllm_config": {
+                    "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
+                    "model_config": {"model": str(self.model), "max_model_len": 64},
+                    "speculative_config": None,
+                }
+            },
+            "/is_paused": {"is_paused": False},
+            "/weight_info": {"weight_version": "default"},
+            "/reset_prefix_cache": {"success": True},
+            "/v1/completions": {"choices": [{"token_ids": [1], "finish_reason": "length"}]},
+        }
+        return web.json_response(answers.get(request.path, {}))
+
+
+@contextmanager
+def started(tmp_path, timeout: float = TIMEOUT) -> Iterator[tuple[Hanging, ServedVllm]]:
+    server = Hanging(make_tiny_hf(tmp_path / "model", "qwen3"))
+    with serving(server.respond) as url:
+        yield server, ServedVllm(url, timeout=timeout)
+
+
+def refused(action) -> UserError:
+    begin = time.monotonic()
+    with pytest.raises(UserError) as refusal:
+        action()
+    assert time.monotonic() - begin < 20  # and not for ever; the machine may be busy
+    return refusal.value
+
+
+def test_an_answer_that_never_comes(tmp_path):
+    with started(tmp_path) as (server, engine):
+        server.seconds["/v1/completions"] = 60
+        error = refused(lambda: engine.generate([[1, 2], [3]], Sampling(1)))
+        assert error.problem.endswith("has not answered /v1/completions in 1 s")
+        assert "start it again" in error.hint
+        assert "give ServedVllm a longer timeout" in error.hint
+        server.seconds.clear()
+        assert [each.token_ids for each in engine.generate([[1, 2], [3]], Sampling(1))] == [[1], [1]]
+
+
+def test_answers_that_follow_each_other_are_in_time(tmp_path):
+    """All together may take longer than one may."""
+    with started(tmp_path, timeout=3) as (server, engine):
+        server.seconds["/v1/completions"] = 0.5
+        begin = time.monotonic()
+        assert len(engine.generate([[1]] * 8, Sampling(1))) == 8
+        assert time.monotonic() - begin > 3
+
+
+def test_a_server_that_does_not_pause_keeps_its_weights(tmp_path):
+    with started(tmp_path) as (server, engine):
+        server.seconds["/pause"] = 60
+        error = refused(lambda: engine.update_weights([load_trunk(server)]))
+        assert "has not answered /pause?mode=wait in 1 s" in error.problem
+        assert error.problem.endswith("goes on with the weights that it has")
+        assert server.asked[-2:] == ["/pause", "/resume"]
+        server.seconds["/resume"] = 60
+        error = refused(lambda: engine.update_weights([load_trunk(server)]))
+        assert error.problem.endswith("has whole weights, and is paused or gone")
+        server.seconds.clear()
+        engine.update_weights([load_trunk(server)])
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+def test_a_server_that_hangs_in_an_update_answers_no_more(tmp_path, path):
+    with started(tmp_path) as (server, engine):
+        server.seconds[path] = 60
+        error = refused(lambda: engine.update_weights([load_trunk(server)]))
+        assert f"has not answered {path} in 1 s" in error.problem
+        assert error.problem.endswith("has half of the new weights, and is paused for good or gone")
+        assert "start it again" in error.hint
+        assert "/resume" not in server.asked
+        assert "half of them" in refused(lambda: engine.generate([[1]], Sampling(1))).problem
+
+
+def test_a_server_that_hangs_behind_an_update_has_whole_weights(tmp_path):
+    with started(tmp_path) as (server, engine):
+        server.seconds |= {"/update_weight_version": 60, "/resume": 60}
+        error = refused(lambda: engine.update_weights([load_trunk(server)]))
+        assert error.problem.endswith("has whole weights, and is paused or gone")
+
+
+def load_trunk(server: Hanging) -> dict[str, torch.Tensor]:
+    return load_file(server.model / "model.safetensors")
