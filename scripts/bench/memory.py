@@ -30,6 +30,7 @@ from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.plan import memory
 from swiftlite.plan import run as plan
 from swiftlite.plan.kernels import Kernels
+from swiftlite.plan.setup import Setup
 from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
@@ -54,7 +55,7 @@ class Measured:
     logits: int | None
 
 
-def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
+def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
     """What this rank holds of a model with random weights, after one optimizer step's worth of state was made.
 
     Activations are measured where one rank runs the whole depth of the model (no pipeline).
@@ -106,7 +107,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _optimizer_bytes(setup: memory.Setup, wrapped, mesh: Mesh) -> int:
+def _optimizer_bytes(setup: Setup, wrapped, mesh: Mesh) -> int:
     """AdamW's two moments after a step, and its float32 weights where the model's are not."""
     args = SftArgs(
         torch_dtype="bfloat16" if setup.parameter_bytes == 2 else "float32",
@@ -130,7 +131,7 @@ def _optimizer_bytes(setup: memory.Setup, wrapped, mesh: Mesh) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, device) -> tuple[int, int]:
+def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) -> tuple[int, int]:
     """(activations, logits) of one forward pass: what autograd saves, and what the functions that it will call again
     hold on to."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -207,7 +208,7 @@ def main() -> None:
         for parameter_bytes, recompute in ((2, RecomputeArgs()), (2, RecomputeArgs("full")), (4, RecomputeArgs())):
             # MTP layers in the rows without recomputing only: the trunk shows what that is about.
             depth = args.mtp_num_layers if recompute.recompute_granularity == "none" else 0
-            setup = memory.Setup(
+            setup = Setup(
                 recompute=recompute,
                 micro_batch_size=args.micro_batch_size,
                 max_length=args.max_length,

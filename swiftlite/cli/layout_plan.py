@@ -6,7 +6,7 @@ from swiftlite.args.docs import options
 from swiftlite.errors import UserError
 from swiftlite.families.family import HfConfig
 from swiftlite.hub.model import description_of
-from swiftlite.plan import memory, speed
+from swiftlite.plan import memory, timing
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.gpus import GPUS, Gpu
@@ -117,13 +117,13 @@ def _splits(shown: list[Candidate]) -> list[tuple[str, ...]]:
 def _arithmetic(candidate: Candidate, gpu: Gpu) -> list[tuple[str, ...]]:
     """Seconds of each part of a step, and what they are made of."""
     numbers = {
-        "products": speed.PRODUCT_EFFICIENCY,
+        "products": timing.PRODUCT_EFFICIENCY,
         "peak": gpu.peak_flops / 1e12,
         "attention": candidate.step.software.attention,
-        "hbm": speed.HBM_EFFICIENCY,
+        "hbm": timing.HBM_EFFICIENCY,
         "memory": gpu.hbm / 1e12,
         "link": gpu.link / GB,
-        "efficiency": speed.LINK_EFFICIENCY,
+        "efficiency": timing.LINK_EFFICIENCY,
     }
     lines = []
     for name, seconds in vars(candidate.step.seconds).items():

@@ -13,8 +13,9 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.rank import FLOAT32
 from swiftlite.heads import Heads
 from swiftlite.plan.layout import ranks_of
-from swiftlite.plan.memory import Setup, StageMemory, estimate
+from swiftlite.plan.memory import StageMemory, estimate
 from swiftlite.plan.preference import reference_layout
+from swiftlite.plan.setup import Setup
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from swiftlite.plan.layout import (
     num_virtual_stages,
     process_problems,
 )
-from swiftlite.plan.memory import largest, planned_setup, usable_bytes
+from swiftlite.plan.memory import largest, usable_bytes
+from swiftlite.plan.setup import planned_setup
 from swiftlite.plan.speed import Step
 
 _ROWS = [1, 2, 4, 8]

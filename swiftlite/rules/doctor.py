@@ -14,8 +14,8 @@ from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.gpus import GPUS
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
-from swiftlite.plan.memory import planned_setup
 from swiftlite.plan.preference import WITHOUT_REFERENCE
+from swiftlite.plan.setup import planned_setup
 from swiftlite.rules import common, dpo, engine, sft_lora
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.heads import Heads
-from swiftlite.plan.memory import Setup, estimate
+from swiftlite.plan.memory import estimate
+from swiftlite.plan.setup import Setup
 from tests.parallel.launch import launch
 from tests.tiny import LINEAR
 

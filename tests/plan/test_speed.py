@@ -17,8 +17,12 @@ from swiftlite.families.mlp import Mlp
 from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.heads import Heads
 from swiftlite.plan.gpus import GPUS, gpu_named
-from swiftlite.plan.memory import Setup, largest, usable_bytes
-from swiftlite.plan.speed import Product, Software, Step, bandwidth, exchange_seconds, product_seconds, products_of
+from swiftlite.plan.layer_speed import Software
+from swiftlite.plan.memory import largest, usable_bytes
+from swiftlite.plan.products import Product, products_of
+from swiftlite.plan.setup import Setup
+from swiftlite.plan.speed import Step
+from swiftlite.plan.timing import bandwidth, exchange_seconds, product_seconds
 from tests.plan.test_memory import CONFIGS
 
 H100 = GPUS["H100"]
