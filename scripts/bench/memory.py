@@ -11,7 +11,7 @@ that passes beside them is arithmetic on both sides. Every token is learned, as 
 import argparse
 import gc
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Measured:
     optimizer: int
     activations: int | None
     logits: int | None
+    quantised: int = 0
 
 
 def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
@@ -75,7 +76,7 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
             mtp_loss="kl" if setup.heads.draft_vocab else "ce",
             recompute=setup.recompute,
             drafting=family.mtp.drafting,
-            kernels=Kernels(is_fused=setup.is_fused),
+            kernels=_kernels(setup),
         )
         if setup.mtp_mode == "heads_only":
             HEADS_ONLY.apply(chunks)
@@ -84,8 +85,10 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
                 for parameter in chunk.parameters():
                     parameter.normal_(std=0.02)
         activations = logits = None
+        quantised = 0
         if setup.layout.pipeline_model_parallel_size == 1:
             activations, logits = _kept_by_autograd(chunks[0], hf_config, setup, device.torch_device)
+            quantised = _bytes(_copies_of_weights(chunks[0]))
         distributed = DistributedArgs(use_distributed_optimizer=setup.use_distributed_optimizer)
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -98,7 +101,25 @@ def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
             optimizer=_optimizer_bytes(setup, wrapped, mesh) if buffers else 0,
             activations=activations,
             logits=logits,
+            quantised=quantised,
         )
+
+
+def _kernels(setup: Setup) -> Kernels:
+    has_grouped_experts = setup.is_fused and setup.transformer_impl == "transformer_engine"
+    return Kernels(
+        setup.transformer_impl,
+        is_fused=setup.is_fused,
+        has_grouped_experts=has_grouped_experts,
+        low_precision=setup.low_precision,
+    )
+
+
+def _copies_of_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What Transformer Engine's linear layers keep of their weights from one micro-batch to the next."""
+    for module in model.modules():
+        for copy in getattr(module, "_fp8_workspaces", {}).values():
+            yield from (value for value in copy.get_metadata().values() if isinstance(value, torch.Tensor))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -155,6 +176,8 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) ->
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         losses = model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=labels)
     assert isinstance(losses, Losses)
+    own |= {tensor.untyped_storage().data_ptr() for tensor in _copies_of_weights(model)}
+    kept = {address: tensor for address, tensor in kept.items() if address not in own}
     results = {id(tensor) for loss in (losses.main, *losses.mtp) for tensor in vars(loss).values()}
     # What sequence parallelism gathers goes through one buffer, used again and again.
     own |= {buffer.untyped_storage().data_ptr() for buffer in parallel_state.get_global_memory_buffer().buffer.values()}

@@ -286,6 +286,8 @@ def _report_plan(args: DoctorArgs) -> bool:
     print(text_table([_COLUMNS, *map(_stage_row, range(len(stages)), stages)], indent="  ", numbers=True))
     if any(stage.in_flight > 1 for stage in stages):
         print("  (xN): of N forward passes that wait for their backward pass")
+    if setup.low_precision:
+        print(f"  weights: with {max(stage.quantised for stage in stages) / GB:.2f} GB of copies in low precision")
 
     gpu_memory_gb = args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB
     most, usable = memory.largest(stages), memory.usable_bytes(gpu_memory_gb)
@@ -325,7 +327,7 @@ def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
     return (
         str(number),
         f"{stage.parameters:,}",
-        f"{stage.weights / GB:.2f}",
+        f"{(stage.weights + stage.quantised) / GB:.2f}",
         f"{stage.gradients / GB:.2f}",
         f"{stage.optimizer / GB:.2f}",
         activations,
@@ -352,6 +354,10 @@ def _describe(setup: Setup) -> str:
     gpus = f"{setup.num_gpus} GPU{'s' if setup.num_gpus > 1 else ''}"
     recompute = f"recompute {setup.recompute.recompute_granularity}"
     fused = ", fused kernels" if setup.is_fused else ""
+    if setup.transformer_impl == "transformer_engine":
+        fused += ", Transformer Engine"
+    if setup.low_precision:
+        fused += f", {setup.low_precision.described}"
     return f"{gpus} = {' x '.join(parts)}{experts}; {rows}, {recompute}{fused}{heads}"
 
 

@@ -87,6 +87,9 @@ class GroupedQueryAttention:
     def macs_per_pair(self) -> int:
         return 2 * self.heads * self.head_dim
 
+    def kept_input(self, rank: Rank) -> int:
+        return rank.kept_input(rank.sequence_tokens, self.hidden)
+
     def kept(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
         if rank.cp > 1:
@@ -115,7 +118,7 @@ class GroupedQueryAttention:
         _, keys = self._widths(rank)
         heads, groups = self.heads // rank.tp, self.groups // rank.tp
         kept = rank.kept_norm(rank.tokens * heads, self.head_dim) + rank.kept_norm(rank.tokens * groups, self.head_dim)
-        if not rank.copies_norm_inputs and rank.cp == 1:
+        if not (rank.copies_norm_inputs or rank.copies_views) and rank.cp == 1:
             kept -= rank.tokens * keys * rank.itemsize  # the norm's input and the values are views of one tensor
         return kept
 
@@ -211,10 +214,16 @@ class LatentAttention:
     def macs_per_pair(self) -> int:
         return self.heads * (self._key_size + self.v_head_dim)
 
+    def kept_input(self, rank: Rank) -> int:
+        """The down-projections are never of low precision; queries that are projected directly are."""
+        is_kept_twice = rank.quantised is not None and self.q_lora_rank is None
+        return rank.kept_states(self.hidden) + is_kept_twice * rank.kept_input(rank.sequence_tokens, self.hidden)
+
     def kept(self, rank: Rank) -> int:
         heads = self.heads // rank.tp
         latents = [size for size in (self.q_lora_rank, self.kv_lora_rank) if size]
-        down = sum(rank.kept_norm(rank.sequence_tokens, size) + rank.kept_states(size) for size in latents)
+        tokens = rank.sequence_tokens
+        down = sum(rank.kept_norm(tokens, size) + rank.kept_input(tokens, size) for size in latents)
         # Queries, and keys and values of all context-parallel ranks, each a copy of its own: what a fused kernel keeps.
         # On a CPU that takes equal sizes of keys and values; others keep the matrix of scores there.
         up = heads * (self._key_size + rank.cp * (self._key_size + self.v_head_dim))

@@ -112,6 +112,9 @@ class GatedDeltaNet:
     def macs_per_pair(self) -> int:
         return 0
 
+    def kept_input(self, rank: Rank) -> int:
+        return rank.kept_states(self.hidden)
+
     def kept(self, rank: Rank) -> int:
         """What torch keeps; the kernels for CUDA keep less."""
         keys, values = self._widths(rank)

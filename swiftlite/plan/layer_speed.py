@@ -10,37 +10,15 @@ from dataclasses import dataclass
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
 from swiftlite.plan.gpus import Gpu
-from swiftlite.plan.products import Product, products_of
+from swiftlite.plan.low_precision import LowPrecision
+from swiftlite.plan.products import Product, in_low_precision, products_of
 from swiftlite.plan.setup import Setup, held_by_stages, rank_of
+from swiftlite.plan.software import Software
 from swiftlite.plan.timing import collective_seconds, exchange_seconds, memory_seconds
 
 _BYTES_MOVED = 4.5
 """Bytes that elementwise kernels move, forward and backward, for each byte that autograd keeps of a layer. Counted as
 `tests/model/test_kernels.py` does, a layer of Qwen3 8B has 3.6; of 3 and 4.5, Megatron's figures fit this better."""
-
-
-@dataclass(frozen=True)
-class Software:
-    """What a trainer's kernels are like; by default swiftlite's own.
-
-    Attributes:
-        attention: part of the peak that attention gets, forward and backward. Assumed, for FlashAttention-2 on Hopper;
-            newer kernels get more, and so does this one on an A100.
-        logit_bytes: moved for each logit of a fused loss beside its products. Counted.
-        gradient_bytes: moved by a micro-batch for each weight, to add to its gradient.
-        vocabulary_products: of the loss; in chunks the logits are made a second time (`model/chunked_loss.py`).
-        exposed_tp: collectives of a half layer that nothing hides, forward and backward. megatron-core hides two of
-            the three backward behind products. Counted.
-        exposed_sends: part of the messages between interleaved stages that nothing hides. They are sent while others
-            compute, but the other side waits for their shape first; a guess.
-    """
-
-    attention: float = 0.34
-    logit_bytes: float = 20
-    gradient_bytes: float = 12
-    vocabulary_products: int = 4
-    exposed_tp: tuple[float, float] = (2, 1)
-    exposed_sends: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -82,51 +60,61 @@ class LayerSpeed:
         self.has_grouped_experts = setup.is_fused and setup.lora is None
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
 
-    def trunk_layer(self, layer: Layer) -> Seconds:
+    def trunk_layer(self, layer: Layer, low: LowPrecision | None) -> Seconds:
         """Forward and backward of a decoder layer; of a trunk that stays the forward pass alone."""
-        forward = self._forward(layer)
+        products = self._products(layer, low)
+        forward = self._forward(layer, products)
         if self.is_trunk_frozen:
             return forward
-        backward = self._backward(layer, learns=self.setup.lora is None)
-        return forward + backward + Seconds(recompute=self._recomputed(layer, forward))
+        backward = self._backward(layer, products, learns=self.setup.lora is None)
+        return forward + backward + Seconds(recompute=self._recomputed(layer, products, forward))
 
     def mtp_layer(self) -> Seconds:
         """Forward and backward of an MTP layer: a decoder layer behind a projection."""
-        block, hidden = self.architecture.mtp_block, self.architecture.outside.hidden
+        block, hidden, low = self.architecture.mtp_block, self.architecture.outside.hidden, self.setup.low_precision
         learns = self.setup.lora is None or self.setup.lora.heads == "full"
         projection = Product(self.rank.tokens, hidden // self.rank.tp, 2 * hidden)
-        forward = self._forward(block)
-        backward = self._backward(block, learns)
-        of_projection = Seconds(products=projection.forward(self.gpu) + projection.backward(self.gpu, learns))
-        return forward + backward + of_projection + Seconds(recompute=self._recomputed(block, forward))
+        if low:
+            projection = in_low_precision(projection, low, self.rank, is_split_by_columns=False)
+        products = self._products(block, low)
+        forward = self._forward(block, products)
+        backward = self._backward(block, products, learns)
+        of_projection = Seconds(
+            products=projection.forward(self.gpu) + projection.backward(self.gpu, learns),
+            elementwise=memory_seconds(self.gpu, sum(projection.quantising())),
+        )
+        return forward + backward + of_projection + Seconds(recompute=self._recomputed(block, products, forward))
 
-    def _forward(self, layer: Layer) -> Seconds:
+    def _forward(self, layer: Layer, products: list[Product]) -> Seconds:
         gather, exchange = self._tensor_collective(), self._expert_exchange(layer)
+        # Of the two of a half layer, one gathers what is quantised, the other scatters sums.
+        exposed = self.software.exposed_tp[0] * (self._gather_of(products) + gather) / 2
+        quantising = sum(product.quantising()[0] for product in products)
         return Seconds(
-            products=sum(product.forward(self.gpu) for product in self._products(layer)),
+            products=sum(product.forward(self.gpu) for product in products),
             attention=self._attention(layer),
-            elementwise=self._elementwise(layer) / 3,
-            tensor_parallel=self.software.exposed_tp[0] * gather * _shared_halves(layer),
+            elementwise=self._elementwise(layer) / 3 + memory_seconds(self.gpu, quantising),
+            tensor_parallel=exposed * _shared_halves(layer),
             context_parallel=self._context_gather(layer),
             expert_parallel=2 * exchange,
         )
 
-    def _backward(self, layer: Layer, learns: bool) -> Seconds:
-        gather, exchange = self._tensor_collective(), self._expert_exchange(layer)
-        products = self._products(layer)
+    def _backward(self, layer: Layer, products: list[Product], learns: bool) -> Seconds:
+        exchange = self._expert_exchange(layer)
         weights = sum(product.weights for product in products) if learns else 0
+        quantising = sum(product.quantising()[1] for product in products)
         added = memory_seconds(self.gpu, weights * self.software.gradient_bytes)
         return Seconds(
             products=sum(product.backward(self.gpu, learns) for product in products),
             attention=2.5 * self._attention(layer),  # five products of scores where forward has two
-            elementwise=2 / 3 * self._elementwise(layer) + added,
-            tensor_parallel=self.software.exposed_tp[1] * gather * _shared_halves(layer),
+            elementwise=2 / 3 * self._elementwise(layer) + added + memory_seconds(self.gpu, quantising),
+            tensor_parallel=self.software.exposed_tp[1] * self._gather_of(products) * _shared_halves(layer),
             context_parallel=self._context_gather(layer),
             expert_parallel=2 * exchange,
         )
 
-    def _products(self, layer: Layer) -> list[Product]:
-        return list(products_of(layer, self.rank, self.has_grouped_experts))
+    def _products(self, layer: Layer, low: LowPrecision | None) -> list[Product]:
+        return list(products_of(layer, self.rank, self.has_grouped_experts, self.software.stack_bytes, low))
 
     def _attention(self, layer: Layer) -> float:
         """Seconds of attention itself, forward: each token of a row with those before it."""
@@ -139,10 +127,16 @@ class LayerSpeed:
         """Seconds of what is no product, forward and backward: passes over memory."""
         return memory_seconds(self.gpu, _BYTES_MOVED * layer.kept(self.rank))
 
-    def _tensor_collective(self) -> float:
+    def _tensor_collective(self, low: LowPrecision | None = None) -> float:
         """Seconds of gathering, or summing and scattering, a layer's states over tensor-parallel ranks."""
-        num_bytes = self.rank.tokens * self.architecture.outside.hidden * self.rank.itemsize
+        itemsize = low.quantised.copy if low else self.rank.itemsize
+        num_bytes = self.rank.tokens * self.architecture.outside.hidden * itemsize
         return collective_seconds(self.gpu, self.rank.tp, 1, num_bytes)
+
+    def _gather_of(self, products: list[Product]) -> float:
+        """Seconds of gathering states that a half layer's products take, which are quantised first."""
+        low = next((product.low for product in products if product.low), None)
+        return self._tensor_collective(low if self.rank.sequence_parallel else None)
 
     def _context_gather(self, layer: Layer) -> float:
         """Seconds of gathering keys and values from the ranks that share a row: what one more such rank would add to
@@ -160,7 +154,7 @@ class LayerSpeed:
         states = self.rank.kept_states(self.architecture.outside.hidden)
         return exchange_seconds(self.gpu, self.rank.ep, self.rank.etp, states * layer.mlp.topk)
 
-    def _recomputed(self, layer: Layer, forward: Seconds) -> float:
+    def _recomputed(self, layer: Layer, products: list[Product], forward: Seconds) -> float:
         """Seconds of computing a layer's forward pass, or modules of it, a second time."""
         recompute = self.setup.recompute
         if recompute.recompute_granularity == "none":
@@ -169,9 +163,9 @@ class LayerSpeed:
             return forward.total * self._recomputed_part()
         modules = set(recompute.recompute_modules)
         seconds = forward.attention if "core_attn" in modules else 0
-        for product in self._products(layer):
+        for product in products:
             if product.module in modules:
-                seconds += product.forward(self.gpu)
+                seconds += product.forward(self.gpu) + memory_seconds(self.gpu, product.quantising()[0])
         if modules & set(layer.mlp.recompute_modules):
             seconds += memory_seconds(self.gpu, _BYTES_MOVED * layer.mlp.kept(self.rank)) / 3
             seconds += forward.tensor_parallel / 2 + forward.expert_parallel

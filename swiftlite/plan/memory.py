@@ -44,12 +44,15 @@ class StageMemory:
     """Forward passes of a virtual stage that wait for their backward pass then."""
     recomputed: int
     """What one backward pass computes again at one time."""
+    quantised: int
+    """Copies of weights in low precision."""
     logits: int
     """What the loss keeps of the vocabulary for each head, and the largest copy beside it."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.recomputed + self.logits
+        state = self.weights + self.quantised + self.gradients + self.optimizer
+        return state + self.activations + self.recomputed + self.logits
 
 
 def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
@@ -93,6 +96,7 @@ def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"]
         activations=_bytes_in_flight(waiting, [each.kept for each in passes]),
         in_flight=sum(waiting),
         recomputed=max(each.recomputed for each in passes),
+        quantised=sum(stage.quantised_weights() for stage in virtual_stages),
         logits=logits + max(each.passing_logits for each in passes),
     )
 

@@ -62,6 +62,7 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
         heads=Heads(),
         mtp_mode="joint",
         lora=None,
+        low_precision=None,  # it is asked as engines would be
     )
 
 

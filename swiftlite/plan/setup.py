@@ -1,16 +1,18 @@
 """What of a run decides how much memory it needs and how long it takes, as one frozen value. No torch."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.args.fields import MtpMode, ParallelLayout, RecomputeArgs
+from swiftlite.args.fields import KernelArgs, MtpMode, ParallelLayout, RecomputeArgs, TransformerImpl
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.rank import FLOAT32, Rank
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
-from swiftlite.plan.layout import decoder_layers_per_stage, group_of, layout_of, parse_stages
+from swiftlite.plan.layout import decoder_layers_per_stage, group_of, layout_of, layout_problems, parse_stages
+from swiftlite.plan.low_precision import LowPrecision, low_precision_of, model_problems
 from swiftlite.plan.preference import answers_of
 
 
@@ -31,6 +33,9 @@ class Setup:
     is_fused: bool = False
     """Whether kernels are fused, see `plan.kernels.Kernels`."""
     lora: Lora | None = None
+    transformer_impl: TransformerImpl = "local"
+    low_precision: LowPrecision | None = None
+    """Of products of linear layers and experts; None for bfloat16 or float32."""
 
 
 def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
@@ -57,6 +62,21 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         mtp_mode=args.mtp_mode,
         is_fused=args.fused_kernels == "auto",  # a plan is one for GPUs
         lora=_planned_lora(args),
+        transformer_impl=args.transformer_impl,
+        low_precision=low_precision_of(planned_kernels(args)),
+    )
+
+
+def planned_kernels(args: DoctorArgs) -> KernelArgs:
+    """Those options of kernels that a plan has."""
+    return KernelArgs(
+        transformer_impl=args.transformer_impl,
+        fused_kernels=args.fused_kernels,
+        fp8_format=args.fp8_format,
+        fp8_recipe=args.fp8_recipe,
+        fp4_format=args.fp4_format,
+        num_layers_at_start_in_bf16=args.num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=args.num_layers_at_end_in_bf16,
     )
 
 
@@ -77,6 +97,13 @@ def _planned_lora(args: DoctorArgs) -> Lora | None:
     )
 
 
+def is_possible(layout: ParallelLayout, architecture: Architecture, setup: Setup) -> bool:
+    """Whether the model and what computes it can be laid out so."""
+    if layout_problems(layout, architecture, setup.heads.layers):
+        return False
+    return setup.low_precision is None or not any(model_problems(setup.low_precision, layout, architecture))
+
+
 def rank_of(architecture: Architecture, setup: Setup) -> Rank:
     layout, recompute = setup.layout, setup.recompute
     is_selective = recompute.recompute_granularity == "selective"
@@ -91,8 +118,15 @@ def rank_of(architecture: Architecture, setup: Setup) -> Rank:
         length=setup.max_length // layout.context_parallel_size,
         zero_centered_norms=architecture.outside.mcore_config.get("layernorm_zero_centered_gamma", False),
         is_fused=setup.is_fused,
+        copies_views=setup.transformer_impl == "transformer_engine",
         recomputed=frozenset(recompute.recompute_modules if is_selective else ()),
     )
+
+
+def low_rank_of(rank: Rank, setup: Setup) -> Rank:
+    """A rank in layers whose products are of low precision; the same where there are none."""
+    low = setup.low_precision
+    return dataclasses.replace(rank, quantised=low.quantised) if low else rank
 
 
 def held_by_stages(setup: Setup, num_layers: int) -> list[str]:

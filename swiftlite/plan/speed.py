@@ -14,11 +14,12 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
 from swiftlite.families.rank import FLOAT32
 from swiftlite.plan.gpus import Gpu
-from swiftlite.plan.layer_speed import LayerSpeed, Seconds, Software
+from swiftlite.plan.layer_speed import LayerSpeed, Seconds
 from swiftlite.plan.layout import data_parallel_size, num_virtual_stages
 from swiftlite.plan.memory import estimate_of, largest
 from swiftlite.plan.products import Product
 from swiftlite.plan.setup import Setup, held_by_stages
+from swiftlite.plan.software import Software, software_of
 from swiftlite.plan.timing import STARTS, bandwidth, collective_seconds, memory_seconds
 
 _LAUNCH = 6e-6
@@ -46,8 +47,9 @@ class Step:
         setup: Setup,
         gpu: Gpu,
         global_batch_size: int,
-        software: Software = Software(),
+        software: Software | None = None,
     ):
+        software = software or software_of(setup.transformer_impl)
         self.architecture, self.setup, self.gpu, self.software = architecture, setup, gpu, software
         self.layout, self.memory = setup.layout, estimate_of(architecture, setup)
         self.replicas = data_parallel_size(setup.layout, setup.num_gpus)
@@ -70,7 +72,7 @@ class Step:
         slowest = max(stages, key=lambda stage: stage.total)
         of_step = slowest * self.num_micro_batches
         of_step += Seconds(pipeline=self._bubble(slowest.total) + self._sends())
-        return of_step + self._gradients(slowest.total) + self._optimizer()
+        return of_step + self._gradients(slowest.total) + self._optimizer() + self._quantised_weights()
 
     @property
     def tokens_per_second(self) -> float:
@@ -91,11 +93,14 @@ class Step:
     @functools.cached_property
     def _trunk_layers(self) -> list[Seconds]:
         """One micro-batch of each decoder layer; those that are alike are computed once."""
-        found: list[tuple[Layer, Seconds]] = []
-        for layer in self.architecture.layers:
-            known = [pair for pair in found if pair[0] == layer] or [(layer, self.layers.trunk_layer(layer))]
-            found.append(known[0])
-        return [seconds for _, seconds in found]
+        found: list[tuple[Layer, bool, Seconds]] = []
+        low, layers = self.setup.low_precision, self.architecture.layers
+        for number, layer in enumerate(layers):
+            is_low = low is not None and low.is_in_layer(number, len(layers))
+            known = [seconds for *key, seconds in found if key == [layer, is_low]]
+            seconds = known[0] if known else self.layers.trunk_layer(layer, low if is_low else None)
+            found.append((layer, is_low, seconds))
+        return [seconds for *_, seconds in found]
 
     def _launches(self, holds: str, first_layer: int) -> float:
         """Seconds that Python takes to start the kernels of a micro-batch: it does nothing faster than that."""
@@ -162,6 +167,14 @@ class Step:
         seconds += collective_seconds(self.gpu, size, stride, num_bytes * learns.expert)
         hidden = min(_HIDDEN_REDUCTION * seconds, micro_batch)
         return Seconds(data_parallel=seconds - hidden)
+
+    def _quantised_weights(self) -> Seconds:
+        """What it takes to quantise weights, once a step."""
+        low = self.setup.low_precision
+        if low is None:
+            return Seconds()
+        num_bytes = max(stage.quantised for stage in self.memory) / low.quantised.weights * low.moved
+        return Seconds(elementwise=memory_seconds(self.gpu, num_bytes))
 
     def _optimizer(self) -> Seconds:
         """AdamW's passes over memory, which a distributed optimizer shares out."""

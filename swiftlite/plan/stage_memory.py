@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
-from swiftlite.families.rank import FLOAT32, ParameterCount
+from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 from swiftlite.lora import Lora
 from swiftlite.plan.adapters import adapter_parameters, saved_parameters
 from swiftlite.plan.kernels import CHUNK
-from swiftlite.plan.setup import Setup, rank_of
+from swiftlite.plan.products import low_precision_weights
+from swiftlite.plan.setup import Setup, low_rank_of, rank_of
 
 
 def share(number: int, ranks: int) -> int:
@@ -28,12 +29,18 @@ class ModelOnRank:
 
     def __init__(self, architecture: Architecture, setup: Setup):
         self.setup, self.rank = setup, rank_of(architecture, setup)
+        self.low_rank = low_rank_of(self.rank, setup)
         self.architecture, self.layers, self.outside = architecture, architecture.layers, architecture.outside
         self.hidden = architecture.outside.hidden
         self.vocab = architecture.outside.local_vocab(self.rank)
         self.drafted = share(len(setup.heads.draft_vocab), self.rank.tp)
         self.num_mtp_layers = setup.heads.layers
         self.is_trunk_frozen = setup.mtp_mode == "heads_only"
+
+    def rank_in(self, layer: int) -> Rank:
+        """This rank in a decoder layer, from 0."""
+        low = self.setup.low_precision
+        return self.low_rank if low and low.is_in_layer(layer, len(self.layers)) else self.rank
 
     @property
     def vocabularies(self) -> list[int]:
@@ -52,7 +59,7 @@ class ModelOnRank:
 
     def kept_mtp_layer(self, head: int) -> int:
         """MTP layer number `head` (from 0): token ids, three norms, the projection's input, and its decoder layer."""
-        rank = self.rank
+        rank = self.low_rank
         norms = 3 * rank.kept_norm(rank.sequence_tokens, self.hidden)
         ids = 8 * rank.tokens
         if self.is_trunk_frozen:
@@ -61,7 +68,8 @@ class ModelOnRank:
             if not rank.is_fused:  # which keep their input for the weights too
                 norms -= frozen_norms * rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
             ids = 0
-        return ids + norms + 2 * rank.kept_states(self.hidden) + self.architecture.mtp_block.kept(rank)
+        projected = rank.kept_input(rank.sequence_tokens, 2 * self.hidden)
+        return ids + norms + projected + self.architecture.mtp_block.kept(rank)
 
     def kept_loss(self) -> int:
         """One loss without its logits: states for the output layer's gradient, targets, weights; made in chunks, also
@@ -119,6 +127,21 @@ class VirtualStage:
             return self._mtp_parameters() if self.model.is_trunk_frozen else self.parameters()
         heads = self._mtp_parameters() if lora.heads == "full" else ParameterCount()
         return self._adapter_parameters() + self._saved_parameters(lora) + heads
+
+    def quantised_weights(self) -> int:
+        """Bytes that linear layers keep of their weights in low precision as long as the model trains: made for the
+        first micro-batch of a step. Behind a trunk that stays no gradient goes, so one order is enough."""
+        model, low = self.model, self.model.setup.low_precision
+        if low is None:
+            return 0
+        of_trunk = 0
+        for number in self.layer_numbers:
+            if low.is_in_layer(number, len(model.layers)):
+                of_trunk += low_precision_weights(model.layers[number], model.rank)
+        projection = 2 * model.hidden * model.hidden // model.rank.tp
+        of_head = projection + low_precision_weights(model.architecture.mtp_block, model.rank)
+        per_weight = low.quantised.weights / (2 if model.is_trunk_frozen else 1)
+        return int(of_trunk * per_weight + self.num_mtp_layers * of_head * low.quantised.weights)
 
     def _adapter_parameters(self) -> ParameterCount:
         model, lora = self.model, self.model.setup.lora
@@ -183,7 +206,9 @@ class VirtualStage:
         """Bytes kept of decoder and MTP layers, and the most that is computed again at one time."""
         model = self.model
         states = model.rank.kept_states(model.hidden)
-        layers = [] if model.is_trunk_frozen else [layer.kept(model.rank) for layer in self.layers]
+        layers = []
+        if not model.is_trunk_frozen:
+            layers = [model.layers[number].kept(model.rank_in(number)) for number in self.layer_numbers]
         mtp_layers = [model.kept_mtp_layer(head) for head in range(self.num_mtp_layers)]
         kept, again = _recompute(model.setup, layers, states)
         kept_of_mtp, again_of_mtp = _recompute(model.setup, mtp_layers, 2 * states)

@@ -9,9 +9,9 @@ from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.index import architecture_of
-from swiftlite.plan.layout import layout_problems, process_problems
+from swiftlite.plan.layout import process_problems
 from swiftlite.plan.memory import estimate_of, largest, usable_bytes
-from swiftlite.plan.setup import Setup
+from swiftlite.plan.setup import Setup, is_possible
 
 
 def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | None:
@@ -35,7 +35,7 @@ def _candidates(architecture: Architecture, setup: Setup) -> Iterator[Setup]:
     recomputes = [setup.recompute] if setup.recompute.recompute_granularity == "full" else [setup.recompute, full]
     for tp, ep, pp in _candidate_sizes(architecture, setup):
         layout = _resized(setup.layout, tp, ep, pp)
-        if layout_problems(layout, architecture, setup.heads.layers) or process_problems(layout, setup.num_gpus):
+        if not is_possible(layout, architecture, setup) or process_problems(layout, setup.num_gpus):
             continue
         shares = setup.use_distributed_optimizer or setup.num_gpus > tp * pp  # else there is nobody to share with
         for recompute in recomputes:

@@ -23,13 +23,26 @@ STARTS, _STARTS_BETWEEN_MACHINES = 15e-6, 40e-6
 """Seconds until a collective's first byte arrives. Assumed."""
 
 
-def product_seconds(gpu: Gpu, rows: float, columns: int, inner: float, number: int = 1) -> float:
+def product_seconds(
+    gpu: Gpu,
+    rows: float,
+    columns: int,
+    inner: float,
+    number: int = 1,
+    faster: float = 1,
+    itemsize: float = _BFLOAT16,
+) -> float:
     """Seconds of matrix products [rows, inner] x [inner, columns] that are started together: computing, in whole tiles
-    on all processors at once, or moving their matrices, whichever is longer."""
+    on all processors at once, or moving their matrices, whichever is longer.
+
+    Args:
+        faster: than bfloat16 the inner side is passed; a tile starts and ends as in bfloat16.
+        itemsize: bytes of a number of both factors; the result is of 16 bits.
+    """
     tiles = number * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
     waves = math.ceil(tiles / gpu.processors)
-    flops = 2 * waves * gpu.processors * math.prod(_TILE) * (inner + _INNER_START)
-    moved = number * _BFLOAT16 * (rows * inner + inner * columns + rows * columns)
+    flops = 2 * waves * gpu.processors * math.prod(_TILE) * (inner / faster + _INNER_START)
+    moved = number * (itemsize * (rows * inner + inner * columns) + _BFLOAT16 * rows * columns)
     return max(flops / (gpu.peak_flops * PRODUCT_EFFICIENCY), memory_seconds(gpu, moved))
 
 

@@ -88,6 +88,9 @@ class RunningMean:
     def macs_per_pair(self) -> int:
         return 0
 
+    def kept_input(self, rank: Rank) -> int:
+        return rank.kept_states(self.hidden)
+
     def kept(self, rank: Rank) -> int:
         return rank.tokens * (self.hidden // rank.tp) * rank.itemsize  # what the last projection takes
 
