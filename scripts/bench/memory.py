@@ -11,7 +11,7 @@ that passes beside them is arithmetic on both sides. Every token is learned, as 
 import argparse
 import gc
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from swiftlite.model.loss import IGNORE_INDEX
 from swiftlite.plan import memory
 from swiftlite.plan import run as plan
 from swiftlite.plan.kernels import Kernels
+from swiftlite.plan.setup import Setup
 from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
@@ -52,9 +53,10 @@ class Measured:
     optimizer: int
     activations: int | None
     logits: int | None
+    quantised: int = 0
 
 
-def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
+def measure(hf_config: dict[str, Any], setup: Setup) -> Measured:
     """What this rank holds of a model with random weights, after one optimizer step's worth of state was made.
 
     Activations are measured where one rank runs the whole depth of the model (no pipeline).
@@ -74,7 +76,7 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             mtp_loss="kl" if setup.heads.draft_vocab else "ce",
             recompute=setup.recompute,
             drafting=family.mtp.drafting,
-            kernels=Kernels(is_fused=setup.is_fused),
+            kernels=_kernels(setup),
         )
         if setup.mtp_mode == "heads_only":
             HEADS_ONLY.apply(chunks)
@@ -83,8 +85,10 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
                 for parameter in chunk.parameters():
                     parameter.normal_(std=0.02)
         activations = logits = None
+        quantised = 0
         if setup.layout.pipeline_model_parallel_size == 1:
             activations, logits = _kept_by_autograd(chunks[0], hf_config, setup, device.torch_device)
+            quantised = _bytes(_copies_of_weights(chunks[0]))
         distributed = DistributedArgs(use_distributed_optimizer=setup.use_distributed_optimizer)
         wrapped = wrap_model(chunks, mesh, dtype, distributed)
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -97,7 +101,25 @@ def measure(hf_config: dict[str, Any], setup: memory.Setup) -> Measured:
             optimizer=_optimizer_bytes(setup, wrapped, mesh) if buffers else 0,
             activations=activations,
             logits=logits,
+            quantised=quantised,
         )
+
+
+def _kernels(setup: Setup) -> Kernels:
+    has_grouped_experts = setup.is_fused and setup.transformer_impl == "transformer_engine"
+    return Kernels(
+        setup.transformer_impl,
+        is_fused=setup.is_fused,
+        has_grouped_experts=has_grouped_experts,
+        low_precision=setup.low_precision,
+    )
+
+
+def _copies_of_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What Transformer Engine's linear layers keep of their weights from one micro-batch to the next."""
+    for module in model.modules():
+        for copy in getattr(module, "_fp8_workspaces", {}).values():
+            yield from (value for value in copy.get_metadata().values() if isinstance(value, torch.Tensor))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -106,7 +128,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _optimizer_bytes(setup: memory.Setup, wrapped, mesh: Mesh) -> int:
+def _optimizer_bytes(setup: Setup, wrapped, mesh: Mesh) -> int:
     """AdamW's two moments after a step, and its float32 weights where the model's are not."""
     args = SftArgs(
         torch_dtype="bfloat16" if setup.parameter_bytes == 2 else "float32",
@@ -130,7 +152,7 @@ def _optimizer_bytes(setup: memory.Setup, wrapped, mesh: Mesh) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, device) -> tuple[int, int]:
+def _kept_by_autograd(model, hf_config: dict[str, Any], setup: Setup, device) -> tuple[int, int]:
     """(activations, logits) of one forward pass: what autograd saves, and what the functions that it will call again
     hold on to."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -154,6 +176,8 @@ def _kept_by_autograd(model, hf_config: dict[str, Any], setup: memory.Setup, dev
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         losses = model(tokens_BS, position_ids_BS, labels=tokens_BS, mtp_input_ids=ahead, mtp_labels=labels)
     assert isinstance(losses, Losses)
+    own |= {tensor.untyped_storage().data_ptr() for tensor in _copies_of_weights(model)}
+    kept = {address: tensor for address, tensor in kept.items() if address not in own}
     results = {id(tensor) for loss in (losses.main, *losses.mtp) for tensor in vars(loss).values()}
     # What sequence parallelism gathers goes through one buffer, used again and again.
     own |= {buffer.untyped_storage().data_ptr() for buffer in parallel_state.get_global_memory_buffer().buffer.values()}
@@ -207,7 +231,7 @@ def main() -> None:
         for parameter_bytes, recompute in ((2, RecomputeArgs()), (2, RecomputeArgs("full")), (4, RecomputeArgs())):
             # MTP layers in the rows without recomputing only: the trunk shows what that is about.
             depth = args.mtp_num_layers if recompute.recompute_granularity == "none" else 0
-            setup = memory.Setup(
+            setup = Setup(
                 recompute=recompute,
                 micro_batch_size=args.micro_batch_size,
                 max_length=args.max_length,

@@ -208,6 +208,18 @@ class ExaminationArgs:
     """The same as for megatron sft."""
     fused_kernels: Literal["auto", "none"] = "auto"
     """The same as for megatron sft, on GPUs."""
+    transformer_impl: fields.TransformerImpl = "local"
+    """The same as for megatron sft, on GPUs."""
+    fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
+    """The same as for megatron sft."""
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
+    """The same as for megatron sft."""
+    fp4_format: Literal["none", "e2m1"] = "none"
+    """The same as for megatron sft."""
+    num_layers_at_start_in_bf16: NonNegativeInt = 1
+    """The same as for megatron sft."""
+    num_layers_at_end_in_bf16: NonNegativeInt = 1
+    """The same as for megatron sft."""
     tuner_type: fields.TunerType = "full"
     """The same as for megatron sft."""
     lora_rank: PositiveInt = 8

@@ -23,6 +23,8 @@ from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.kernels import automatic
 from swiftlite.plan.layout import data_parallel_size
+from swiftlite.plan.setup import Setup, planned_setup
+from swiftlite.plan.suggestion import suggest
 from swiftlite.redact import redact_text
 from swiftlite.surroundings import gpu_models, has_nvidia_driver, sees_gpu, torch_cuda
 from swiftlite.table import text_table
@@ -278,12 +280,14 @@ def _report_plan(args: DoctorArgs) -> bool:
     """What a rank of each pipeline stage needs, whether that fits, and what to change if not."""
     assert args.model is not None  # a rule says so
     hf_config = read_hf_config(description_of(args.model))
-    setup = memory.planned_setup(args, hf_config)
+    setup = planned_setup(args, hf_config)
     stages = memory.estimate(hf_config, setup)
     print(f"{args.model}\n{_describe(setup)}\n\nGB (1e9 bytes) on one rank of each pipeline stage")
     print(text_table([_COLUMNS, *map(_stage_row, range(len(stages)), stages)], indent="  ", numbers=True))
     if any(stage.in_flight > 1 for stage in stages):
         print("  (xN): of N forward passes that wait for their backward pass")
+    if setup.low_precision:
+        print(f"  weights: with {max(stage.quantised for stage in stages) / GB:.2f} GB of copies in low precision")
 
     gpu_memory_gb = args.gpu_memory_gb or memory.USUAL_GPU_MEMORY_GB
     most, usable = memory.largest(stages), memory.usable_bytes(gpu_memory_gb)
@@ -299,7 +303,7 @@ def _report_plan(args: DoctorArgs) -> bool:
     return report_reference(args, hf_config, setup, stages) and fits
 
 
-def _cached_trunk(hf_config: dict[str, Any], setup: memory.Setup) -> str:
+def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
     """What --cache_trunk_states takes and saves, by arithmetic."""
     first, later = (
         training_flops(hf_config, setup.heads, heads_only=True, trunk_is_read=is_read).per_token
@@ -323,7 +327,7 @@ def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
     return (
         str(number),
         f"{stage.parameters:,}",
-        f"{stage.weights / GB:.2f}",
+        f"{(stage.weights + stage.quantised) / GB:.2f}",
         f"{stage.gradients / GB:.2f}",
         f"{stage.optimizer / GB:.2f}",
         activations,
@@ -333,7 +337,7 @@ def _stage_row(number: int, stage: memory.StageMemory) -> tuple[str, ...]:
     )
 
 
-def _describe(setup: memory.Setup) -> str:
+def _describe(setup: Setup) -> str:
     layout = setup.layout
     sizes = {
         "tensor": layout.tensor_model_parallel_size,
@@ -350,12 +354,16 @@ def _describe(setup: memory.Setup) -> str:
     gpus = f"{setup.num_gpus} GPU{'s' if setup.num_gpus > 1 else ''}"
     recompute = f"recompute {setup.recompute.recompute_granularity}"
     fused = ", fused kernels" if setup.is_fused else ""
+    if setup.transformer_impl == "transformer_engine":
+        fused += ", Transformer Engine"
+    if setup.low_precision:
+        fused += f", {setup.low_precision.described}"
     return f"{gpus} = {' x '.join(parts)}{experts}; {rows}, {recompute}{fused}{heads}"
 
 
-def _suggestion(hf_config: dict[str, Any], setup: memory.Setup, gpu_memory_gb: float) -> str:
+def _suggestion(hf_config: dict[str, Any], setup: Setup, gpu_memory_gb: float) -> str:
     """One command line that fits."""
-    better = memory.suggest(hf_config, setup, gpu_memory_gb)
+    better = suggest(hf_config, setup, gpu_memory_gb)
     if better is None:
         return "    no layout was found that does; lower --max_length or --micro_batch_size"
     flags = []

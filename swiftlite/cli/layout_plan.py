@@ -6,7 +6,7 @@ from swiftlite.args.docs import options
 from swiftlite.errors import UserError
 from swiftlite.families.family import HfConfig
 from swiftlite.hub.model import description_of
-from swiftlite.plan import memory, speed
+from swiftlite.plan import memory, timing
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.gpus import GPUS, Gpu
@@ -24,7 +24,7 @@ _SIZES = {
     "experts": "expert_model_parallel_size",
 }
 _WORDS = {
-    "products": "matrix products of layers: {products:.0%} of {peak:.0f} TFLOP/s in tiles that fill the GPU",
+    "products": "matrix products of layers: {products:.0%} of {peak} TFLOP/s in tiles that fill the GPU",
     "attention": "pairs of tokens: {attention:.0%} of the peak",
     "elementwise": "norms, activations, sums: {hbm:.0%} of {memory:.2f} TB/s",
     "vocabulary": "output layer and loss, the trunk's and the heads'",
@@ -117,19 +117,25 @@ def _splits(shown: list[Candidate]) -> list[tuple[str, ...]]:
 def _arithmetic(candidate: Candidate, gpu: Gpu) -> list[tuple[str, ...]]:
     """Seconds of each part of a step, and what they are made of."""
     numbers = {
-        "products": speed.PRODUCT_EFFICIENCY,
-        "peak": gpu.peak_flops / 1e12,
+        "products": timing.PRODUCT_EFFICIENCY,
+        "peak": _peak(candidate, gpu),
         "attention": candidate.step.software.attention,
-        "hbm": speed.HBM_EFFICIENCY,
+        "hbm": timing.HBM_EFFICIENCY,
         "memory": gpu.hbm / 1e12,
         "link": gpu.link / GB,
-        "efficiency": speed.LINK_EFFICIENCY,
+        "efficiency": timing.LINK_EFFICIENCY,
     }
     lines = []
     for name, seconds in vars(candidate.step.seconds).items():
         if seconds:
             lines.append((name.replace("_", " "), f"{seconds:.3f} s", _WORDS[name].format(**numbers)))
     return lines
+
+
+def _peak(candidate: Candidate, gpu: Gpu) -> str:
+    """Of bfloat16, in TFLOP/s, and of a lower precision that products have."""
+    peak, low = gpu.peak_flops / 1e12, candidate.step.setup.low_precision
+    return f"{peak:.0f} and, of {low.described}, {low.speedup * peak:.0f}" if low else f"{peak:.0f}"
 
 
 def _flags(args: DoctorArgs) -> str:

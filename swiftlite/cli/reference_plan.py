@@ -8,6 +8,7 @@ from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
 from swiftlite.plan.preference import WITHOUT_REFERENCE
 from swiftlite.plan.reference_memory import AskingMemory, estimate_asking
+from swiftlite.plan.setup import Setup
 from swiftlite.table import text_table
 
 GB = 1e9
@@ -15,7 +16,7 @@ _COLUMNS = ("ranks", "stage", "model", "reference stage", "weights", "a layer", 
 
 
 def report_reference(
-    args: DoctorArgs, hf_config: dict[str, Any], setup: memory.Setup, stages: list[memory.StageMemory]
+    args: DoctorArgs, hf_config: dict[str, Any], setup: Setup, stages: list[memory.StageMemory]
 ) -> bool:
     """Print what ranks need before the first step; returns whether that fits. True for a run without a reference.
 

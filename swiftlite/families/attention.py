@@ -91,6 +91,9 @@ class GroupedQueryAttention:
         _, keys = self._widths(rank)
         return rank.itemsize * rank.tokens * 2 * keys
 
+    def kept_input(self, rank: Rank) -> int:
+        return rank.kept_input(rank.sequence_tokens, self.hidden)
+
     def kept(self, rank: Rank) -> int:
         queries, keys = self._widths(rank)
         if rank.cp > 1:
@@ -119,7 +122,7 @@ class GroupedQueryAttention:
         _, keys = self._widths(rank)
         heads, groups = self.heads // rank.tp, self.groups // rank.tp
         kept = rank.kept_norm(rank.tokens * heads, self.head_dim) + rank.kept_norm(rank.tokens * groups, self.head_dim)
-        if not rank.copies_norm_inputs and rank.cp == 1:
+        if not (rank.copies_norm_inputs or rank.copies_views) and rank.cp == 1:
             kept -= rank.tokens * keys * rank.itemsize  # the norm's input and the values are views of one tensor
         return kept
 
@@ -218,11 +221,17 @@ class LatentAttention:
     def gathered(self, rank: Rank) -> int:
         return rank.itemsize * rank.tokens * self._key_latents
 
+    def kept_input(self, rank: Rank) -> int:
+        """The down-projections are never of low precision; queries that are projected directly are."""
+        is_kept_twice = rank.quantised is not None and self.q_lora_rank is None
+        return rank.kept_states(self.hidden) + is_kept_twice * rank.kept_input(rank.sequence_tokens, self.hidden)
+
     def kept(self, rank: Rank) -> int:
         heads = self.heads // rank.tp
+        tokens = rank.sequence_tokens
         # Every context-parallel rank unfolds keys and values of the whole row from its latent.
         of_query, of_key = (
-            rank.kept_norm(rank.sequence_tokens, size) + rank.kept_states(size) if size else 0
+            rank.kept_norm(tokens, size) + rank.kept_input(tokens, size) if size else 0
             for size in (self.q_lora_rank, self.kv_lora_rank)
         )
         down = of_query + rank.cp * of_key

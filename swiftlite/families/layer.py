@@ -1,8 +1,8 @@
 """A decoder layer as a value, and what is asked of the two kinds that it is made of.
 
 A new kind is a frozen dataclass with these answers (`attention.py`, `mlp.py` have the known ones) and a megatron-core
-spec in `model/specs.py`. Everything that counts layers (`plan/memory.py`, `plan/flops.py`, `plan/layout.py`) asks here
-and knows no kind by name.
+spec in `model/specs.py`. Everything that counts layers (`plan/stage_memory.py`, `plan/flops.py`, `plan/layout.py`)
+asks here and knows no kind by name.
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,12 @@ class Sublayer(Protocol):
         """Multiply-adds of a forward pass for each token, on all ranks together; without those of pairs."""
         ...
 
+    def kept_input(self, rank: Rank) -> int:
+        """Bytes that autograd keeps on a rank of what it is given."""
+        ...
+
     def kept(self, rank: Rank) -> int:
-        """Bytes that autograd keeps on a rank between forward and backward pass, without the input."""
+        """Bytes that autograd keeps on a rank between forward and backward pass beside the input."""
         ...
 
 
@@ -144,6 +148,6 @@ class Layer:
 
     def kept(self, rank: Rank) -> int:
         """Bytes that autograd keeps on a rank: two norms, the input of each half, and what the halves keep."""
-        hidden = self.attention.hidden
-        frame = 2 * rank.kept_norm(rank.sequence_tokens, hidden) + 2 * rank.kept_states(hidden)
-        return frame + self.attention.kept(rank) + self.mlp.kept(rank)
+        norms = 2 * rank.kept_norm(rank.sequence_tokens, self.attention.hidden)
+        inputs = self.attention.kept_input(rank) + self.mlp.kept_input(rank)
+        return norms + inputs + self.attention.kept(rank) + self.mlp.kept(rank)

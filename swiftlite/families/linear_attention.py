@@ -116,6 +116,9 @@ class GatedDeltaNet:
         keys, values = self._widths(rank)
         return rank.itemsize * rank.tokens * (2 * keys + 2 * values + 2 * self.value_heads // rank.tp)
 
+    def kept_input(self, rank: Rank) -> int:
+        return rank.kept_states(self.hidden)
+
     def kept(self, rank: Rank) -> int:
         """What torch keeps; the kernels for CUDA keep less."""
         keys, values = self._widths(rank)

@@ -55,6 +55,11 @@ class Mlp:
     def macs_per_token(self) -> int:
         return _matrices(self.hidden, self.ffn)
 
+    def kept_input(self, rank: Rank) -> int:
+        if "mlp" in rank.recomputed:
+            return rank.kept_states(self.hidden)
+        return rank.kept_input(rank.sequence_tokens, self.hidden)
+
     def kept(self, rank: Rank) -> int:
         return 0 if "mlp" in rank.recomputed else _kept_gated(rank, self.ffn // rank.tp)
 
@@ -136,15 +141,25 @@ class Mixture:
         chosen = self.topk * _matrices(self.hidden, self.ffn)
         return router + chosen + _matrices(self.hidden, self.shared_ffn) + self.shared_gate * self.hidden
 
+    def kept_input(self, rank: Rank) -> int:
+        """The router's, which is never of low precision; shared experts then keep another."""
+        is_kept_twice = rank.quantised is not None and self.shared_ffn > 0 and "moe" not in rank.recomputed
+        return rank.kept_states(self.hidden) + is_kept_twice * rank.kept_input(rank.sequence_tokens, self.hidden)
+
     def kept(self, rank: Rank) -> int:
         """As if the router gave every rank the same number of tokens."""
         if "moe" in rank.recomputed:
             return 0
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
-        # As the MLP, once more times the router's weight.
-        widths = 4 if rank.is_fused else 5
-        per_choice = rank.itemsize * (self.hidden + widths * (self.ffn // rank.etp)) + FLOAT32
-        experts = rank.sequence_tokens * rank.etp * self.topk * per_choice
+        choices, ffn = rank.sequence_tokens * rank.etp * self.topk, self.ffn // rank.etp
+        # As the MLP, its input, and its output, which the router's weight multiplies.
+        widths = 3 if rank.is_fused else 4
+        experts = choices * (rank.itemsize * (2 * self.hidden + widths * ffn) + FLOAT32)
+        if rank.quantised and rank.is_fused:  # experts one by one are torch's
+            narrow = choices * (self.hidden + ffn)
+            experts -= narrow * rank.itemsize - int(narrow * rank.quantised.copy)
+            # Each pass quantises their weights anew and keeps them (`model/te.py`).
+            experts += int(self.experts // rank.ep * _matrices(self.hidden, ffn) * rank.quantised.weights)
         gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score, before they meet
         return scores + experts + _kept_gated(rank, self.shared_ffn // rank.tp) + gate
 
@@ -169,5 +184,5 @@ def _matrices(hidden: int, ffn: int) -> int:
 
 
 def _kept_gated(rank: Rank, ffn: int) -> int:
-    """Gate and up in one tensor, the gate's activation unless it is fused, the product."""
-    return rank.tokens * (3 if rank.is_fused else 4) * ffn * rank.itemsize
+    """Gate and up in one tensor, the gate's activation unless it is fused, and the product, an input."""
+    return rank.tokens * (2 if rank.is_fused else 3) * ffn * rank.itemsize + rank.kept_input(rank.tokens, ffn)

@@ -6,6 +6,19 @@ FLOAT32 = 4
 
 
 @dataclass(frozen=True)
+class Quantised:
+    """Bytes of a number of 8 or 4 bits, with its share of a scale.
+
+    Attributes:
+        copy: of a tensor in one order: by rows, or by columns.
+        weights: of a weight as a layer keeps it while it trains: in both orders.
+    """
+
+    copy: float
+    weights: float
+
+
+@dataclass(frozen=True)
 class Rank:
     """What decides the sizes of a rank's modules beside the model; by default a rank alone, and no tokens.
 
@@ -20,7 +33,9 @@ class Rank:
         length: tokens of a row that this rank computes.
         zero_centered_norms: whether norms add their weights to 1, so that they round last.
         is_fused: whether norms keep their input alone, activations theirs, and losses no logits.
+        copies_views: whether norms keep a copy of an input that is a part of another tensor: Transformer Engine's do.
         recomputed: modules that keep nothing for the backward pass, in the words of --recompute_modules.
+        quantised: of linear layers whose products are of low precision; None for those of the model's own.
     """
 
     tp: int = 1
@@ -33,7 +48,9 @@ class Rank:
     length: int = 0
     zero_centered_norms: bool = False
     is_fused: bool = False
+    copies_views: bool = False
     recomputed: frozenset[str] = frozenset()
+    quantised: Quantised | None = None
 
     @property
     def tokens(self) -> int:
@@ -53,6 +70,10 @@ class Rank:
     def kept_states(self, width: int) -> int:
         """Bytes of one state of `width` numbers for each of `sequence_tokens`."""
         return self.sequence_tokens * width * self.itemsize
+
+    def kept_input(self, tokens: int, width: int) -> int:
+        """Bytes that a linear layer keeps of its input for the gradient of its weight."""
+        return int(tokens * width * (self.quantised.copy if self.quantised else self.itemsize))
 
     def kept_norm(self, tokens: int, width: int) -> int:
         """Bytes that a norm keeps: its input in float32, the scale, and the result before the weight; a fused one its

@@ -34,7 +34,7 @@ from swiftlite.model import attention, experts
 from swiftlite.model.cache import Cache
 from swiftlite.model.context_parallel import causal_segments, shared_row
 from swiftlite.model.tensor_parallel import AddsGradients
-from swiftlite.plan.kernels import LowPrecision
+from swiftlite.plan.low_precision import LowPrecision
 
 
 class RMSNorm(TERMSNorm):

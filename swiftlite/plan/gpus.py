@@ -13,6 +13,7 @@ class Gpu:
     """A kind of GPU.
 
     Attributes:
+        capability: the compute capability, which decides what precisions there are.
         peak_flops: bfloat16 operations per second on tensor cores, without sparsity.
         processors: streaming multiprocessors, each of which computes one tile of a product at a time.
         memory_gb: memory, in GB (1e9 bytes).
@@ -22,6 +23,7 @@ class Gpu:
         network: bytes per second that a GPU sends to other machines, where each has a network port of its own.
     """
 
+    capability: float
     peak_flops: float
     processors: int
     memory_gb: float
@@ -32,19 +34,19 @@ class Gpu:
 
 
 GPUS = {
-    "A100": Gpu(312e12, 108, 80, 2.04 * _TB, 300 * _GB, network=25 * _GB),
-    "A800": Gpu(312e12, 108, 80, 2.04 * _TB, 200 * _GB, network=25 * _GB),
-    "H100 PCIe": Gpu(756e12, 114, 80, 2.0 * _TB, 64 * _GB),
-    "H100 NVL": Gpu(835e12, 132, 94, 3.9 * _TB, 64 * _GB),
-    "H100": Gpu(989e12, 132, 80, 3.35 * _TB, 450 * _GB),
-    "H200 NVL": Gpu(835e12, 132, 141, 4.8 * _TB, 450 * _GB, linked=4),
-    "H200": Gpu(989e12, 132, 141, 4.8 * _TB, 450 * _GB),
-    "H800": Gpu(989e12, 132, 80, 3.35 * _TB, 200 * _GB),
-    "H20": Gpu(148e12, 78, 96, 4.0 * _TB, 450 * _GB),
-    "GB200": Gpu(2500e12, 152, 186, 8.0 * _TB, 900 * _GB, linked=72),
-    "B200": Gpu(2250e12, 148, 180, 8.0 * _TB, 900 * _GB),
-    "L40S": Gpu(362e12, 142, 48, 0.864 * _TB, 32 * _GB, network=_ETHERNET),
-    "4090": Gpu(165e12, 128, 24, 1.008 * _TB, 32 * _GB, network=_ETHERNET),
+    "A100": Gpu(8.0, 312e12, 108, 80, 2.04 * _TB, 300 * _GB, network=25 * _GB),
+    "A800": Gpu(8.0, 312e12, 108, 80, 2.04 * _TB, 200 * _GB, network=25 * _GB),
+    "H100 PCIe": Gpu(9.0, 756e12, 114, 80, 2.0 * _TB, 64 * _GB),
+    "H100 NVL": Gpu(9.0, 835e12, 132, 94, 3.9 * _TB, 64 * _GB),
+    "H100": Gpu(9.0, 989e12, 132, 80, 3.35 * _TB, 450 * _GB),
+    "H200 NVL": Gpu(9.0, 835e12, 132, 141, 4.8 * _TB, 450 * _GB, linked=4),
+    "H200": Gpu(9.0, 989e12, 132, 141, 4.8 * _TB, 450 * _GB),
+    "H800": Gpu(9.0, 989e12, 132, 80, 3.35 * _TB, 200 * _GB),
+    "H20": Gpu(9.0, 148e12, 78, 96, 4.0 * _TB, 450 * _GB),
+    "GB200": Gpu(10.0, 2500e12, 152, 186, 8.0 * _TB, 900 * _GB, linked=72),
+    "B200": Gpu(10.0, 2250e12, 148, 180, 8.0 * _TB, 900 * _GB),
+    "L40S": Gpu(8.9, 362e12, 142, 48, 0.864 * _TB, 32 * _GB, network=_ETHERNET),
+    "4090": Gpu(8.9, 165e12, 128, 24, 1.008 * _TB, 32 * _GB, network=_ETHERNET),
 }
 """By a part of the name that the driver has for it; the first that fits is meant. Rounded from published figures;
 the network is an assumption, a port of 400 gigabits for each GPU where nothing else stands."""

@@ -4,17 +4,16 @@
 """
 
 import importlib.util
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from swiftlite.args.config import Problem
 from swiftlite.args.fields import KernelArgs, TransformerImpl
-from swiftlite.bridge.rows import Row
 from swiftlite.errors import OptionError
 from swiftlite.families.architecture import Architecture
+from swiftlite.plan.low_precision import LowPrecision, low_precision_of, precision_problems
 
 PackedKernel = Literal["flash_attn", "torch_varlen"]
 """Who computes all sequences of a packed row in one call: the package flash-attn, or torch itself."""
@@ -33,47 +32,6 @@ _WORDS = {
     "te": "Transformer Engine's",
 }
 _UNSET = KernelArgs()
-
-
-@dataclass(frozen=True)
-class LowPrecision:
-    """Linear layers and experts whose products are of 8 or 4 bits while a model is trained.
-
-    Attributes:
-        format: megatron-core's `fp8` ("e4m3", "hybrid") or `fp4` ("e2m1").
-        recipe: how numbers share scales, by megatron-core's names.
-        bf16_at_start, bf16_at_end: decoder layers that stay in bfloat16.
-    """
-
-    format: str
-    recipe: str
-    bf16_at_start: int = 1
-    bf16_at_end: int = 1
-
-    @property
-    def is_fp4(self) -> bool:
-        return self.format == "e2m1"
-
-    @property
-    def flag(self) -> str:
-        return f"--fp4_format {self.format}" if self.is_fp4 else f"--fp8_format {self.format} with {self.recipe} scales"
-
-    @property
-    def tokens(self) -> int:
-        """What a rank's tokens must be a multiple of (megatron-core's fp8_utils.py:168; the first dimension of a scale
-        of Transformer Engine's NVFP4Quantizer)."""
-        return {"mxfp8": 32, "nvfp4": 32}.get(self.recipe, 16)
-
-    def mcore_config(self) -> dict[str, Any]:
-        """Arguments of TransformerConfig."""
-        name = "fp4" if self.is_fp4 else "fp8"
-        return {
-            name: self.format,
-            f"{name}_recipe": self.recipe,
-            "first_last_layers_bf16": True,
-            "num_layers_at_start_in_bf16": self.bf16_at_start,
-            "num_layers_at_end_in_bf16": self.bf16_at_end,
-        }
 
 
 @dataclass(frozen=True)
@@ -107,7 +65,7 @@ class Kernels:
         products = "the model's"
         if low := self.low_precision:
             kept = f"the first {low.bf16_at_start} and last {low.bf16_at_end} layers in bfloat16"
-            products = f"{'FP4' if low.is_fp4 else 'FP8'} {low.format}, {low.recipe}; {kept}"
+            products = f"{low.described}; {kept}"
         attention = _WORDS[self.attention] + (f", by {_PACKAGES[self.flash_impl]}" if self.flash_impl else "")
         return {"layers": layers, "attention": attention, "fused": fused, "experts": experts, "precision": products}
 
@@ -196,16 +154,6 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
     )
 
 
-def low_precision_of(args: KernelArgs) -> LowPrecision | None:
-    """What the options ask for."""
-    layers = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
-    if args.fp4_format != "none":
-        return LowPrecision(args.fp4_format, "nvfp4", *layers)
-    if args.fp8_format != "none":
-        return LowPrecision(args.fp8_format, args.fp8_recipe or "blockwise", *layers)
-    return None
-
-
 def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 0) -> Iterator[Problem]:
     """What cannot be had; arguments as for `choose`."""
     if args.transformer_impl == "transformer_engine":
@@ -220,41 +168,9 @@ def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, hea
             "--attention_backend te is a part of Transformer Engine, but --transformer_impl is local",
             "add --transformer_impl transformer_engine",
         )
-    yield from _precision_problems(args, is_float32)
+    yield from precision_problems(args, is_float32)
     if args.attention_backend in ("flash", *_IMPLS):
         yield from _without_packed_kernel(args, machine, is_float32, head)
-
-
-def low_precision_misfit(row: Row, ranks: int, multiple: int) -> int:
-    """The rows or columns that a rank has of a matrix whose products are to be of low precision, if their number is no
-    multiple; 0 if both are, or if the matrix is of no such layer."""
-    is_row_parallel = re.search(r"linear_(proj|fc2)\.weight$", row.mcore) is not None
-    # The outputs of down-projections are gathered: those stay torch's.
-    if not re.search(r"(^|\.)(linear_\w+|eh_proj)\.weight$", row.mcore) or "_down_proj" in row.mcore:
-        return 0
-    shapes = list(row.hf.values())
-    sizes = list(shapes[0])
-    sizes[row.join.axis] = sum(shape[row.join.axis] for shape in shapes)
-    sizes[1 if is_row_parallel else 0] //= ranks
-    return next((size for size in sizes if size % multiple), 0)
-
-
-def _precision_problems(args: KernelArgs, is_float32: bool) -> Iterator[Problem]:
-    low = low_precision_of(args)
-    if args.fp8_recipe and args.fp8_format == "none":
-        yield f"--fp8_recipe {args.fp8_recipe} without --fp8_format", "add --fp8_format hybrid, or leave it out"
-    if low is None:
-        return
-    flag = f"--fp4_format {low.format}" if low.is_fp4 else f"--fp8_format {low.format}"
-    if low.is_fp4 and args.fp8_format != "none":
-        yield f"{flag} with --fp8_format {args.fp8_format}", "leave one of the two out"
-    if args.transformer_impl == "local":
-        yield (
-            f"{flag}: such products are Transformer Engine's, but --transformer_impl is local",
-            "add --transformer_impl transformer_engine, on an NVIDIA GPU that has them",
-        )
-    if is_float32:
-        yield f"{flag} with --torch_dtype float32", "use --torch_dtype bfloat16"
 
 
 def _without_packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool, head: int) -> Iterator[Problem]:

@@ -13,8 +13,9 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.rank import FLOAT32
 from swiftlite.heads import Heads
 from swiftlite.plan.layout import ranks_of
-from swiftlite.plan.memory import Setup, StageMemory, estimate
+from swiftlite.plan.memory import StageMemory, estimate
 from swiftlite.plan.preference import reference_layout
+from swiftlite.plan.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
         heads=Heads(),
         mtp_mode="joint",
         lora=None,
+        low_precision=None,  # it is asked as engines would be
     )
 
 

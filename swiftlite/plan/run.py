@@ -13,8 +13,9 @@ from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss,
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
-from swiftlite.plan.kernels import Kernels, LowPrecision, Machine, choose
+from swiftlite.plan.kernels import Kernels, Machine, choose
 from swiftlite.plan.layout import data_parallel_size, group_of, layout_of, length_multiple
+from swiftlite.plan.low_precision import LowPrecision
 from swiftlite.plan.preference import WITHOUT_REFERENCE
 from swiftlite.plan.trainable import trainable_of
 

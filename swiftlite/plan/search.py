@@ -18,11 +18,11 @@ from swiftlite.plan.gpus import Gpu
 from swiftlite.plan.layout import (
     data_parallel_size,
     layout_of,
-    layout_problems,
     num_virtual_stages,
     process_problems,
 )
-from swiftlite.plan.memory import largest, planned_setup, usable_bytes
+from swiftlite.plan.memory import largest, usable_bytes
+from swiftlite.plan.setup import is_possible, planned_setup
 from swiftlite.plan.speed import Step
 
 _ROWS = [1, 2, 4, 8]
@@ -87,7 +87,7 @@ def has_layout(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> bool:
 
 def _layouts(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> Iterator[DoctorArgs]:
     """Layouts that the model and the global batch allow, whether they fit or not; what the user gave stays."""
-    architecture, heads = architecture_of(hf_config), planned_setup(args, hf_config).heads
+    architecture, setup = architecture_of(hf_config), planned_setup(args, hf_config)
     assert args.num_gpus is not None  # a rule says so
     powers = [1 << exponent for exponent in range(args.num_gpus.bit_length())]
     takes_parts = all(attention.takes_parts_of_rows for attention in architecture.attentions)
@@ -110,7 +110,7 @@ def _layouts(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu) -> Iterator[Doctor
         shares_and_stacks = settled.context_parallel_size > 1 and settled.micro_batch_size > args.micro_batch_size
         if shares_and_stacks or not _divides(settled):
             continue
-        if not layout_problems(layout_of(settled), architecture, heads.layers):
+        if is_possible(layout_of(settled), architecture, setup):
             yield settled
 
 

@@ -71,10 +71,7 @@ def live_weights_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Prob
 
 def weight_transport_has_live_weights(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if args.weight_transport != "file" and not args.live_weights:
-        yield (
-            f"--weight_transport {args.weight_transport} without --live_weights",
-            "add --live_weights, or leave it out",
-        )
+        yield f"--weight_transport {args.weight_transport}, but no --live_weights", "add it, or leave this out"
 
 
 def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:

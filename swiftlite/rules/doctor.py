@@ -13,9 +13,11 @@ from swiftlite.engines.info import EngineInfo
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.gpus import GPUS
+from swiftlite.plan.kernels import Machine, kernel_problems
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
-from swiftlite.plan.memory import planned_setup
+from swiftlite.plan.low_precision import low_precision_of, model_problems
 from swiftlite.plan.preference import WITHOUT_REFERENCE
+from swiftlite.plan.setup import planned_kernels, planned_setup
 from swiftlite.rules import common, dpo, engine, sft_lora
 
 
@@ -105,6 +107,13 @@ def speed_has_a_gpu(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
             f"--gpu_type {args.gpu_type} with --loss_type {args.loss_type}: speed is estimated for megatron sft alone",
             "leave one of the two out",
         )
+    low = low_precision_of(planned_kernels(args))
+    if low and args.gpu_type in GPUS and GPUS[args.gpu_type].capability < low.capability:
+        yield (
+            f"{low.flag}: Transformer Engine has it from compute capability {low.capability} on, {args.gpu_type} has "
+            f"{GPUS[args.gpu_type].capability}",
+            "take another recipe, or leave it out",
+        )
     if args.torch_dtype == "float32":
         yield f"--gpu_type {args.gpu_type} with --torch_dtype float32: speed is estimated for bfloat16", "leave it out"
 
@@ -136,6 +145,18 @@ def reference_fits_the_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]
         yield from dpo.reference_layout_problems(args, replace(facts, world_size=num_gpus))
 
 
+def kernels_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.plan:
+        return
+    # A plan is one for GPUs that have what it takes.
+    machine = Machine(is_cuda=True, has_transformer_engine=True, packed_kernel="torch_varlen")
+    yield from kernel_problems(planned_kernels(args), machine, is_float32=args.torch_dtype == "float32")
+    low = low_precision_of(planned_kernels(args))
+    is_in_range = not any(True for _ in common.numbers_are_in_range(args, facts))
+    if low and is_in_range and facts.architecture:
+        yield from model_problems(low, layout_of(args), facts.architecture)
+
+
 _OF_REFERENCE = ("ref_model", "ref_tensor_model_parallel_size", "ref_pipeline_model_parallel_size")
 
 
@@ -161,5 +182,6 @@ RULES = (
     reference_fits_the_plan,
     a_plan_of_pairs_trains_the_trunk,
     adapters_are_planned,
+    kernels_are_planned,
     common.recompute_options_fit,
 )

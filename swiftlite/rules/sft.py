@@ -14,7 +14,7 @@ from swiftlite.args.fields import KernelArgs
 from swiftlite.args.mock_config import FLAG
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import heads_of, lr_of
-from swiftlite.plan.kernels import kernel_problems, largest_head, low_precision_misfit, low_precision_of, this_machine
+from swiftlite.plan.kernels import kernel_problems, largest_head, this_machine
 from swiftlite.plan.layout import (
     choices,
     data_parallel_size,
@@ -24,6 +24,7 @@ from swiftlite.plan.layout import (
     num_virtual_stages,
     process_problems,
 )
+from swiftlite.plan.low_precision import low_precision_of, model_problems
 from swiftlite.plan.run import holds_out, packing_of
 from swiftlite.rules import common, sft_data, sft_heads, sft_lora, sft_report, sft_resume
 from swiftlite.surroundings import sees_gpu
@@ -75,41 +76,10 @@ def kernels_are_here(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     yield from kernel_problems(kernels, this_machine(sees_gpu()), is_float32=args.torch_dtype == "float32", head=head)
 
 
-def layers_are_left_for_low_precision(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+def low_precision_fits_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     low = low_precision_of(group_of(args, KernelArgs))
-    if low is None or facts.architecture is None:
-        return
-    num_layers = len(facts.architecture.layers)
-    most = num_layers // args.pipeline_model_parallel_size  # megatron-core's transformer_config.py:996
-    for end, number in (("start", low.bf16_at_start), ("end", low.bf16_at_end)):
-        if number > most:
-            yield (
-                f"--num_layers_at_{end}_in_bf16 {number}, but a pipeline stage has {most} decoder layers",
-                f"use {most} at most",
-            )
-    if low.bf16_at_start + low.bf16_at_end >= num_layers:
-        yield (
-            f"{low.flag}: of {num_layers} decoder layers the first {low.bf16_at_start} and last {low.bf16_at_end} stay "
-            "in bfloat16, so none is left",
-            "use --num_layers_at_start_in_bf16 0 --num_layers_at_end_in_bf16 0",
-        )
-
-
-def matrices_fit_low_precision(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    low = low_precision_of(group_of(args, KernelArgs))
-    if low is None or facts.architecture is None:
-        return
-    for layer in (*facts.architecture.layers, facts.architecture.mtp_block):
-        for row in (*layer.attention.rows(), *layer.mlp.rows()):
-            ranks = args.expert_tensor_parallel_size if ".experts." in row.mcore else args.tensor_model_parallel_size
-            size = low_precision_misfit(row, ranks or 1, low.tokens)
-            if size:
-                yield (
-                    f"{low.flag}: {', '.join(row.hf)} has {size} rows or columns on a rank, not a multiple of "
-                    f"{low.tokens}",
-                    "leave it out, or use fewer tensor-parallel ranks",
-                )
-                return
+    if low and facts.architecture:
+        yield from model_problems(low, layout_of(args), facts.architecture)
 
 
 def te_attention_has_whole_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
@@ -218,8 +188,7 @@ RULES = (
     virtual_stages_have_micro_batches,
     overlap_has_its_optimizer,
     kernels_are_here,
-    layers_are_left_for_low_precision,
-    matrices_fit_low_precision,
+    low_precision_fits_the_model,
     te_attention_has_whole_rows,
     common.recompute_options_fit,
     sft_heads.mtp_weights_have_a_source,

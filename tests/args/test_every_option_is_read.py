@@ -35,7 +35,7 @@ READERS = {
         "cli/doctor.py",
         "cli/layout_plan.py",
         "cli/reference_plan.py",
-        "plan/memory.py",
+        "plan/setup.py",
         "plan/preference.py",
         "plan/search.py",
         "engines",

@@ -20,6 +20,7 @@ from swiftlite.families.index import FAMILIES
 from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.setup import planned_setup
 from tests.faults.fuzzing import answer, damaged, fuzz, junk, scalars
 from tests.tiny import make_tiny_hf
 
@@ -38,7 +39,7 @@ def examine(directory: Path, mesh) -> None:
         return
     for args in (DoctorArgs(model=str(directory)), DoctorArgs(model=str(directory), plan=True)):
         if answer(rules.check, args) is not None and args.plan:
-            setup = memory.planned_setup(args, read_hf_config(directory))
+            setup = planned_setup(args, read_hf_config(directory))
             answer(memory.estimate, hf_config, setup)
     family = answer(families.get, hf_config, directory)
     if family is None:

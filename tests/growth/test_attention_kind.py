@@ -36,7 +36,8 @@ from swiftlite.model.kernels import Modules
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.model.tensor_parallel import ColumnParallelLinear
 from swiftlite.plan.flops import training_flops
-from swiftlite.plan.memory import Setup, estimate
+from swiftlite.plan.memory import estimate
+from swiftlite.plan.setup import Setup
 from swiftlite.runtime.distributed import session
 from swiftlite.train import sft
 from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back
@@ -89,6 +90,9 @@ class RunningMean:
 
     def gathered(self, rank: Rank) -> int:
         return 0  # it takes no parts of rows
+
+    def kept_input(self, rank: Rank) -> int:
+        return rank.kept_states(self.hidden)
 
     def kept(self, rank: Rank) -> int:
         return rank.tokens * (self.hidden // rank.tp) * rank.itemsize  # what the last projection takes

@@ -26,7 +26,8 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.heads import Heads
 from swiftlite.plan.flops import training_flops
-from swiftlite.plan.memory import Setup, estimate
+from swiftlite.plan.memory import estimate
+from swiftlite.plan.setup import Setup
 from swiftlite.serve import infer
 from swiftlite.train import sft
 from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back

@@ -14,8 +14,9 @@ from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs, DpoArgs
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.errors import UserError
-from swiftlite.plan.memory import estimate, planned_setup
+from swiftlite.plan.memory import estimate
 from swiftlite.plan.reference_memory import estimate_asking
+from swiftlite.plan.setup import planned_setup
 from swiftlite.train import dpo, phases, sft
 from swiftlite.train.reference import log_probabilities
 from tests.parallel.launch import launch, open_store, prepare_session

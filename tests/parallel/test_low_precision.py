@@ -10,18 +10,24 @@ import pytest
 import torch
 
 from swiftlite import families
+from swiftlite.args.fields import RecomputeArgs
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import collate
+from swiftlite.errors import OptionError
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.forward import forward
-from swiftlite.plan.kernels import Kernels, LowPrecision
+from swiftlite.plan.kernels import Kernels
+from swiftlite.plan.low_precision import LowPrecision
+from swiftlite.plan.memory import estimate
+from swiftlite.plan.setup import Setup
 from swiftlite.runtime.distributed import session
 from tests import te_stand_ins
 from tests.parallel import parity
 from tests.parallel.launch import open_store, prepare_session
 from tests.parallel.parity import CASES, FULL, TP2_SP, Job, Result
+from tests.parallel.test_memory import config, measure
 
 pytestmark = [
     pytest.mark.gloo,
@@ -29,10 +35,9 @@ pytestmark = [
 ]
 
 TE = Kernels("transformer_engine", is_fused=True, has_grouped_experts=True)
-RECIPES = {
-    name: replace(TE, low_precision=LowPrecision("hybrid", name)) for name in ("tensorwise", "blockwise", "mxfp8")
-}
-RECIPES["nvfp4"] = replace(TE, low_precision=LowPrecision("e2m1", "nvfp4"))
+PRECISIONS = {name: LowPrecision("hybrid", name) for name in ("tensorwise", "blockwise", "mxfp8")}
+PRECISIONS["nvfp4"] = LowPrecision("e2m1", "nvfp4")
+RECIPES = {name: replace(TE, low_precision=low) for name, low in PRECISIONS.items()}
 HOPPER, BLACKWELL = "9", "10"
 RECOMPUTED = FULL["uniform 2"]
 DORA = {"tuner_type": "lora", "lora_rank": 4, "use_dora": True}
@@ -216,3 +221,96 @@ def test_what_a_gpu_has_no_kernels_for_is_refused(models):
     store = open_store()
     with pytest.raises(AssertionError, match="--fp8_format hybrid with mxfp8 scales"):
         te_stand_ins.launch(1, modules_in_low_precision, models["qwen3"], RECIPES["mxfp8"], store.port)
+
+
+def available() -> dict[str, bool]:
+    """Recipes, and whether Transformer Engine has them on this GPU."""
+    from swiftlite.model import te  # imports Transformer Engine
+
+    found = {}
+    for name, low in PRECISIONS.items():
+        try:
+            te.check_available(low)
+            found[name] = True
+        except OptionError:
+            found[name] = False
+    return found
+
+
+@pytest.mark.parametrize("capability", ["8", "9", "10"])
+def test_a_plan_refuses_what_transformer_engine_refuses(capability):
+    (found,) = te_stand_ins.launch(1, available, capability=capability)
+    planned = {name: low.capability <= int(capability) for name, low in PRECISIONS.items()}
+    assert found == planned
+
+
+# What `doctor --plan` says of memory, for models whose matrices are multiples of a block in both directions.
+SHAPE = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 4}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+LATENT = {
+    "head_dim": 32,
+    "partial_rotary_factor": 1,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 3,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+PLANNED = {
+    "qwen3": config("qwen3", **SHAPE, num_key_value_heads=2),
+    "glm4_moe": config("glm4_moe", **SHAPE | EXPERTS, num_key_value_heads=2),
+    "deepseek_v3": config("deepseek_v3", **SHAPE | EXPERTS | LATENT),
+}
+MLP = RecomputeArgs("selective", recompute_modules=["mlp"])
+MEASURED: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
+    HOPPER: [
+        ("qwen3", "", {}),
+        ("qwen3", "tensorwise", {}),
+        ("qwen3", "blockwise", {}),
+        ("qwen3", "blockwise", {"recompute": MLP}),
+        ("qwen3", "blockwise", {"recompute": RecomputeArgs("full")}),
+        ("qwen3", "blockwise", {"mtp_mode": "heads_only"}),
+        ("glm4_moe", "", {}),
+        ("glm4_moe", "blockwise", {}),
+        ("deepseek_v3", "blockwise", {}),
+    ],
+    BLACKWELL: [("qwen3", "mxfp8", {}), ("qwen3", "nvfp4", {})],
+}
+
+
+def setup_of(recipe: str, options: dict[str, Any]) -> Setup:
+    setup = Setup(micro_batch_size=2, max_length=256, heads=Heads(1), is_fused=True)
+    return replace(setup, transformer_impl="transformer_engine", low_precision=PRECISIONS.get(recipe), **options)
+
+
+def measure_all(setups: list[tuple[dict[str, Any], Setup]]) -> list[Any]:
+    return [measure(hf_config, setup) for hf_config, setup in setups]
+
+
+@pytest.mark.parametrize("capability", MEASURED)
+def test_what_is_kept_is_what_is_planned(capability):
+    """Tensors that autograd keeps, and copies of weights, each storage once. Scales are aligned, and small tensors that
+    do not grow with the model's width are left out: 1 %."""
+    setups = [(PLANNED[model], setup_of(recipe, options)) for model, recipe, options in MEASURED[capability]]
+    (found,) = te_stand_ins.launch(1, measure_all, setups, capability=capability)
+    for (hf_config, setup), measured in zip(setups, found, strict=True):
+        (estimated,) = estimate(hf_config, setup)
+        assert measured.activations == pytest.approx(estimated.activations, rel=0.01)
+        assert measured.quantised == pytest.approx(estimated.quantised, rel=0.001)
+        assert measured.weights == estimated.weights

@@ -1,5 +1,6 @@
 """What `doctor --plan` estimates against what live objects hold, measured by scripts/bench/memory.py."""
 
+import functools
 import importlib.util
 import sys
 from dataclasses import replace
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.heads import Heads
-from swiftlite.plan.memory import Setup, estimate
+from swiftlite.plan.memory import estimate
+from swiftlite.plan.setup import Setup
 from tests.parallel.launch import launch
 from tests.tiny import LINEAR
 
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.gloo  # in processes of its own: a test session has one
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory.py"
 
 
+@functools.cache
 def bench():
     spec = importlib.util.spec_from_file_location("bench_memory", SCRIPT)
     assert spec is not None
@@ -102,6 +105,16 @@ def test_linear_attention(parameter_bytes, rows, recompute, ranks):
     if parameter_bytes == 2:
         assert estimated.weights < measured.weights < estimated.weights * 1.001
         measured = replace(measured, weights=estimated.weights)
+    check(measured, estimated)
+
+
+def test_experts():
+    """Each choice keeps the token, what its expert is made of, and what comes out of it, for the router's weight."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    hf_config = config("qwen3_moe", **sizes, decoder_sparse_step=1, mlp_only_layers=[])
+    setup = Setup(micro_batch_size=2, max_length=256, heads=Heads(1))
+    (estimated,) = estimate(hf_config, setup)
+    (measured,) = launch(1, measure, hf_config, setup)
     check(measured, estimated)
 
 

@@ -10,7 +10,8 @@ from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.plan.adapters import adapter_parameters
 from swiftlite.plan.flops import training_flops
-from swiftlite.plan.memory import Setup, estimate
+from swiftlite.plan.memory import estimate
+from swiftlite.plan.setup import Setup
 from tests.plan.test_memory import CONFIGS
 
 LORA = Lora(4, 8.0, heads="lora")

@@ -12,7 +12,8 @@ from swiftlite.bridge.join import GATE_UP
 from swiftlite.bridge.rows import Row
 from swiftlite.errors import OptionError
 from swiftlite.heads import Heads
-from swiftlite.plan.kernels import Kernels, LowPrecision, Machine, choose, low_precision_misfit, this_machine
+from swiftlite.plan.kernels import Kernels, Machine, choose, this_machine
+from swiftlite.plan.low_precision import LowPrecision, low_precision_misfit
 from swiftlite.plan.run import make_plan, render
 
 CPU = Machine()

@@ -14,7 +14,9 @@ from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.plan import memory
-from swiftlite.plan.memory import Setup, estimate
+from swiftlite.plan.memory import estimate
+from swiftlite.plan.setup import Setup
+from swiftlite.plan.suggestion import suggest
 
 DENSE: dict[str, Any] = {
     "vocab_size": 1000,
@@ -243,7 +245,7 @@ def test_a_suggestion_fits_and_what_stands_before_it_does_not(family):
     setup = Setup(num_gpus=4, max_length=16384)
     whole = memory.largest(estimate(config, setup)).total
     gigabytes = whole / 1e9 / 3
-    better = memory.suggest(config, setup, gigabytes)
+    better = suggest(config, setup, gigabytes)
     assert better is not None
     assert memory.largest(estimate(config, better)).total <= memory.usable_bytes(gigabytes)
     shared = dataclasses.replace(setup, use_distributed_optimizer=True)
@@ -252,13 +254,13 @@ def test_a_suggestion_fits_and_what_stands_before_it_does_not(family):
 
 
 def test_a_suggestion_takes_more_gpus_where_these_are_too_few():
-    better = memory.suggest(CONFIGS["qwen3"], Setup(num_gpus=1, max_length=256), 0.01)
+    better = suggest(CONFIGS["qwen3"], Setup(num_gpus=1, max_length=256), 0.01)
     assert better is not None
     assert better.num_gpus > 1
 
 
 def test_nothing_is_suggested_where_nothing_fits():
-    assert memory.suggest(CONFIGS["qwen3"], Setup(), 1e-6) is None
+    assert suggest(CONFIGS["qwen3"], Setup(), 1e-6) is None
 
 
 def test_fused_kernels_keep_inputs_and_one_chunk_of_logits():

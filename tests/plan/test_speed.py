@@ -17,17 +17,13 @@ from swiftlite.families.mlp import Mlp
 from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.heads import Heads
 from swiftlite.plan.gpus import GPUS, gpu_named
-from swiftlite.plan.memory import Setup, largest, usable_bytes
-from swiftlite.plan.speed import (
-    Product,
-    Software,
-    Step,
-    bandwidth,
-    collective_seconds,
-    exchange_seconds,
-    product_seconds,
-    products_of,
-)
+from swiftlite.plan.low_precision import LowPrecision
+from swiftlite.plan.memory import largest, usable_bytes
+from swiftlite.plan.products import Product, products_of
+from swiftlite.plan.setup import Setup
+from swiftlite.plan.software import Software
+from swiftlite.plan.speed import Step
+from swiftlite.plan.timing import bandwidth, collective_seconds, exchange_seconds, product_seconds
 from tests.plan.test_memory import CONFIGS
 
 H100 = GPUS["H100"]
@@ -121,6 +117,88 @@ PUBLISHED = (
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.size)
 def test_published_figures(row):
     assert row.estimate() == pytest.approx(row.teraflops, rel=0.10)
+
+
+LLAMA_8B, LLAMA_70B = (4096, 14336, 32, 32, 128256, Mlp), (8192, 28672, 64, 80, 128256, Mlp)
+LLAMA_405B, LLAMA_405B_8 = (16384, 53248, 128, 126, 128256, Mlp), (16384, 53248, 128, 8, 128256, Mlp)
+NEMOTRON_15B, NEMOTRON_340B = (6144, 24576, 48, 32, 256000, PlainMlp), (18432, 73728, 96, 96, 256000, PlainMlp)
+PP8, ALL_STAGES = {"pipeline_model_parallel_size": 8}, "Et|(t*2|)*62tL"
+
+
+def tp(size: int, cp: int = 1, **others) -> ParallelLayout:
+    return ParallelLayout(size, size > 1, context_parallel_size=cp, **others)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Seconds of a step that NVIDIA publishes in both precisions: github.com/NVIDIA/dgxc-benchmarking, v25.04 (commit
+    741c886, llama3.1/README.md and nemotron/README.md; GB200: v25.05.05, c5c765f). FP8 with delayed scaling in all
+    layers, which quantises in one pass as `blockwise` does; gradients are summed in bfloat16."""
+
+    name: str
+    model: tuple
+    gpu: str
+    num_gpus: int
+    layout: ParallelLayout
+    length: int
+    micro_batch: int
+    batch: int
+    bf16: float
+    fp8: float
+    fp8_layout: ParallelLayout | None = None
+
+    def estimate(self, low: LowPrecision | None) -> float:
+        """Seconds of a step."""
+        hidden, ffn, heads, layers, vocab, mlp = self.model
+        attention = GroupedQueryAttention(hidden, heads, 8, hidden // heads, hidden // heads)
+        architecture = Architecture(
+            Outside(layers, hidden, vocab, is_tied=False), (Layer(attention, mlp(hidden, ffn)),) * layers
+        )
+        layout = (self.fp8_layout or self.layout) if low else self.layout
+        setup = Setup(layout, RecomputeArgs(), self.num_gpus, True, self.micro_batch, self.length, is_fused=True)
+        software = replace(MEGATRON, gradient_bytes=4)
+        return Step(architecture, replace(setup, low_precision=low), GPUS[self.gpu], self.batch, software).seconds.total
+
+
+BENCHMARKS = (
+    Benchmark("8B", LLAMA_8B, "H100", 8, tp(1, 2), 8192, 1, 128, 12.27, 9.33),
+    Benchmark(
+        *("70B", LLAMA_70B, "H100", 64),
+        tp(4, 2, pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=5),
+        *(8192, 1, 128, 14.66, 9.86),
+        fp8_layout=tp(4, num_virtual_stages_per_pipeline_rank=5, **PP8),
+    ),
+    Benchmark("405B, 8 layers", LLAMA_405B_8, "H100", 32, tp(8, 2), 8192, 1, 64, 5.4, 3.53),
+    Benchmark(
+        *("405B", LLAMA_405B, "H100", 512),
+        tp(8, 2, pipeline_model_parallel_layout=ALL_STAGES, **PP8),
+        *(8192, 1, 256, 19.78, 12.37),
+    ),
+    Benchmark(
+        *("405B, GB200", LLAMA_405B, "GB200", 128),
+        tp(4, 2, pipeline_model_parallel_layout=ALL_STAGES, **PP8),
+        *(8192, 1, 64, 9.347, 6.131),
+    ),
+    Benchmark("15B", NEMOTRON_15B, "H100", 16, tp(2), 4096, 2, 64, 2.66, 1.98),
+    Benchmark(
+        *("340B", NEMOTRON_340B, "H100", 256),
+        tp(8, num_virtual_stages_per_pipeline_rank=12, **PP8),
+        *(4096, 1, 64, 4.36, 2.93),
+    ),
+)
+FP8 = LowPrecision("hybrid", "blockwise", 0, 0)
+
+
+# Nothing was fitted to these. On H100 steps take 9 to 18 % too long in bfloat16 and 3 to 18 % in FP8, on GB200 12 and
+# 20 % too short: 0.62 of the peak is from older figures, of H100 alone. Their ratio is within -1.1 and +10.3 %. Two
+# choices were made with the figures known: that a tile starts no faster in FP8 (if it does, ratios are up to 14 % too
+# high), and 4 bytes for gradients, which the recipes say (with 8: -1.2 to +9.3 %). The bounds are rounded up.
+@pytest.mark.parametrize("row", BENCHMARKS, ids=lambda row: row.name)
+def test_published_gain_of_fp8(row):
+    bf16, fp8 = row.estimate(None), row.estimate(FP8)
+    assert bf16 / fp8 == pytest.approx(row.bf16 / row.fp8, rel=0.11)
+    assert bf16 == pytest.approx(row.bf16, rel=0.20)
+    assert fp8 == pytest.approx(row.fp8, rel=0.20)
 
 
 def model(hidden=4096, layers=32, ffn=14336, vocab=128256) -> Architecture:
@@ -234,6 +312,39 @@ def test_experts_in_one_product_are_faster():
     assert 2 * grouped.forward(H100) < one_by_one.forward(H100)
     assert 2 * grouped.backward(H100) < one_by_one.backward(H100)
     assert grouped.forward(H100) > 2 * grouped.weights / H100.hbm  # reading them is the least
+
+
+TE = replace(SETUP, transformer_impl="transformer_engine")
+
+
+def test_layers_in_low_precision_are_faster_and_others_are_not():
+    b200 = GPUS["B200"]
+    whole = Step(model(), TE, b200, 64).seconds
+    all_fp8 = Step(model(), replace(TE, low_precision=FP8), b200, 64).seconds
+    half = replace(FP8, bf16_at_start=8, bf16_at_end=8)
+    half_fp8 = Step(model(), replace(TE, low_precision=half), b200, 64).seconds
+    nvfp4 = Step(model(), replace(TE, low_precision=LowPrecision("e2m1", "nvfp4", 0, 0)), b200, 64).seconds
+    assert half_fp8.products == pytest.approx((whole.products + all_fp8.products) / 2)
+    assert whole.products / 2 < all_fp8.products < whole.products / 1.6
+    assert nvfp4.products < all_fp8.products
+    assert all_fp8.vocabulary == whole.vocabulary  # the output layer stays in bfloat16
+    assert all_fp8.attention == whole.attention
+    assert all_fp8.elementwise > whole.elementwise  # what is quantised is read and written
+
+
+def test_what_is_quantised_is_gathered_as_such():
+    sizes = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    setup = replace(TE, layout=ParallelLayout(**sizes))
+    gpu = replace(H100, link=1e9, linked=4)  # so slow that starting a message is nothing
+    bf16, fp8 = (Step(model(), replace(setup, low_precision=low), gpu, 64).seconds for low in (None, FP8))
+    # Of three exposed collectives of a half layer two gather: a byte, and four for each 128 of them, instead of two.
+    assert fp8.tensor_parallel / bf16.tensor_parallel == pytest.approx((1 + 2 * (1 + 4 / 128) / 2) / 3, rel=1e-3)
+
+
+def test_transformer_engine_adds_gradients_in_its_products():
+    local, te = Step(model(), SETUP, H100, 64).seconds, Step(model(), TE, H100, 64).seconds
+    assert te.elementwise < local.elementwise
+    assert te.products == local.products
 
 
 def test_gradients_hide_behind_many_micro_batches_no_better_than_behind_one():

@@ -30,6 +30,31 @@ class DType(enum.Enum):
         return self.value
 
 
+class FP8FwdTensors(enum.IntEnum):
+    """Which of a module's quantisers is whose, as in the C++ header (common.h of pytorch/csrc)."""
+
+    GEMM1_INPUT = 0
+    GEMM1_WEIGHT = 1
+    GEMM1_OUTPUT = 2
+    GEMM2_INPUT = 3
+    GEMM2_WEIGHT = 4
+    GEMM2_OUTPUT = 5
+    GEMM3_INPUT = 6
+    GEMM3_WEIGHT = 7
+    GEMM3_OUTPUT = 8
+
+
+class FP8BwdTensors(enum.IntEnum):
+    """As `FP8FwdTensors`, of gradients."""
+
+    GRAD_OUTPUT1 = 0
+    GRAD_INPUT1 = 1
+    GRAD_OUTPUT2 = 2
+    GRAD_INPUT2 = 3
+    GRAD_OUTPUT3 = 4
+    GRAD_INPUT3 = 5
+
+
 class NVTE_Fused_Attn_Backend(enum.Enum):
     """As in the C++ header; cpp_extensions/fused_attn.py compares the names."""
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from result import Results, Settings
 
 from swiftlite.heads import Heads
-from swiftlite.plan.memory import Setup, estimate
+from swiftlite.plan.memory import estimate
+from swiftlite.plan.setup import Setup
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "memory.py"
 BOUND = 0.05

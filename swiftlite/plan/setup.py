@@ -1,0 +1,140 @@
+"""What of a run decides how much memory it needs and how long it takes, as one frozen value. No torch."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.fields import KernelArgs, MtpMode, ParallelLayout, RecomputeArgs, TransformerImpl
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.family import HfConfig
+from swiftlite.families.rank import FLOAT32, Rank
+from swiftlite.heads import Heads
+from swiftlite.lora import Lora
+from swiftlite.plan.layout import decoder_layers_per_stage, group_of, layout_of, layout_problems, parse_stages
+from swiftlite.plan.low_precision import LowPrecision, low_precision_of, model_problems
+from swiftlite.plan.preference import answers_of
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What of a run decides about its memory, beside the model."""
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    recompute: RecomputeArgs = field(default_factory=RecomputeArgs)
+    num_gpus: int = 1
+    use_distributed_optimizer: bool = False
+    micro_batch_size: int = 1
+    max_length: int = 2048
+    parameter_bytes: int = 2
+    """2 for bfloat16, with float32 main weights in the optimizer; 4 for float32."""
+    heads: Heads = Heads()
+    mtp_mode: MtpMode = "joint"
+    is_fused: bool = False
+    """Whether kernels are fused, see `plan.kernels.Kernels`."""
+    lora: Lora | None = None
+    transformer_impl: TransformerImpl = "local"
+    low_precision: LowPrecision | None = None
+    """Of products of linear layers and experts; None for bfloat16 or float32."""
+
+
+def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
+    """What the options of `doctor --plan` say; the fewest GPUs that the layout takes if they do not."""
+    layout = layout_of(args)
+    per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
+    per_experts = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
+    layers = Heads.from_config(hf_config).layers
+    num_gpus = args.num_gpus or math.lcm(per_replica, per_experts) * layout.pipeline_model_parallel_size
+    has_replicas = num_gpus > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    shares = args.use_distributed_optimizer
+    return Setup(
+        layout=layout,
+        recompute=group_of(args, RecomputeArgs),
+        num_gpus=num_gpus,
+        use_distributed_optimizer=has_replicas if shares is None else shares,
+        micro_batch_size=args.micro_batch_size * (answers_of(args.loss_type) if args.loss_type else 1),
+        max_length=args.max_length,
+        parameter_bytes=2 if args.torch_dtype == "bfloat16" else FLOAT32,
+        # Which tokens they draft makes no difference.
+        heads=Heads(
+            layers if args.mtp_num_layers is None else args.mtp_num_layers, draft_vocab=tuple(range(args.draft_vocab))
+        ),
+        mtp_mode=args.mtp_mode,
+        is_fused=args.fused_kernels == "auto",  # a plan is one for GPUs
+        lora=_planned_lora(args),
+        transformer_impl=args.transformer_impl,
+        low_precision=low_precision_of(planned_kernels(args)),
+    )
+
+
+def planned_kernels(args: DoctorArgs) -> KernelArgs:
+    """Those options of kernels that a plan has."""
+    return KernelArgs(
+        transformer_impl=args.transformer_impl,
+        fused_kernels=args.fused_kernels,
+        fp8_format=args.fp8_format,
+        fp8_recipe=args.fp8_recipe,
+        fp4_format=args.fp4_format,
+        num_layers_at_start_in_bf16=args.num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=args.num_layers_at_end_in_bf16,
+    )
+
+
+def _planned_lora(args: DoctorArgs) -> Lora | None:
+    if args.tuner_type != "lora":
+        return None
+    of_heads = args.mtp_tuner or ("lora" if args.mtp_num_layers is None else "full")
+    on_trunk = args.mtp_mode != "heads_only"
+    targets, saved = tuple(args.target_modules), tuple(args.lora_modules_to_save)
+    return Lora(
+        args.lora_rank,
+        1.0,
+        has_magnitudes=args.use_dora,
+        targets=targets,
+        saved=saved,
+        on_trunk=on_trunk,
+        heads=of_heads,
+    )
+
+
+def is_possible(layout: ParallelLayout, architecture: Architecture, setup: Setup) -> bool:
+    """Whether the model and what computes it can be laid out so."""
+    if layout_problems(layout, architecture, setup.heads.layers):
+        return False
+    return setup.low_precision is None or not any(model_problems(setup.low_precision, layout, architecture))
+
+
+def rank_of(architecture: Architecture, setup: Setup) -> Rank:
+    layout, recompute = setup.layout, setup.recompute
+    is_selective = recompute.recompute_granularity == "selective"
+    return Rank(
+        tp=layout.tensor_model_parallel_size,
+        cp=layout.context_parallel_size,
+        ep=layout.expert_model_parallel_size,
+        etp=layout.expert_tensor_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        itemsize=setup.parameter_bytes,
+        rows=setup.micro_batch_size,
+        length=setup.max_length // layout.context_parallel_size,
+        zero_centered_norms=architecture.outside.mcore_config.get("layernorm_zero_centered_gamma", False),
+        is_fused=setup.is_fused,
+        copies_views=setup.transformer_impl == "transformer_engine",
+        recomputed=frozenset(recompute.recompute_modules if is_selective else ()),
+    )
+
+
+def low_rank_of(rank: Rank, setup: Setup) -> Rank:
+    """A rank in layers whose products are of low precision; the same where there are none."""
+    low = setup.low_precision
+    return dataclasses.replace(rank, quantised=low.quantised) if low else rank
+
+
+def held_by_stages(setup: Setup, num_layers: int) -> list[str]:
+    """What each virtual stage holds, in the order in which a row passes them, as parse_stages gives it."""
+    layout = setup.layout
+    if layout.pipeline_model_parallel_layout:
+        return parse_stages(layout.pipeline_model_parallel_layout)
+    held = ["t" * count for count in decoder_layers_per_stage(layout, num_layers)]
+    held[0] = "E" + held[0]
+    held[-1] += "m" * setup.heads.layers + "L"
+    return held
