@@ -8,7 +8,7 @@ keep is read from torch's and megatron-core's sources: on a CPU torch has no fus
 What a decoder layer counts is its own answer (`families/layer.py`); here stand the modules around layers, and what a
 pipeline stage holds of all. Not counted: the CUDA context, NCCL's buffers, the allocator's fragments (`RESERVE`), and
 one layer's gradients in the backward pass. With adapters, activations are counted as if every weight learned, which is
-more than there are: a norm that stays keeps less.
+more than there are: a norm that stays keeps less. What DoRA keeps beside is counted (`plan/adapters.py`).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from swiftlite.families.layer import Layer
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
-from swiftlite.plan.adapters import adapter_parameters, saved_parameters
+from swiftlite.plan.adapters import adapter_parameters, kept_products, saved_parameters
 from swiftlite.plan.kernels import CHUNK
 from swiftlite.plan.layout import (
     data_parallel_size,
@@ -275,6 +275,17 @@ class _Model:
         frame = 3 * self.hidden + 2 * self.hidden * self.hidden // self.rank.tp
         return ParameterCount(frame) + self.architecture.mtp_block.parameters(self.rank)
 
+    def head_rows(self) -> list[Row]:
+        """The linear layers of a head, as adapters know them."""
+        projection = Row("mtp.eh_proj.weight", {"mtp.fc.weight": (self.hidden, 2 * self.hidden)})
+        return [projection, *lift(self.architecture.mtp_block.rows(), "mtp.", "mtp.")]
+
+    def kept_layer(self, number: int) -> int:
+        """Decoder layer `number`, with what its adapters keep."""
+        layer, lora = self.layers[number], self.setup.lora
+        rows = self.architecture.layer_rows(number)
+        return layer.kept(self.rank) + (kept_products(layer, rows, lora, self.rank) if lora else 0)
+
     def kept_mtp_layer(self, head: int) -> int:
         """MTP layer number `head` (from 0): token ids, three norms, the projection's input, and its decoder layer."""
         rank = self.rank
@@ -286,7 +297,9 @@ class _Model:
             if not rank.is_fused:  # which keep their input for the weights too
                 norms -= frozen_norms * rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
             ids = 0
-        return ids + norms + 2 * rank.kept_states(self.hidden) + self.architecture.mtp_block.kept(rank)
+        block, lora = self.architecture.mtp_block, self.setup.lora
+        of_adapters = kept_products(block, self.head_rows(), lora, rank) if lora else 0
+        return ids + norms + 2 * rank.kept_states(self.hidden) + block.kept(rank) + of_adapters
 
     def kept_loss(self) -> int:
         """One loss without its logits: states for the output layer's gradient, targets, weights; made in chunks, also
@@ -371,9 +384,7 @@ class _VirtualStage:
         for number in self.layer_numbers:
             count += adapter_parameters(model.architecture.layer_rows(number), lora, model.rank)
         if self.num_mtp_layers:
-            projection = Row("mtp.eh_proj.weight", {"mtp.fc.weight": (model.hidden, 2 * model.hidden)})
-            head = [projection, *lift(model.architecture.mtp_block.rows(), "mtp.", "mtp.")]
-            count += adapter_parameters(head, lora, model.rank) * self.num_mtp_layers
+            count += adapter_parameters(model.head_rows(), lora, model.rank) * self.num_mtp_layers
         return count
 
     def _saved_parameters(self, lora: Lora) -> ParameterCount:
@@ -426,7 +437,7 @@ class _VirtualStage:
         """Bytes kept of decoder and MTP layers, and the most that is computed again at one time."""
         model = self.model
         states = model.rank.kept_states(model.hidden)
-        layers = [] if model.is_trunk_frozen else [layer.kept(model.rank) for layer in self.layers]
+        layers = [] if model.is_trunk_frozen else [model.kept_layer(number) for number in self.layer_numbers]
         mtp_layers = [model.kept_mtp_layer(head) for head in range(self.num_mtp_layers)]
         kept, again = _recompute(model.setup, layers, states)
         kept_of_mtp, again_of_mtp = _recompute(model.setup, mtp_layers, 2 * states)
