@@ -266,15 +266,13 @@ def _add(linear: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Ten
     if adapter is None:
         return outputs
     added = adapter(inputs[0])
-    if not adapter.parts(MAGNITUDE):
-        return output + added, bias
-    factors = adapter.factors_of(linear.weight)
-    change = (factors - 1).to(output.dtype)  # before it is rounded: bfloat16 has two digits beside a 1
-    product = output
-    if bias is None and linear.bias is not None and linear.bias.numel():  # of Transformer Engine, empty stands for none
-        product = output - linear.bias
-    # The bits of the base where the factors are 1 and nothing is added.
-    return output + change * product + factors.to(output.dtype) * added, bias
+    if adapter.parts(MAGNITUDE):
+        product = output + added
+        if bias is None and linear.bias is not None and linear.bias.numel():  # Transformer Engine's may be empty
+            product = product - linear.bias
+        change = adapter.factors_of(linear.weight) - 1  # before it is rounded: bfloat16 has two digits beside a 1
+        added = added + change.to(output.dtype) * product
+    return output + added, bias  # the bits of the base where nothing is added and nothing changes
 
 
 def bind_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> list[Binding]:

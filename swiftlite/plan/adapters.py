@@ -44,6 +44,27 @@ def adapter_macs(layer: Layer, rows: Sequence[Row], lora: Lora) -> int:
     return count.dense + (count.expert * layer.mlp.topk // experts if experts else 0)
 
 
+def kept_products(layer: Layer, rows: Iterable[Row], lora: Lora, rank: Rank) -> int:
+    """Bytes that DoRA keeps of a layer for the backward pass: what lengths are given to, as large as the outputs.
+
+    Args:
+        layer: whose experts these rows are of, if they are.
+    """
+    if not lora.has_magnitudes:
+        return 0
+    dense, of_experts = 0, 0
+    for row in adapted_rows(rows, lora):
+        size = sum(shape[0] for shape in row.hf.values())
+        is_whole, is_expert = is_split_by_columns(row.mcore), ".experts." in row.mcore
+        if is_expert:
+            of_experts += size if is_whole else size // rank.etp
+        else:
+            dense += size * rank.sequence_tokens if is_whole else size // rank.tp * rank.tokens
+    if of_experts:
+        of_experts = of_experts // layer.mlp.experts * rank.sequence_tokens * rank.etp * layer.mlp.topk
+    return (dense + of_experts) * rank.itemsize
+
+
 def saved_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> dict[str, int]:
     """Parameters on a rank of the modules that learn in full, by Megatron name."""
     rows = list(rows)

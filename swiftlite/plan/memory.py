@@ -8,7 +8,7 @@ keep is read from torch's and megatron-core's sources: on a CPU torch has no fus
 What a virtual stage holds and keeps is in `stage_memory.py`; here, how many are in flight. Not counted: the CUDA
 context, NCCL's buffers, the allocator's fragments (`RESERVE`), and one layer's gradients in the backward pass. With
 adapters, activations are counted as if every weight learned, which is more than there are: a norm that stays keeps
-less.
+less. What DoRA keeps beside is counted (`plan/adapters.py`).
 """
 
 from collections.abc import Sequence

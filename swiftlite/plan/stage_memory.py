@@ -12,7 +12,7 @@ from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
 from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
 from swiftlite.lora import Lora
-from swiftlite.plan.adapters import adapter_parameters, saved_parameters
+from swiftlite.plan.adapters import adapter_parameters, kept_products, saved_parameters
 from swiftlite.plan.kernels import CHUNK
 from swiftlite.plan.products import low_precision_weights
 from swiftlite.plan.setup import Setup, low_rank_of, rank_of
@@ -57,6 +57,17 @@ class ModelOnRank:
         frame = 3 * self.hidden + 2 * self.hidden * self.hidden // self.rank.tp
         return ParameterCount(frame) + self.architecture.mtp_block.parameters(self.rank)
 
+    def head_rows(self) -> list[Row]:
+        """The linear layers of a head, as adapters know them."""
+        projection = Row("mtp.eh_proj.weight", {"mtp.fc.weight": (self.hidden, 2 * self.hidden)})
+        return [projection, *lift(self.architecture.mtp_block.rows(), "mtp.", "mtp.")]
+
+    def kept_layer(self, number: int) -> int:
+        """Decoder layer `number`, with what its adapters keep."""
+        layer, rank, lora = self.layers[number], self.rank_in(number), self.setup.lora
+        rows = self.architecture.layer_rows(number)
+        return layer.kept(rank) + (kept_products(layer, rows, lora, rank) if lora else 0)
+
     def kept_mtp_layer(self, head: int) -> int:
         """MTP layer number `head` (from 0): token ids, three norms, the projection's input, and its decoder layer."""
         rank = self.low_rank
@@ -69,7 +80,9 @@ class ModelOnRank:
                 norms -= frozen_norms * rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
             ids = 0
         projected = rank.kept_input(rank.sequence_tokens, 2 * self.hidden)
-        return ids + norms + projected + self.architecture.mtp_block.kept(rank)
+        block, lora = self.architecture.mtp_block, self.setup.lora
+        of_adapters = kept_products(block, self.head_rows(), lora, rank) if lora else 0
+        return ids + norms + projected + block.kept(rank) + of_adapters
 
     def kept_loss(self) -> int:
         """One loss without its logits: states for the output layer's gradient, targets, weights; made in chunks, also
@@ -151,9 +164,7 @@ class VirtualStage:
         for number in self.layer_numbers:
             count += adapter_parameters(model.architecture.layer_rows(number), lora, model.rank)
         if self.num_mtp_layers:
-            projection = Row("mtp.eh_proj.weight", {"mtp.fc.weight": (model.hidden, 2 * model.hidden)})
-            head = [projection, *lift(model.architecture.mtp_block.rows(), "mtp.", "mtp.")]
-            count += adapter_parameters(head, lora, model.rank) * self.num_mtp_layers
+            count += adapter_parameters(model.head_rows(), lora, model.rank) * self.num_mtp_layers
         return count
 
     def _saved_parameters(self, lora: Lora) -> ParameterCount:
@@ -208,7 +219,7 @@ class VirtualStage:
         states = model.rank.kept_states(model.hidden)
         layers = []
         if not model.is_trunk_frozen:
-            layers = [model.layers[number].kept(model.rank_in(number)) for number in self.layer_numbers]
+            layers = [model.kept_layer(number) for number in self.layer_numbers]
         mtp_layers = [model.kept_mtp_layer(head) for head in range(self.num_mtp_layers)]
         kept, again = _recompute(model.setup, layers, states)
         kept_of_mtp, again_of_mtp = _recompute(model.setup, mtp_layers, 2 * states)

@@ -2,15 +2,25 @@
 its compiled parts (`tests/te_stand_ins`), and experts in one product.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from swiftlite import families
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.bridge.transfer import load_hf, stream_hf
+from swiftlite.heads import Heads
+from swiftlite.lora import Lora, is_adapter
+from swiftlite.model.build import build_model
+from swiftlite.model.lora import add_adapters, merged
 from swiftlite.plan.kernels import Kernels
+from swiftlite.runtime.distributed import session
 from tests import te_stand_ins
 from tests.parallel import parity
-from tests.parallel.launch import launch
+from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import BOUNDS, CASES, FULL, TP2_SP, Job, Result
 
 pytestmark = pytest.mark.gloo
@@ -116,3 +126,42 @@ def test_kernels_change_roundings_of_adapters_alone(computed, family, tuner, nam
 def test_adapters_of_transformer_engine_go_on_beside_local_layers(computed, family):
     needs("TE")
     assert beyond_rounding(computed[family, "dora", "TE goes on"], computed[family, "dora", "local goes on"]) == {}
+
+
+def streamed(hf_dir: Path, kernels: Kernels, port: int) -> tuple[dict[str, torch.Tensor], bool]:
+    """What an engine is given of a model with DoRA, by HF name; and whether the model is afterwards what it was."""
+    prepare_session(port)
+    hf_config = read_config(hf_dir)
+    family, heads = families.get(hf_config), Heads.from_config(hf_config)
+    with session(tied_embeddings=True, timeout_minutes=2) as mesh:
+        architecture = family.architecture(hf_config)
+        model = build_model(architecture, hf_config, mesh=mesh, dtype=torch.float32, heads=heads, kernels=kernels)
+        load_hf(model, hf_dir, family, hf_config)
+        add_adapters(model, Lora(4, 8.0, has_magnitudes=True, heads="lora"), family.rows(hf_config, heads.layers))
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in sorted(model[0].named_parameters()):
+            if is_adapter(name):
+                parameter.data += torch.randn(parameter.shape, generator=generator) / 10
+        before = {name: tensor.clone() for name, tensor in model[0].named_parameters()}
+        buckets: list[dict[str, torch.Tensor]] = []
+        with merged(model):
+            buckets += stream_hf(model, family, hf_config, "trunk")
+            buckets += stream_hf(model, family, hf_config, "heads")
+        after = dict(model[0].named_parameters())
+        is_restored = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        return {key: tensor for bucket in buckets for key, tensor in bucket.items()}, is_restored
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_is_given_the_same_bits(tmp_path, family):
+    needs("TE")
+    hf_dir = parity.make_model(tmp_path, family, tied=True)
+    stores = [open_store(), open_store()]
+    ((expected, _),) = launch(1, streamed, hf_dir, Kernels(), stores[0].port)
+    ((ours, is_restored),) = te_stand_ins.launch(1, streamed, hf_dir, TE, stores[1].port)
+    base = load_file(hf_dir / "model.safetensors")
+    assert is_restored
+    assert {key for key in ours if not torch.equal(ours[key], expected[key])} == set()
+    assert not torch.equal(
+        ours["model.layers.1.self_attn.o_proj.weight"], base["model.layers.1.self_attn.o_proj.weight"]
+    )

@@ -156,15 +156,19 @@ def _write_fp4(tensor: Any, numbers: torch.Tensor, quantizer: Any) -> None:
         blocks = (16, 16) if quantizer.with_2d_quantization else (1, 16)
         whole = FP8_MAX * FP4[-1] / largest.clamp_min(1e-12)
         scales = (_largest(turned, blocks) / FP4[-1] * whole).clamp(2**-9, FP8_MAX).to(torch.float8_e4m3fn)
-        spread = _spread(scales.float() / whole, blocks, turned.shape)
-        codes = ((turned / spread).abs()[..., None] - FP4).abs().argmin(-1).to(torch.uint8) + 8 * (turned < 0)
-        pairs = codes.unflatten(-1, (-1, 2)).to(torch.uint8)
-        data.copy_((pairs[..., 0] + 16 * pairs[..., 1]).reshape(data.shape))
+        data.copy_(_fp4_bytes(turned / _spread(scales.float() / whole, blocks, turned.shape)).reshape(data.shape))
         place = getattr(tensor, f"_{side}_scale_inv")
         kept = scales.view(torch.uint8).repeat_interleave(blocks[0], 0)[: len(turned)]
         place.zero_()
         place[: len(kept), : kept.size(1)] = kept
         getattr(tensor, f"_amax_{side}").fill_(largest)
+
+
+def _fp4_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """[M, K / 2] of numbers [M, K], each the nearest of FP4; the first of two is in the lower half of a byte."""
+    nearest = (numbers.abs()[..., None] - FP4).abs().argmin(-1)
+    codes = (nearest + 8 * (numbers < 0)).to(torch.uint8)
+    return codes[..., 0::2] + 16 * codes[..., 1::2]
 
 
 def _read_fp4(tensor: Any, columnwise: bool) -> torch.Tensor:

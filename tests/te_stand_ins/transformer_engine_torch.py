@@ -125,11 +125,7 @@ def generic_gemm(
 
 def _numbers(tensor: Any, columnwise: bool) -> torch.Tensor:
     """What a tensor stands for, in float32 if it is quantised."""
-    return tensor if isinstance(tensor, torch.Tensor) and not _is_quantized(tensor) else _read(tensor, columnwise)
-
-
-def _is_quantized(tensor: Any) -> bool:
-    return hasattr(tensor, "_quantizer")
+    return _read(tensor, columnwise) if hasattr(tensor, "_quantizer") else tensor
 
 
 def _read(tensor: Any, columnwise: bool) -> torch.Tensor:
@@ -222,9 +218,9 @@ def te_general_grouped_gemm(
     """cpp_extensions/gemm.py: `generic_gemm` for each expert. Their results are one tensor, or one each."""
     places = list(out[0].split(m_splits)) if single_output and m_splits is not None else out
     for first, second, place in zip(A, B, places, strict=True):
-        product = _numbers(second, transb).to(torch.float32), _numbers(first, not transa).to(torch.float32)
-        left = product[0].t() if transb else product[0]
-        right = product[1].t() if transa else product[1]
+        left, right = _numbers(second, columnwise=transb).float(), _numbers(first, columnwise=not transa).float()
+        left = left.t() if transb else left
+        right = right.t() if transa else right
         result = (left @ right).to(place.dtype)
         place.add_(result) if accumulate else place.copy_(result)
     return bias

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.vllm.served import ServedVllm
-from swiftlite.engines.vllm.weight_channel import WEIGHT_TRANSFER
+from swiftlite.engines.vllm.weight_transport import BACKENDS
 from swiftlite.errors import UserError
 from tests.engines.small_server import serving
 from tests.tiny import make_tiny_hf
@@ -40,7 +40,8 @@ class Hanging:
         answers = {
             "/server_info": {
                 "vllm_config": {
-                    "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
+                    "weight_transfer_config": {"backend": BACKENDS["file"]},
+                    "parallel_config": {"world_size": 1, "data_parallel_size": 1},
                     "model_config": {"model": str(self.model), "max_model_len": 64},
                     "speculative_config": None,
                 }
