@@ -35,12 +35,14 @@ class Served:
         counts: its own, of that.
         draft: class of its draft model.
         logits: the draft's, [steps, num_speculative_tokens, vocabulary] of each prompt served alone.
+        num_compiled: of its models, those that it compiled, by its own count.
     """
 
     token_ids: list[list[int]]
     counts: DraftCounts
     draft: str
     logits: list[torch.Tensor]
+    num_compiled: int = 0
 
 
 # What of vLLM an engine in one process imports; it starts no thread.
@@ -67,15 +69,29 @@ def serve(
     num_alone: int = 0,
     weights_of: Path | None = None,
     dtype: Literal["bfloat16", "float32"] = "float32",
+    compile_in: Path | None = None,
 ) -> Served:
     """Start vLLM, generate greedily, stop it.
 
     Args:
+        compile_in: a directory for what vLLM compiles; unset: it computes eagerly, as by default on a CPU.
         weights_of: a checkpoint of the same shapes, whose weights the engine is given before it generates.
         num_alone: of the prompts, the first ones whose drafts' logits are asked for.
     """
-    config = EngineConfig(directory, dtype, num_speculative_tokens=num_speculative_tokens, max_model_len=256)
+    compiling = {}
+    if compile_in is not None:
+        os.environ["VLLM_CACHE_ROOT"] = str(compile_in)
+        compiling = {"enforce_eager": False}
+    config = EngineConfig(
+        directory,
+        dtype,
+        num_speculative_tokens=num_speculative_tokens,
+        max_model_len=256,
+        engine_kwargs=compiling,
+    )
     engine: Any = start_engine("vllm", config)
+    from vllm.compilation.counter import compilation_counter
+
     try:
         if weights_of is not None:
             engine.generate(prompts, Sampling(new_tokens))  # what it keeps of the old weights must not stay
@@ -91,7 +107,9 @@ def serve(
             _kept.clear()
     finally:
         engine.close()
-    return Served([completion.token_ids for completion in completions], counts, draft, logits)
+    token_ids = [completion.token_ids for completion in completions]
+    num_compiled = compilation_counter.num_aot_compiles + compilation_counter.num_aot_artifacts_loaded
+    return Served(token_ids, counts, draft, logits, num_compiled)
 
 
 def drafted_by_load(directory: Path, schedule: DraftSchedule, loads: list[list[list[int]]]) -> list[Served]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
@@ -64,15 +65,28 @@ class MtpFrame(nn.Module):
         self.norm = RMSNorm(hidden_size, eps=eps)
 
 
+def _runs_one_head(vllm_config: VllmConfig) -> bool:
+    """Whether every draft step runs the same head: vLLM drops the guards of what it compiles (compilation/wrapper.py of
+    0.32), so that a graph of one depth would run for all of them.
+    """
+    speculative = vllm_config.speculative_config
+    return speculative is None or not speculative.use_multi_module_mtp()
+
+
+@support_torch_compile(enable_if=_runs_one_head)
 class MtpHeads(nn.Module):
     """All heads of a checkpoint: frames and decoder layers by depth, and the trunk's embedding.
+
+    vLLM compiles it as it does the trunk, unless eager is enforced or several heads draft. Embedding is a part of it,
+    because a captured graph reads its inputs where they were when it was captured: vLLM keeps ids in one place, and
+    embeddings would be in another one each time.
 
     Args:
         vllm_config: its model_config is the draft's.
         layers: one decoder layer per depth.
     """
 
-    def __init__(self, vllm_config: VllmConfig, layers: list[nn.Module]):
+    def __init__(self, *, vllm_config: VllmConfig, layers: list[nn.Module]):
         super().__init__()
         config: Any = vllm_config.model_config.hf_config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
@@ -80,9 +94,16 @@ class MtpHeads(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(
-        self, depth: int, embedding_TH: torch.Tensor, positions_T: torch.Tensor, hidden_TH: torch.Tensor
+        self,
+        ids_T: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        hidden_TH: torch.Tensor,
+        embedding_TH: torch.Tensor | None,
+        depth: int,
     ) -> torch.Tensor:
-        """State [T, H] after the head's output norm."""
+        """State [T, H] after the head's output norm. Of ids and their embedding one is given, always the same one."""
+        if embedding_TH is None:
+            embedding_TH = self.embed_tokens(ids_T)
         frame: Any = self.heads[depth]
         parts = (frame.pre_fc_norm_embedding(embedding_TH), frame.pre_fc_norm_hidden(hidden_TH))
         hidden_TH = frame.fc(torch.cat(parts, dim=-1))
@@ -112,7 +133,7 @@ class MtpDraft(nn.Module):
         check_draft_steps(num_tokens, depth, runs_all_heads=vllm_config.use_v2_model_runner)
         # The layers' names are their key-value caches' names: other than the trunk's model.layers.*
         layers = [self.make_layer(vllm_config, maybe_prefix(prefix, f"mtp.layers.{k}")) for k in range(depth)]
-        self.model = MtpHeads(vllm_config, layers)
+        self.model = MtpHeads(vllm_config=vllm_config, layers=layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
@@ -150,10 +171,8 @@ class MtpDraft(nn.Module):
             inputs_embeds: [T, H] in place of input_ids.
             spec_step_idx: draft step, from 0. A single head serves them all.
         """
-        if inputs_embeds is None:
-            assert input_ids is not None
-            inputs_embeds = self.embed_input_ids(input_ids)
-        return self.model(spec_step_idx % len(self.model.heads), inputs_embeds, positions, hidden_states)
+        depth = spec_step_idx % len(self.model.heads)
+        return self.model(input_ids, positions, hidden_states, inputs_embeds, depth)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor | None:
         """[T, V]; -inf for tokens outside of the checkpoint's draft vocabulary, which cost nothing then."""
