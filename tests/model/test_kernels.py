@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite.model import norm as norm_module
 from swiftlite.model import rope
-from swiftlite.model.attention import CoreAttention, offsets
+from swiftlite.model.attention import CoreAttention, offsets, slices_of
 from swiftlite.model.context_parallel import causal_segments, describe_packed
 from swiftlite.model.head_size import fill_values
 from swiftlite.plan.kernels import Kernels
@@ -202,3 +202,9 @@ def test_offsets_are_made_once_for_a_row():
     assert again.cu_q is first.cu_q
     assert first.cu_q.tolist() == first.cu_k.tolist() == [0, 16, 24, 128]
     assert (first.keys_T, first.longest_q) == (None, 104)
+
+
+def test_slices_are_made_once_for_a_row():
+    """Of more segments than `offsets` has places for."""
+    segments = causal_segments((4,) * 40, 0, 2)
+    assert slices_of(segments, torch.device("cpu")) is slices_of(segments, torch.device("cpu"))
