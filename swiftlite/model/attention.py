@@ -9,7 +9,7 @@ their own); N and G are per tensor-parallel rank, S and T per context-parallel r
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -283,7 +283,7 @@ class CoreAttention(MegatronModule):
         """
         assert self.prefix is not None
         query, key, value = (tensor.squeeze(1) for tensor in (query_S1ND, key_S1GD, value_S1GD))
-        kernel = merged_attention.in_slices(self.prefix, tuple(_slices(segments, query_S1ND.device)))
+        kernel = merged_attention.in_slices(self.prefix, slices_of(segments, query_S1ND.device))
         keys, values = ([tensor.squeeze(1) for tensor in own] for own in (own_keys, own_values))
         out = merged_attention.attend(kernel, query, key, value, (), keys, values, self.softmax_scale)
         return out.unsqueeze(1)
@@ -297,14 +297,17 @@ def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Se
     return len(segments) <= 2 or num_queries >= LONG * len(segments)
 
 
-def _slices(segments: Sequence[Segment], device: torch.device) -> Iterator[merged_attention.Slice]:
-    start = 0
+@lru_cache(maxsize=16)
+def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merged_attention.Slice, ...]:
+    """Made once for a row, as `offsets`."""
+    slices, start = [], 0
     for segment in segments:
         num_keys = segment.key_end - segment.key_start
         _, *places = offsets((Segment(segment.num_queries, 0, num_keys),), 1, num_keys, device)
         queries = slice(start, start + segment.num_queries)
-        yield merged_attention.Slice(queries, slice(segment.key_start, segment.key_end), tuple(places))
+        slices.append(merged_attention.Slice(queries, slice(segment.key_start, segment.key_end), tuple(places)))
         start += segment.num_queries
+    return tuple(slices)
 
 
 def whole_row(rows_SBGD: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:

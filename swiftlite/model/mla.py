@@ -182,8 +182,8 @@ class MLASelfAttention(McoreMLASelfAttention):
 
         The heads are unfolded from them on every rank, so each unfolds all of a row: at DeepSeek-V3's sizes three
         products of 34 MFLOP for each token of another rank, where forward and backward pass would receive 82 KB each
-        instead of 1.1. By `plan/speed.py` that is half the time on H100s over NVLink and a fifth between machines, and
-        as long on A100s; H20s over NVLink, with few FLOP for a byte, take three times as long.
+        instead of 1.1. By `plan/speed.py` that is half the time on H100s over NVLink and less between machines, and as
+        long on A100s; H20s over NVLink, with few FLOP for a byte, take three times as long.
         """
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, key_pos = compressed.split(sizes, dim=-1)

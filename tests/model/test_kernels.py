@@ -17,7 +17,7 @@ from swiftlite.acceptance import statistics
 from swiftlite.heads import Heads
 from swiftlite.model import gpt, rope
 from swiftlite.model import norm as norm_module
-from swiftlite.model.attention import CoreAttention, offsets
+from swiftlite.model.attention import CoreAttention, offsets, slices_of
 from swiftlite.model.context_parallel import causal_segments, describe_packed
 from swiftlite.model.head_size import fill_values
 from swiftlite.plan.kernels import Kernels
@@ -252,3 +252,9 @@ def test_offsets_are_made_once_for_a_row():
     assert again.cu_q is first.cu_q
     assert first.cu_q.tolist() == first.cu_k.tolist() == [0, 16, 24, 128]
     assert (first.keys_T, first.longest_q) == (None, 104)
+
+
+def test_slices_are_made_once_for_a_row():
+    """Of more segments than `offsets` has places for."""
+    segments = causal_segments((4,) * 40, 0, 2)
+    assert slices_of(segments, torch.device("cpu")) is slices_of(segments, torch.device("cpu"))
