@@ -24,7 +24,7 @@ _SIZES = {
     "experts": "expert_model_parallel_size",
 }
 _WORDS = {
-    "products": "matrix products of layers: {products:.0%} of {peak} TFLOP/s in tiles that fill the GPU",
+    "products": "matrix products of layers: {products:.0%} of {peak} in tiles that fill the GPU",
     "attention": "pairs of tokens: {attention:.0%} of the peak",
     "elementwise": "norms, activations, sums: {hbm:.0%} of {memory:.2f} TB/s",
     "vocabulary": "output layer and loss, the trunk's and the heads'",
@@ -133,9 +133,10 @@ def _arithmetic(candidate: Candidate, gpu: Gpu) -> list[tuple[str, ...]]:
 
 
 def _peak(candidate: Candidate, gpu: Gpu) -> str:
-    """Of bfloat16, in TFLOP/s, and of a lower precision that products have."""
+    """Of bfloat16, and of a lower precision that products have."""
     peak, low = gpu.peak_flops / 1e12, candidate.step.setup.low_precision
-    return f"{peak:.0f} and, of {low.described}, {low.speedup * peak:.0f}" if low else f"{peak:.0f}"
+    words = f"{peak:.0f} TFLOP/s"
+    return f"{words}, {low.speedup * peak:.0f} in {'FP4' if low.is_fp4 else 'FP8'}," if low else words
 
 
 def _flags(args: DoctorArgs) -> str:

@@ -190,6 +190,54 @@ def test_no_layout_fits_and_says_how_many_gpus_do(model, capsys):
         plan(capsys, model=model, gpu_type="H100", num_gpus=7, global_batch_size=3)
 
 
+FP8 = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid"}
+FP4 = {"transformer_impl": "transformer_engine", "fp4_format": "e2m1"}
+
+
+def test_memory_in_low_precision(model, capsys):
+    """34 of 36 layers have 192,937,984 weights in linear layers each; blocks of 128 x 128 have a scale of 4 bytes."""
+    code, lines = plan(capsys, model=model, gpu_memory_gb=200, **FP8)
+    assert code == 0
+    assert ", Transformer Engine, FP8 hybrid, blockwise" in lines[1]
+    weights = 34 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    copies = weights * (2 + 8 / 128**2) / 1e9
+    assert lines[6] == f"  weights: with {copies:.2f} GB of copies in low precision"
+    assert float(lines[5].split()[2]) == pytest.approx(2 * 8.190735360 + copies, abs=0.01)
+    _, plain = plan(capsys, model=model, gpu_memory_gb=200, transformer_impl="transformer_engine")
+    # What qkv, fc1 and fc2 take in is a byte and a 32nd of a number instead of two: 2 x 4,096 and 12,288 numbers.
+    saved = 34 * 2048 * (2 * 4096 + 12288) * (2 - 1 - 1 / 32) / 1e9
+    assert float(plain[5].split()[5]) - float(lines[5].split()[5]) == pytest.approx(saved, abs=0.011)
+
+
+def test_layouts_in_low_precision(model, capsys):
+    options = {"num_gpus": 8, "max_length": 4096, "global_batch_size": 64, "gpu_type": "B200"}
+    speeds = []
+    for low in ({}, FP8 | {"fp8_recipe": "mxfp8"}, FP4):
+        code, lines = plan(capsys, model=model, **options, **low)
+        assert code == 0
+        speeds.append(int(lines[4].split()[0].replace(",", "")))
+    assert 1.2 * speeds[0] < speeds[1] < speeds[2]
+    assert "62% of 2250 TFLOP/s, 9000 in FP4, in tiles" in "\n".join(lines)
+    assert "--transformer_impl transformer_engine --fp4_format e2m1" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (FP8 | {"gpu_type": "A100"}, "from compute capability 9.0 on, A100 has 8.0"),
+        (FP8 | {"gpu_type": "H100", "fp8_recipe": "mxfp8"}, "from compute capability 10.0 on, H100 has 9.0"),
+        (FP4 | {"gpu_type": "H200"}, "--fp4_format e2m1: Transformer Engine has it from compute capability 10.0 on"),
+        ({"fp8_format": "hybrid"}, "but --transformer_impl is local"),
+        (FP8 | FP4, "--fp4_format e2m1 with --fp8_format hybrid"),
+        (FP8 | {"torch_dtype": "float32"}, "--fp8_format hybrid with --torch_dtype float32"),
+        (FP8 | {"num_layers_at_start_in_bf16": 36}, "of 36 decoder layers the first 36 and last 1 stay in bfloat16"),
+        (FP8 | {"tuner_type": "lora"}, "adapters stand beside torch's layers"),
+    ],
+)
+def test_what_low_precision_cannot_be_planned(model, options, problem):
+    assert problem in problems(plan=True, model=model, num_gpus=8, **options)
+
+
 def test_what_has_no_speed(model):
     given = {"plan": True, "model": model}
     unknown = problems(**given, num_gpus=8, gpu_type="H10")

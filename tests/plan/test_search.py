@@ -84,6 +84,15 @@ def test_experts_are_shared_inside_a_machine():
     assert 1 < best.args.expert_model_parallel_size <= 8
 
 
+def test_matrices_fit_low_precision_on_every_layout():
+    """12,304 / 16 is odd: over more than one rank it is no multiple of 16."""
+    low = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid"}
+    config = QWEN3_8B | {"intermediate_size": 12304}
+    found = ranked(args(**low), config, H100, 80)
+    assert {candidate.args.tensor_model_parallel_size for candidate in found} == {1}
+    assert {candidate.args.tensor_model_parallel_size for candidate in ranked(args(), config, H100, 80)} > {1}
+
+
 def test_how_many_gpus_it_takes():
     assert ranked(args(num_gpus=1), QWEN3_8B, H100, 80) == []
     more = larger(args(num_gpus=1), QWEN3_8B, H100, 80)
