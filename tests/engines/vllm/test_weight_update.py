@@ -4,13 +4,11 @@ tests/e2e/test_live_weights.py does."""
 import importlib.util
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.weight_channel import LlmClient, VllmChannel
@@ -106,53 +104,6 @@ def test_an_engine_that_does_not_draft_takes_no_heads(tmp_path):
 def test_cached_keys_of_old_weights_are_an_error(tmp_path):
     update, trunk, heads = make(tmp_path, FakeLLM(is_busy=True))
     assert "a request is still running" in refused(update, [trunk], [heads])
-
-
-class TwoLayers(nn.Module):
-    """Loads what it knows and, as vLLM's models do, says nothing of the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-
-    def load_weights(self, weights):
-        parameters: dict[str, Any] = dict(self.named_parameters())
-        loaded = set()
-        for name, tensor in weights:
-            if name in parameters:
-                parameters[name].weight_loader(parameters[name], tensor)
-                loaded.add(name)
-        return loaded
-
-
-@pytest.mark.engine
-@needs_vllm
-def test_a_worker_says_what_it_did_not_take(tmp_path):
-    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
-
-    from swiftlite.engines.vllm.weight_transfer import FileInfo, FileTransfer
-
-    model = TwoLayers()
-    record_metadata_for_reloading(model)
-    config: Any = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32))
-    transfer = FileTransfer(config, config, torch.device("cpu"), model)
-    before = model.first.weight
-
-    def send(**tensors: torch.Tensor) -> None:
-        transfer.start_weight_update()
-        for name, tensor in tensors.items():
-            save_file({f"{name}.weight": tensor}, tmp_path / "bucket.safetensors")
-            transfer.receive_weights(FileInfo(str(tmp_path / "bucket.safetensors")))
-        transfer.finish_weight_update()
-
-    send(first=torch.full((3, 3), 2.0), second=torch.full((3, 3), 3.0))
-    assert model.first.weight is before
-    assert (model.first.weight == 2).all()
-    assert (model.second.weight == 3).all()
-    with pytest.raises(ValueError, match=r"nothing filled second\.weight"):
-        send(first=torch.ones(3, 3))
-    with pytest.raises(ValueError, match=r"nothing reads third\.weight"):
-        send(first=torch.ones(3, 3), second=torch.ones(3, 3), third=torch.ones(3, 3))
 
 
 @pytest.mark.engine
