@@ -19,6 +19,7 @@ MtpTuner = Literal["full", "lora", "frozen"]
 TunerType = Literal["full", "lora"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto"]
 TruncationStrategy = Literal["delete", "left", "right", "split", "error"]
+WeightTransport = Literal["file", "nccl", "ipc"]
 
 
 @dataclass(frozen=True)
@@ -449,7 +450,7 @@ class ServerArgs:
     live_weights: bool = False
     """Take new weights while serving, from a trainer. Whoever reaches the port may then replace the
     weights and pause the server: keep --host at this machine, or give an api_key."""
-    weight_transport: Literal["file", "nccl", "ipc"] = "file"
+    weight_transport: WeightTransport = "file"
     """How they come, with --live_weights. file: through the temporary directory of this machine; nccl: from GPU to GPU,
     also between machines; ipc: within the GPU that trainer and server share."""
     dry_run: bool = False

@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 
@@ -90,7 +91,7 @@ class EngineConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     speculative_config: dict[str, Any] | None = None
     devices: tuple[int, ...] = ()
-    weight_transport: Literal["file", "nccl", "ipc"] = "file"
+    weight_transport: WeightTransport = "file"
     draws_drafts: bool = False
 
 

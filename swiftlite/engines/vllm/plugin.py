@@ -18,9 +18,10 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.triton_utils import HAS_TRITON
 
+from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
-from swiftlite.engines.vllm.weight_transport import BACKENDS, WeightTransport
+from swiftlite.engines.vllm.weight_transport import BACKENDS
 
 _MODELS = "swiftlite.engines.vllm.models"
 # architecture of the trunk -> architecture of its draft; both are classes of _MODELS

@@ -13,11 +13,12 @@ import aiohttp
 import torch
 
 from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.client import read_metrics
 from swiftlite.engines.vllm.weight_channel import VllmChannel
-from swiftlite.engines.vllm.weight_transport import BACKENDS, WeightTransport, make_transport
+from swiftlite.engines.vllm.weight_transport import BACKENDS, make_transport
 from swiftlite.engines.weight_update import Bucket, Part, WeightUpdate
 from swiftlite.errors import UserError
 

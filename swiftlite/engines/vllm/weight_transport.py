@@ -6,10 +6,11 @@ The ways between GPUs are vLLM's own; it is imported when one of them connects.
 
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.vllm.ipc_handle import as_plain_values
 from swiftlite.engines.weight_update import Bucket, bucket_file
 from swiftlite.errors import UserError
@@ -17,7 +18,6 @@ from swiftlite.errors import UserError
 if TYPE_CHECKING:
     from swiftlite.engines.vllm.weight_channel import Client
 
-WeightTransport = Literal["file", "nccl", "ipc"]
 BACKENDS: dict[WeightTransport, str] = {"file": "swiftlite", "nccl": "swiftlite_nccl", "ipc": "swiftlite_ipc"}
 
 _WHOLE_BUCKET = 1 << 62
@@ -48,7 +48,8 @@ class Transport(Protocol):
 
 
 def make_transport(name: WeightTransport, client: "Client", num_workers: int, server: str = "127.0.0.1") -> Transport:
-    """
+    """The way of that name to the workers of an engine.
+
     Args:
         num_workers: processes of the engine that hold a part of the model.
         server: host of the engine, as this process reaches it.
