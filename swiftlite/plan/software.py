@@ -20,7 +20,7 @@ class Software:
         exposed_tp: collectives of a half layer that nothing hides, forward and backward. megatron-core hides two of
             the three backward behind products. Counted.
         exposed_sends: part of the messages between interleaved stages that nothing hides. They are sent while others
-            compute, but the other side waits for their shape first; a guess.
+            compute; how many come too late is a guess.
     """
 
     attention: float = 0.34
