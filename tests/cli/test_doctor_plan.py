@@ -231,7 +231,6 @@ def test_layouts_in_low_precision(model, capsys):
         (FP8 | FP4, "--fp4_format e2m1 with --fp8_format hybrid"),
         (FP8 | {"torch_dtype": "float32"}, "--fp8_format hybrid with --torch_dtype float32"),
         (FP8 | {"num_layers_at_start_in_bf16": 36}, "of 36 decoder layers the first 36 and last 1 stay in bfloat16"),
-        (FP8 | {"tuner_type": "lora"}, "adapters stand beside torch's layers"),
     ],
 )
 def test_what_low_precision_cannot_be_planned(model, options, problem):
