@@ -34,12 +34,19 @@ MODEL = os.environ.get("MODEL", "out/tiny/hf")
 DATASET = os.environ.get("DATASET", "out/tiny/data/train.jsonl")
 OUT = os.environ.get("OUT", "out/live_weights")
 EVERY = int(os.environ.get("EVERY", "50"))
-ENGINE_DEVICES = tuple(int(device) for device in os.environ.get("ENGINE_DEVICES", "").split(",") if device)
+ENGINE_DEVICES = os.environ.get("ENGINE_DEVICES", "")  # such as 6,7
 WEIGHT_TRANSPORT: Any = os.environ.get("WEIGHT_TRANSPORT", "file")
 OPTIONS = (
     f"--model {MODEL} --dataset {DATASET} --output_dir {OUT} --torch_dtype float32 --mtp_num_layers 1 "
     "--mtp_init random --micro_batch_size 16 --global_batch_size 16 --max_length 256 --train_iters 200 --lr 1e-3"
 ).split()
+
+
+def devices_of(words: str) -> tuple[int, ...]:
+    places = words.split(",") if words else []
+    if not all(place.isdigit() for place in places):
+        raise UserError(f"ENGINE_DEVICES={words} are not numbers of GPUs", "write them as ENGINE_DEVICES=6,7")
+    return tuple(int(place) for place in places)
 
 
 class Service:
@@ -54,7 +61,7 @@ class Service:
             "float32",
             num_speculative_tokens=1,
             max_model_len=512,
-            devices=ENGINE_DEVICES,
+            devices=devices_of(ENGINE_DEVICES),
             weight_transport=WEIGHT_TRANSPORT,
         )
         self.engine: Any = ServedVllm(ENGINE) if ENGINE.startswith("http") else start_engine(ENGINE, config)

@@ -100,7 +100,8 @@ class _KnownShapes(P2PCommunicator):
         recv_next: bool,
     ) -> tuple[Shape | None, Shape | None]:
         if tensor_send_next is not None:  # NCCL would not notice a receiver that expects another shape
-            assert tuple(tensor_send_next.shape) == next(self._sent)
+            found, expected = tuple(tensor_send_next.shape), next(self._sent, None)
+            assert found == expected, f"states of shape {found}, and the next stage expects {expected}"
         return next(self._received) if recv_prev else None, next(self._gradients) if recv_next else None
 
 
@@ -122,7 +123,8 @@ def _crossing(
     size, rank = mesh.pp.size(), mesh.pp.rank()
 
     def made_by(stages: Iterable[tuple[int, int]]) -> list[Shape]:
-        """Of (micro-batch, stage) what the stage sends on, if it is not the last; -1 is before the first."""
+        """The shapes that stages send on, from pairs of micro-batch and stage; the last stage sends nothing, and -1 is
+        before the first."""
         made = []
         for micro_batch, stage in stages:
             if 0 <= stage < len(num_states):

@@ -65,8 +65,10 @@ class ModelOnRank:
     def kept_layer(self, number: int) -> int:
         """Decoder layer `number`, with what its adapters keep."""
         layer, rank, lora = self.layers[number], self.rank_in(number), self.setup.lora
-        rows = self.architecture.layer_rows(number)
-        return layer.kept(rank) + (kept_products(layer, rows, lora, rank) if lora else 0)
+        kept = layer.kept(rank)
+        if lora and lora.has_magnitudes:  # asked first: a layer of DeepSeek-V3 has 770 rows
+            kept += kept_products(layer, self.architecture.layer_rows(number), lora, rank)
+        return kept
 
     def kept_mtp_layer(self, head: int) -> int:
         """MTP layer number `head` (from 0): token ids, three norms, the projection's input, and its decoder layer."""

@@ -71,7 +71,19 @@ def live_weights_have_an_engine(args: DeployArgs, facts: Facts) -> Iterator[Prob
 
 def weight_transport_has_live_weights(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if args.weight_transport != "file" and not args.live_weights:
-        yield f"--weight_transport {args.weight_transport}, but no --live_weights", "add it, or leave this out"
+        yield (
+            f"--weight_transport {args.weight_transport}, but no --live_weights",
+            "add --live_weights, or leave this out",
+        )
+
+
+def one_gpu_has_one_worker(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+    number = ENGINES[args.infer_backend].engine_kwargs(args).get("tensor_parallel_size", 1)
+    if args.weight_transport == "ipc" and number != 1:
+        yield (
+            f"--weight_transport ipc with tensor_parallel_size {number}: weights come through the memory of one GPU",
+            "use --weight_transport nccl",
+        )
 
 
 def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
@@ -106,6 +118,7 @@ RULES = (
     adapters_have_an_engine,
     live_weights_have_an_engine,
     weight_transport_has_live_weights,
+    one_gpu_has_one_worker,
     live_weights_are_guarded,
     engine.options_of_engines_agree,
     engine.engine_kwargs_leave_what_has_an_option,

@@ -18,6 +18,7 @@ from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.errors import UserError
 from swiftlite.train import sft
 from swiftlite.train.live_weights import LiveWeights
+from tests.gpu_links.gpu_links import install
 
 NEW_TOKENS = 24
 STEPS = 120
@@ -45,6 +46,8 @@ def refused(engine: Any, prompts: list[list[int]]) -> list[str]:
 
 
 def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> None:
+    if transport != "file":
+        install()
     prompts, stages = read_prompts(model, rows), {}
     # Otherwise SGLang takes 20 s to fill a large cache with zeros.
     small = {"max_total_tokens": 4096, "max_running_requests": 4} if name == "sglang" else {}

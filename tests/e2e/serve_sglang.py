@@ -47,8 +47,9 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     try:
         if "weights_of" in job:
             engine.generate(job["prompts"], Sampling(job["max_new_tokens"]))  # what it keeps of the old must not stay
-            [trunk], heads = trunk_and_heads(Path(job["weights_of"]))
-            engine.update_weights([{name: tensor} for name, tensor in trunk.items()], heads)
+            trunk, heads = trunk_and_heads(Path(job["weights_of"]))
+            single = [{name: tensor} for bucket in trunk for name, tensor in bucket.items()]
+            engine.update_weights(single, heads)
         before = engine.draft_counts()
         completions = engine.generate(job["prompts"], Sampling(job["max_new_tokens"]))
         counts = engine.draft_counts().since(before)

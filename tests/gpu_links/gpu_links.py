@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+_CPU = torch.device("cpu")
 _buffers = tempfile.TemporaryDirectory(prefix="gpu-links-")
 
 
@@ -81,6 +82,9 @@ def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
+    from swiftlite.engines.vllm import weight_transport
+
+    replace(weight_transport, "own_gpu", lambda: _CPU)
     one_gpu = _TorchOfOneGpu()
     replace(pynccl, "PyNcclCommunicator", GlooCommunicator)
     replace(nccl_common, "torch", one_gpu)

@@ -63,7 +63,7 @@ def test_good_options_pass_without_a_note(here, args):
             "--sglang_speculative_num_steps 2",
         ),
         ({"live_weights": True}, "--live_weights with SGLang, whose server is given none", "--infer_backend vllm"),
-        ({"weight_transport": "nccl"}, "--weight_transport nccl, but no --live_weights", "add it"),
+        ({"weight_transport": "nccl"}, "--weight_transport nccl, but no --live_weights", "add --live_weights"),
     ],
 )
 def test_deploy(here, change, problem, hint):
@@ -78,6 +78,10 @@ def test_deploy(here, change, problem, hint):
         ({"host": "0.0.0.0"}, "--live_weights with --host 0.0.0.0 and no key"),
         ({"vllm_engine_kwargs": {"api_key": ["a", "b"]}}, "--live_weights with several api_keys"),
         ({"vllm_engine_kwargs": {"middleware": "mine.Guard"}}, "with 'middleware', which it sets"),
+        (
+            {"weight_transport": "ipc", "vllm_engine_kwargs": {"tensor_parallel_size": 2}},
+            "--weight_transport ipc with tensor_parallel_size 2",
+        ),
     ],
 )
 def test_the_routes_of_live_weights_are_guarded(here, monkeypatch, change, problem):

@@ -26,7 +26,7 @@ from swiftlite.engines.vllm.options import (
     with_backend_of_trunk,
 )
 from swiftlite.engines.vllm.weight_channel import LlmClient, VllmChannel
-from swiftlite.engines.vllm.weight_transport import BACKENDS, has_own_device_of, make_transport
+from swiftlite.engines.vllm.weight_transport import BACKENDS, check_gpus, make_transport
 from swiftlite.engines.weight_update import Bucket, WeightUpdate
 from swiftlite.errors import UserError
 
@@ -51,11 +51,8 @@ class VllmEngine:
         os.environ.update(memory_on_cpu())
         if config.in_this_process and is_on_cpu():
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        if config.weight_transport == "nccl" and has_own_device_of(config.devices):
-            raise UserError(
-                "weights by nccl between a trainer and an engine on the same GPU, to which nccl does not go",
-                "give the engine other devices, or take ipc",
-            )
+        num_devices = config.engine_kwargs.get("tensor_parallel_size", 1)
+        check_gpus(config.weight_transport, config.devices or range(num_devices))
         options = engine_options(model, config)
         try:
             with outside_torchrun(), on_devices(config.devices):

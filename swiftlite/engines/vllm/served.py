@@ -18,7 +18,7 @@ from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_promp
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.client import read_metrics
 from swiftlite.engines.vllm.weight_channel import VllmChannel
-from swiftlite.engines.vllm.weight_transport import BACKENDS, make_transport
+from swiftlite.engines.vllm.weight_transport import BACKENDS, check_gpus, make_transport
 from swiftlite.engines.weight_update import Bucket, Part, WeightUpdate
 from swiftlite.errors import UserError
 
@@ -58,6 +58,7 @@ class ServedVllm:
         drafting = config["speculative_config"] or {}
         self.num_speculative_tokens: int = drafting.get("num_speculative_tokens", 0)
         self._max_length: int = config["model_config"]["max_model_len"]
+        check_gpus(transports[backend], ())
         client = _ServerClient(self._server)
         host = urlsplit(self._server.url).hostname or "127.0.0.1"
         num_workers = config["parallel_config"]["world_size"] * config["parallel_config"]["data_parallel_size"]

@@ -2,7 +2,7 @@
 
 Whoever drives vLLM's own senders gives them a `MegatronSource`, and a client of `weight_channel.py` or of vLLM's own:
 
-    source = MegatronSource(live_weights, "trunk")
+    source = MegatronSource(live_weights, "trunk", device)
     sender = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
     sender.send_weights()  # on every rank
 """

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 BACKENDS: dict[WeightTransport, str] = {"file": "swiftlite", "nccl": "swiftlite_nccl", "ipc": "swiftlite_ipc"}
 
+_CPU = torch.device("cpu")
 _WHOLE_BUCKET = 1 << 62
-"""Bytes of a buffer of vLLM's, which is made as large as what goes in: a bucket is then one broadcast. A worker that
-refuses a tensor has received all of the bucket by then, so the sender does not wait for it for ever."""
+"""Bytes of a buffer of vLLM's, which is made as large as what goes in, so a bucket is one broadcast. A worker that
+refuses a tensor has received the whole bucket by then; between two broadcasts its error would leave this process
+waiting."""
 
 
 class Transport(Protocol):
@@ -55,7 +57,7 @@ def make_transport(name: WeightTransport, client: "Client", num_workers: int, se
         server: host of the engine, as this process reaches it.
 
     Raises:
-        UserError: this way does not reach all of the workers.
+        UserError: this way does not reach all of the workers, or no server is known by that name.
     """
     if name == "file":
         return Files(client)
@@ -72,7 +74,7 @@ def make_transport(name: WeightTransport, client: "Client", num_workers: int, se
 class Files:
     """Safetensors files in the temporary directory, which both sides see."""
 
-    device = torch.device("cpu")
+    device = _CPU
 
     def __init__(self, client: "Client"):
         self._client = client
@@ -100,7 +102,7 @@ class Nccl:
     def __init__(self, client: "Client", num_workers: int, address: str):
         self._client, self._num_workers, self._address = client, num_workers, address
         self._sender: Any = None
-        self.device = _own_device()
+        self.device = own_gpu() or _CPU
 
     def connect(self) -> None:
         if self._sender is not None:
@@ -133,7 +135,7 @@ class Ipc:
     def __init__(self, client: "Client"):
         self._client = client
         self._is_connected = False
-        self.device = _own_device()
+        self.device = own_gpu() or _CPU
 
     def connect(self) -> None:
         if not self._is_connected:
@@ -183,18 +185,40 @@ def _source_of(bucket: Bucket) -> Any:
     return BucketSource(bucket)
 
 
-def _own_device() -> torch.device:
-    """The GPU of this process; the CPU where there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def own_gpu() -> torch.device | None:
+    """The GPU of this process, if it has one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
-def has_own_device_of(devices: Sequence[int]) -> bool:
-    """Whether the GPU of this process is among those of an engine; of none given the engine takes the first."""
-    return torch.cuda.is_available() and torch.cuda.current_device() in (devices or (0,))
+def check_gpus(name: WeightTransport, devices: Sequence[int]) -> None:
+    """Make sure that weights can go that way from the GPU of this process.
+
+    Args:
+        devices: GPUs of the engine on this machine, if any.
+
+    Raises:
+        UserError: this process has no GPU, or nccl would go to the GPU that it comes from.
+    """
+    if name not in BACKENDS:
+        raise UserError(f"there is no weight_transport {name}", f"one of: {', '.join(BACKENDS)}")
+    if name == "file":
+        return
+    gpu = own_gpu()
+    if gpu is None:
+        raise UserError(f"weight_transport {name} goes between GPUs, and this process has none", "use file")
+    if name == "nccl" and gpu.index in devices:
+        raise UserError(
+            f"weight_transport nccl goes between two GPUs, and this process has GPU {gpu.index} as the engine has",
+            "give the engine other devices, or use ipc",
+        )
 
 
 def own_address(server: str) -> str:
     """The address of this machine in the network in which it reaches another one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((server, 9))  # of a datagram socket: nothing is sent
-        return probe.getsockname()[0]
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(server, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: nothing is sent
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise UserError(f"this machine does not reach {server}: {error}", "check the server's address") from error

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from swiftlite.engines.vllm import weight_transport
 from swiftlite.engines.vllm.ipc_handle import as_arguments, as_plain_values
 from swiftlite.engines.vllm.weight_channel import VllmChannel
-from swiftlite.engines.vllm.weight_transport import Nccl, make_transport
+from swiftlite.engines.vllm.weight_transport import Nccl, check_gpus, make_transport
 from swiftlite.engines.weight_update import Part
 from swiftlite.errors import UserError
 from tests.gpu_links.gpu_links import install, reduce_tensor
@@ -134,6 +135,32 @@ def test_workers_meet_the_trainer_at_an_address_of_this_machine():
     nccl = make_transport("nccl", Worker.__new__(Worker), 1, server="127.0.0.1")
     assert isinstance(nccl, Nccl)
     assert nccl._address == "127.0.0.1"
+
+
+def test_an_address_that_this_machine_does_not_reach_is_an_error():
+    with pytest.raises(UserError, match="does not reach no-such-host"):
+        make_transport("nccl", Worker.__new__(Worker), 1, server="no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "devices", "problem"),
+    [
+        ("nccl", None, (0,), "this process has none"),
+        ("ipc", None, (), "this process has none"),
+        ("nccl", torch.device("cuda", 1), (0, 1), "this process has GPU 1 as the engine has"),
+        ("nonsense", None, (), "no weight_transport nonsense"),
+    ],
+)
+def test_a_way_that_these_gpus_do_not_have_is_refused(monkeypatch, name, gpu, devices, problem):
+    monkeypatch.setattr(weight_transport, "own_gpu", lambda: gpu)
+    with pytest.raises(UserError, match=problem):
+        check_gpus(name, devices)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("nccl", (0, 2)), ("ipc", (1,)), ("file", (1,))])
+def test_a_way_that_these_gpus_have(monkeypatch, name, devices):
+    monkeypatch.setattr(weight_transport, "own_gpu", lambda: torch.device("cuda", 1))
+    check_gpus(name, devices)
 
 
 def test_the_handle_of_a_buffer_is_plain_values_with_nothing_missing():
