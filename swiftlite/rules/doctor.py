@@ -112,7 +112,7 @@ def speed_has_a_gpu(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         yield (
             f"{low.flag}: Transformer Engine has it from compute capability {low.capability} on, {args.gpu_type} has "
             f"{GPUS[args.gpu_type].capability}",
-            "take another recipe, or leave it out",
+            "leave it out, or plan for another --gpu_type",
         )
     if args.torch_dtype == "float32":
         yield f"--gpu_type {args.gpu_type} with --torch_dtype float32: speed is estimated for bfloat16", "leave it out"
