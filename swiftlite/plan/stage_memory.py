@@ -87,10 +87,11 @@ class ModelOnRank:
         return ids + norms + projected + block.kept(rank) + of_adapters
 
     def kept_loss(self) -> int:
-        """One loss without its logits: states for the output layer's gradient, targets, weights; made in chunks, also
-        the gradient of the states."""
+        """One loss without its logits: states for the output layer's gradient; of each position row, place and word (24
+        bytes), its number among the states (8), its weight (4) and a mask (1); made in chunks, also the gradient of the
+        states."""
         kept_states = (not self.is_trunk_frozen) + self.setup.is_fused
-        return self.rank.tokens * (kept_states * self.hidden * self.rank.itemsize + 14)
+        return self.rank.tokens * (kept_states * self.hidden * self.rank.itemsize + 37)
 
     def kept_turns(self) -> int:
         """Cosines and sines of all positions, of which all layers take the same."""
