@@ -1,5 +1,6 @@
 """From `Kernels`, a value, to classes: the only place that chooses them."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear as McoreCo
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from swiftlite.model.attention import CoreAttention
+from swiftlite.model.compiled import raise_version_limit
 from swiftlite.model.draft_attention import DraftAttention
 from swiftlite.model.experts import GroupedMLP, SequentialMLP
 from swiftlite.model.head_size import Sizes, fill_values, fill_values_in_halves
@@ -50,6 +52,8 @@ def modules_of(kernels: Kernels) -> Modules:
     """
     if kernels.flash_impl:
         _activate(kernels.flash_impl)
+    if kernels.is_fused:
+        raise_version_limit()
     norm = FusedRMSNorm if kernels.is_fused else RMSNorm
     column, row, attention = ColumnParallelLinear, RowParallelLinear, CoreAttention
     experts = GroupedMLP if kernels.has_grouped_experts else SequentialMLP
@@ -99,9 +103,12 @@ def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
     if kernels.attention == "torch_varlen":
         from torch.nn.attention.varlen import varlen_attn
 
+        options: dict[str, Any] = {"window_size": (-1, 0)}
+        # torch 2.11 has no such word: its kernel takes fewer key heads than query heads as they are.
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
         return fill_values(
-            lambda *args, scale: varlen_attn(*args, scale=scale, window_size=(-1, 0), enable_gqa=True),
-            others=_other_sizes(kernels),
+            lambda *args, scale: varlen_attn(*args, scale=scale, **options), others=_other_sizes(kernels)
         )
     return None
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.jit import jit_fuser
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -17,6 +16,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 
 from swiftlite.errors import UserError
 from swiftlite.families.rope import ROPE_KEYS
+from swiftlite.model.compiled import compiled
 from swiftlite.runtime.device import on_device
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -130,8 +130,8 @@ def rotate(channels: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return torch.cat([turned, rest], dim=-1) if rest.size(-1) else turned
 
 
-fused_rotate = jit_fuser(rotate)
-"""The same in one kernel, compiled on a GPU, which moves a quarter of the bytes."""
+fused_rotate = compiled(rotate)
+"""`rotate` as one kernel on a GPU, which moves a quarter of the bytes."""
 
 
 def rotation(config: TransformerConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -83,7 +83,7 @@ class Machine:
 def this_machine(is_cuda: bool) -> Machine:
     """What is installed here; nothing is imported."""
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
-    kernel: PackedKernel | None = "torch_varlen" if _torch_has("varlen.py", "enable_gqa", "window_size") else None
+    kernel: PackedKernel | None = "torch_varlen" if _torch_has("varlen.py", "window_size") else None
     if _has_file("flash_attn", "flash_attn_interface.py"):
         kernel = "flash_attn"
     return Machine(is_cuda, has_transformer_engine, kernel, tuple(_flash_impls()))

@@ -7,8 +7,10 @@ import math
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, ParamKey
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -37,14 +39,16 @@ class ClippedApart(ChainedOptimizer):
         mtp_grad_norm: the norm of the heads' gradients at the last step, before they were clipped.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, mtp_clip_grad: float):
+    def __init__(self, optimizer: MegatronOptimizer, mtp_clip_grad: float, device: torch.device):
         """Take over an optimizer made with `heads_in_groups_of_their_own`.
 
         Args:
             mtp_clip_grad: largest norm of the heads' gradients; 0 does not clip them.
+            device: of the gradients, also on a rank that has none.
         """
         super().__init__(optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer])
         self.mtp_clip_grad = mtp_clip_grad
+        self.device = device
         self.mtp_grad_norm = 0.0
 
     @torch.no_grad()
@@ -56,23 +60,33 @@ class ClippedApart(ChainedOptimizer):
         """
         if self.prepare_grads():
             return False, None, None
-        self.mtp_grad_norm = self._clip(of_heads=True, largest=self.mtp_clip_grad)
+        # One copy to the host for both norms: each would wait for the GPU.
+        squares = torch.stack([self._square(of_heads) for of_heads in (True, False)])
+        self.mtp_grad_norm, trunk_norm = (math.sqrt(square) for square in squares.tolist())
         config: Any = self.config
-        trunk_norm = self._clip(of_heads=False, largest=config.clip_grad)
+        self._clip(of_heads=True, largest=self.mtp_clip_grad, norm=self.mtp_grad_norm)
+        self._clip(of_heads=False, largest=config.clip_grad, norm=trunk_norm)
         return self.step_with_ready_grads(), trunk_norm, None
 
-    def _clip(self, *, of_heads: bool, largest: float) -> float:
-        """The norm over all ranks, as it was before gradients were scaled to `largest`."""
-        square = 0.0
+    def _square(self, of_heads: bool) -> torch.Tensor:
+        """Return the square of the gradients' norm over all ranks, a float64 scalar on the device."""
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in self.chained_optimizers:
             gradients: Any = [parameter.grad for parameter in _parameters(part, of_heads) if _counts(parameter, part)]
+            local = torch.zeros(1, device=self.device)
+            if gradients:
+                local, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, local.int(), [gradients], False)
+            local = local**2
             # Collective: a rank without such parameters takes part in it too.
-            square += get_grad_norm_fp32(gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2
-        norm = math.sqrt(square)
+            dist.all_reduce(local, group=part.get_grad_stats_parallel_group())
+            square += local[0]
+        return square
+
+    def _clip(self, *, of_heads: bool, largest: float, norm: float) -> None:
+        """Scale gradients of this norm down to `largest`, unless that is 0."""
         if largest > 0:
             for part in self.chained_optimizers:
                 clip_grad_by_total_norm_fp32(_parameters(part, of_heads), max_norm=largest, total_norm=norm)
-        return norm
 
 
 def _parameters(part: MegatronOptimizer, of_heads: bool) -> list[torch.Tensor]:

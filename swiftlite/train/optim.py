@@ -100,7 +100,7 @@ def _adamw(args: SftArgs, plan: Plan, model: Sequence[DistributedDataParallel], 
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
-    return optimizer if mtp_clip_grad is None else ClippedApart(optimizer, mtp_clip_grad)
+    return optimizer if mtp_clip_grad is None else ClippedApart(optimizer, mtp_clip_grad, mesh.device.torch_device)
 
 
 def _learning_rate(

@@ -1,6 +1,7 @@
 """Kernels over packed rows, flash-attn's and torch's, with their own Python and stand-ins for what is compiled, against
 one call of scaled_dot_product_attention for each sequence; and heads that are unrolled with them, against a mask."""
 
+import importlib
 import random
 from functools import partial
 from typing import Any
@@ -111,6 +112,26 @@ def test_packed_rows_are_computed_as_sequence_by_sequence(measured, shape):
     of_shape = {key: value for key, value in measured.items() if key[1] == shape}
     assert len(of_shape) == 2 * len(COUNTS) * len(RANKS) * len(BOUNDS)
     assert {key: value for key, value in of_shape.items() if not value <= BOUNDS[key[-1]]} == {}
+
+
+def test_a_torch_whose_kernel_has_no_word_for_grouped_heads(monkeypatch):
+    """torch 2.11: its varlen_attn takes fewer key heads as they are, and refuses an argument that 2.13 requires."""
+    calls = []
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        assert window_size == (-1, 0)
+        calls.append(key.shape)
+        return flash_stand_ins.forward(query, key, value, cu_seq_q, cu_seq_k, scale)[0]
+
+    module = importlib.import_module("torch.nn.attention.varlen")
+    query, key, value = (tensor.squeeze(1) for tensor in inputs("64 gqa", 20, 20, torch.float32))
+    starts = torch.tensor([0, 8, 20], dtype=torch.int32)
+    monkeypatch.setattr(module, "varlen_attn", varlen_attn)
+    kernel = varlen_kernel(Kernels("local", "torch_varlen"))
+    assert kernel is not None
+    out = kernel(query, key, value, starts, starts, 12, 12, scale=0.1)
+    assert calls == [key.shape]
+    assert torch.equal(out, flash_stand_ins.forward(query, key, value, starts, starts, 0.1)[0])
 
 
 class Largest(TorchDispatchMode):

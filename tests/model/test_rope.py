@@ -1,17 +1,24 @@
 """What config.json says of rotary frequencies, where it makes none."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from swiftlite.errors import UserError
+from swiftlite.model import rope
+from swiftlite.model.compiled import MAX_VERSIONS, compiled
+from swiftlite.model.kernels import modules_of
 from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.plan.kernels import Kernels
 
 CONFIG = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
 
 
 @pytest.mark.parametrize(
-    ("rope", "problem"),
+    ("parameters", "problem"),
     [
         (YARN | {"rope_type": "yran"}, "rope_type 'yran' is not known"),
         (YARN | {"rope_type": ["yarn"]}, "rope_type"),
@@ -25,9 +32,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
         ([1], "no rotary frequencies follow from it"),
     ],
 )
-def test_frequencies_that_do_not_exist_are_one_error(rope, problem):
+def test_frequencies_that_do_not_exist_are_one_error(parameters, problem):
     with pytest.raises(UserError, match=problem) as caught:
-        RotaryEmbedding(CONFIG | {"rope_parameters": rope}, torch.device("cpu"), torch.float32)
+        RotaryEmbedding(CONFIG | {"rope_parameters": parameters}, torch.device("cpu"), torch.float32)
     assert "config.json" in caught.value.problem
     assert "\n" not in caught.value.problem
 
@@ -38,3 +45,26 @@ def test_heads_need_not_divide_the_hidden_size():
     plain = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [11, 11, 10]}
     turns = RotaryEmbedding(wide | {"rope_parameters": plain}, torch.device("cpu"), torch.float32)([3])
     assert turns.shape == (2, 3, 1, 1, 128)
+
+
+def test_few_versions_of_the_rotation_are_compiled(monkeypatch):
+    """For queries and keys, one row or several of any length, with gradients or without: 6, where compiling for fixed
+    shapes reaches torch's limit of 8 and stops."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    rotation = compiled(rope.rotate)
+    with torch.compiler.set_stance("default"):
+        for length, num_rows in ((24, 2), (64, 2), (57, 3), (200, 1), (1000, 1)):
+            turns = torch.randn(2, length, 1, 1, 32)
+            for num_heads in (8, 2):
+                for learns in (True, False):
+                    channels = torch.randn(length, num_rows, num_heads, 32, requires_grad=learns)
+                    assert torch.equal(rotation(channels, turns), rope.rotate(channels, turns))
+    assert 0 < counter.frame_count < 8
+
+
+def test_a_fused_model_may_keep_more_versions_than_torch_would(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    modules_of(Kernels(is_fused=True))
+    assert torch._dynamo.config.recompile_limit == MAX_VERSIONS

@@ -104,10 +104,25 @@ def test_this_machine_is_what_can_be_imported():
     machine = this_machine(is_cuda=False)
     assert machine.has_transformer_engine is (importlib.util.find_spec("transformer_engine") is not None)
     if machine.packed_kernel == "torch_varlen":
-        assert {"scale", "window_size", "enable_gqa"} <= {
+        assert {"scale", "window_size"} <= {
             *importlib.import_module("torch.nn.attention.varlen").varlen_attn.__annotations__
         }
     assert torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("scale, is_causal", None), ("scale, window_size", "torch_varlen"), ("window_size, enable_gqa", "torch_varlen")],
+    ids=["2.10", "2.11", "2.13"],
+)
+def test_torch_packs_rows_from_the_release_that_has_windows(words, expected, tmp_path, monkeypatch):
+    """Causal attention from the lower right needs `window_size`; fewer key heads than query heads need no word."""
+    file = tmp_path / "nn" / "attention" / "varlen.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"def varlen_attn(query, key, value, *, {words}): ...")
+    monkeypatch.setattr(torch.__spec__, "origin", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("swiftlite.plan.kernels._has_file", lambda package, path: False)
+    assert this_machine(is_cuda=True).packed_kernel == expected
 
 
 @pytest.mark.parametrize(

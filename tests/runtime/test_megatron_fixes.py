@@ -8,11 +8,11 @@ import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.utils import local_multi_tensor_scale
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from swiftlite.runtime import megatron_fixes
+from swiftlite.runtime import cpu, megatron_fixes
 
 
 def route() -> torch.Tensor:
@@ -28,6 +28,19 @@ def test_te_general_gemm(monkeypatch):
     assert torch.equal(route(), torch.full((3, 4), 2.0))
     megatron_fixes.install()
     assert moe_utils.te_general_gemm is None
+
+
+class CountsOperations(TorchDispatchMode):
+    """Counts operations, and numbers that the host reads of tensors; on a GPU it waits for each of these."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_operations = self.num_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_operations += 1
+        self.num_reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.skipif(not hasattr(transformer_block, "checkpointed_forward"), reason="a method until megatron-core 0.17")
@@ -58,16 +71,20 @@ class CountsCopies(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         known = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        self.num_copies += id(result) not in known
+        self.num_copies += any(id(leaf) not in known for leaf in tree_leaves(result) if leaf is not None)
         return result
 
 
-@pytest.mark.skipif(clip_grads.multi_tensor_scale_impl.__module__.startswith(("transformer", "apex")), reason="theirs")
+WITH_KERNELS = clip_grads.multi_tensor_scale_impl.__module__.startswith(("transformer", "apex"))
+
+
+@pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
 def test_gradients_are_clipped_without_a_copy(monkeypatch):
     def clip() -> tuple[torch.Tensor, int]:
         flag, gradient = torch.zeros(1), torch.arange(6.0)
+        gradients = [gradient]
         with CountsCopies() as counted:
-            clip_grads.multi_tensor_scale_impl(0, flag, [[gradient], [gradient]], 0.3)
+            clip_grads.multi_tensor_scale_impl(0, flag, [gradients, gradients], 0.3)
         return gradient, counted.num_copies
 
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", local_multi_tensor_scale)
@@ -77,3 +94,39 @@ def test_gradients_are_clipped_without_a_copy(monkeypatch):
     clipped, num_copies = clip()
     assert num_copies == 0
     assert torch.equal(clipped, expected)
+
+
+@pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
+def test_scaled_copies_are_rounded_once(monkeypatch):
+    sources = [torch.randn(7), torch.randn(3, 2)]
+    found = []
+    for scale in (local_multi_tensor_scale, megatron_fixes._scale):
+        targets = [torch.empty_like(source, dtype=torch.bfloat16) for source in sources]
+        scale(0, torch.zeros(1), [sources, targets], 0.3)
+        found.append(targets)
+    for ours, stock in zip(*found, strict=True):
+        assert torch.equal(ours, stock)
+
+
+@pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
+def test_a_norm_of_many_gradients_waits_once(monkeypatch):
+    """The norm is the stock one to the last bit; the host reads one number, and no gradient has operations of its own."""
+    cpu.install()
+    gradients = [torch.randn(3 + size % 5, 7) for size in range(40)]
+    gradients.append(gradients[0].clone())
+
+    def norm() -> tuple[float, CountsOperations]:
+        with CountsOperations() as counted:
+            return clip_grads.get_grad_norm_fp32(gradients, grad_stats_parallel_group=None), counted
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **options: None)  # of one rank
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    stock, counted = norm()
+    assert counted.num_operations > len(gradients)
+    megatron_fixes.install()
+    ours, counted = norm()
+    assert counted.num_operations < 20
+    assert counted.num_reads == 1
+    assert ours == stock
+    exact = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+    assert ours == pytest.approx(float(exact), rel=1e-6)  # a few roundings of float32
