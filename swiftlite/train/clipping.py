@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, ParamKey
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, ParamKey, clip_grads
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride

@@ -64,7 +64,7 @@ def test_few_versions_of_the_rotation_are_compiled(monkeypatch):
     assert 0 < counter.frame_count < 8
 
 
-def test_a_fused_model_may_keep_more_versions_than_torch_would(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    modules_of(Kernels(is_fused=True))
-    assert torch._dynamo.config.recompile_limit == MAX_VERSIONS
+def test_a_fused_model_may_keep_more_versions_than_torch_would():
+    with torch._dynamo.config.patch(recompile_limit=8):
+        modules_of(Kernels(is_fused=True))
+        assert torch._dynamo.config.recompile_limit == MAX_VERSIONS

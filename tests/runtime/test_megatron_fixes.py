@@ -110,7 +110,7 @@ def test_scaled_copies_are_rounded_once(monkeypatch):
 
 @pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
 def test_a_norm_of_many_gradients_waits_once(monkeypatch):
-    """The norm is the stock one to the last bit; the host reads one number, and no gradient has operations of its own."""
+    """The norm is the stock one to the last bit. The host reads one number; no gradient has a launch of its own."""
     cpu.install()
     gradients = [torch.randn(3 + size % 5, 7) for size in range(40)]
     gradients.append(gradients[0].clone())
