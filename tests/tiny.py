@@ -186,7 +186,9 @@ CHATML = """\
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
         {{- '<|im_start|>assistant\\n' }}
-        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+        {%- generation %}{{- message['content'] }}
+        {%- for call in message['tool_calls'] or [] %}{{- '<tool_call>' + (call.function | tojson) }}{%- endfor %}
+        {{- '<|im_end|>' }}{%- endgeneration %}
         {{- '\\n' }}
     {%- else %}
         {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}

@@ -100,6 +100,11 @@ class Conversation:
         assert self.rejected is not None
         return replace(self, messages=[*self.messages[:-1], self.rejected], rejected=None)
 
+    def with_last_turn_alone(self) -> "Conversation":
+        """Return the same turns, of which only the last one trains: tool calls before an answer are part of the
+        question."""
+        return replace(self, weights=[0.0] * (len(self.messages) - 1) + self.weights[-1:])
+
     def answer(self) -> str | None:
         """Text of the last turn where that is the assistant's: the reference for what a model answers."""
         last = self.messages[-1]

@@ -45,7 +45,7 @@ def parse_pair(row: object, *, system: str | None = None, source: str = "") -> C
         raise RowError(fields[1], "follows other turns than the preferred answer", "the two differ in the last turn")
     if preferred.messages[-1] == other.messages[-1]:
         raise RowError(fields[1], f"is the same as {fields[0]}: a tie teaches nothing", "leave the row out")
-    return replace(preferred, rejected=other.messages[-1])
+    return replace(preferred.with_last_turn_alone(), rejected=other.messages[-1])
 
 
 def _other_row(given: dict[str, Any], rest: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:

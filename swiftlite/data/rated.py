@@ -42,7 +42,8 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
     rest = {name: value for name, value in row.items() if name != "label"}
     if "completion" in rest:
         rest = _from_completion(rest)
-    return replace(parse_row(rest, system=system, source=source), desirable=label)
+    conversation = parse_row(rest, system=system, source=source)
+    return replace(conversation.with_last_turn_alone(), desirable=label)
 
 
 def _from_completion(row: dict[str, Any]) -> dict[str, Any]:

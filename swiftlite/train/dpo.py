@@ -74,8 +74,11 @@ def make_trainer(
 
 
 def make_pair_encoder(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
-    """The encoder of pairs, or with --loss_type kto of single answers; of each answer the last turn trains."""
-    template = ChatTemplate(tokenizer, "last_round", vocab_size)
+    """Return the encoder of pairs, or with --loss_type kto of single answers; of each row the last turn alone trains.
+
+    (`parse_pair` and `parse_rated` weigh all others 0.)
+    """
+    template = ChatTemplate(tokenizer, vocab_size=vocab_size)
     kind = "rated" if args.loss_type == "kto" else "pairs"
     return ConversationEncoder(template, args.max_length, args.truncation_strategy, kind)
 

@@ -3,8 +3,12 @@
 import pytest
 
 from swiftlite.data.conversation import RowError
+from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.pair import parse_pair
+from swiftlite.data.rated import parse_rated
 from swiftlite.data.sources import find_rows, read_rows
+from swiftlite.data.template import ChatTemplate
+from tests.data.templates import CHATML, LLAMA3
 
 ASKED = {"role": "user", "content": "q"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
@@ -73,3 +77,29 @@ def test_bad_pairs_have_their_line(tmp_path):
     rows = read_rows(find_rows(str(path)), kind="pairs")
     assert len(rows.conversations) == 1
     assert str(rows.bad_rows[0]) == f"{path}:2: rejected: is the same as chosen: a tie teaches nothing"
+
+
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 1}}]}
+TOOL_PROMPT = [ASKED, CALLED, {"role": "tool", "content": "2"}]
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3], ids=["chatml", "llama3"])
+@pytest.mark.parametrize("loss_scale", ["default", "last_round"])
+def test_a_tool_call_before_the_answer_does_not_train(make_tokenizer, template, loss_scale):
+    tokenizer = make_tokenizer(template)
+    end = "<|im_end|>" if template is CHATML else "<|eot|>"
+    encode = ConversationEncoder(ChatTemplate(tokenizer, loss_scale), 2048, "delete", "pairs")
+    (pair,) = encode(parse_pair({"prompt": TOOL_PROMPT, "chosen": [GOOD], "rejected": [BAD]})).samples
+    (good,) = encode(parse_rated({"prompt": TOOL_PROMPT, "completion": [GOOD], "label": True})).samples
+    trained = [
+        tokenizer.decode(answer.labels[answer.labels != -100]).strip() for answer in (*pair.answers, *good.answers)
+    ]
+    assert trained == [f"good{end}", f"bad{end}", f"good{end}"]
+
+
+def test_a_last_turn_that_does_not_train_is_named(make_tokenizer):
+    encode = ConversationEncoder(ChatTemplate(make_tokenizer(CHATML)), 2048, "delete", "pairs")
+    row = {"prompt": TOOL_PROMPT, "chosen": [{**GOOD, "loss": False}], "rejected": [BAD]}
+    bad = encode(parse_pair(row)).bad
+    assert bad is not None
+    assert bad.problem.startswith("messages: nothing trains")

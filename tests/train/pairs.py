@@ -14,19 +14,32 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import dpo, phases
 from tests.parallel.parity import save_gradients
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
+TOOL_TURNS = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
+
+
+def asked(n: int) -> list[dict[str, Any]]:
+    """The turns before the answer; every fifth row calls a tool first."""
+    return [{"role": "user", "content": f"What is {n} plus {n}?"}, *(TOOL_TURNS if n % 5 == 2 else [])]
+
+
+def answered(text: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": text}]
+
+
 ROWS = [
     {
-        "query": f"What is {n} plus {n}?",
-        "response": f"It is {2 * n}{' exactly' * (n % 3)}.",
-        "rejected_response": f"No idea{', perhaps' * (n % 4)} {n}?",
+        "prompt": asked(n),
+        "chosen": answered(f"It is {2 * n}{' exactly' * (n % 3)}."),
+        "rejected": answered(f"No idea{', perhaps' * (n % 4)} {n}?"),
     }
     for n in range(20)
 ]
 # Of each pair one of the answers, for KTO.
 RATED = [
     {
-        "query": row["query"],
-        "response": row["response"] if number % 3 else row["rejected_response"],
+        "prompt": row["prompt"],
+        "completion": row["chosen"] if number % 3 else row["rejected"],
         "label": number % 3 > 0,
     }
     for number, row in enumerate(ROWS)

@@ -23,9 +23,9 @@ def their_step(hf_dir: Path, ref_dir: Path, out_dir: Path, args) -> tuple[float,
     rows = []
     for row in ROWS:
         # Texts, to which TRL adds the end-of-turn token; of conversations it would score the newline behind that too.
-        asked = template.encode_prompt([{"role": "user", "content": row["query"]}])
-        prompt = tokenizer.decode(asked)
-        rows.append({"prompt": prompt, "chosen": row["response"], "rejected": row["rejected_response"]})
+        chosen, rejected = (row[name][0]["content"] for name in ("chosen", "rejected"))
+        prompt = tokenizer.decode(template.encode_prompt(row["prompt"]))
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     config = trl.DPOConfig(
         output_dir=str(out_dir),
         beta=args.beta,

@@ -33,8 +33,8 @@ def their_step(hf_dir: Path, ref_dir: Path, out_dir: Path) -> tuple[float, dict[
     rows = []
     for row in RATED:
         # Texts, to which TRL adds the end-of-turn token; of conversations it would score the newline behind that too.
-        prompt = tokenizer.decode(template.encode_prompt([{"role": "user", "content": row["query"]}]))
-        rows.append({"prompt": prompt, "completion": row["response"], "label": row["label"]})
+        prompt = tokenizer.decode(template.encode_prompt(row["prompt"]))
+        rows.append({"prompt": prompt, "completion": row["completion"][0]["content"], "label": row["label"]})
     config = trl.KTOConfig(
         output_dir=str(out_dir),
         per_device_train_batch_size=len(rows),
