@@ -4,8 +4,9 @@ Formats: any of `conversation.py` with `label` beside it, as in ms-swift; `promp
 messages, with `label`, as in TRL.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,11 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [*before, *answer], **shared}
 
 
-def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy) -> list[Sample]:
-    """The samples, each with its question before the answer of the sample in front of it, the last one's for the first.
+def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> list[Sample]:
+    """Return the samples, each with its question before the answer of another one.
 
-    TRL's KTOTrainer takes the same, of the rows of a batch. An answer to the same question would be no mismatch: there
-    the one in front of that is taken, and so on.
+    The pairing is drawn by the seed, so the order of the rows decides nothing: files often alternate between a good and
+    a bad answer, where a neighbour would always be of one kind.
 
     Args:
         max_length: of the result, in tokens.
@@ -80,15 +81,41 @@ def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStr
             "--loss_type kto compares with answers to other questions, and all rows have the same one",
             "give more rows, with --dataset or --val_dataset",
         )
+    end = "left" if strategy == "left" else "right"
     found = []
-    for number, sample in enumerate(samples):
-        other = number - 1
-        while questions[other] == questions[number]:
-            other -= 1
-        joined = _join(sample, samples[other])
-        found.append(
-            replace(sample, mismatched=truncate(joined, max_length, "left" if strategy == "left" else "right"))
-        )
+    for sample, other in zip(samples, others(questions, seed).tolist(), strict=True):
+        found.append(replace(sample, mismatched=truncate(_join(sample, samples[other]), max_length, end)))
+    return found
+
+
+def others(questions: Sequence[Hashable], seed: int) -> np.ndarray:
+    """Return for each row the number of a row with another question: each row once, in an order drawn by the seed.
+
+    Rows of one question stand next to each other, the questions in a random order, the most frequent one first. Moved
+    on by the size of the largest group no row meets its own group. Where one question has more than half of the rows,
+    its rows share those of the others.
+
+    Example: questions `a a b c`, drawn in the order `1 0 3 2`: the groups are `1 0`, `3`, `2`, the largest has 2 rows,
+    so rows 1, 0, 3, 2 get rows 3, 2, 1, 0.
+
+    Args:
+        questions: at least two different ones.
+    """
+    # RandomState: its stream never changes, so a resumed run pairs the same rows under any numpy.
+    groups: dict[Hashable, list[int]] = {}
+    for row in np.random.RandomState(seed).permutation(len(questions)).tolist():
+        groups.setdefault(questions[row], []).append(row)
+    largest = max(groups, key=lambda question: len(groups[question]))
+    rows = np.array([*groups.pop(largest), *chain.from_iterable(groups.values())])
+    num_largest = len(rows) - sum(map(len, groups.values()))
+    num_rest = len(rows) - num_largest
+    places = np.arange(len(rows))
+    if num_largest <= num_rest:
+        partners = (places + num_largest) % len(rows)
+    else:
+        partners = np.where(places < num_largest, num_largest + places % num_rest, places - num_largest)
+    found = np.empty(len(rows), np.int64)
+    found[rows] = rows[partners]
     return found
 
 

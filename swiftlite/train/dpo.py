@@ -103,7 +103,7 @@ def load_pairs(args: DpoArgs, encoder: Encoder, vocab_size: int) -> Data:
     if args.loss_type != "kto":
         return data
     # All at once, so that one held-out row is no lonely one.
-    samples = mismatch([*data.train, *data.val], args.max_length, args.truncation_strategy)
+    samples = mismatch([*data.train, *data.val], args.max_length, args.truncation_strategy, args.seed)
     return replace(data, train=samples[: len(data.train)], val=samples[len(data.train) :])
 
 

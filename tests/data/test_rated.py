@@ -1,10 +1,12 @@
 """Rows with one answer that is good or bad: every format, what is refused by field, and mismatched answers."""
 
+import time
+
 import numpy as np
 import pytest
 
 from swiftlite.data.conversation import RowError
-from swiftlite.data.rated import mismatch, parse_rated
+from swiftlite.data.rated import mismatch, others, parse_rated
 from swiftlite.data.sample import make_sample
 from swiftlite.data.sources import find_rows, read_rows
 
@@ -58,13 +60,57 @@ def sample(question: list[int], answer: list[int]):
 
 def test_an_answer_stands_behind_another_question():
     samples = [sample([1], [10, 11]), sample([2, 3], [20]), sample([2, 3], [30, 31, 32])]
-    found = [each.mismatched for each in mismatch(samples, max_length=4, strategy="right")]
-    ids = [list(each.input_ids) for each in found if each]
-    # The last one's neighbour has the same question, so it gets the answer of the first.
-    assert ids == [[1, 30, 31, 32], [2, 3, 10, 11], [2, 3, 10, 11]]
-    first = found[0]
+    first, *rest = [each.mismatched for each in mismatch(samples, max_length=4, strategy="right", seed=0)]
     assert first is not None
-    assert np.array_equal(first.labels, [-100, 30, 31, 32])
-    (cut, *_) = mismatch(samples, max_length=3, strategy="left")
-    assert cut.mismatched is not None
-    assert list(cut.mismatched.input_ids) == [30, 31, 32]
+    # The first row is the only one that has another question than the others.
+    assert [list(each.input_ids) for each in rest if each] == [[2, 3, 10, 11]] * 2
+    assert list(first.input_ids) in ([1, 20], [1, 30, 31, 32])
+    assert np.array_equal(first.labels, [-100, *first.input_ids[1:]])
+    cut = mismatch(samples, max_length=3, strategy="left", seed=0)[1].mismatched
+    assert cut is not None
+    assert list(cut.input_ids) == [3, 10, 11]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sizes", [[1] * 50, [2] * 25, [3, 1, 1, 1], [5, 5], [4, 2, 1, 1, 7, 2], [9, 1, 1]])
+def test_no_row_meets_its_own_question(sizes, seed):
+    questions = np.random.RandomState(seed).permutation(np.repeat(np.arange(len(sizes)), sizes)).tolist()
+    found = others(questions, seed)
+    assert all(questions[row] != questions[other] for row, other in enumerate(found))
+    times = np.bincount(found, minlength=len(questions))
+    if 2 * max(sizes) <= len(questions):
+        assert (times == 1).all()
+    else:
+        of_largest = np.array(questions) == int(np.argmax(sizes))
+        assert np.ptp(times[~of_largest]) <= 1
+
+
+ORDERS = {
+    "alternating": lambda rows: rows,
+    "sorted": lambda rows: sorted(rows, key=lambda row: row[1]),
+    "shuffled": lambda rows: [rows[place] for place in np.random.RandomState(1).permutation(len(rows))],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("answers", [1, 2], ids=["question once", "good and bad of each question"])
+def test_the_share_of_good_answers_does_not_depend_on_the_order(order, answers):
+    rows = [(number // answers, number % 2 == 0) for number in range(400)]
+    rows = ORDERS[order](rows)
+    is_good = np.array([good for _, good in rows])
+    is_mismatched_good = is_good[others([question for question, _ in rows], seed=42)]
+    assert is_mismatched_good.mean() == 0.5
+    # Good and bad rows hear both kinds. Of 200 draws 3 standard deviations are 0.11.
+    assert abs(is_mismatched_good[is_good].mean() - 0.5) < 0.11
+    assert abs(is_mismatched_good[:200].mean() - 0.5) < 0.11
+
+
+def test_many_rows_of_one_question_take_linear_time():
+    def seconds(number: int) -> float:
+        start = time.process_time()
+        others([0] * (number // 2) + list(range(1, number // 2)), seed=0)
+        return time.process_time() - start
+
+    seconds(1000)
+    # Quadratic, ten times the rows take a hundred times as long.
+    assert seconds(200_000) < 40 * max(seconds(20_000), 0.005)
