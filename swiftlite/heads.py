@@ -77,10 +77,13 @@ class Heads:
         return tuple(power / sum(powers) for power in powers)
 
     def config_change(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The change of a config.json that makes it promise these heads; empty when it does already."""
+        """The change of a config.json that makes it promise these heads.
+
+        The number of layers is always among it: the file may leave it to be counted from tensors.
+        """
         promised = Heads.from_config(hf_config)
         change: dict[str, Any] = {}
-        if promised.layers != self.layers:
+        if self.layers or promised.layers:
             change[depth_key(hf_config)] = self.layers
         if promised.unroll != self.unroll:
             change[UNROLL_KEY] = self.unroll

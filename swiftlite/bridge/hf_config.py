@@ -17,7 +17,7 @@ from typing import Any
 from swiftlite.bridge.rows import HfConfig
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
-from swiftlite.heads import DEPTH_KEY, KEYS, depth_key
+from swiftlite.heads import KEYS, depth_key
 from swiftlite.json_file import parse_json, read_json
 
 REMOVE: Any = object()  # as a change: the key is taken out
@@ -30,7 +30,8 @@ _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
     """The content of a model directory's config.json; that of a wrapped language model stands at the top too.
 
-    Where Qwen3.6 says nothing of its MTP layers, their number is that of the tensors.
+    A config.json that does not say how many MTP layers there are, as those of Qwen3-Next and Qwen3.6, promises as many
+    as there are `mtp.layers.*` tensors.
 
     Raises:
         UserError: there is none, or it is not a JSON object.
@@ -42,9 +43,11 @@ def as_asked(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
     """The content of a config.json as everybody asks for it, see `read_config`."""
     hf_config = _unwrapped(content)
     key = depth_key(hf_config)
-    if key != DEPTH_KEY and key not in hf_config:
+    if key not in hf_config:
         matches = [_MTP_LAYER.match(name) for name in _tensor_names(hf_dir)]
-        hf_config[key] = max((int(match.group(1)) + 1 for match in matches if match), default=0)
+        numbers = [int(match.group(1)) for match in matches if match]
+        if numbers:
+            hf_config[key] = max(numbers) + 1
     return hf_config
 
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.adapter_files import Base
-from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
-from swiftlite.bridge.transfer import graft_heads, save_hf
+from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
 from swiftlite.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
@@ -24,7 +24,7 @@ from swiftlite.export.card import model_card
 from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.gate import check_acceptance
 from swiftlite.export.origin import origin_of
-from swiftlite.heads import Heads
+from swiftlite.heads import Heads, depth_key
 from swiftlite.hub.model import identity_of, local_model, optional_model
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import push
@@ -119,7 +119,8 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
     """Write `checkpoint-0` and `source/`, as a run has them, from a Hugging Face model.
 
     Raises:
-        UserError: the model cannot be read, or --output_dir cannot be written (nothing is left behind).
+        UserError: the model cannot be read, has heads that its config.json does not promise, or --output_dir cannot be
+            written (nothing is left behind).
     """
     check_agreement({"commit of --model": identity_of(args.model)})
     hf_model = read_hf_model(args.model)
@@ -137,6 +138,7 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
             mtp_init="graft" if args.mtp_graft_from else "checkpoint",
             graft_from=optional_model(args.mtp_graft_from),
         )
+        _check_no_head_is_forgotten(args, hf_model, heads, report)
         logger.info("%s", report.over_all_ranks())
         if dist.get_rank() == 0:
             write_source(hf_model, writing, heads, optional_model(args.mtp_graft_from))
@@ -144,6 +146,21 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
         Checkpointer(writing, mesh, chunks, None, state, hint=hint).save(0)
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, hf_model.directory)
+
+
+def _check_no_head_is_forgotten(args: ExportArgs, hf_model: HfModel, heads: Heads, report: WeightsReport) -> None:
+    """Heads of the model itself are dropped only when the options say so.
+
+    Raises:
+        UserError: config.json promises none, and they are there.
+    """
+    if heads.layers or args.mtp == "strip":
+        return
+    if forgotten := mtp_keys(report.dropped, hf_model.family, hf_model.config):
+        raise UserError(
+            f"--model {args.model} has {len(forgotten)} MTP tensors, but its config.json promises no MTP layer",
+            f"correct {depth_key(hf_model.config)} there to keep them, or add --mtp strip to drop them",
+        )
 
 
 def _heads_of_result(args: ExportArgs, own: Heads) -> Heads:

@@ -47,16 +47,18 @@ def test_a_change_is_made_where_the_key_stands(hf_dir, tmp_path):
 
 
 def forget_depth(hf_dir) -> None:
-    """As Qwen3.6's config.json."""
+    """As the config.json of Qwen3.6 and that of Qwen3-Next."""
     config = on_disk(hf_dir)
-    del config["text_config"]["mtp_num_hidden_layers"]
+    config.pop("num_nextn_predict_layers", None)
+    config.get("text_config", config).pop("mtp_num_hidden_layers", None)
     (hf_dir / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("has_index", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_silent_config_has_the_depth_of_the_tensors(tmp_path, depth, has_index):
-    hf_dir = make_tiny_hf(tmp_path, "qwen3_5", depth=depth)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_a_silent_config_has_the_depth_of_the_tensors(tmp_path, family, depth, has_index):
+    hf_dir = make_tiny_hf(tmp_path, family, depth=depth)
     forget_depth(hf_dir)
     if has_index:
         names = load_file(hf_dir / "model.safetensors")
@@ -64,7 +66,23 @@ def test_a_silent_config_has_the_depth_of_the_tensors(tmp_path, depth, has_index
         index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
         (hf_dir / "model.safetensors.index.json").write_text(json.dumps(index))
     assert Heads.from_config(read_config(hf_dir)).layers == depth
-    assert audit_hf(hf_dir, families.FAMILIES["qwen3_5"]) == []
+    assert audit_hf(hf_dir, families.FAMILIES[family]) == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_an_export_says_what_its_source_leaves_to_be_counted(tmp_path, mesh, family):
+    """Engines take different depths for granted where config.json is silent."""
+    hf_dir = make_tiny_hf(tmp_path / "hf", family, depth=1, dtype=torch.bfloat16)
+    forget_depth(hf_dir)
+    run, out = tmp_path / "run", tmp_path / "out"
+    to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
+    assert Heads.from_config(read_config(run / "source")) == Heads(1)
+    to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True), mesh)
+    found, expected = load_file(out / "model.safetensors"), load_file(hf_dir / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    (out / "model.safetensors").unlink()
+    assert Heads.from_config(read_config(out)) == Heads(1)
 
 
 def test_without_tensors_nothing_is_promised(hf_dir):

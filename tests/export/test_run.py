@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +24,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.train.source import describe_tensors, dtypes_of
-from tests.tiny import make_tiny_hf, make_tiny_model, random_mtp_tensors
+from tests.tiny import make_tiny_hf, make_tiny_model, promise, random_mtp_tensors
 
 
 @pytest.fixture
@@ -123,6 +124,19 @@ def test_new_heads_have_copies_as_published_ones_do(tmp_path, mesh):
     save_hf(chunks, tmp_path / "out", model.family, model.config, dtypes=dtypes_of(describe_tensors(model)))
     heads = {key for key in tensors(tmp_path / "out") if model.family.is_mtp(model.config, key)}
     assert heads == set(random_mtp_tensors(make_tiny_model("glm4_moe"), "glm4_moe", 1))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
+def test_heads_that_nobody_dropped_are_not_lost(family, tmp_path, mesh):
+    hf_dir = make_tiny_hf(tmp_path / "hf", family, depth=1)
+    promise(hf_dir, 0)
+    args = ExportArgs(model=str(hf_dir), output_dir=str(tmp_path / "run"), to_mcore=True)
+    with pytest.raises(UserError) as refused:
+        to_mcore(args, mesh)
+    assert "num_nextn_predict_layers" in refused.value.hint
+    assert not (tmp_path / "run").exists()
+    to_mcore(replace(args, mtp="strip"), mesh)
+    assert (tmp_path / "run").exists()
 
 
 def test_what_a_conversion_leaves_is_a_run(converted, hf_dir):
