@@ -1,6 +1,6 @@
-"""FP8 checkpoints in DeepSeek-V3's format: `X.weight` in float8_e4m3fn, `X.weight_scale_inv` with a float32 factor for
-each block of it. They are read as the numbers they stand for; what swiftlite writes is bfloat16. Which config.json
-promises such a checkpoint is in `quantization.py`.
+"""FP8 checkpoints in DeepSeek-V3's format: `X.weight` in float8_e4m3fn, `X.weight_scale_inv` with a factor for each
+block of it. Factors are float32 in DeepSeek-V3, bfloat16 in Qwen3-FP8. They are read as the numbers they stand for;
+what swiftlite writes is bfloat16. Which config.json promises such a checkpoint is in `quantization.py`.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from swiftlite.bridge.entry import Entry
 from swiftlite.bridge.quantization import BlockSize
 
 SCALE_SUFFIX = "_scale_inv"
+_FACTORS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_quantised(key: str, entries: Mapping[str, Entry]) -> bool:
@@ -28,11 +29,9 @@ def scales_of(entries: Mapping[str, Entry], block: BlockSize) -> tuple[dict[str,
         scale = entries.get(scale_key)
         if scale is None:
             problems.append(f"{key} is {entry.dtype} without {scale_key}")
-        elif (
-            scale.dtype is not torch.float32 or len(entry.shape) != 2 or scale.shape != _num_blocks(entry.shape, block)
-        ):
+        elif scale.dtype not in _FACTORS or len(entry.shape) != 2 or scale.shape != _num_blocks(entry.shape, block):
             found = f"{scale_key} is {scale.dtype} {list(scale.shape)}"
-            problems.append(f"{found}, not float32 factors of the {list(block)} blocks of {key} {list(entry.shape)}")
+            problems.append(f"{found}, not factors of the {list(block)} blocks of {key} {list(entry.shape)}")
         else:
             scales[key] = scale
     return scales, problems
@@ -53,7 +52,7 @@ def dequantise(chunk: torch.Tensor, scale: torch.Tensor, ranges: tuple[range, ra
         ranges: which rows and columns of the tensor the box is.
     """
     rows, columns = (torch.arange(r.start, r.stop) // n - r.start // n for r, n in zip(ranges, block, strict=True))
-    return chunk.float() * scale[rows][:, columns]
+    return chunk.float() * scale.float()[rows][:, columns]
 
 
 def _num_blocks(shape: tuple[int, ...], block: BlockSize) -> tuple[int, ...]:

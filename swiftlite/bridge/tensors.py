@@ -186,7 +186,7 @@ class Checkpoint:
         assert self._block_size
         rows, columns = part.ranges
         blocks = _Part(fp8.blocks_of((rows, columns), self._block_size))
-        scale = torch.empty(blocks.shape)
+        scale = torch.empty(blocks.shape, dtype=scale_entry.dtype)
         self._read_part(scale_entry, blocks, scale)
         return fp8.dequantise(chunk, scale, (rows, columns), self._block_size)
 

@@ -27,23 +27,25 @@ def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> to
     return scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def quantise(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(
+    weight: torch.Tensor, block: tuple[int, int], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = [-(-length // n) for length, n in zip(weight.shape, block, strict=True)]
-    scale = torch.rand(blocks) + 0.5
+    scale = (torch.rand(blocks) + 0.5).to(dtype)
     return (weight.float() / spread(scale, weight.shape, block)).to(torch.float8_e4m3fn), scale
 
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    return weight.float() * spread(scale, weight.shape, block)
+    return weight.float() * spread(scale.float(), weight.shape, block)
 
 
-def make_fp8(directory: Path, family: str = "glm4_moe", **options) -> Path:
+def make_fp8(directory: Path, family: str = "glm4_moe", factors: torch.dtype = torch.float32, **options) -> Path:
     """A directory as DeepSeek-V3 and the hub's -FP8 repositories are: projections quantised, all else in bfloat16."""
     make_tiny_hf(directory, family, dtype=torch.bfloat16, **options)
     quantised = {}
     for key, tensor in load_file(directory / "model.safetensors").items():
         if key.endswith("_proj.weight") and "eh_proj" not in key:
-            quantised[key], quantised[f"{key}_scale_inv"] = quantise(tensor, BLOCK)
+            quantised[key], quantised[f"{key}_scale_inv"] = quantise(tensor, BLOCK, factors)
         else:
             quantised[key] = tensor
     save_file(quantised, directory / "model.safetensors")
@@ -64,9 +66,16 @@ def expected(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3"])
-def test_quantised_in_bfloat16_out(tmp_path, mesh, family, dtype):
-    source = make_fp8(tmp_path / "in", family, depth=1)
+@pytest.mark.parametrize(
+    ("family", "factors"),
+    [
+        ("glm4_moe", torch.float32),
+        ("qwen3", torch.bfloat16),  # as Qwen publishes them
+        ("qwen3", torch.float16),
+    ],
+)
+def test_quantised_in_bfloat16_out(tmp_path, mesh, family, factors, dtype):
+    source = make_fp8(tmp_path / "in", family, factors, depth=1)
     numbers = expected(source)
     model = build(source, mesh, depth=1, dtype=dtype)
     assert not load(model, source).dropped
@@ -145,8 +154,8 @@ KEY = "model.layers.1.mlp.down_proj.weight"
         (lambda t: t.pop(f"{KEY}_scale_inv"), f"{KEY} is torch.float8_e4m3fn without {KEY}_scale_inv"),
         (lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 2)}), f"{KEY}_scale_inv is torch.float32 [2, 2], not"),
         (
-            lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 3).bfloat16()}),
-            f"{KEY}_scale_inv is torch.bfloat16 [2, 3], not float32 factors of the [48, 40] blocks of {KEY} [64, 96]",
+            lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 3).to(torch.float8_e4m3fn)}),
+            f"{KEY}_scale_inv is torch.float8_e4m3fn [2, 3], not factors of the [48, 40] blocks of {KEY} [64, 96]",
         ),
         (lambda t: t.update({KEY: torch.ones(64).to(torch.float8_e4m3fn)}), f"blocks of {KEY} [64]"),
     ],
