@@ -13,6 +13,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+WRITES = (
+    torch.ops.aten.copy_.default,
+    # Rows of an embedding beyond the vocabulary are padding.
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+)
+"""Operations by which weight loaders put numbers into (a part of) their first argument."""
+
 
 class Filling(TorchDispatchMode):
     """A context in which a model loads tensors; one for all buckets of a transfer."""
@@ -22,7 +31,7 @@ class Filling(TorchDispatchMode):
         # By storage, where each expected tensor starts in it, in bytes, and its name; sorted. Several may share one.
         self._expected: dict[int, list[tuple[int, str]]] = defaultdict(list)
         self._unread: set[str] = set()
-        # By storage, the parts (offset, shape) that were copied into.
+        # By storage, the parts (offset, shape) that were written.
         self._written: dict[int, set[tuple[int, torch.Size]]] = defaultdict(set)
 
     def expect(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -57,7 +66,7 @@ class Filling(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._note_read(leaf)
-        if func is torch.ops.aten.copy_.default:
+        if func in WRITES:
             target = args[0]
             self._written[_storage(target)].add((target.storage_offset(), target.shape))
         return func(*args, **(kwargs or {}))

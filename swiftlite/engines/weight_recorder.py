@@ -1,6 +1,6 @@
 """What an engine's weight loader fills, and from which tensors, without a number being read or allocated.
 
-Parameters and the checkpoint's tensors are on torch's meta device; every copy that the loader makes is recorded. So the
+Parameters and the checkpoint's tensors are on torch's meta device; every copy and every fill that the loader makes is recorded. So the
 check of a model of any size takes the time of its loader's loops, and needs no memory for it.
 """
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from swiftlite.bridge.tensors import Entry
+from swiftlite.engines.weight_filling import WRITES
 
 
 class WeightRecorder(TorchDispatchMode):
@@ -66,9 +67,9 @@ class WeightRecorder(TorchDispatchMode):
         result = args[0] if is_without_numbers else func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         keys = {key for tensor in tensors for key in self._keys.get(_storage(tensor), ())}
-        if is_copy:
-            target, source = args[:2]
-            keys = self._keys.get(_storage(source), set())
+        if func in WRITES:
+            target = args[0]
+            keys = self._keys.get(_storage(args[1]), set()) if is_copy else set()
             written = self._written[_storage(target)]
             part = (target.storage_offset(), target.shape, target.stride())
             self.replaced |= written.get(part, keys) - keys

@@ -1,16 +1,18 @@
-"""What the recorder says of a loader, against parameters of NaN that the same loader fills for real."""
+"""What the recorder and `Filling` say of a loader, against parameters of NaN that the same loader fills for real."""
 
 import pytest
 import torch
 from torch import nn
 
 from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.engines.weight_filling import Filling
 from swiftlite.engines.weight_recorder import WeightRecorder
 from tests.tiny import make_tiny_hf
 
 
 class Model(nn.Module):
-    """Parameters as engines join them: q, k, v in rows of one, experts stacked, one of another precision."""
+    """Parameters as engines join them: q, k, v in rows of one, experts stacked, one of another precision, vocabularies
+    padded to a multiple of 64."""
 
     def __init__(self):
         super().__init__()
@@ -18,12 +20,23 @@ class Model(nn.Module):
         self.stacked = nn.Parameter(torch.full((2, 96, 64), torch.nan))
         self.small = nn.Parameter(torch.full((64,), torch.nan, dtype=torch.bfloat16))
         self.turned = nn.Parameter(torch.full((96, 64), torch.nan))
+        self.embedding = nn.Parameter(torch.full((192, 64), torch.nan))
+        self.output = nn.Parameter(torch.full((192, 64), torch.nan))
         self.untouched = nn.Parameter(torch.full((3,), torch.nan))
 
     def load_weights(self, weights, left_out: str):
         layer = "model.layers.0."
         for name, tensor in weights:
-            if not name.startswith(layer) or (left_out and left_out in name):
+            if left_out and left_out in name:
+                continue
+            # Both engines: param[: len(weight)].data.copy_(weight); param[len(weight) :].data.fill_(0)
+            if name == "model.embed_tokens.weight":
+                self.embedding[: len(tensor)].data.copy_(tensor)
+                self.embedding[len(tensor) :].data.fill_(0)
+            elif name == "lm_head.weight":
+                self.output[: len(tensor)].data.copy_(tensor)
+                self.output[len(tensor) :].data.zero_()
+            if not name.startswith(layer):
                 continue
             if name.endswith("q_proj.weight"):
                 self.joined.data.narrow(0, 0, 64).copy_(tensor)
@@ -42,9 +55,13 @@ class Model(nn.Module):
                 self.turned.data.copy_(tensor.t().contiguous())
 
 
-@pytest.mark.parametrize("left_out", ["", "k_proj", "up_proj", "layernorm", "down_proj"])
+VOCABULARY = 130  # tokens were added: padded to 192
+LEFT_OUT = ["", "k_proj", "up_proj", "layernorm", "down_proj", "embed_tokens"]
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
 def test_it_counts_what_stays_nan(tmp_path, left_out):
-    checkpoint = Checkpoint(make_tiny_hf(tmp_path, "qwen3"))
+    checkpoint = Checkpoint(make_tiny_hf(tmp_path, "qwen3", vocab_size=VOCABULARY))
     real = Model()
     real.load_weights(((key, checkpoint.read(key)) for key in checkpoint.entries), left_out)
     nans = {name: int(parameter.isnan().sum()) for name, parameter in real.named_parameters()}
@@ -56,9 +73,24 @@ def test_it_counts_what_stays_nan(tmp_path, left_out):
         model.load_weights(recorder.weights(), left_out)
     assert recorder.unfilled(model) == {name: count for name, count in nans.items() if count}
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "input_layernorm", "down_proj")
+    parts += ("embed_tokens", "lm_head")
     expected = {part for part in parts if not left_out or left_out not in part}
-    assert {part for part in parts if any(f".{part}." in key for key in recorder.used)} == expected
+    assert {part for part in parts if any(f".{part}." in f".{key}" for key in recorder.used)} == expected
     assert len(recorder.used) == len(expected)
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_a_running_model_that_loads_the_same(tmp_path, left_out):
+    """`Filling` sees real tensors, bucket after bucket."""
+    checkpoint = Checkpoint(make_tiny_hf(tmp_path, "qwen3", vocab_size=VOCABULARY))
+    tensors = {key: checkpoint.read(key) for key in checkpoint.entries}
+    model, filling = Model(), Filling()
+    filling.expect(tensors)
+    with torch.no_grad(), filling:
+        model.load_weights(tensors.items(), left_out)
+    holes = {name for name, parameter in model.named_parameters() if parameter.isnan().any()}
+    assert set(filling.unfilled(model)) == holes
+    assert not left_out or holes > {"untouched"}
 
 
 def test_it_objects_to_a_shape_as_torch_does(tmp_path):
