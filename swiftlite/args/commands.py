@@ -74,6 +74,8 @@ class ConversionArgs:
     the adapters alone, in a directory that PEFT reads, and MTP heads in a file beside them."""
     max_shard_size_gb: PositiveFloat = 5.0
     """Largest safetensors file, in GB (1e9 bytes)."""
+    distributed_timeout_minutes: PositiveInt = 10
+    """The same as for megatron sft."""
     val_dataset: list[str] = field(default_factory=list)
     """Files or datasets of the hub with rows for the next two options."""
     min_acceptance: Fraction | None = None

@@ -6,6 +6,8 @@ slice by slice nor give memory back before a file is closed. Plain reads and wri
 mapping: filling 1 GB through one took 3 times as long (a page fault per 4 KB), and a full disk would kill the process.
 """
 
+import ctypes
+import errno
 import json
 import os
 import sys
@@ -504,8 +506,19 @@ def _write_fully(descriptor: int, memory: memoryview, offset: int) -> None:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Set a file's size with its blocks allocated, so that a full disk shows before hours of writing."""
-    if sys.platform == "linux":
-        os.posix_fallocate(descriptor, 0, size)
-    else:
+    """Set a file's size with its blocks allocated, so that a full disk shows before hours of writing.
+
+    Some file systems cannot allocate, such as NFS before 4.2. There the size alone is set. `os.posix_fallocate` would
+    write a byte into each block instead, all of them by one rank while the others wait.
+    """
+    if sys.platform != "linux":
         os.truncate(descriptor, size)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    while libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
+            os.truncate(descriptor, size)
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

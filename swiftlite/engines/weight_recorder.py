@@ -1,7 +1,7 @@
 """What an engine's weight loader fills, and from which tensors, without a number being read or allocated.
 
-Parameters and the checkpoint's tensors are on torch's meta device; every copy and every fill that the loader makes is recorded. So the
-check of a model of any size takes the time of its loader's loops, and needs no memory for it.
+Parameters and the checkpoint's tensors are on torch's meta device; every copy and every fill that the loader makes is
+recorded. So the check of a model of any size takes the time of its loader's loops, and needs no memory for it.
 """
 
 from collections import defaultdict

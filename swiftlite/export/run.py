@@ -53,7 +53,7 @@ from swiftlite.train.source import (
 
 def run(args: ExportArgs) -> None:
     """Convert in one direction; the result is complete or not there, in whatever way the process ends."""
-    with session(layout_of(args)) as mesh:
+    with session(layout_of(args), timeout_minutes=args.distributed_timeout_minutes) as mesh:
         if args.to_hf:
             to_hf(args, mesh)
         else:

@@ -6,6 +6,8 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -212,6 +214,37 @@ def test_full_disk_shows_before_the_first_tensor(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert not list(tmp_path.iterdir())
+
+
+RESERVE = """
+import sys
+from pathlib import Path
+import torch
+from swiftlite.bridge.tensors import ShardedFiles
+from tests.no_fallocate import forbid_fallocate
+directory = Path(sys.argv[1])
+if not forbid_fallocate():
+    sys.exit("seccomp is not available")
+files = ShardedFiles(directory, {"x": (torch.uint8, (64 << 20,))}, 10**9)
+files.create()
+(file,) = directory.iterdir()
+print(file.stat().st_size, file.stat().st_blocks * 512)
+files.write("x", (slice(None),), torch.full((64 << 20,), 7, dtype=torch.uint8))
+files.flush()
+files.publish()
+"""
+
+
+def test_a_file_system_that_cannot_allocate_is_not_written_block_by_block(tmp_path):
+    """NFS 3: glibc would write a byte into each of its blocks, while all other ranks wait."""
+    done = subprocess.run([sys.executable, "-c", RESERVE, str(tmp_path)], capture_output=True, text=True)
+    if "seccomp is not available" in done.stderr:
+        pytest.skip("the kernel cannot be told to refuse fallocate here")
+    assert done.returncode == 0, done.stderr[-2000:]
+    size, allocated = map(int, done.stdout.split())
+    assert size > 64 << 20
+    assert allocated < 1 << 20
+    assert bool((load_file(tmp_path / "model.safetensors")["x"] == 7).all())
 
 
 def problem_of(directory: Path) -> str:

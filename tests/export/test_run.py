@@ -19,7 +19,7 @@ from swiftlite.args.config import write_config
 from swiftlite.bridge.transfer import save_hf
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
-from swiftlite.export.run import to_hf, to_mcore
+from swiftlite.export.run import run, to_hf, to_mcore
 from swiftlite.heads import Heads
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.runtime.lock import only_run_in
@@ -360,3 +360,20 @@ def test_a_draft_vocabulary_needs_the_rows_of_the_run(export, converted, trained
         export(draft_vocab=4)
     assert "--draft_vocab 4 counts the answers" in error.value.problem
     assert not (tmp_path / "exports").exists()
+
+
+def test_ranks_wait_for_each_other_as_long_as_asked(monkeypatch):
+    """A file system that is slow to make a file keeps the first rank, and so all others."""
+    asked = []
+
+    class Opened(Exception):
+        pass
+
+    def session(layout, **options):
+        asked.append(options)
+        raise Opened
+
+    monkeypatch.setattr("swiftlite.export.run.session", session)
+    with pytest.raises(Opened):
+        run(ExportArgs(to_hf=True, distributed_timeout_minutes=45))
+    assert asked == [{"timeout_minutes": 45}]

@@ -197,19 +197,13 @@ int ftruncate64(int file, off64_t size) {
     return REAL(ftruncate64)(file, size);
 }
 
-int posix_fallocate(int file, off_t offset, off_t size) { /* returns its error */
-    if (is_hit("reserve", 1, file, NULL)) {
-        die();
-        return errno;
-    }
-    return REAL(posix_fallocate)(file, offset, size);
+int fallocate(int file, int mode, off_t offset, off_t size) {
+    FAIL_IF_HIT("reserve", 1, file, NULL)
+    return REAL(fallocate)(file, mode, offset, size);
 }
-int posix_fallocate64(int file, off64_t offset, off64_t size) {
-    if (is_hit("reserve", 1, file, NULL)) {
-        die();
-        return errno;
-    }
-    return REAL(posix_fallocate64)(file, offset, size);
+int fallocate64(int file, int mode, off64_t offset, off64_t size) {
+    FAIL_IF_HIT("reserve", 1, file, NULL)
+    return REAL(fallocate64)(file, mode, offset, size);
 }
 
 int rename(const char *from, const char *to) {
