@@ -206,6 +206,8 @@ class ExaminationArgs:
     """The same as for megatron sft. Unset: what the checkpoint has."""
     mtp_mode: fields.MtpMode = "joint"
     """The same as for megatron sft."""
+    mtp_unroll: PositiveInt = 1
+    """The same as for megatron sft."""
     draft_vocab: NonNegativeInt = 0
     """The same as for megatron sft."""
     fused_kernels: Literal["auto", "none"] = "auto"

@@ -348,6 +348,8 @@ def _describe(setup: Setup) -> str:
     parts = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1 or name == "data"]
     experts = f", experts over {layout.expert_model_parallel_size}" if layout.expert_model_parallel_size > 1 else ""
     heads = f", MTP depth {setup.heads.layers} ({setup.mtp_mode})" if setup.heads.layers else ""
+    if setup.heads.layers and setup.heads.unroll > 1:
+        heads += f" unrolled {setup.heads.unroll} times"
     if setup.heads.draft_vocab:
         heads += f" drafting {len(setup.heads.draft_vocab)} tokens"
     rows = f"micro-batches of {setup.micro_batch_size} x {setup.max_length} tokens"

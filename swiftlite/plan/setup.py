@@ -43,7 +43,6 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
     layout = layout_of(args)
     per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
     per_experts = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
-    layers = Heads.from_config(hf_config).layers
     num_gpus = args.num_gpus or math.lcm(per_replica, per_experts) * layout.pipeline_model_parallel_size
     has_replicas = num_gpus > layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
     shares = args.use_distributed_optimizer
@@ -55,16 +54,21 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         micro_batch_size=args.micro_batch_size * (answers_of(args.loss_type) if args.loss_type else 1),
         max_length=args.max_length,
         parameter_bytes=2 if args.torch_dtype == "bfloat16" else FLOAT32,
-        # Which tokens they draft makes no difference.
-        heads=Heads(
-            layers if args.mtp_num_layers is None else args.mtp_num_layers, draft_vocab=tuple(range(args.draft_vocab))
-        ),
+        heads=_planned_heads(args, hf_config),
         mtp_mode=args.mtp_mode,
         is_fused=args.fused_kernels == "auto",  # a plan is one for GPUs
         lora=_planned_lora(args),
         transformer_impl=args.transformer_impl,
         low_precision=low_precision_of(planned_kernels(args)),
     )
+
+
+def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:
+    """Those of a run with these options (`plan.heads.heads_of`); which tokens they draft makes no difference."""
+    layers = args.mtp_num_layers
+    if layers is None:
+        layers = Heads.from_config(hf_config).layers or int(args.mtp_mode == "heads_only")
+    return Heads(layers, args.mtp_unroll, draft_vocab=tuple(range(args.draft_vocab)))
 
 
 def planned_kernels(args: DoctorArgs) -> KernelArgs:

@@ -84,7 +84,7 @@ class Step:
         last_layer = first_layer + holds.count("t")
         seconds = sum(self._trunk_layers[first_layer:last_layer], Seconds())
         if "m" in holds:
-            seconds += self.layers.mtp_layer() * holds.count("m")
+            seconds += self.layers.mtp_layer() * (holds.count("m") * self.setup.heads.unroll)
         if "L" in holds:
             seconds += self._losses()
         launches = self._launches(holds, first_layer)
@@ -107,7 +107,7 @@ class Step:
         count = holds.count("t")
         layers = list(self.architecture.layers[first_layer : first_layer + count])
         kernels = sum(map(self._kernels, layers)) / (3 if self.is_trunk_frozen else 1)
-        kernels += self._kernels(self.architecture.mtp_block) * holds.count("m")
+        kernels += self._kernels(self.architecture.mtp_block) * holds.count("m") * self.setup.heads.unroll
         if self.setup.recompute.recompute_granularity == "full":
             kernels *= 4 / 3
         return _LAUNCH * kernels
@@ -120,7 +120,7 @@ class Step:
         """Of the trunk and of each head: the output layer's products, and the passes over its logits."""
         outside, heads, rank = self.architecture.outside, self.setup.heads, self.rank
         words = [] if self.is_trunk_frozen else [outside.local_vocab(rank)]
-        words += [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.layers
+        words += [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.drafts
         per_logit = self.software.logit_bytes if self.setup.is_fused else _UNFUSED_LOGIT_BYTES
         seconds = 0.0
         for number in words:

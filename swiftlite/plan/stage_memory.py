@@ -5,7 +5,7 @@ What a decoder layer counts is its own answer (`families/layer.py`); here stand 
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.architecture import Architecture
@@ -46,7 +46,7 @@ class ModelOnRank:
     def vocabularies(self) -> list[int]:
         """This rank's words of each loss that a backward pass begins from: the trunk's, then the heads'."""
         of_trunk = [] if self.is_trunk_frozen else [self.vocab]
-        return of_trunk + [self.drafted or self.vocab] * self.num_mtp_layers
+        return of_trunk + [self.drafted or self.vocab] * self.setup.heads.drafts
 
     def embedding(self) -> ParameterCount:
         """The embedding, or an output layer that is not tied to it."""
@@ -70,9 +70,12 @@ class ModelOnRank:
             kept += kept_products(layer, self.architecture.layer_rows(number), lora, rank)
         return kept
 
-    def kept_mtp_layer(self, head: int) -> int:
-        """MTP layer number `head` (from 0): token ids, three norms, the projection's input, and its decoder layer."""
+    def kept_draft(self, head: int) -> int:
+        """One run of an MTP layer, which drafts token number `head` (from 0): token ids, three norms, the projection's
+        input, and its decoder layer."""
         rank = self.low_rank
+        if self.setup.heads.unroll > 1:  # later steps read the keys of the first, see `model.mtp.UnrolledLayer`
+            rank = replace(rank, recomputed=rank.recomputed - {"core_attn", "mla_up_proj"})
         norms = 3 * rank.kept_norm(rank.sequence_tokens, self.hidden)
         ids = 8 * rank.tokens
         if self.is_trunk_frozen:
@@ -94,8 +97,10 @@ class ModelOnRank:
         return self.rank.tokens * (kept_states * self.hidden * self.rank.itemsize + 37)
 
     def kept_turns(self) -> int:
-        """Cosines and sines of all positions, of which all layers take the same."""
-        return 2 * self.rank.length * max(layer.attention.rotary for layer in self.layers) * self.rank.itemsize
+        """Cosines and sines of all positions, of which all layers take the same; each step of an unrolled layer stands
+        one position further on."""
+        rotary = max(layer.attention.rotary for layer in self.layers)
+        return 2 * self.rank.length * rotary * self.rank.itemsize * self.setup.heads.unroll
 
 
 class VirtualStage:
@@ -223,9 +228,12 @@ class VirtualStage:
         layers = []
         if not model.is_trunk_frozen:
             layers = [model.kept_layer(number) for number in self.layer_numbers]
-        mtp_layers = [model.kept_mtp_layer(head) for head in range(self.num_mtp_layers)]
         kept, again = _recompute(model.setup, layers, states)
-        kept_of_mtp, again_of_mtp = _recompute(model.setup, mtp_layers, 2 * states)
+        unroll = model.setup.heads.unroll
+        drafts = [model.kept_draft(draft) for draft in range(self.num_mtp_layers * unroll)]
+        # All steps of an unrolled layer share one checkpoint.
+        mtp_layers = [sum(drafts[start : start + unroll]) for start in range(0, len(drafts), unroll)]
+        kept_of_mtp, again_of_mtp = _recompute(model.setup, mtp_layers, (1 + unroll) * states)
         return kept + kept_of_mtp, max(again, again_of_mtp)
 
 

@@ -131,6 +131,19 @@ def draft_vocab_has_heads(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         yield f"--draft_vocab {args.draft_vocab}, but the model's whole vocabulary is {size}", "choose fewer"
 
 
+def heads_are_planned(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if not args.plan or not facts.hf_config or any(True for _ in common.numbers_are_in_range(args, facts)):
+        return
+    layers = planned_setup(args, facts.hf_config).heads.layers
+    if args.mtp_mode == "heads_only" and layers == 0:
+        yield "--mtp_mode heads_only with --mtp_num_layers 0, so nothing would learn", "leave --mtp_num_layers out"
+    if args.mtp_unroll > 1 and layers != 1:
+        yield (
+            f"--mtp_unroll {args.mtp_unroll} applies one MTP layer again and again, but there are {layers}",
+            "add --mtp_num_layers 1",
+        )
+
+
 def reference_fits_the_plan(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if not args.plan:
         return
@@ -179,6 +192,7 @@ RULES = (
     plan_fits_the_model,
     speed_has_a_gpu,
     draft_vocab_has_heads,
+    heads_are_planned,
     reference_fits_the_plan,
     a_plan_of_pairs_trains_the_trunk,
     adapters_are_planned,

@@ -247,3 +247,34 @@ def test_what_has_no_speed(model):
     assert "for megatron sft alone" in problems(**given, num_gpus=8, gpu_type="H100", loss_type="sigmoid")
     assert "estimated for bfloat16" in problems(**given, num_gpus=8, gpu_type="H100", torch_dtype="float32")
     assert "--gpu_type H100 without a plan" in problems(model=model, gpu_type="H100")
+
+
+def total_of(lines: list[str]) -> float:
+    """GB of the only stage."""
+    return float(lines[5].split()[7])
+
+
+def test_heads_alone_are_planned_as_they_are_trained(model, capsys):
+    """At least one, as sft makes one where the checkpoint has none; and each draft keeps what a layer keeps."""
+    options = {"model": model, "mtp_mode": "heads_only", "max_length": 8192, "num_gpus": 1}
+    _, one = plan(capsys, **options)
+    assert one[1].endswith("MTP depth 1 (heads_only)")
+    _, stated = plan(capsys, **options, mtp_num_layers=1)
+    assert stated == one
+    _, three = plan(capsys, **options, mtp_unroll=3)
+    assert three[5].split()[:5] == one[5].split()[:5]  # parameters, their gradients and moments are those of one layer
+    activations = [float(lines[5].split()[5]) for lines in (one, three)]
+    assert activations[1] == pytest.approx(3 * activations[0], rel=0.05)
+    assert total_of(three) > total_of(one)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"mtp_mode": "heads_only", "mtp_num_layers": 0}, "--mtp_mode heads_only"),
+        ({"mtp_unroll": 3}, "--mtp_unroll 3"),
+        ({"mtp_unroll": 3, "mtp_num_layers": 2}, "--mtp_unroll 3"),
+    ],
+)
+def test_heads_that_sft_would_refuse_are_not_planned(model, options, flag):
+    assert flag in problems(plan=True, model=model, **options)

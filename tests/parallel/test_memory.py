@@ -126,6 +126,19 @@ def test_heads_only():
     check(measured, estimated)
 
 
+@pytest.mark.parametrize("granularity", ["none", "full", "selective"])
+@pytest.mark.parametrize("mtp_mode", ["joint", "heads_only"])
+def test_three_drafts_of_one_layer(mtp_mode, granularity):
+    """Within 5 %: torch's attention on a CPU keeps a mask and a joined copy of the keys for each later step."""
+    recompute = RecomputeArgs(granularity)
+    heads = Heads(1, unroll=3)
+    setup = Setup(micro_batch_size=2, max_length=64, heads=heads, mtp_mode=mtp_mode, recompute=recompute)
+    (estimated,) = estimate(config("qwen3"), setup)
+    (measured,) = launch(1, measure, config("qwen3"), setup)
+    assert estimated.activations == pytest.approx(measured.activations, rel=0.05)
+    assert (estimated.logits, estimated.optimizer) == (measured.logits, measured.optimizer)
+
+
 class OneKernel(torch.autograd.Function):
     """`F.rms_norm` as CUDA computes it: the input is kept, and a scale for each row (aten::_fused_rms_norm)."""
 
