@@ -16,7 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from swiftlite.model.loss import DISTANCES, Distance, Picked, TokenLoss, cross_entropy_, laid_out, vocab_parallel_argmax
+from swiftlite.model.compiled import compiled
+from swiftlite.model.loss import (
+    DISTANCES,
+    Distance,
+    Group,
+    Picked,
+    TokenLoss,
+    cross_entropy_,
+    laid_out,
+    sharing,
+    vocab_parallel_argmax,
+)
 from swiftlite.plan.kernels import CHUNK
 
 
@@ -27,10 +38,22 @@ class Words:
     words_N: torch.Tensor
 
     def loss_(
-        self, logits_CV: torch.Tensor, rows: slice, weight_VH: torch.Tensor, group: dist.ProcessGroup
+        self,
+        logits_CV: torch.Tensor,
+        rows: slice,
+        weight_VH: torch.Tensor,
+        group: Group,
+        share_C1: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Losses [C] of a chunk, and in the place of its logits their gradient; all in float32."""
-        return cross_entropy_(logits_CV, self.words_N[rows], group)
+        """Return the losses [C] of a chunk in float32, and put the gradient in the place of its logits.
+
+        Args:
+            rows: the chunk's positions.
+            weight_VH: the output matrix.
+            share_C1: what the gradient is multiplied by; None for 1.
+        """
+        function = _cross_entropy_ if group is not None else _fused_cross_entropy_
+        return function(logits_CV, self.words_N[rows], share_C1, group)
 
 
 @dataclass(frozen=True)
@@ -41,12 +64,47 @@ class TrunkStates:
     distance: Distance
 
     def loss_(
-        self, logits_CV: torch.Tensor, rows: slice, weight_VH: torch.Tensor, group: dist.ProcessGroup
+        self,
+        logits_CV: torch.Tensor,
+        rows: slice,
+        weight_VH: torch.Tensor,
+        group: Group,
+        share_C1: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `Words.loss_`."""
-        trunk_CV = (self.trunk_NH[rows] @ weight_VH.t()).float()
-        return DISTANCES[self.distance](logits_CV, trunk_CV, group)
+        trunk_CV = self.trunk_NH[rows] @ weight_VH.t()
+        function = _distance_ if group is not None else _fused_distance_
+        return function(logits_CV, trunk_CV, self.distance, share_C1, group)
 
+
+def _cross_entropy_(
+    logits_CV: torch.Tensor, words_C: torch.Tensor, share_C1: torch.Tensor | None, group: Group
+) -> torch.Tensor:
+    wide_CV = logits_CV.float()
+    loss_C = cross_entropy_(wide_CV, words_C, group)
+    _put_(wide_CV, share_C1, logits_CV)
+    return loss_C
+
+
+def _distance_(
+    logits_CV: torch.Tensor, trunk_CV: torch.Tensor, distance: Distance, share_C1: torch.Tensor | None, group: Group
+) -> torch.Tensor:
+    wide_CV = logits_CV.float()
+    loss_C = DISTANCES[distance](wide_CV, trunk_CV.float(), group)
+    _put_(wide_CV, share_C1, logits_CV)
+    return loss_C
+
+
+def _put_(gradient_CV: torch.Tensor, share_C1: torch.Tensor | None, logits_CV: torch.Tensor) -> None:
+    if share_C1 is not None:
+        gradient_CV.mul_(share_C1)
+    logits_CV.copy_(gradient_CV)
+
+
+# On a GPU all passes over the logits of a whole vocabulary are one kernel, which reads and writes them in the model's
+# precision. Over a vocabulary that ranks share they stay apart, since ranks exchange numbers between them.
+_fused_cross_entropy_ = compiled(_cross_entropy_)
+_fused_distance_ = compiled(_distance_)
 
 Target = Words | TrunkStates
 
@@ -66,7 +124,7 @@ def chunked_loss(
         picked: which positions the states are of.
         tokens_V: the tokens of the matrix's rows, where they are not the whole vocabulary.
     """
-    results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, tp_group, tokens_V)
+    results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, sharing(tp_group), tokens_V)
     loss_N, prediction_N = results
     return laid_out(loss_N, prediction_N, picked)
 
@@ -80,7 +138,7 @@ class _ChunkedLoss(torch.autograd.Function):
         states_NH: torch.Tensor,
         weight_VH: torch.Tensor,
         target: Target,
-        group: dist.ProcessGroup,
+        group: Group,
         tokens_V: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         loss_N = states_NH.new_zeros(len(states_NH), dtype=torch.float32)
@@ -90,10 +148,9 @@ class _ChunkedLoss(torch.autograd.Function):
         def compute(rows: slice) -> None:  # a function, at whose end nothing of a chunk is left
             logits_CV = states_NH[rows] @ weight_VH.t()
             prediction_N[rows] = vocab_parallel_argmax(logits_CV, group, tokens_V)
-            logits_CV = logits_CV.float()
             loss_N[rows] = target.loss_(logits_CV, rows, weight_VH, group)
             if grad_NH is not None:
-                torch.matmul(logits_CV.to(weight_VH.dtype), weight_VH, out=grad_NH[rows])
+                torch.matmul(logits_CV, weight_VH, out=grad_NH[rows])
 
         for rows in _chunks(len(states_NH)):
             compute(rows)
@@ -109,7 +166,8 @@ class _ChunkedLoss(torch.autograd.Function):
         share_N1 = grad_outputs[0][:, None]
         if grad_NH is not None:
             grad_NH = (grad_NH * share_N1).to(grad_NH.dtype)
-            dist.all_reduce(grad_NH, group=ctx.group)  # each rank has what follows from its own words
+            if ctx.group is not None:
+                dist.all_reduce(grad_NH, group=ctx.group)  # each rank has what follows from its own words
         grad_VH = None
         if states_NH is not None:
             grad_VH = _matrix_gradient(states_NH, share_N1, ctx.weight_VH, ctx.target, ctx.group)
@@ -121,16 +179,15 @@ def _matrix_gradient(
     share_N1: torch.Tensor,
     weight_VH: torch.Tensor,
     target: Target,
-    group: dist.ProcessGroup,
+    group: Group,
 ) -> torch.Tensor:
     """[V, H], from logits that are made again."""
     grad_VH = torch.zeros_like(weight_VH)
 
     def add(rows: slice) -> None:
-        logits_CV = (states_NH[rows] @ weight_VH.t()).float()
-        target.loss_(logits_CV, rows, weight_VH, group)
-        grad_CV = logits_CV.mul_(share_N1[rows]).to(weight_VH.dtype)
-        grad_VH.addmm_(grad_CV.t(), states_NH[rows])
+        logits_CV = states_NH[rows] @ weight_VH.t()
+        target.loss_(logits_CV, rows, weight_VH, group, share_N1[rows])
+        grad_VH.addmm_(logits_CV.t(), states_NH[rows])
 
     for rows in _chunks(len(states_NH)):
         add(rows)

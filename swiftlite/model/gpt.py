@@ -55,6 +55,7 @@ from swiftlite.model.loss import (
     TokenLoss,
     distillation_loss,
     pick,
+    sharing,
     token_loss,
     vocab_parallel_argmax,
 )
@@ -374,7 +375,7 @@ class GPTModel(McoreGPTModel):
         for start in range(0, len(predicted), MAX_POSITIONS):
             some = slice(start, start + MAX_POSITIONS)
             logits_NV = output.logits(hidden_NH[some])
-            token_N[some] = vocab_parallel_argmax(logits_NV, self.pg_collection.tp, output.tokens_V)
+            token_N[some] = vocab_parallel_argmax(logits_NV, sharing(self.pg_collection.tp), output.tokens_V)
         return token_N
 
     def _trunk(

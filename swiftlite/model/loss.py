@@ -15,6 +15,8 @@ from swiftlite.runtime.device import on_device
 
 IGNORE_INDEX = -100
 Distance = Literal["kl", "tv", "nla", "lk_hybrid"]
+Group = dist.ProcessGroup | None
+"""The tensor-parallel ranks that share the vocabulary; None where it is whole, so that nothing is exchanged."""
 MAX_POSITIONS = 256
 """Positions whose trunk logits `distillation_loss` has in memory at one time, in float32 and in two copies."""
 
@@ -60,10 +62,13 @@ class TokenLoss:
     prediction_BS: torch.Tensor
 
 
-def vocab_parallel_argmax(
-    logits_NV: torch.Tensor, tp_group: dist.ProcessGroup, tokens_V: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The most likely token [N] of logits whose vocabulary is split over the tensor-parallel group.
+def sharing(tp_group: dist.ProcessGroup) -> Group:
+    """Return the ranks that share the vocabulary; None for a group of one."""
+    return None if tp_group.size() == 1 else tp_group
+
+
+def vocab_parallel_argmax(logits_NV: torch.Tensor, group: Group, tokens_V: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the most likely token [N] of logits whose vocabulary is split over a tensor-parallel group.
 
     Args:
         tokens_V: the token of each logit on this rank; unset: this rank's part of the whole vocabulary.
@@ -72,14 +77,17 @@ def vocab_parallel_argmax(
     2.0, at word 1, which is word 5 of the whole vocabulary. Both then have (1.5, 3) and (2.0, 5), and choose 5.
     """
     value_N, token_N = logits_NV.max(dim=-1)
-    size = tp_group.size()
-    token_N = token_N + tp_group.rank() * logits_NV.size(-1) if tokens_V is None else tokens_V[token_N]
-    if size == 1:
+    if tokens_V is not None:
+        token_N = tokens_V[token_N]
+    elif group is not None:
+        token_N = token_N + group.rank() * logits_NV.size(-1)
+    if group is None:
         return token_N
+    size = group.size()
     values = [torch.empty_like(value_N) for _ in range(size)]
     tokens = [torch.empty_like(token_N) for _ in range(size)]
-    dist.all_gather(values, value_N.contiguous(), group=tp_group)
-    dist.all_gather(tokens, token_N, group=tp_group)
+    dist.all_gather(values, value_N.contiguous(), group=group)
+    dist.all_gather(tokens, token_N, group=group)
     # The first rank wins a tie, as argmax over the whole vocabulary would have it.
     best_rank_N = torch.stack(values).argmax(dim=0)
     return torch.stack(tokens).gather(0, best_rank_N[None])[0]
@@ -93,7 +101,7 @@ def token_loss(logits_NV: torch.Tensor, picked: Picked, tp_group: dist.ProcessGr
         picked: which positions those are, and the token that each must predict.
     """
     with torch.no_grad():
-        prediction_N = vocab_parallel_argmax(logits_NV, tp_group)
+        prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group))
     # The [1, N] shape is megatron-core's [S, B]; the loss does not care which is which.
     loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], picked.word_N[None])[0]
     return laid_out(loss_N, prediction_N, picked)
@@ -122,8 +130,8 @@ def distillation_loss(
         tokens_V: the tokens of these logits, where they are not the whole vocabulary.
     """
     with torch.no_grad():
-        prediction_N = vocab_parallel_argmax(logits_NV, tp_group, tokens_V)
-    loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, tp_group)
+        prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group), tokens_V)
+    loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, sharing(tp_group))
     assert loss_N is not None
     return laid_out(loss_N, prediction_N, picked)
 
@@ -137,14 +145,14 @@ class _Distillation(torch.autograd.Function):
         logits_NV: torch.Tensor,
         trunk_logits: Callable[[slice], torch.Tensor],
         kind: str,
-        tp_group: dist.ProcessGroup,
+        group: Group,
     ) -> torch.Tensor:
         distance = DISTANCES[kind]
         gradient_NV = logits_NV.float()
         loss_N = gradient_NV.new_zeros(len(gradient_NV))
         for start in range(0, len(gradient_NV), MAX_POSITIONS):
             rows = slice(start, start + MAX_POSITIONS)
-            loss_N[rows] = distance(gradient_NV[rows], trunk_logits(rows).float(), tp_group)
+            loss_N[rows] = distance(gradient_NV[rows], trunk_logits(rows).float(), group)
         ctx.dtype = logits_NV.dtype
         ctx.save_for_backward(gradient_NV)
         return loss_N
@@ -155,57 +163,83 @@ class _Distillation(torch.autograd.Function):
         return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None, None
 
 
-def cross_entropy_(logits_NV: torch.Tensor, words_N: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def cross_entropy_(logits_NV: torch.Tensor, words_N: torch.Tensor, group: Group) -> torch.Tensor:
     """[N], minus the log of what each word gets; in the place of the logits their gradient, softmax minus one-hot."""
-    _below_largest_(logits_NV, tp_group)
-    here_N = words_N - tp_group.rank() * logits_NV.size(-1)
+    if group is None:
+        return _whole_cross_entropy_(logits_NV, words_N)
+    _below_largest_(logits_NV, group)
+    here_N = words_N - group.rank() * logits_NV.size(-1)
     is_elsewhere_N = (here_N < 0) | (here_N >= logits_NV.size(-1))
     here_N1 = here_N.masked_fill(is_elsewhere_N, 0)[:, None]
-    logit_N = _sum_over_ranks(logits_NV.gather(1, here_N1)[:, 0].masked_fill(is_elsewhere_N, 0), tp_group)
-    sum_N = _sum_over_ranks(logits_NV.exp_().sum(dim=-1), tp_group)
+    logit_N = _sum_over_ranks(logits_NV.gather(1, here_N1)[:, 0].masked_fill(is_elsewhere_N, 0), group)
+    sum_N = _sum_over_ranks(logits_NV.exp_().sum(dim=-1), group)
     one_N = torch.where(is_elsewhere_N, 0.0, -1.0)
     logits_NV.div_(sum_N[:, None]).scatter_add_(1, here_N1, one_N[:, None])
     return sum_N.log() - logit_N
+
+
+def _whole_cross_entropy_(logits_NV: torch.Tensor, words_N: torch.Tensor) -> torch.Tensor:
+    """`cross_entropy_` of a whole vocabulary."""
+    if torch.compiler.is_compiling():
+        return _compiled_cross_entropy_(logits_NV, words_N)
+    _below_largest_(logits_NV, None)
+    logit_N = logits_NV.gather(1, words_N[:, None])[:, 0]
+    sum_N = logits_NV.exp_().sum(dim=-1)
+    one_N1 = sum_N.new_full((), -1.0).expand(len(words_N), 1)
+    logits_NV.div_(sum_N[:, None]).scatter_add_(1, words_N[:, None], one_N1)
+    return sum_N.log() - logit_N
+
+
+def _compiled_cross_entropy_(logits_NV: torch.Tensor, words_N: torch.Tensor) -> torch.Tensor:
+    """`_whole_cross_entropy_` in the form that becomes one kernel and makes no tensor of the logits' size: it has no
+    scatter, and computes exponentials twice instead of keeping them."""
+    largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
+    log_sum_N1 = (logits_NV - largest_N1).exp().sum(dim=-1, keepdim=True).log() + largest_N1
+    loss_N1 = log_sum_N1 - logits_NV.gather(1, words_N[:, None])
+    words_V = torch.arange(logits_NV.size(1), device=logits_NV.device)
+    is_word_NV = words_V == words_N[:, None]
+    logits_NV.copy_((logits_NV - log_sum_N1).exp() - is_word_NV.to(logits_NV.dtype))
+    return loss_N1[:, 0]
 
 
 # All distances take logits. They leave the gradient with respect to the head's in their place, and use up the trunk's.
 # h and t are the probabilities that softmax gives; their overlap is the sum over the vocabulary of min(h, t).
 
 
-def _kl_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def _kl_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
     """[N], the sum over the vocabulary of t * (log t - log h). Its gradient is h - t."""
-    loss_N, h, t = _kl_and_probabilities_(head_NV, trunk_NV, tp_group)
+    loss_N, h, t = _kl_and_probabilities_(head_NV, trunk_NV, group)
     h.sub_(t)
     return loss_N
 
 
-def _tv_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def _tv_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
     """[N], half of the sum over the vocabulary of |h - t|; it is 1 - overlap, and so is its gradient."""
-    h = _log_softmax_(head_NV, tp_group).exp_()
-    t = _log_softmax_(trunk_NV, tp_group).exp_()
-    loss_N = _half_norm(h - t, tp_group)
-    _gradient_of_overlap_(h, t, tp_group).neg_()
+    h = _log_softmax_(head_NV, group).exp_()
+    t = _log_softmax_(trunk_NV, group).exp_()
+    loss_N = _half_norm(h - t, group)
+    _gradient_of_overlap_(h, t, group).neg_()
     return loss_N
 
 
-def _nla_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def _nla_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
     """[N], -log(overlap). Its gradient is that of tv divided by the overlap, so it does not vanish where that is 0."""
-    h = _log_softmax_(head_NV, tp_group).exp_()
-    t = _log_softmax_(trunk_NV, tp_group).exp_()
-    overlap_N = _sum_over_ranks(torch.minimum(h, t).sum(dim=-1), tp_group)
+    h = _log_softmax_(head_NV, group).exp_()
+    t = _log_softmax_(trunk_NV, group).exp_()
+    overlap_N = _sum_over_ranks(torch.minimum(h, t).sum(dim=-1), group)
     overlap_N.clamp_(min=torch.finfo(overlap_N.dtype).tiny)  # of probabilities that are 0 in float32
-    _gradient_of_overlap_(h, t, tp_group).div_(-overlap_N[:, None])
+    _gradient_of_overlap_(h, t, group).div_(-overlap_N[:, None])
     return -overlap_N.log()
 
 
-def _lk_hybrid_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def _lk_hybrid_(head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group) -> torch.Tensor:
     """[N], w * kl + (1 - w) * tv, where w = exp(-3 * overlap) is taken for a constant (arXiv 2602.23881)."""
-    kl_N, h, t = _kl_and_probabilities_(head_NV, trunk_NV, tp_group)
+    kl_N, h, t = _kl_and_probabilities_(head_NV, trunk_NV, group)
     difference = h - t
-    tv_N = _half_norm(difference, tp_group)
+    tv_N = _half_norm(difference, group)
     w_N = torch.exp(-3 * (1 - tv_N))
     gradient_of_kl = difference.mul_(w_N[:, None])
-    _gradient_of_overlap_(h, t, tp_group).mul_(w_N[:, None] - 1).add_(gradient_of_kl)
+    _gradient_of_overlap_(h, t, group).mul_(w_N[:, None] - 1).add_(gradient_of_kl)
     return w_N * kl_N + (1 - w_N) * tv_N
 
 
@@ -213,54 +247,59 @@ DISTANCES = {"kl": _kl_, "tv": _tv_, "nla": _nla_, "lk_hybrid": _lk_hybrid_}
 
 
 def _kl_and_probabilities_(
-    head_NV: torch.Tensor, trunk_NV: torch.Tensor, tp_group: dist.ProcessGroup
+    head_NV: torch.Tensor, trunk_NV: torch.Tensor, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL(trunk || head) [N], and h and t in the place of the logits."""
-    log_h = _log_softmax_(head_NV, tp_group)
-    log_t = _log_softmax_(trunk_NV, tp_group)
+    log_h = _log_softmax_(head_NV, group)
+    log_t = _log_softmax_(trunk_NV, group)
     difference = log_t - log_h
     t = log_t.exp_()
-    kl_N = _sum_of_products(t, difference, tp_group)
+    kl_N = _sum_of_products(t, difference, group)
     return kl_N, log_h.exp_(), t
 
 
-def _half_norm(difference_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def _half_norm(difference_NV: torch.Tensor, group: Group) -> torch.Tensor:
     """[N], half of the sum over the vocabulary of the absolute values."""
-    return _sum_over_ranks(torch.linalg.vector_norm(difference_NV, 1, dim=-1), tp_group) / 2
+    return _sum_over_ranks(torch.linalg.vector_norm(difference_NV, 1, dim=-1), group) / 2
 
 
-def _gradient_of_overlap_(h: torch.Tensor, t: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def _gradient_of_overlap_(h: torch.Tensor, t: torch.Tensor, group: Group) -> torch.Tensor:
     """The gradient with respect to the head's logits, in the place of h; t is used up.
 
     With respect to h it is d = 1 where h < t, else 0; with respect to the logits, h * (d - sum(h * d)).
     """
     d = t.gt_(h)
-    mean_d_N1 = _sum_of_products(h, d, tp_group)[:, None]
+    mean_d_N1 = _sum_of_products(h, d, group)[:, None]
     return h.mul_(d.sub_(mean_d_N1))
 
 
-def _log_softmax_(logits_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def _log_softmax_(logits_NV: torch.Tensor, group: Group) -> torch.Tensor:
     """In place, over the whole vocabulary."""
-    _below_largest_(logits_NV, tp_group)
-    log_sum_N = _sum_over_ranks(logits_NV.exp().sum(dim=-1), tp_group).log()
+    _below_largest_(logits_NV, group)
+    log_sum_N = _sum_over_ranks(logits_NV.exp().sum(dim=-1), group).log()
     return logits_NV.sub_(log_sum_N[:, None])
 
 
-def _below_largest_(logits_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> None:
+def _below_largest_(logits_NV: torch.Tensor, group: Group) -> None:
     """Subtract the largest over the whole vocabulary, so that no exponential overflows."""
     largest_N = logits_NV.amax(dim=-1)
-    dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=tp_group)
+    if group is not None:
+        dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
     logits_NV.sub_(largest_N[:, None])
 
 
-def _sum_of_products(one_NV: torch.Tensor, other_NV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def _sum_of_products(one_NV: torch.Tensor, other_NV: torch.Tensor, group: Group) -> torch.Tensor:
     """[N], over the whole vocabulary."""
-    products_N = torch.bmm(one_NV[:, None], other_NV[:, :, None])[:, 0, 0]  # makes no [N, V], as vecdot does
-    return _sum_over_ranks(products_N, tp_group)
+    if torch.compiler.is_compiling():
+        products_N = (one_NV * other_NV).sum(dim=-1)  # a part of the kernel that makes them
+    else:
+        products_N = torch.bmm(one_NV[:, None], other_NV[:, :, None])[:, 0, 0]  # makes no [N, V], as vecdot does
+    return _sum_over_ranks(products_N, group)
 
 
-def _sum_over_ranks(part_N: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    dist.all_reduce(part_N, group=tp_group)
+def _sum_over_ranks(part_N: torch.Tensor, group: Group) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(part_N, group=group)
     return part_N
 
 

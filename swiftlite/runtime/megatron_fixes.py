@@ -72,17 +72,18 @@ def _l2_norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
     """Return the norm of all tensors together, float32 [1] on their device."""
-    norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(tensors)]
-    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+    (tensors,) = tensor_lists
+    return torch.nn.utils.get_total_norm(tensors, foreach=True).reshape(1), None
 
 
 def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
     """Set the tensors of the second list to those of the first times `scale`."""
+    foreach: Any = torch  # whose names for many tensors at once are not in its types
     sources, targets = tensor_lists
     if sources is targets:
-        torch._foreach_mul_(targets, scale)
+        foreach._foreach_mul_(targets, scale)
     else:
-        torch._foreach_copy_(targets, torch._foreach_mul(sources, scale))
+        foreach._foreach_copy_(targets, foreach._foreach_mul(sources, scale))
 
 
 @contextmanager

@@ -1,9 +1,12 @@
 """Losses in chunks against the same from all logits: values, gradients, predictions, and the memory of both."""
 
+import re
+import shutil
 from typing import Any, get_args
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.heads import Heads
@@ -13,6 +16,7 @@ from swiftlite.model.context_parallel import describe_packed
 from swiftlite.plan.kernels import Kernels
 from tests.model.test_distillation import make_batch, peak_bytes
 from tests.model.test_logits import load_megatron
+from tests.model.traffic import Traffic
 from tests.tiny import make_tiny_hf
 
 HEADS = {
@@ -98,3 +102,95 @@ def test_kernels_say_so(tmp_path, mesh):
     for is_fused in (False, True):
         kernels = Kernels(is_fused=is_fused)
         assert load_megatron(directory, mesh, torch.float32, kernels=kernels).loss_in_chunks is is_fused
+
+
+def exact_loss(kind: str, states: torch.Tensor, weight: torch.Tensor, words: torch.Tensor, trunk: torch.Tensor) -> Any:
+    """Of `states @ weight.T`, in ten lines and whatever precision comes in."""
+    log_h = (states @ weight.T).log_softmax(-1)
+    if kind == "ce":
+        return -log_h.gather(1, words[:, None])[:, 0]
+    log_t = (trunk @ weight.T).detach().log_softmax(-1)
+    h, t = log_h.exp(), log_t.exp()
+    kl, overlap = (t * (log_t - log_h)).sum(-1), torch.minimum(h, t).sum(-1)
+    share = torch.exp(-3 * overlap).detach()
+    return {"kl": kl, "tv": 1 - overlap, "nla": -overlap.log(), "lk_hybrid": share * kl + (1 - share) * (1 - overlap)}[
+        kind
+    ]
+
+
+COMPILED = [("ce", torch.bfloat16), ("ce", torch.float32), ("lk_hybrid", torch.float32)]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "dtype"), COMPILED)
+def test_the_compiled_loss_is_that_of_float64(kind, dtype, mesh, monkeypatch):
+    """Compiled by inductor as on a GPU, here to C++; logits of a vocabulary that no power of 2 divides."""
+    monkeypatch.setattr(chunked_loss, "CHUNK", 20)  # and 13 are left
+    generator = torch.Generator().manual_seed(1)
+    states, trunk = (torch.randn(33, 24, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(1003, 24, generator=generator).to(dtype)
+    words, share = torch.randint(0, 1003, (33,), generator=generator), torch.rand(33, generator=generator)
+    picked = loss.pick(words[None], weight.device)
+    target = Words(words) if kind == "ce" else TrunkStates(trunk, kind)
+    ours = states.clone().requires_grad_(), weight.clone().requires_grad_()
+    exact = states.double().requires_grad_(), weight.double().requires_grad_()
+    with torch.compiler.set_stance("default"):
+        found = chunked_loss.chunked_loss(*ours, target, picked, mesh.tp)
+        (found.loss_BS[0] * share).sum().backward()
+    expected = exact_loss(kind, *exact, words, trunk.double())
+    (expected * share).sum().backward()
+    # float32: sums of 1,003 terms. bfloat16: logits up to 20 are rounded to 2^-9 of themselves, gradients twice.
+    bound = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found.loss_BS[0].double(), expected, rtol=bound, atol=5 * bound)
+    for one, other in zip(ours, exact, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert float((one.grad.double() - other.grad).abs().max() / other.grad.abs().max()) < bound
+    assert torch.equal(found.prediction_BS[0], (states @ weight.T).max(-1).indices)
+
+
+@needs_compiler
+def test_the_compiled_cross_entropy_keeps_no_probabilities():
+    """Its code has no memory of the logits' size, in float32 twice theirs."""
+    logits = torch.randn(30, 1003).bfloat16()
+    words = torch.randint(0, 1003, (30,))
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("default"):
+        _, (code,) = run_and_get_code(chunked_loss._fused_cross_entropy_, logits, words, None, None)
+    allocated = re.findall(r"empty_strided_cpu\(\((.*?)\), \(", code)
+    assert allocated
+    assert all(sizes.replace(" ", "").endswith((",1", ",")) for sizes in allocated), allocated
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_bytes_that_the_compiled_loss_moves(kind, mesh, monkeypatch):
+    """At most 30 for each logit in bfloat16, forward and backward. A compiled kernel reads logits for the largest, for
+    the sum, for the sum of a distance and for the gradient, which it writes in their place. Uncompiled: 106 and 138."""
+    num_positions, hidden, vocab_size = CHUNK, 8, 4001
+    weight = torch.randn(vocab_size, hidden).bfloat16().requires_grad_(kind == "ce")
+    states = torch.randn(num_positions, hidden).bfloat16().requires_grad_()
+    picked = loss.pick(torch.randint(0, vocab_size, (1, num_positions)), weight.device)
+    target = Words(picked.word_N) if kind == "ce" else TrunkStates(torch.randn(num_positions, hidden).bfloat16(), kind)
+
+    def as_one_kernel(function: Any, passes: int) -> Any:
+        def run(*args: Any) -> torch.Tensor:
+            with traffic.uncounted():
+                losses = function(*args)
+            whole = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.shape == args[0].shape]
+            traffic.add("kernel", whole * passes, args[:1])
+            return losses
+
+        return run
+
+    moved = []
+    for is_compiled in (False, True):
+        with Traffic() as traffic, monkeypatch.context() as patches:
+            if is_compiled:
+                ce, distance = chunked_loss._cross_entropy_, chunked_loss._distance_
+                patches.setattr(chunked_loss, "_fused_cross_entropy_", as_one_kernel(ce, 3))
+                patches.setattr(chunked_loss, "_fused_distance_", as_one_kernel(distance, 4))
+            chunked_loss.chunked_loss(states, weight, target, picked, mesh.tp).loss_BS.sum().backward()
+        moved.append(sum(traffic.bytes.values()) / num_positions / vocab_size)
+    assert moved[0] > 100
+    assert moved[1] <= 30

@@ -27,6 +27,10 @@ class Traffic(TorchDispatchMode):
             return out  # memory that nothing was written to
         if func is torch.ops.aten.copy_.default:
             read = read[1:]
+        if func is torch.ops.aten.gather.default:
+            read = [args[2], out]  # of the source what the indices name
+        if func is torch.ops.aten.scatter_add_.default:
+            read, written = [args[2], args[3], args[3]], [args[3]]
         storages = {tensor.untyped_storage().data_ptr() for tensor in read}
         is_view = all(tensor.untyped_storage().data_ptr() in storages for tensor in written)
         is_in_place = func._schema.is_mutable
