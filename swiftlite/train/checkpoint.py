@@ -320,8 +320,8 @@ def load_checkpoint(
     if not with_heads:
         tensors = {name: _without_heads(state) for name, state in tensors.items()}
     slots = slots_of(optimizer) if optimizer is not None else []
-    if slots:
-        tensors["optimizer"] = state_to_load(slots, dict(tensors))
+    if state := state_to_load(slots, dict(tensors)):
+        tensors["optimizer"] = state
     try:
         check_metadata(checkpoint)
         with _weights_only():
@@ -340,7 +340,7 @@ def load_checkpoint(
         assert not found.unexpected_keys
         assert not missing or not with_heads, missing
     if slots:
-        set_state(slots, loaded["optimizer"], read_state(checkpoint)["step"])
+        set_state(slots, loaded.get("optimizer", {}), read_state(checkpoint)["step"])
 
 
 def verify_files(checkpoint: Path) -> None:

@@ -84,43 +84,61 @@ def slots_of(optimizer: MegatronOptimizer) -> list[Slot]:
 
 
 def state_to_save(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[str, Sharded]:
-    """Tensors for `dist_checkpointing.save`; collective over data-parallel ranks.
+    """Return the tensors for `dist_checkpointing.save`; collective over data-parallel ranks.
 
-    With the distributed optimizer the parts of a parameter are brought together on one of the ranks that share it, the
-    next one for each parameter: no rank ever holds more than its share, and all write.
+    With the distributed optimizer the parts of a parameter are brought together on its owner, one of the ranks that
+    share it: no rank ever holds more than its share, and all write.
 
     Args:
         model_state: the model's own sharded tensors.
     """
     tensors = {}
+    owners = _owners(slots)
     for number, (slot, sharded) in enumerate(_placed(slots, model_state)):
         for kind in slot.kinds:
             if slot.group is None:
                 tensors[f"{number}.{kind}"] = _like(sharded, slot.part(kind), kind)
             else:
-                whole = _gather(slot, kind, owner=number % slot.group.size())
+                whole = _gather(slot, kind, owners[number])
                 if whole is not None:
-                    tensors[f"{number}.{kind}"] = _written_here(_like(sharded, whole, kind))
+                    tensors[f"{number}.{kind}"] = _by_its_owner(_like(sharded, whole, kind))
     return tensors
 
 
 def state_to_load(slots: Sequence[Slot], model_state: dict[str, Any]) -> dict[str, Sharded]:
-    """Empty tensors of whole parameters for `dist_checkpointing.load`."""
+    """Return the tensors that `dist_checkpointing.load` fills on this rank.
+
+    With the distributed optimizer these are the whole parameters that this rank owns, as in `state_to_save`: each byte
+    is read by one of the ranks that share it. Where a rank holds all of a parameter's state, it is read in place.
+    """
     tensors = {}
+    owners = _owners(slots)
     for number, (slot, sharded) in enumerate(_placed(slots, model_state)):
         for kind in slot.kinds:
-            tensors[f"{number}.{kind}"] = _like(sharded, torch.empty(slot.parameter.shape), kind)
+            if slot.group is None:
+                tensors[f"{number}.{kind}"] = _like(sharded, slot.part(kind).detach(), kind)
+            elif slot.group.rank() == owners[number]:
+                whole = torch.empty(slot.parameter.shape)
+                tensors[f"{number}.{kind}"] = _by_its_owner(_like(sharded, whole, kind))
     return tensors
 
 
 @torch.no_grad()
 def set_state(slots: Sequence[Slot], loaded: dict[str, torch.Tensor], step: int) -> None:
-    """Put what `dist_checkpointing.load` brought for `state_to_load` into the optimizer."""
-    for number, slot in enumerate(slots):
+    """Put what `dist_checkpointing.load` brought for `state_to_load` into the optimizer; collective over data-parallel
+    ranks.
+
+    Args:
+        loaded: is emptied, one parameter after the other.
+    """
+    for number, (slot, owner) in enumerate(zip(slots, _owners(slots), strict=True)):
         for kind in slot.kinds:
             part = slot.part(kind)
-            whole = loaded[f"{number}.{kind}"].view(-1)
-            part.copy_(whole[slot.start : slot.start + part.numel()].view(part.shape))
+            whole = loaded.pop(f"{number}.{kind}", None)
+            if slot.group is not None:
+                whole = _hand_out(slot, whole, owner)
+            assert whole is not None
+            part.copy_(whole.view(-1)[slot.start : slot.start + part.numel()].view(part.shape))
         slot.set_step(step)
 
 
@@ -176,12 +194,36 @@ def _gather(slot: Slot, kind: str, owner: int) -> torch.Tensor | None:
     return whole.view(slot.parameter.shape).cpu() if slot.group.rank() == owner else None
 
 
+def _hand_out(slot: Slot, whole: torch.Tensor | None, owner: int) -> torch.Tensor:
+    """Return the whole parameter's numbers, which the owner has, on every rank that shares it."""
+    assert slot.group is not None
+    received = torch.empty(slot.parameter.shape, device=slot.parameter.device)
+    if whole is not None:
+        received.copy_(whole)
+    dist.broadcast(received, dist.get_global_rank(slot.group, owner), group=slot.group)
+    return received
+
+
+def _owners(slots: Sequence[Slot]) -> list[int]:
+    """Return for each parameter the rank of its group that reads and writes its state: the one that has least so far.
+
+    (0 where the ranks do not share it.)
+    """
+    numbers: dict[dist.ProcessGroup, list[int]] = {}  # that each rank of a group has
+    owners = []
+    for slot in slots:
+        of_ranks = numbers.setdefault(slot.group, [0] * slot.group.size()) if slot.group else [0]
+        owners.append(of_ranks.index(min(of_ranks)))
+        of_ranks[owners[-1]] += slot.parameter.numel()
+    return owners
+
+
 def _like(sharded: Sharded, tensor: torch.Tensor, kind: str) -> Sharded:
     """The tensor at the parameter's place in the whole model, under a name for this kind of state."""
     return make_sharded_optimizer_tensor(sharded, tensor, prefix=f"optimizer.{kind}")
 
 
-def _written_here(sharded: Sharded) -> Sharded:
-    """The same tensor, marked so that this one of the data-parallel ranks writes it."""
+def _by_its_owner(sharded: Sharded) -> Sharded:
+    """Return the same tensor, marked as the one that counts among data-parallel ranks, since no other rank has it."""
     assert isinstance(sharded.replica_id, tuple)
     return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))

@@ -8,6 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swiftlite.args.commands import SftArgs
+from swiftlite.model.open import read_hf_model
+from swiftlite.plan.layout import layout_of
+from swiftlite.plan.run import make_plan, make_schedule
+from swiftlite.plan.trainable import trainable_of
+from swiftlite.runtime.distributed import session
+from swiftlite.train.checkpoint import sharded_model
+from swiftlite.train.learner import make_learner
+from swiftlite.train.optimizer_state import slots_of, state_to_load
 from tests.parallel import parity
 from tests.parallel.launch import launch
 from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
@@ -219,3 +228,26 @@ def save_and_look(job: Job) -> list[list[str]]:
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if "checkpoint" in path.name)
+
+
+def bytes_to_load(hf_dir: Path) -> tuple[int, int]:
+    """Of the optimizer's state: the bytes that this rank lays out to resume, and those of the whole state."""
+    args = SftArgs(model=str(hf_dir), torch_dtype="bfloat16", use_distributed_optimizer=True, train_iters=8)
+    with session(layout_of(args), tied_embeddings=False, seed=1) as mesh:
+        hf_model = read_hf_model(hf_dir)
+        plan = make_plan(args, 2, hf_model.heads)
+        trainable = trainable_of(args, plan.heads)
+        learner = make_learner(args, mesh, hf_model, plan, make_schedule(args, 8), trainable)
+        slots = slots_of(learner.optimizer)
+        tensors = state_to_load(slots, dict(sharded_model(learner.chunks, mesh)))
+        laid_out = sum(tensor.data.nbytes for tensor in tensors.values())
+        return laid_out, sum(4 * len(slot.kinds) * slot.parameter.numel() for slot in slots)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+def test_a_rank_lays_out_its_share_of_the_optimizer(tmp_path, family):
+    hf_dir = parity.make_model(tmp_path / "model", family)
+    (first, whole), (second, _) = launch(2, bytes_to_load, hf_dir)
+    assert first + second == whole
+    # A parameter is read whole by one rank, so that the shares differ by the size of one at most.
+    assert max(first, second) < 0.6 * whole
