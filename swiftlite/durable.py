@@ -6,9 +6,13 @@ from pathlib import Path
 from swiftlite.errors import UserError
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file so that after a crash it is either absent, old or whole."""
-    temporary = path.with_name(f".{path.name}.incomplete")
+def write_durably(path: Path, content: bytes, writer: str = "") -> None:
+    """Write a small file so that after a crash it is either absent, old or whole.
+
+    Args:
+        writer: distinguishes processes that may write the same file at the same time.
+    """
+    temporary = path.with_name(f".{path.name}{writer}.incomplete")
     try:
         with temporary.open("wb") as out:
             out.write(content)

@@ -8,7 +8,10 @@ of drafts. `cache.json` says whose states they are. The bits are those that were
 
 import hashlib
 import json
+import os
 import shutil
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +43,8 @@ from swiftlite.train.learner import Learner
 
 FLAG = "--cache_trunk_states"
 MANIFEST = "cache.json"
+ABANDONED_SECONDS = 3600
+"""Writing one file takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ def open_trunk_states(
     if dist.get_rank() == 0:
         check_writable(FLAG, directory)
         _check_is_same(directory, manifest)
+        _delete_abandoned(directory)
         _check_disk(directory, learner, data)
         write_durably(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     dist.barrier()
@@ -150,6 +156,13 @@ def _check_is_same(directory: Path, manifest: Mapping[str, str]) -> None:
         raise UserError(f"{FLAG} {directory} was written with other {', '.join(differing)}", hint)
 
 
+def _delete_abandoned(directory: Path) -> None:
+    """Delete what runs that were killed have left half written; another run may be writing now."""
+    for path in directory.glob(".*.incomplete"):
+        if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+            path.unlink(missing_ok=True)
+
+
 def _check_disk(directory: Path, learner: Learner, data: Data) -> None:
     """Say how large the cache becomes.
 
@@ -191,7 +204,9 @@ def _write(path: Path, output: TrunkOutput) -> None:
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        write_durably(path, save(tensors, {"sha256": _sha256_of(path.name, tensors)}))
+        # Data-parallel ranks may have equal micro-batches: padding, or rows that occur twice.
+        writer = f"-{socket.gethostname()}-{os.getpid()}"
+        write_durably(path, save(tensors, {"sha256": _sha256_of(path.name, tensors)}), writer)
     except OSError as error:
         raise UserError(f"{FLAG}: {path} cannot be written: {error.strerror}", "make room, then --resume") from None
 

@@ -1,13 +1,20 @@
 """One head unrolled over several tokens, and distillation: at every kind of layout as in one process."""
 
+import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from swiftlite.args.commands import SftArgs
+from swiftlite.train import sft
 from tests.parallel import parity
+from tests.parallel.launch import launch
 from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
+from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo
 
@@ -96,3 +103,42 @@ def test_ranks_read_what_they_have_written(tmp_path):
             assert tensor.equal(read.weights[key])
     for name in layouts:
         assert list((tmp_path / name / "cache").glob("*.safetensors"))
+
+
+def train_on_a_slow_disk(args: SftArgs) -> int:
+    """Ranks that write the same file at the same time are in the middle of it together."""
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.02)
+        fsync(descriptor)
+
+    os.fsync = slow  # this process ends with the run
+    return sft.run(args)
+
+
+def test_ranks_may_write_the_same_states(tmp_path):
+    """Rows that occur twice, side by side on both ranks; and the last of 3 held-out rows is next to padding."""
+    model = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
+    rows = [json.dumps({"query": f"What is {n // 2}?", "response": f"It is {n // 2}."}) for n in range(16)]
+    for name, chosen in {"rows": rows, "val": rows[:3]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(chosen))
+    args = SftArgs(
+        model=str(model),
+        dataset=[str(tmp_path / "rows.jsonl")],
+        val_dataset=[str(tmp_path / "val.jsonl")],
+        output_dir=str(tmp_path / "run"),
+        mtp_mode="heads_only",
+        torch_dtype="float32",
+        micro_batch_size=1,
+        global_batch_size=2,
+        train_iters=8,
+        dataset_shuffle=False,
+        acceptance_samples=0,
+        report_to=[],
+        cache_trunk_states=str(tmp_path / "cache"),
+    )
+    assert launch(2, train_on_a_slow_disk, args) == [0, 0]
+    # 8 different rows, and the row of padding.
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 9
+    assert not list((tmp_path / "cache").glob(".*"))
