@@ -68,7 +68,8 @@ class ConversionArgs:
     """With --to_hf: tokens that the heads can draft: so many, those that the answers of the run's --dataset hold most
     often. Engines then compute no other logits of theirs. Unset: as the run has them."""
     torch_dtype: Literal["bfloat16", "float32"] | None = None
-    """Precision of the exported tensors. Unset: each tensor's precision in the source model."""
+    """Precision of the exported tensors; those that a model of 16 bits has in float32, such as a router's bias, get no
+    less than the source model has. Unset: each tensor's precision in the source model."""
     merge_lora: bool = True
     """true: adapters (LoRA) are added to the weights, and the result is a model like any other. false: with --to_hf,
     the adapters alone, in a directory that PEFT reads, and MTP heads in a file beside them."""

@@ -11,9 +11,9 @@ from swiftlite.bridge.join import COPY, Join
 
 Shape = tuple[int, ...]
 HfConfig = Mapping[str, Any]
+"""The content of a config.json."""
 HfPart = Literal["trunk", "heads"]
 """The tensors of a checkpoint that verify, or those that draft."""
-"""The content of a config.json."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Row:
             when the source model had them; those of MTP heads always, because some engines ask for them.
         mcore_copies: further Megatron names that hold the same parameter (`output_layer.weight` of a tied model on a
             later pipeline stage). Filled on load, never written.
+        is_exact: whether the parameter is float32 in a model of 16 bits too. Files have it in float32, unless the
+            source model had it otherwise.
     """
 
     mcore: str
@@ -36,6 +38,7 @@ class Row:
     join: Join = COPY
     hf_copies: tuple[str, ...] = ()
     mcore_copies: tuple[str, ...] = ()
+    is_exact: bool = False
 
     def hf_shapes(self) -> dict[str, Shape]:
         """Shapes of the row's HF names, copies included."""

@@ -293,7 +293,8 @@ def save_hf(
         family: the table of the rows of the model's family.
         out_dir: made if missing, must not hold safetensors; best on a file system that all ranks share.
         dtypes: dtype by HF key, as the source had it ("bfloat16" or torch.bfloat16); a key that the source lacked
-            gets the source's most frequent dtype. One dtype: for all tensors. None: the dtype of the parameters.
+            gets the source's most frequent dtype, or float32 where the row says `is_exact`. One dtype: for all
+            tensors. None: the dtype of the parameters.
             The keys of a mapping also say which tensors the source had: a copy such as the `lm_head.weight` of a tied
             model is written if it is among them; one that an MTP head holds also if none of that head's tensors is.
             Experts are stacked in one tensor if that tensor is among them.
@@ -309,7 +310,7 @@ def save_hf(
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     source_dtypes = dtypes if isinstance(dtypes, Mapping) else {}
     heads_of_source = {family.head_of(hf_config, key) for key in source_dtypes}
-    dtype_of = _dtype_of(dtypes, bindings)
+    dtype_of = _dtype_of(dtypes, rows, bindings)
     tensors = {}
     for row in rows:
         for key, shape in row.hf_shapes().items():
@@ -354,7 +355,7 @@ def streamed_tensors(
 ) -> dict[str, tuple[torch.dtype, Shape]]:
     """Type and shape of the tensors that `stream_hf` brings, by HF key and in its order; not collective."""
     rows, bindings = _bind_all(model_chunks, family, hf_config)
-    dtype_of = _dtype_of(dtypes, bindings)
+    dtype_of = _dtype_of(dtypes, rows, bindings)
     wants_heads = part == "heads"
     tensors = {}
     for row in rows:
@@ -516,17 +517,30 @@ def _check_mtp_depth(depth: int, checkpoint: Checkpoint, family: RowTable, hf_co
         raise UserError("\n  ".join([problem, *some(missing)]), start_anew)
 
 
-def _dtype_of(dtypes: Dtypes, bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:
+def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) -> Callable[[str], torch.dtype]:
     """HF key -> the dtype it is written in; see `save_hf`."""
-    if not isinstance(dtypes, Mapping):
-        one = _dtype(dtypes or bindings[0].shard.tensor.dtype)
+    if isinstance(dtypes, str | torch.dtype):
+        one = _dtype(dtypes)
         return lambda key: one
-    [(most_frequent, _)] = Counter(dtypes.values()).most_common(1)
+    exact = {key for row in rows if row.is_exact for key in row.hf}
+    stated = dtypes or {}
+    usual: str | torch.dtype = bindings[0].shard.tensor.dtype
+    if stated:
+        [(usual, _)] = Counter(stated.values()).most_common(1)
+    # Of a new head as the trunk's, by the last two parts of the name: "gate.e_score_correction_bias".
+    usual_exact = {_leaf(key): dtype for key, dtype in stated.items() if key in exact}
 
     def dtype_of(key: str) -> torch.dtype:
-        return _dtype(dtypes.get(stack_name(key)) or dtypes.get(key) or most_frequent)
+        found = stated.get(stack_name(key)) or stated.get(key)
+        if found is None:
+            found = usual_exact.get(_leaf(key), torch.float32) if key in exact else usual
+        return _dtype(found)
 
     return dtype_of
+
+
+def _leaf(key: str) -> str:
+    return ".".join(key.split(".")[-2:])
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:

@@ -101,7 +101,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
             writing,
             hf_model.family,
             hf_model.config,
-            dtypes=dict.fromkeys(dtypes, args.torch_dtype) if args.torch_dtype else dtypes,
+            dtypes=_cast(dtypes, hf_model, heads, args.torch_dtype) if args.torch_dtype else dtypes,
             max_shard_bytes=int(args.max_shard_size_gb * 1e9),
             carried=carried_file(hf_model.directory),
         )
@@ -197,6 +197,15 @@ def _open_checkpoint(
     if args.mtp_graft_from:
         graft_heads(chunks, local_model(args.mtp_graft_from), hf_model.family, hf_model.config)
     return chunks
+
+
+def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str) -> dict[str, str]:
+    """Another dtype for every tensor, except a smaller one for those that a model of 16 bits has in float32."""
+    kept: set[str] = set()
+    if dtype != "float32":
+        rows = hf_model.family.rows(hf_model.config, heads.layers)
+        kept = {key for row in rows if row.is_exact for key in row.hf}
+    return {key: own if key in kept else dtype for key, own in dtypes.items()}
 
 
 @contextmanager

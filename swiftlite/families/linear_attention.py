@@ -69,8 +69,8 @@ class GatedDeltaNet:
         rows = [
             *self._projections(),
             Row("conv1d.weight", {"conv1d.weight": (convolved, 1, self.kernel)}, by_group),
-            Row("A_log", {"A_log": (self.value_heads,)}),
-            Row("dt_bias", {"dt_bias": (self.value_heads,)}),
+            Row("A_log", {"A_log": (self.value_heads,)}, is_exact=True),
+            Row("dt_bias", {"dt_bias": (self.value_heads,)}, is_exact=True),
             Row("norm.weight", {"norm.weight": (self.value_head_dim,)}),
             Row("out_proj.weight", {"out_proj.weight": (self.hidden, values)}),
         ]

@@ -120,7 +120,8 @@ class Mixture:
     def rows(self) -> list[Row]:
         rows = [Row("mlp.router.weight", {"mlp.gate.weight": (self.experts, self.hidden)})]
         if self.expert_bias:
-            rows.append(Row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": (self.experts,)}))
+            bias = {"mlp.gate.e_score_correction_bias": (self.experts,)}
+            rows.append(Row("mlp.router.expert_bias", bias, is_exact=True))
         for expert in range(self.experts):
             names = f"mlp.experts.{expert}.", f"mlp.experts.local_experts.{expert}."
             rows += gated_rows(names[0], self.hidden, self.ffn, mcore_prefix=names[1])

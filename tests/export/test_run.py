@@ -139,6 +139,44 @@ def test_heads_that_nobody_dropped_are_not_lost(family, tmp_path, mesh):
     assert (tmp_path / "run").exists()
 
 
+EXACT = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
+"""What models of 16 bits have in float32, by the ends of names."""
+
+
+def assert_only_exact_are_float32(directory: Path) -> None:
+    found = tensors(directory)
+    float32 = {key for key, tensor in found.items() if tensor.dtype is torch.float32}
+    assert float32 == {key for key in found if key.endswith(EXACT)} != set()
+    assert {found[key].dtype for key in found.keys() - float32} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "hy_v3"])
+def test_new_heads_have_the_precision_of_the_trunk(family, tmp_path, mesh):
+    """The bias of a router levels experts by steps of 0.001, which bfloat16 does not tell apart above 0.25."""
+    hf_dir = make_tiny_hf(tmp_path / "hf", family, dtype=torch.bfloat16)
+    model = read_hf_model(hf_dir)
+    chunks, _ = open_model(model, mesh, dtype=torch.bfloat16, heads=Heads(1), mtp_init="random")
+    own = dtypes_of(describe_tensors(model))
+    save_hf(chunks, tmp_path / "out", model.family, model.config, dtypes=own)
+    assert_only_exact_are_float32(tmp_path / "out")
+    # As the source has it, where it has it otherwise.
+    otherwise = {key: "bfloat16" if key.endswith(EXACT) else dtype for key, dtype in own.items()}
+    save_hf(chunks, tmp_path / "otherwise", model.family, model.config, dtypes=otherwise)
+    assert {tensor.dtype for tensor in tensors(tmp_path / "otherwise").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_a_smaller_precision_spares_what_16_bits_cannot_hold(family, tmp_path, mesh):
+    hf_dir = make_tiny_hf(tmp_path / "hf", family, depth=1, dtype=torch.float32)
+    run = tmp_path / "run"
+    to_mcore(ExportArgs(model=str(hf_dir), output_dir=str(run), to_mcore=True), mesh)
+    for dtype in ("bfloat16", "float32"):
+        out = tmp_path / dtype
+        to_hf(ExportArgs(model=str(run), output_dir=str(out), to_hf=True, torch_dtype=dtype), mesh)
+    assert_only_exact_are_float32(tmp_path / "bfloat16")
+    assert {tensor.dtype for tensor in tensors(tmp_path / "float32").values()} == {torch.float32}
+
+
 def test_what_a_conversion_leaves_is_a_run(converted, hf_dir):
     assert {path.name for path in converted.iterdir()} == {"source", "checkpoint-0"}
     state = json.loads((converted / "checkpoint-0" / "trainer_state.json").read_text())
