@@ -18,17 +18,19 @@ from swiftlite.heads import Heads
 from swiftlite.hub.name import HubName
 
 
-def model_card(repository: str, run: Path, origin: Origin, heads: Heads) -> str:
+def model_card(repository: str, origin: Origin, heads: Heads, measured: Path | None) -> str:
     """The text of README.md.
 
     Args:
-        run: directory of the run, with acceptance.json if it has measured any.
+        heads: those of the model.
+        measured: directory of the run that trained these very heads, with acceptance.json if it has measured any; None
+            where they are another's, or draft other tokens than they did there.
     """
     sections = [
         _front_matter(origin, heads),
         f"# {repository}\n",
         f"{_what_it_is(origin, heads)}\n",
-        *_acceptance(run),
+        *(_acceptance(measured) if measured else ()),
         *_serving(repository, heads),
     ]
     return "\n".join(sections).rstrip() + "\n"

@@ -109,7 +109,8 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
             _audit(writing, hf_model, dtypes)
             check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
             if args.push_to_hub and origin:
-                card = model_card(args.push_to_hub, checkpoint.parent, origin, heads)
+                has_heads_of_run = args.mtp == "keep" and not args.mtp_graft_from and args.draft_vocab is None
+                card = model_card(args.push_to_hub, origin, heads, checkpoint.parent if has_heads_of_run else None)
                 (writing / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)

@@ -1,15 +1,20 @@
 """README.md of a pushed model, as the hub's own client reads it."""
 
 import json
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
+from swiftlite.args.commands import ExportArgs, SftArgs
+from swiftlite.args.config import write_config
 from swiftlite.errors import UserError
 from swiftlite.export.card import model_card
 from swiftlite.export.origin import Origin, origin_of
+from swiftlite.export.run import to_hf, to_mcore
 from swiftlite.heads import Heads
 from swiftlite.hub.name import HubName
+from tests.tiny import make_tiny_hf
 
 MODEL = HubName("model", "org/base", "v1")
 DATA = HubName("dataset", "org/rows", subset="small")
@@ -18,7 +23,7 @@ ORIGIN = Origin(MODEL, (DATA, "/home/someone/private/rows.jsonl#50"), {MODEL.key
 
 
 def test_the_card_says_what_it_was_made_from(tmp_path):
-    text = model_card("me/new", tmp_path, ORIGIN, Heads(layers=1, unroll=3))
+    text = model_card("me/new", ORIGIN, Heads(layers=1, unroll=3), tmp_path)
     data = ModelCard(text).data.to_dict()
     assert (data["base_model"], data["datasets"], data["library_name"]) == ("org/base", ["org/rows"], "transformers")
     assert f"- Base model: [org/base@v1](https://huggingface.co/org/base) at commit `{COMMIT}`" in text
@@ -29,7 +34,7 @@ def test_the_card_says_what_it_was_made_from(tmp_path):
     assert "Acceptance" not in text
 
 
-def test_the_card_has_the_acceptance_of_the_run_and_of_engines(tmp_path):
+def write_acceptance(run) -> None:
     before = {"prompts": 8, "drafts": 100, "drafted": 100, "accepted": 3, "acceptance_rate": 0.03}
     after = before | {"accepted": 61, "acceptance_rate": 0.61, "mean_accepted_length": 1.61}
     content = {
@@ -38,15 +43,58 @@ def test_the_card_has_the_acceptance_of_the_run_and_of_engines(tmp_path):
         "after": {"generated": after},
         "engines": {"vllm": after | {"accepted": 60, "acceptance_rate": 0.6, "mean_accepted_length": 1.6}},
     }
-    (tmp_path / "acceptance.json").write_text(json.dumps(content))
-    lines = model_card("me/new", tmp_path, ORIGIN, Heads(layers=1)).splitlines()
+    (run / "acceptance.json").write_text(json.dumps(content))
+
+
+def test_the_card_has_the_acceptance_of_the_run_and_of_engines(tmp_path):
+    write_acceptance(tmp_path)
+    lines = model_card("me/new", ORIGIN, Heads(layers=1), tmp_path).splitlines()
     assert "| before training | 8 | 3 of 100 (3.0%) | 1.03 |" in lines
     assert "| after training | 8 | 61 of 100 (61.0%) | 1.61 |" in lines
     assert "| after training, by vllm | 8 | 60 of 100 (60.0%) | 1.60 |" in lines
 
 
-def test_a_model_without_heads_promises_no_drafts(tmp_path):
-    text = model_card("me/new", tmp_path, Origin("base", (), {}, steps=1, heads_only=False), Heads())
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, mesh) -> Path:
+    """A run that has measured its heads, and beside it a model with others."""
+    folder = tmp_path_factory.mktemp("card")
+    for name in ("model", "other"):
+        make_tiny_hf(folder / name, "qwen3", depth=1, with_tokenizer=True, seed=len(name))
+    to_mcore(ExportArgs(model=str(folder / "model"), output_dir=str(folder / "run"), to_mcore=True), mesh)
+    write_acceptance(folder / "run")
+    rows = folder / "rows.jsonl"
+    rows.write_text(json.dumps({"query": "What does this function do?", "response": "It returns the sum."}))
+    options = SftArgs(model=str(folder / "model"), dataset=[str(rows)], output_dir=str(folder / "run"))
+    write_config(options, folder / "run" / "args.json")
+    return folder / "run"
+
+
+def card_of(run: Path, out: Path, mesh, **options) -> str:
+    args = ExportArgs(model=str(run), output_dir=str(out), to_hf=True, push_to_hub="me/new", **options)
+    to_hf(args, mesh)  # `export.run.run` uploads what this has written
+    return (out / "README.md").read_text()
+
+
+def test_heads_of_the_run_have_its_acceptance(run, tmp_path, mesh):
+    assert "61 of 100" in card_of(run, tmp_path / "out", mesh)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mtp": "strip"}, {"mtp_graft_from": "other"}, {"draft_vocab": 5}],
+    ids=["stripped", "grafted", "fewer tokens"],
+)
+def test_other_heads_have_not(run, tmp_path, mesh, options):
+    """Nor those that draft from fewer tokens than they were measured with."""
+    if "mtp_graft_from" in options:
+        options = {"mtp_graft_from": str(run.parent / "other")}
+    text = card_of(run, tmp_path / "out", mesh, **options)
+    assert "Acceptance" not in text
+    assert "61 of 100" not in text
+
+
+def test_a_model_without_heads_promises_no_drafts():
+    text = model_card("me/new", Origin("base", (), {}, steps=1, heads_only=False), Heads(), None)
     assert "speculative" not in text
     assert "- Data: random tokens" in text
     assert ModelCard(text).data.to_dict()["tags"] == ["swiftlite"]
