@@ -46,8 +46,18 @@ def test_an_engine_is_installed(here, monkeypatch):
     assert problem == "--infer_backend vllm, but it is not installed"
 
 
-def test_what_an_engine_would_do_has_no_effect_without_one(here):
-    assert rules.check(dataclasses.replace(EVALUATE, max_prompts=3, num_speculative_tokens=1)) == [
-        "--num_speculative_tokens 1 has no effect: --infer_backend is none",
-        "--max_prompts 3 has no effect: --infer_backend is none",
-    ]
+OF_AN_ENGINE = {"max_prompts": 3, "max_new_tokens": 7, "temperature": 0.5, "num_speculative_tokens": 1}
+
+
+def flags(notes: list[str]) -> set[str]:
+    return {note.split()[0].removeprefix("--") for note in notes if "--infer_backend is none" in note}
+
+
+@pytest.mark.parametrize("name", OF_AN_ENGINE)
+def test_what_an_engine_would_do_has_no_effect_without_one(here, name):
+    assert flags(rules.check(dataclasses.replace(EVALUATE, **{name: OF_AN_ENGINE[name]}))) == {name}
+
+
+def test_all_that_an_engine_would_do_is_named(here):
+    assert flags(rules.check(dataclasses.replace(EVALUATE, **OF_AN_ENGINE))) == OF_AN_ENGINE.keys()
+    assert rules.check(dataclasses.replace(EVALUATE, **OF_AN_ENGINE, infer_backend="transformers")) == []
