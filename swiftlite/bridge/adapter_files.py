@@ -17,14 +17,13 @@ from safetensors.torch import save
 
 from swiftlite.bridge.adapter_rows import HF_MAGNITUDE, leaf_of
 from swiftlite.bridge.hf_config import digest_of_trunk, read_config
-from swiftlite.bridge.tensors import Checkpoint, some
+from swiftlite.bridge.tensors import ADAPTER_CONFIG, Checkpoint, some
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.json_file import read_json
 from swiftlite.lora import Lora
 
-CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 HEADS_FILE = "mtp_heads.safetensors"
 _PREFIX = "base_model.model."
@@ -100,7 +99,7 @@ def write_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    write_durably(directory / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+    write_durably(directory / ADAPTER_CONFIG, (json.dumps(config, indent=2) + "\n").encode())
     content = {_PREFIX + key: tensor.contiguous() for key, tensor in (*tensors.items(), *saved.items())}
     write_durably(directory / TENSORS_FILE, save(content, metadata={"format": "pt", _DIGEST: base.sha256}))
 
@@ -156,7 +155,7 @@ class SavedAdapter:
             UserError: it is another one.
         """
         if self.base_sha256 and digest_of(hf_dir) != self.base_sha256:
-            made_for = read_json(self.directory / CONFIG_FILE).get("base_model_name_or_path")
+            made_for = read_json(self.directory / ADAPTER_CONFIG).get("base_model_name_or_path")
             raise UserError(
                 f"--adapters {self.directory} belong to another model than {hf_dir}: tensors or config.json differ",
                 f"give the model that they were trained on, which was {made_for}",
@@ -209,7 +208,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
         UserError: it is none, is damaged, or asks for more than an A and a B for each linear layer.
     """
     try:
-        config = read_json(directory / CONFIG_FILE)
+        config = read_json(directory / ADAPTER_CONFIG)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         if rank < 1:
             raise ValueError(f"r is {rank}")
@@ -222,7 +221,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(
             f"--adapters {directory} cannot be read: {type(error).__name__}: {error}",
-            f"give a directory with {CONFIG_FILE} and {TENSORS_FILE}, as export --merge_lora false or PEFT writes it",
+            f"give a directory with {ADAPTER_CONFIG} and {TENSORS_FILE}, as export --merge_lora false or PEFT writes it",
         ) from None
     if unknown := [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]:
         raise UserError(

@@ -31,6 +31,8 @@ from swiftlite.json_file import parse_json, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's, in a directory of adapters."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -61,9 +63,15 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
         file, a key that the index promises and its file lacks, a key in a file that the index does not know.
 
     Raises:
-        UserError: there is no safetensors file, or the index itself cannot be read.
+        UserError: there is no safetensors file, the index itself cannot be read, or an adapter lies beside the weights.
     """
     hf_dir = Path(hf_dir)
+    if (hf_dir / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"{hf_dir} has an adapter beside its weights ({ADAPTER_CONFIG}): transformers applies it where PEFT is "
+            "installed, other engines and training do not",
+            f"merge it into the weights with PEFT; if they are merged already, move {ADAPTER_CONFIG} away",
+        )
     index_path = hf_dir / INDEX_NAME
     if index_path.is_file():
         promised = _read_index(index_path)
@@ -157,10 +165,14 @@ class Checkpoint:
             else:
                 there.copy_(self._read_chunk(key, part, buffer))
 
+    def dtype_of(self, key: str, dequantised: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor; `dequantised` where it has factors."""
+        return dequantised if key in self._scales else self.entries[key].dtype
+
     def read(self, key: str) -> torch.Tensor:
         """A whole tensor."""
         entry = self.entries[key]
-        result = torch.empty(entry.shape, dtype=torch.float32 if key in self._scales else entry.dtype)
+        result = torch.empty(entry.shape, dtype=self.dtype_of(key, torch.float32))
         self.read_into(result, key, (slice(None),) * len(entry.shape))
         return result
 

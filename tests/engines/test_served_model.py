@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from swiftlite.bridge.audit import audit_hf
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import log_fed_otherwise, read_model, require_heads
 from swiftlite.errors import UserError
@@ -119,3 +122,20 @@ def test_a_head_beyond_the_promise_is_named(tmp_path):
     edit(directory, add={"mtp.heads.1.fc.weight": extra})
     with pytest.raises(UserError, match=r"unexpected: mtp\.heads\.1\.fc\.weight"):
         require_heads(read_model(directory))
+
+
+def test_an_adapter_beside_the_weights(tmp_path):
+    """transformers applies it, where PEFT is installed: its logits are not those of the weights."""
+    directory = make_tiny_hf(tmp_path, "qwen3", depth=1)
+    ids = torch.arange(8)[None]
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    own = model(ids).logits
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(directory)
+    assert not torch.equal(AutoModelForCausalLM.from_pretrained(directory)(ids).logits, own)
+    with pytest.raises(UserError) as refused:
+        read_model(directory)
+    assert "adapter_config.json" in refused.value.problem
+    assert "adapter_config.json" in "".join(audit_hf(directory, FAMILIES["qwen3"]))
+    (directory / "adapter_config.json").unlink()
+    read_model(directory)

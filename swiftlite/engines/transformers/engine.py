@@ -6,13 +6,16 @@ The drafter itself follows transformers' protocol and works in its loop as well
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -21,7 +24,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bridge.tensors import some
+from swiftlite.bridge.quantization import block_size
+from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.served_model import ServedModel, read_model, require_heads
 from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpCandidateGenerator, load_heads
@@ -169,16 +173,21 @@ def load_trunk(model: ServedModel, config: EngineConfig) -> PreTrainedModel:
         "experts_implementation": "eager",  # one expert after the other, in the order in which training sums them
     }
     model_class: Any = AutoModelForCausalLM
+    source: Path | None = model.directory
     if model.family.name == "mimo":
         # transformers has no MiMo class; the trunk is a Qwen2 whose config has another name.
         model_class = Qwen2ForCausalLM
         options["config"] = Qwen2Config(**{k: v for k, v in model.hf_config.items() if k != "model_type"})
     else:
         options["trust_remote_code"] = config.trust_remote_code
+    if block_size(model.hf_config):
+        model_class, options["config"] = _unquantised_class(model_class, model, options)
+        options["state_dict"] = _trunk_tensors(model, options["dtype"])
+        source = None
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would list every MTP tensor as unexpected
     try:
-        trunk, loaded = model_class.from_pretrained(model.directory, **options)
+        trunk, loaded = model_class.from_pretrained(source, **options)
     finally:
         logging.set_verbosity(verbosity)
     if loaded["missing_keys"]:
@@ -187,6 +196,39 @@ def load_trunk(model: ServedModel, config: EngineConfig) -> PreTrainedModel:
             "copy, download or export the model again",
         )
     return trunk.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _unquantised_class(model_class: Any, model: ServedModel, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
+    """The class of a quantised model's trunk, and its config without the quantisation."""
+    config = options.pop("config", None)
+    trust_remote_code = options.pop("trust_remote_code", False)
+    if config is None:
+        config = AutoConfig.from_pretrained(model.directory, trust_remote_code=trust_remote_code)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    if model_class is not AutoModelForCausalLM:
+        return model_class, config
+    with torch.device("meta"):
+        trunk = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return type(trunk), trunk.config
+
+
+def _trunk_tensors(model: ServedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The trunk's tensors as training reads them.
+
+    transformers 5.19 multiplies FP8 by the wrong factors, or raises, where a matrix is no multiple of a block, as
+    DeepSeek-V3's `kv_a_proj_with_mqa` of 576 rows (integrations/finegrained_fp8.py).
+    """
+    family, hf_config = model.family, model.hf_config
+    tensors = {}
+    with Checkpoint(model.directory, block_size(hf_config)) as checkpoint:
+        for key, entry in checkpoint.entries.items():
+            if family.is_mtp(hf_config, key) or family.is_carried(key) or family.is_derived(key):
+                continue
+            tensors[key] = torch.empty(entry.shape, dtype=checkpoint.dtype_of(key, dtype))
+            checkpoint.read_into(tensors[key], key, (slice(None),) * len(entry.shape))
+    return tensors
 
 
 def _draft(

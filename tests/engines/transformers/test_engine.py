@@ -10,8 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.served_model import read_model
+from swiftlite.engines.transformers.engine import load_trunk
 from swiftlite.errors import UserError
-from tests.tiny import make_tiny_hf
+from tests.bridge.test_fp8 import expected, make_fp8
+from tests.tiny import make_tiny_hf, memory_name, per_expert
 
 
 def start(directory, num_tokens: int | None = 0, torch_dtype: Any = "float32", **options):
@@ -117,3 +120,32 @@ def test_a_tied_mimo_needs_no_code_of_its_own(tmp_path):
     directory = make_tiny_hf(tmp_path, "mimo", depth=1, tied=True)
     assert "auto_map" not in json.loads((directory / "config.json").read_text())
     assert len(answers(start(directory, 1), [[1, 2, 3]], Sampling(8))[0]) == 8
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mimo", "glm4_moe", "deepseek_v3", "qwen3_5_moe"])
+def test_fp8_rows_that_are_no_multiple_of_a_block(tmp_path, family):
+    """DeepSeek-V3's `kv_a_proj_with_mqa` has 576 rows in blocks of 128; here no block divides any matrix."""
+    directory = make_fp8(tmp_path, family, depth=1)
+    model = read_model(directory)
+    held = per_expert(load_trunk(model, EngineConfig(directory, "bfloat16")).state_dict())
+    numbers = expected(directory)
+    keys = [key for key in numbers if not model.family.is_mtp(model.hf_config, key)]
+    keys = [key for key in keys if not model.family.is_carried(key)]
+    assert {memory_name(family, key) for key in keys} == held.keys()
+    for key in keys:
+        assert torch.equal(held[memory_name(family, key)].float(), numbers[key].float()), key
+
+
+def test_an_fp8_model_drafts_and_answers_as_its_export_in_bfloat16(tmp_path):
+    directory = make_fp8(tmp_path / "fp8", "glm4_moe", depth=1)
+    plain = tmp_path / "bfloat16"
+    plain.mkdir()
+    save_file(expected(directory), plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    engines = [start(each, 1, "bfloat16") for each in (directory, plain)]
+    prompts = [[1, 2, 3, 4], [9, 8]]
+    found, other = (answers(engine, prompts, Sampling(8)) for engine in engines)
+    assert found == other
+    assert engines[0].draft_counts() == engines[1].draft_counts()
