@@ -221,7 +221,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(
             f"--adapters {directory} cannot be read: {type(error).__name__}: {error}",
-            f"give a directory with {ADAPTER_CONFIG} and {TENSORS_FILE}, as export --merge_lora false or PEFT writes it",
+            f"give a directory with {ADAPTER_CONFIG} and {TENSORS_FILE}, as export --merge_lora false or PEFT writes",
         ) from None
     if unknown := [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]:
         raise UserError(

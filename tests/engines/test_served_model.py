@@ -131,7 +131,7 @@ def test_an_adapter_beside_the_weights(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(directory)
     own = model(ids).logits
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    adapted.save_pretrained(directory)
+    adapted.save_pretrained(str(directory))
     assert not torch.equal(AutoModelForCausalLM.from_pretrained(directory)(ids).logits, own)
     with pytest.raises(UserError) as refused:
         read_model(directory)

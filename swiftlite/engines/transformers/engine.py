@@ -206,7 +206,7 @@ def _unquantised_class(model_class: Any, model: ServedModel, options: dict[str, 
         config = AutoConfig.from_pretrained(model.directory, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
-            del part.quantization_config
+            delattr(part, "quantization_config")
     if model_class is not AutoModelForCausalLM:
         return model_class, config
     with torch.device("meta"):
