@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer as McoreMoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter as McoreTopKRouter
 
 from swiftlite.model.balance import RoutedTokens, tokens_times_loss
+from swiftlite.model.dispatcher import LocalTokenDispatcher
 from swiftlite.model.recompute import checkpoint
 from swiftlite.runtime.mesh import Mesh
 
@@ -91,13 +93,18 @@ class MoELayer(McoreMoELayer):
     """megatron-core's, whose router is told which tokens it routes.
 
     The stock layer takes nothing but a mask. It is given its groups by the stock TransformerLayer only if it is
-    megatron-core's own class; this one finds the same in the active mesh.
+    megatron-core's own class; this one finds the same in the active mesh. Where one rank holds all experts, tokens are
+    sorted without waiting for the GPU (`dispatcher.py`).
     """
 
     router: TopKRouter
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        stock: Any = self.token_dispatcher
+        if stock.tp_ep_group.size() == 1:
+            groups = ProcessGroupCollection(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
+            self.token_dispatcher = LocalTokenDispatcher(self.config, groups)
         # Left to this class: of what the stock one computes again, only tensors can be arguments.
         self.is_recomputed = self.moe_layer_recompute
         self.moe_layer_recompute = False

@@ -1,0 +1,111 @@
+"""How tokens come to their experts where one rank holds all of them.
+
+Shapes: T tokens, K experts of each token, E experts, P = T * K pairs of a token and one of its experts, H hidden size.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch.autograd.function import once_differentiable
+
+
+class LocalTokenDispatcher(MoETokenDispatcher):
+    """Sort tokens by expert, and sum up what the experts of each token return; nothing is exchanged or counted.
+
+    megatron-core's dispatcher for several ranks works for one rank too. It selects pairs by masks, so that the host must
+    read their number, and copies to the host how many tokens each expert has: three waits for the GPU in every layer,
+    forward and recomputed (moe_utils.py:369 and 372, token_dispatcher.py:899 of 0.16.1). Here the host knows P without
+    asking, since each token has K experts.
+
+    For example, with three tokens whose experts are (0, 2), (2, 1) and (0, 1), the pairs in order of experts are
+
+        pair              0      1      2      3      4      5
+        expert            0      0      1      1      2      2
+        token_P           0      2      1      2      0      1
+
+    and pair_TK, where each token finds its own, is ((0, 4), (2, 5), (1, 3)).
+    """
+
+    def dispatch_preprocess(
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens [P, H] in order of their experts, and the weight [P] of each.
+
+        Args:
+            tokens: [..., H].
+            routing_map: bool [T, E], K true in each row.
+            probs: [T, E].
+        """
+        self.shape = tokens.shape
+        tokens_TH = tokens.reshape(-1, self.shape[-1])
+        num_tokens, num_pairs = len(tokens_TH), len(tokens_TH) * self.config.moe_router_topk
+        chosen_ET = routing_map.t().to(torch.uint8).flatten()
+        pair_P = chosen_ET.argsort(descending=True, stable=True)[:num_pairs]  # of E * T
+        self.token_P = pair_P % num_tokens
+        self.pair_TK = self.token_P.argsort(stable=True).view(num_tokens, -1)
+        self.tokens_per_expert = routing_map.sum(dim=0)
+        return _copy_to_experts(tokens_TH, self.token_P, self.pair_TK), probs.t().flatten().index_select(0, pair_P)
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden_states, probs
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Add the number of each expert's tokens [E], on the device."""
+        return hidden_states, self.tokens_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's experts, in the shape that tokens came in."""
+        return _sum_of_experts(hidden_states, self.token_P, self.pair_TK).view(self.shape)
+
+
+def _copy_to_experts(tokens_TH: torch.Tensor, token_P: torch.Tensor, pair_TK: torch.Tensor) -> torch.Tensor:
+    copies: Any = _CopyToExperts.apply(tokens_TH, token_P, pair_TK)
+    return copies
+
+
+def _sum_of_experts(outputs_PH: torch.Tensor, token_P: torch.Tensor, pair_TK: torch.Tensor) -> torch.Tensor:
+    sums: Any = _SumOfExperts.apply(outputs_PH, token_P, pair_TK)
+    return sums
+
+
+def _gather_and_sum(pairs_PH: torch.Tensor, pair_TK: torch.Tensor) -> torch.Tensor:
+    """Return [T, H]. Each sum is made in order of experts; a scatter has no order on a GPU."""
+    return pairs_PH.index_select(0, pair_TK.flatten()).view(*pair_TK.shape, -1).sum(dim=1)
+
+
+# Each is the other's gradient.
+
+
+class _CopyToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens_TH: torch.Tensor, token_P: torch.Tensor, pair_TK: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(pair_TK)
+        return tokens_TH.index_select(0, token_P)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (pair_TK,) = ctx.saved_tensors
+        return _gather_and_sum(grad_outputs[0], pair_TK), None, None
+
+
+class _SumOfExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, outputs_PH: torch.Tensor, token_P: torch.Tensor, pair_TK: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token_P)
+        return _gather_and_sum(outputs_PH, pair_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (token_P,) = ctx.saved_tensors
+        return grad_outputs[0].index_select(0, token_P), None, None
