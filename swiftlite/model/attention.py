@@ -187,6 +187,8 @@ class CoreAttention(MegatronModule):
             # torch's is_causal aligns the first query with the first key.
             is_allowed = query_SBND.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBGD, value_SBGD))
+        if query.is_cuda and query.dtype is torch.float32:
+            key, value = (for_each_query_head(tensor, query.size(1)) for tensor in (key, value))
         out_BNSD = F.scaled_dot_product_attention(
             query,
             key,
@@ -287,6 +289,15 @@ class CoreAttention(MegatronModule):
         keys, values = ([tensor.squeeze(1) for tensor in own] for own in (own_keys, own_values))
         out = merged_attention.attend(kernel, query, key, value, (), keys, values, self.softmax_scale)
         return out.unsqueeze(1)
+
+
+def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Repeat keys or values for the query heads that share them: [B, N, S, D].
+
+    In float32 a GPU has no kernel for grouped heads that keeps no scores of S x S; it has one for whole heads.
+    """
+    repeats = num_heads // keys_BGSD.size(1)
+    return keys_BGSD if repeats == 1 else keys_BGSD.repeat_interleave(repeats, dim=1)
 
 
 def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Sequence[Segment]) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from swiftlite.families.linear_attention import CHUNK
+from swiftlite.runtime.device import on_device
 
 
 def gated_delta_rule(
@@ -104,7 +105,6 @@ def by_kernel(
     states: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gated_delta_rule` by a kernel that takes packed rows [1, T, N, *] and where their sequences begin."""
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=query_TND.device)
     dtype = value_TNE.dtype
     read, states = kernel(
         query_TND.to(dtype)[None],
@@ -115,10 +115,20 @@ def by_kernel(
         scale=1.0,
         initial_state=states,
         output_final_state=True,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=starts_of(tuple(lengths), query_TND.device),
     )
     assert states is not None
     return read[0], states
+
+
+@lru_cache(maxsize=16)
+def starts_of(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return where sequences start, int64 [sequences + 1] on the device: one tensor for all layers of a micro-batch.
+
+    A copy in each layer would wait for the device. So would the package: it reads the numbers on the host, and keeps
+    what follows from them as long as it is given the same tensor (fla/utils.py, `tensor_cache`).
+    """
+    return on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int64), device)
 
 
 def _solve(overlap: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

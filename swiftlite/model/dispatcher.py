@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 class LocalTokenDispatcher(MoETokenDispatcher):
     """Sort tokens by expert, and sum up what the experts of each token return; nothing is exchanged or counted.
 
-    megatron-core's dispatcher for several ranks works for one rank too. It selects pairs by masks, so that the host must
-    read their number, and copies to the host how many tokens each expert has: three waits for the GPU in every layer,
-    forward and recomputed (moe_utils.py:369 and 372, token_dispatcher.py:899 of 0.16.1). Here the host knows P without
-    asking, since each token has K experts.
+    megatron-core's dispatcher for several ranks works for one rank too. It selects pairs by masks, so that the host
+    must read their number, and copies to the host how many tokens each expert has: three waits for the GPU in every
+    layer, forward and recomputed (moe_utils.py:369 and 372, token_dispatcher.py:899 of 0.16.1). Here the host knows P
+    without asking, since each token has K experts.
 
     For example, with three tokens whose experts are (0, 2), (2, 1) and (0, 1), the pairs in order of experts are
 

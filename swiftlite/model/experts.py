@@ -1,5 +1,6 @@
 """The experts of one rank, each a gated MLP, computed one after the other or all in one product."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from megatron.core.transformer.moe.experts import SequentialMLP as McoreSequenti
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
+from swiftlite.model.compiled import compiled
 from swiftlite.model.swiglu import SwiGLU
+from swiftlite.model.tensor_parallel import AddsGradients
 
 ALIGNMENT = 16
 """Bytes of which a row of each matrix is a multiple where `grouped_mm` takes it."""
@@ -52,12 +55,15 @@ class SequentialMLP(McoreSequentialMLP):
         return torch.cat(outputs), None
 
 
-class GroupedMLP(SequentialMLP):
+class GroupedMLP(AddsGradients, SequentialMLP):
     """The same experts, with the same parameters, in a product for each of their two matrices.
 
     On a GPU the time to start a product for each of a hundred experts is most of a step. Nothing is copied to the host,
     unless adapters are added: each takes the tokens of its own expert. Matrices that are not aligned need a call each.
     """
+
+    works_with_overlap = True
+    gradient_accumulation_fusion = False
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(num_local_experts, config, *args, **kwargs)
@@ -82,7 +88,7 @@ class GroupedMLP(SequentialMLP):
         counts = tokens_per_expert.tolist() if self.has_adapters() else []
 
         def product(linear: str, tokens: torch.Tensor) -> torch.Tensor:
-            output = grouped_linear(tokens, ends, self.weights(linear))
+            output = grouped_linear(tokens, ends, self.weights(linear), self.gradient_accumulation_fusion)
             return self.with_adapters(linear, tokens, output, counts)
 
         return product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
@@ -122,14 +128,17 @@ def _fused_swiglu(gate_up: Any) -> Any:
     return bias_swiglu_impl(gate_up, None)
 
 
-def grouped_linear(hidden_TI: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def grouped_linear(
+    hidden_TI: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor], adds_gradients: bool = False
+) -> torch.Tensor:
     """[T, out] of tokens that stand in order of their experts.
 
     Args:
         ends: [E] int32, where each expert's tokens end.
         weights: [out, in] of each expert.
+        adds_gradients: whether the backward pass adds the weights' gradients to their `main_grad` itself.
     """
-    output = _GroupedLinear.apply(hidden_TI, ends, *weights)
+    output = _GroupedLinear.apply(hidden_TI, ends, adds_gradients, *weights)
     assert output is not None
     return output
 
@@ -139,8 +148,11 @@ class _GroupedLinear(torch.autograd.Function):
     they are not kept twice."""
 
     @staticmethod
-    def forward(ctx, hidden_TI: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx, hidden_TI: torch.Tensor, ends: torch.Tensor, adds_gradients: bool, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(hidden_TI, ends, *weights)
+        ctx.weights = weights if adds_gradients else ()  # what is saved comes back as other objects, without main_grad
         return F.grouped_mm(hidden_TI, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
@@ -149,7 +161,51 @@ class _GroupedLinear(torch.autograd.Function):
         hidden_TI, ends, *weights = ctx.saved_tensors
         grad_output = grad_outputs[0].contiguous()
         grad_hidden = F.grouped_mm(grad_output, torch.stack(weights), offs=ends)
-        if not any(ctx.needs_input_grad[2:]):
-            return grad_hidden, None, *[None for _ in weights]
+        if not any(ctx.needs_input_grad[3:]):
+            return grad_hidden, None, None, *[None for _ in weights]
         grad_weights = F.grouped_mm(grad_output.t(), hidden_TI, offs=ends)
-        return grad_hidden, None, *grad_weights.unbind()
+        if ctx.weights:
+            return grad_hidden, None, None, *added(ctx.weights, grad_weights)
+        return grad_hidden, None, None, *grad_weights.unbind()
+
+
+def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Add the gradients of all experts' matrices to their `main_grad`, and return what autograd is given instead.
+
+    megatron-core's DistributedDataParallel adds each by a hook of its own: 256 launches in a layer of 128 experts.
+    """
+    main_EOI = together([weight.main_grad for weight in weights])
+    if main_EOI is None:
+        for weight, gradient in zip(weights, grad_EOI, strict=True):
+            weight.main_grad.add_(gradient)
+    else:
+        fused_add_reversed_(main_EOI, grad_EOI)
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+    # The hook counts on a gradient, and does not read it (distributed_data_parallel.py:434 of 0.16.1).
+    return grad_EOI.unbind()
+
+
+def together(main_grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sums of all experts' gradients as one view, the last expert first; None where they are not apart by
+    the same distance.
+
+    Buffers of DistributedDataParallel are filled from the last parameter to the first (param_and_grad_buffer.py:717 of
+    0.16.1): with two experts they hold, one after the other, fc2 and fc1 of expert 1, then fc2 and fc1 of expert 0.
+    """
+    last = main_grads[-1]
+    if len({each.untyped_storage().data_ptr() for each in main_grads}) > 1:
+        return None
+    places = [each.storage_offset() for each in reversed(main_grads)]
+    distances = {after - before for before, after in itertools.pairwise(places)} or {last.numel()}
+    if len(distances) > 1 or min(distances) < last.numel():
+        return None
+    return last.as_strided((len(main_grads), *last.shape), (distances.pop(), *last.stride()))
+
+
+def _add_reversed_(main_EOI: torch.Tensor, grad_EOI: torch.Tensor) -> None:
+    main_EOI.add_(grad_EOI.flip(0))
+
+
+fused_add_reversed_ = compiled(_add_reversed_)
+"""One kernel, which reads the gradients in the other order instead of copying them."""

@@ -69,7 +69,7 @@ class RowParallelLinear(_Linear, TERowParallelLinear):
     """megatron-core's wrapper."""
 
 
-class GroupedMLP(AddsGradients, experts.GroupedMLP):
+class GroupedMLP(experts.GroupedMLP):
     """Experts whose products are Transformer Engine's, in FP8 too.
 
     The parameters are those of experts one after the other. Two of its layers, which are not part of the model, borrow

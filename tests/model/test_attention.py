@@ -8,7 +8,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.model.attention import CoreAttention
+from swiftlite.model.attention import CoreAttention, for_each_query_head
 from swiftlite.model.context_parallel import causal_segments
 from swiftlite.model.head_size import fill_values
 from swiftlite.runtime.mesh import Mesh
@@ -150,3 +150,11 @@ def test_the_stock_class_refuses_packed_rows_and_mla(mesh):
         make_attention(mesh, DotProductAttention)(*make_inputs(6, "gqa"), None, packed_seq_params=make_packed([6]))
     with pytest.raises(TypeError, match="v_channels"):
         make_attention(mesh, DotProductAttention, v_channels=16)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_keys_repeated_for_query_heads_are_those_that_grouped_heads_share(groups):
+    query, key, value = (torch.randn(2, heads, 9, 16) for heads in (4, groups, groups))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    repeated = (for_each_query_head(tensor, 4) for tensor in (key, value))
+    assert torch.equal(F.scaled_dot_product_attention(query, *repeated, is_causal=True), expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swiftlite.families.linear_attention import CHUNK
-from swiftlite.model.delta_rule import by_kernel, gated_delta_rule
+from swiftlite.model.delta_rule import by_kernel, gated_delta_rule, starts_of
 
 HEADS, KEYS, VALUES = 3, 8, 12
 
@@ -104,3 +104,10 @@ def test_the_cuda_kernel_is_given_packed_rows():
     expected, last = gated_delta_rule(query, key, value, decay, beta, lengths)
     assert torch.equal(found, expected)
     assert torch.equal(states, last)
+
+
+def test_starts_are_one_tensor_for_all_layers_of_a_row():
+    """By which flash-linear-attention knows that it has read them."""
+    device = torch.device("cpu")
+    assert starts_of((3, 0, 4), device) is starts_of((3, 0, 4), device)
+    assert starts_of((3, 0, 4), device).tolist() == [0, 3, 3, 7]

@@ -18,7 +18,7 @@ NUM_EXPERTS, TOPK, HIDDEN = 7, 3, 10
 @pytest.fixture
 def layer(tmp_path, mesh) -> Any:
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3_moe"), mesh, torch.float32)
-    layer = model.decoder.layers[0].mlp
+    layer: Any = model.decoder.layers[0].mlp
     layer.config.moe_router_topk = TOPK
     layer.config.num_moe_experts = NUM_EXPERTS
     return layer

@@ -1,10 +1,18 @@
 """Experts in one product against experts one after the other."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from swiftlite.model.experts import GroupedMLP
+from swiftlite.args.fields import DistributedArgs
+from swiftlite.model.experts import GroupedMLP, together
+from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.model.swiglu import SwiGLU
+from swiftlite.model.tensor_parallel import AddsGradients
+from swiftlite.plan.kernels import Kernels
+from swiftlite.train.optim import wrap_model
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -108,3 +116,61 @@ def test_nothing_is_copied_to_the_host(experts):
         torch.empty(17, device="meta"),
     )
     assert output.shape == (17, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlap"])
+def test_gradients_of_all_experts_are_added_at_once(overlaps, dtype, tmp_path, mesh, monkeypatch):
+    """Two micro-batches under DistributedDataParallel: `main_grad` is what its hooks would have added one by one."""
+    directory = make_tiny_hf(tmp_path, "qwen3_moe", num_experts=4, vocab_size=131)
+    sums, additions = [], []
+    for at_once in (False, True):
+        (chunk,), _ = open_model(read_hf_model(directory), mesh, dtype=dtype, kernels=Kernels(has_grouped_experts=True))
+        monkeypatch.setattr(GroupedMLP, "works_with_overlap", at_once)
+        monkeypatch.setattr(GroupedMLP, "add_gradients_in_place", AddsGradients.add_gradients_in_place)
+        if not at_once:
+            monkeypatch.setattr(GroupedMLP, "add_gradients_in_place", lambda self: None)
+        (model,) = wrap_model([chunk], mesh, dtype, DistributedArgs(overlap_grad_reduce=overlaps))
+        model.zero_grad_buffer()
+        with Additions() as counted:
+            for seed in (1, 2):
+                tokens = torch.randint(0, 131, (2, 12), generator=torch.Generator().manual_seed(seed))
+                losses: Any = model(tokens, torch.arange(12).expand(2, 12), labels=tokens.roll(-1, dims=1))
+                losses.main.loss_BS.sum().backward()
+        additions.append(counted.number)
+        parameters: Any = chunk.named_parameters()
+        sums.append({name: each.main_grad for name, each in parameters if ".experts." in name})
+    assert sums[0].keys() == sums[1].keys()
+    for name, total in sums[0].items():
+        assert torch.equal(sums[1][name], total), name
+        assert bool(total.any())
+    # In each of 2 layers and 2 micro-batches: 2 matrices of 4 experts.
+    assert additions[0] - additions[1] == 2 * 2 * (2 * 4 - 2)
+
+
+class Additions(TorchDispatchMode):
+    """Counts additions to float32 matrices, or to several at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.add_.Tensor:
+            self.number += args[0].dtype is torch.float32 and args[0].dim() > 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_sums_that_are_not_evenly_apart_are_added_one_by_one():
+    buffer, other = torch.zeros(40), torch.zeros(4)
+    evenly = [buffer[start : start + 4].view(2, 2) for start in (20, 10, 0)]
+    whole = together(evenly)
+    assert whole is not None
+    whole[0].fill_(1)
+    assert evenly[2].tolist() == [[1, 1], [1, 1]]
+    assert float(buffer.sum()) == 4
+    assert together([buffer[0:4].view(2, 2)]) is not None
+    assert together([buffer[20:24], buffer[11:15], buffer[0:4]]) is None
+    assert together([buffer[0:4], buffer[10:14]]) is None  # the first expert first
+    assert together([buffer[2:6], buffer[0:4]]) is None  # one in the other
+    assert together([other, buffer[0:4]]) is None
