@@ -54,7 +54,8 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
         # A session of its own: Ctrl-C is for us alone, and what its children leave behind can be found.
         process = subprocess.Popen(
             [sys.executable, "-m", "swiftlite.bench.warden", str(os.getpid()), *command.words],
-            env={**os.environ, **command.variables},
+            # Unbuffered, so that the log has what is printed in the order of time, errors last.
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.variables},
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,

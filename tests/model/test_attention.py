@@ -156,5 +156,5 @@ def test_the_stock_class_refuses_packed_rows_and_mla(mesh):
 def test_keys_repeated_for_query_heads_are_those_that_grouped_heads_share(groups):
     query, key, value = (torch.randn(2, heads, 9, 16) for heads in (4, groups, groups))
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    repeated = (for_each_query_head(tensor, 4) for tensor in (key, value))
-    assert torch.equal(F.scaled_dot_product_attention(query, *repeated, is_causal=True), expected)
+    key, value = (for_each_query_head(tensor, 4) for tensor in (key, value))
+    assert torch.equal(F.scaled_dot_product_attention(query, key, value, is_causal=True), expected)

@@ -118,7 +118,7 @@ def test_a_torch_whose_kernel_has_no_word_for_grouped_heads(monkeypatch):
     """torch 2.11: its varlen_attn takes fewer key heads as they are, and refuses an argument that 2.13 requires."""
     calls = []
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=1.0, window_size=(-1, -1)):
         assert window_size == (-1, 0)
         calls.append(key.shape)
         return flash_stand_ins.forward(query, key, value, cu_seq_q, cu_seq_k, scale)[0]
