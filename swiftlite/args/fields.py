@@ -530,7 +530,7 @@ class GenerationArgs:
     """Longest answer in tokens."""
     temperature: bounds.NonNegativeFloat = 0.0
     """0 is greedy. Above 0 tokens are drawn, and with --speculative the heads' drafts too; what is written has the
-    trunk's distribution all the same. On a CPU vLLM and SGLang cannot verify such drafts: there they refuse."""
+    trunk's distribution all the same. SGLang on a CPU cannot verify such drafts and rejects it."""
     top_p: bounds.PositiveFraction = 1.0
     """Nucleus sampling: smallest set of tokens whose probability reaches this."""
     max_batch_size: bounds.PositiveInt = 32

@@ -11,13 +11,13 @@ TEMPERATURE = 0.7
 """Random heads are then neither always right nor always wrong."""
 
 
-def joint_distribution(directory: Path, top_p: float) -> torch.Tensor:
+def joint_distribution(directory: Path, top_p: float, temperature: float = TEMPERATURE) -> torch.Tensor:
     """Of the first three tokens behind PROMPT, by the trunk alone and without a cache."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
 
     def following(rows: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():
-            p = (model(torch.tensor(rows)).logits[:, -1] / TEMPERATURE).softmax(-1)
+            p = (model(torch.tensor(rows)).logits[:, -1] / temperature).softmax(-1)
         ordered, places = p.sort(descending=True)
         is_out = ordered.cumsum(-1) - ordered >= top_p
         p = p.masked_fill(is_out.gather(-1, places.argsort()), 0)

@@ -85,8 +85,6 @@ class VllmEngine:
 
         self._weights.check_whole()
         check_prompts(prompts, self._max_length)
-        if self.num_speculative_tokens:
-            VLLM.check_temperature(sampling.temperature)
         parameters = [
             SamplingParams(
                 temperature=sampling.temperature,

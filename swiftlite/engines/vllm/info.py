@@ -36,6 +36,5 @@ VLLM = EngineInfo(
     server="swiftlite.engines.vllm.server:server_command",
     client="swiftlite.engines.vllm.client:VllmClient",
     dry_load="swiftlite.engines.vllm.dry_load:dry_load",
-    drawing_problem="swiftlite.engines.vllm.options:drawing_problem",
     plugin=Plugin("swiftlite.engines.vllm.plugin:register", "vllm.general_plugins", "VLLM_PLUGINS"),
 )

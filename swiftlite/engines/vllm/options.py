@@ -47,7 +47,7 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
             f"the checkpoint's heads have a draft vocabulary, and vLLM's {draft} drafts from all tokens",
             "use --infer_backend transformers or sglang, or train the heads with --draft_vocab 0",
         )
-    if given is None and config.draws_drafts and not verifies_greedily_only():
+    if given is None and config.draws_drafts:
         given = {"draft_sample_method": "probabilistic"}
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
 
@@ -100,24 +100,6 @@ def is_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
-
-
-def verifies_greedily_only() -> bool:
-    """Whether this vLLM verifies drafts wrongly at a temperature above 0.
-
-    vllm-project/vllm#55005, in 0.32: the stand-in for Triton's expand kernel loses what it wrote, and drafts are
-    verified with uninitialised memory for temperature and top_p. Greedy requests do not pass through it.
-    """
-    from vllm.triton_utils import HAS_TRITON
-
-    return is_on_cpu() and not HAS_TRITON
-
-
-def drawing_problem() -> str | None:
-    """What this vLLM would get wrong as it verifies drafts at a temperature above 0."""
-    if not verifies_greedily_only():
-        return None
-    return "vLLM on a CPU would put random memory in its place (vllm-project/vllm#55005)"
 
 
 def attention_options(model: ServedModel, torch_dtype: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Mistral, Qwen2,
-Qwen3, Qwen3 MoE and Seed-OSS, and ways to take new weights while it runs.
+Qwen3, Qwen3 MoE and Seed-OSS, ways to take new weights while it runs, and verification of drafts on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
 
@@ -21,6 +21,7 @@ from vllm.triton_utils import HAS_TRITON
 from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
+from swiftlite.engines.vllm import cpu_sampling
 from swiftlite.engines.vllm.weight_transport import BACKENDS
 
 _MODELS = "swiftlite.engines.vllm.models"
@@ -107,3 +108,5 @@ def register() -> None:
     for transport, receiver in _RECEIVERS.items():
         with suppress(ValueError):  # registered before
             WeightTransferEngineFactory.register_engine(BACKENDS[transport], _TRANSFER, receiver)
+    if not HAS_TRITON:
+        cpu_sampling.install()

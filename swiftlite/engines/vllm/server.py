@@ -53,12 +53,6 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule:
         "speculative_config": speculative,
         **(lora_options(args.adapters, model, drafts) if args.adapters else {}),
     }
-    if speculative is not None and options.verifies_greedily_only():
-        logger.warning(
-            "vLLM on a CPU verifies drafts with random memory at a temperature above 0 (vllm-project/vllm#55005): "
-            "requests that name none get 0 here; ask for no other, or add --speculative none"
-        )
-        given["override_generation_config"] = {"temperature": 0}
     variables = options.memory_on_cpu()
     if args.live_weights:
         given |= {"weight_transfer_config": {"backend": BACKENDS[args.weight_transport]}, "middleware": GUARD}

@@ -1,7 +1,6 @@
 """What is derived and refused before vLLM starts; the starts themselves are in tests/e2e/test_engines.py."""
 
 import importlib.util
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -79,19 +78,14 @@ def test_latent_attention_in_float32_is_kept_from_amx(tmp_path, family, torch_dt
     assert (options.get("attention_backend"), options["speculative_config"].get("attention_backend")) == (expected,) * 2
 
 
-@pytest.mark.parametrize("greedily_only", [True, False])
-def test_drafts_are_drawn_where_vllm_can_verify_them(tmp_path, monkeypatch, greedily_only):
-    monkeypatch.setattr("swiftlite.engines.vllm.options.verifies_greedily_only", lambda: greedily_only)
+def test_drafts_are_drawn_where_answers_are(tmp_path):
     model = read_model(make_tiny_hf(tmp_path, "qwen3", 1))
     config = EngineConfig(model.directory, num_speculative_tokens=1, draws_drafts=True)
     derived = {"method": "mtp", "num_speculative_tokens": 1}
-    drawn = {} if greedily_only else {"draft_sample_method": "probabilistic"}
-    assert speculative_config(model, config) == derived | drawn
+    assert speculative_config(model, config) == {**derived, "draft_sample_method": "probabilistic"}
     assert speculative_config(model, replace(config, draws_drafts=False)) == derived
     assert speculative_config(model, replace(config, speculative_config=derived)) == derived
-    VLLM.check_temperature(0)
-    with pytest.raises(UserError, match="random memory") if greedily_only else nullcontext():
-        VLLM.check_temperature(0.5)
+    VLLM.check_temperature(0.5)
 
 
 def test_a_schedule_is_one_that_vllm_takes():

@@ -1,0 +1,41 @@
+"""Verification of drafts at a temperature above 0 where vLLM has no Triton, as on a CPU (vllm-project/vllm#55005).
+
+vLLM 0.32 repeats each request's temperature, top-k and top-p for its draft tokens by a Triton kernel
+(v1/sample/rejection_sampler.py:612). Its stand-in for machines without Triton writes into a copy and leaves the result
+uninitialised, so drafts are verified with whatever memory held. This is the only place of vLLM that swiftlite replaces
+on a CPU; tests/e2e/test_cpu_sampling.py draws from a wrong distribution without it.
+"""
+
+import torch
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
+) -> torch.Tensor:
+    """Repeat one number per request for each of its draft tokens.
+
+    For example, [0.7, 0, 1] with [2, 2, 5] is [0.7, 0.7, 1, 1, 1]: the second request drafted nothing.
+
+    Args:
+        x: [requests].
+        cu_num_tokens: [requests], where each request's draft tokens end.
+        num_tokens: of all requests.
+        replace_from: the value of x that becomes `replace_to`: the temperature 0 of greedy requests divides nothing.
+
+    Returns:
+        [num_tokens], in the type of x.
+    """
+    first = cu_num_tokens.new_zeros(1)
+    expanded = x.repeat_interleave(cu_num_tokens.diff(prepend=first).long(), output_size=num_tokens)
+    return torch.where(expanded == replace_from, replace_to, expanded).to(x.dtype)
+
+
+def install() -> None:
+    """Put it in the place of vLLM's own; a second call changes nothing."""
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[assignment]

@@ -1,0 +1,70 @@
+"""Answers that vLLM draws on a CPU with drafts, against what the trunk alone would write: a chi-square test."""
+
+import importlib.util
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftlite.acceptance.counts import DraftCounts
+from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from tests.engines.chi_square import FALSE_ALARM, probability
+from tests.engines.joint import PROMPT, joint_distribution
+from tests.tiny import make_tiny_hf
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+NUM_ANSWERS = 4000
+
+
+def draw(
+    directory: Path, temperatures: tuple[float, ...], draws_drafts: bool, as_shipped: bool = False
+) -> list[tuple[list[list[int]], DraftCounts]]:
+    """Three tokens behind PROMPT, drawn by the whole engine with two drafts, and its counts, at each temperature.
+
+    Args:
+        draws_drafts: from the head's distribution, instead of its likeliest tokens.
+        as_shipped: without the function that the plugin puts in the place of vLLM's.
+    """
+    from vllm.triton_utils import HAS_TRITON
+    from vllm.v1.sample import rejection_sampler
+
+    assert not HAS_TRITON
+    shipped = rejection_sampler.expand_batch_to_tokens
+    options: dict[str, Any] = {"num_speculative_tokens": 2, "max_model_len": 64, "draws_drafts": draws_drafts}
+    engine: Any = start_engine("vllm", EngineConfig(directory, "float32", **options))
+    assert rejection_sampler.expand_batch_to_tokens is not shipped
+    if as_shipped:
+        rejection_sampler.expand_batch_to_tokens = shipped
+    found = []
+    try:
+        for temperature in temperatures:
+            before = engine.draft_counts()
+            completions = engine.generate([PROMPT] * NUM_ANSWERS, Sampling(3, temperature=temperature))
+            counts = engine.draft_counts().since(before)
+            found.append(([completion.token_ids for completion in completions], counts))
+    finally:
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("draws_drafts", "temperatures"), [(True, (1.0, 0.7)), (False, (0.7,))], ids=["drawn", "likeliest"]
+)
+def test_answers_with_drafts_have_the_trunks_distribution(draws_drafts, temperatures, vllm_host, tmp_path):
+    """Whatever is drafted; some drafts are kept, some rejected."""
+    directory = make_tiny_hf(tmp_path, "qwen3", depth=1, vocab_size=6)
+    drawn = vllm_host.call(partial(draw, directory, temperatures, draws_drafts))
+    for temperature, (answers, counts) in zip(temperatures, drawn, strict=True):
+        assert probability(answers, joint_distribution(directory, 1.0, temperature)) > FALSE_ALARM
+        assert 0.1 < counts.accepted / counts.drafted < 0.95
+
+
+def test_vllm_as_shipped_draws_from_another_distribution(vllm_host, tmp_path):
+    """If this fails, a new vLLM no longer needs `engines/vllm/cpu_sampling.py`."""
+    directory = make_tiny_hf(tmp_path, "qwen3", depth=1, vocab_size=6)
+    ((answers, _),) = vllm_host.call(partial(draw, directory, (0.7,), True, as_shipped=True))
+    assert probability(answers, joint_distribution(directory, 1.0, 0.7)) < FALSE_ALARM
