@@ -58,15 +58,26 @@ class Base:
 
 
 def digest_of(hf_dir: str | Path) -> str:
-    """One sha256 of all tensors of a Hugging Face directory, however they are spread over files, and of its trunk's
-    settings."""
-    digest = hashlib.sha256(digest_of_trunk(read_config(hf_dir)).encode())
+    """Return one sha256 of all tensors of a Hugging Face directory, however they are spread over files, and of its
+    trunk's settings."""
     with Checkpoint(hf_dir) as checkpoint:
-        for key in sorted(checkpoint.entries):
-            entry = checkpoint.entries[key]
-            digest.update(f"{key} {entry.dtype} {list(entry.shape)}\n".encode())
-            for chunk in checkpoint.chunks(key):
-                digest.update(chunk.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return combine_digests(hf_dir, {key: digest_of_tensor(checkpoint, key) for key in checkpoint.entries})
+
+
+def digest_of_tensor(checkpoint: Checkpoint, key: str) -> str:
+    """Return the sha256 of a tensor's dtype, shape and bytes."""
+    entry = checkpoint.entries[key]
+    digest = hashlib.sha256(f"{entry.dtype} {list(entry.shape)}\n".encode())
+    for chunk in checkpoint.chunks(key):
+        digest.update(chunk.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def combine_digests(hf_dir: str | Path, digests: Mapping[str, str]) -> str:
+    """Return `digest_of` a directory from the digests of its tensors, which several processes may have computed."""
+    digest = hashlib.sha256(digest_of_trunk(read_config(hf_dir)).encode())
+    for key in sorted(digests):
+        digest.update(f"{key} {digests[key]}\n".encode())
     return digest.hexdigest()
 
 

@@ -51,6 +51,24 @@ class SampleRows(Sequence[list[Sample]]):
 
 
 @dataclass(frozen=True)
+class Collated(Sequence[Batch]):
+    """Micro-batches that are collated each time they are read: of thousands, only the one in use takes memory.
+
+    Attributes:
+        samples: of each micro-batch.
+    """
+
+    batches: "Batches"
+    samples: Sequence[Sequence[Sample]]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.batches.collate(self.samples[number])
+
+
+@dataclass(frozen=True)
 class Batches:
     """Cuts global batches into the micro-batches of one data-parallel rank.
 
@@ -77,7 +95,7 @@ class Batches:
         """The micro-batches of a step; steps count from 0."""
         return [self.collate(samples) for samples in self._cut(rows, sampler.global_batch(step))]
 
-    def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> list[Batch]:
+    def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> Collated:
         """This rank's share of the held-out samples, each once.
 
         Every rank gets the same number of micro-batches, if need be of padding alone: ranks that share experts compute
@@ -87,10 +105,10 @@ class Batches:
             max_global_batches: global batches after which the rest is left out; None takes all.
         """
         rows = self.rows(samples)
-        batches = []
+        cut: list[list[Sample]] = []
         for indices in evaluation_batches(len(rows), self.plan.global_batch_size)[:max_global_batches]:
-            batches += [self.collate(samples) for samples in self._cut(rows, indices)]
-        return batches
+            cut += self._cut(rows, indices)
+        return Collated(self, cut)
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """One micro-batch; of pairs, both answers of each."""

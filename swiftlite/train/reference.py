@@ -2,20 +2,24 @@
 
 A frozen model says the same of a pair in every epoch. So the reference model is opened before training on a mesh with
 a layout of its own, asked, and closed; what is left of it is two numbers for each pair, which go with the samples. The
-numbers are kept under the sha256 of the pair's tokens, so a run that goes on, or another one, reads the same bits.
+numbers are kept under the sha256 of the pair's tokens, so a run that resumes, or another one, reads the same bits.
+
+Pairs are scored in slices. After each one all ranks meet, so that those outside the reference model's mesh never wait
+longer than for a slice, and its numbers are written, so that a run that is killed keeps them.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from swiftlite.bridge.adapter_files import digest_of
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
 from swiftlite.data.sample import Sample, digest
@@ -31,11 +35,16 @@ from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, to_all_ranks
 from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches import Batches, on_this_rank
+from swiftlite.train.base_digest import shared_digest_of
+from swiftlite.train.batches import Batches, Collated, on_this_rank
 from swiftlite.train.preference import score
 
 FLAG = "--ref_logprobs_cache"
 FILE = "reference.safetensors"
+SLICES = "reference-*.safetensors"
+"""What was scored while the run had not come to the end of its pairs."""
+SLICE_PAIRS, SLICE_TOKENS = 1000, 1_000_000
+"""The most that a slice may hold: even 2,000 tokens a second take less than ten minutes for it."""
 Answers = dict[str, tuple[float, float]]
 """By the digest of a pair, the log-probabilities of its preferred and its rejected answer."""
 
@@ -58,27 +67,42 @@ class Reference:
     directory: Path
 
     def of(self, pairs: Sequence[Sample]) -> list[Sample]:
-        """These pairs with what the reference model says of them; collective over all ranks, each with all pairs.
+        """Return these pairs with what the reference model says of them; collective, each rank has all pairs.
 
         Raises:
             UserError: the numbers that are kept are another model's or damaged, or cannot be written; the model cannot
                 be opened.
         """
-        kept: list[Answers] = [self._read() if dist.get_rank() == 0 else {}]
+        if dist.get_rank() == 0:
+            self._check_directory()
+        manifest = self._manifest()
+        kept: list[Answers] = [self._read(manifest) if dist.get_rank() == 0 else {}]
         dist.broadcast_object_list(kept)
+        answers = kept[0]
         keys = [digest([pair]) for pair in pairs]
-        missing = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in kept[0]}
+        missing = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in answers}
         if missing:
-            logger.info("the reference model %s scores %d pairs", self.model, len(missing))
-            chunks = self.open()
-            numbers = torch.zeros(len(missing), 2, device=self.mesh.device.torch_device)
-            if self.mesh.is_here:
-                numbers = log_probabilities(chunks, self.mesh, self.batches, list(missing.values()))
-            found = to_all_ranks(numbers, self.mesh).tolist()
-            kept[0] |= {key: (chosen, rejected) for key, (chosen, rejected) in zip(missing, found, strict=True)}
+            answers |= self._score(missing, manifest)
             if dist.get_rank() == 0:
-                self._write(kept[0])
-        return [replace(pair, reference=kept[0][key]) for key, pair in zip(keys, pairs, strict=True)]
+                self._write_all(answers, manifest)
+        return [replace(pair, reference=answers[key]) for key, pair in zip(keys, pairs, strict=True)]
+
+    def _score(self, missing: Mapping[str, Sample], manifest: Mapping[str, str]) -> Answers:
+        """Ask the model about these pairs, by digest, one slice after the other; collective over all ranks."""
+        logger.info("the reference model %s scores %d pairs", self.model, len(missing))
+        chunks = self.open()
+        answers: Answers = {}
+        for keys in slices(missing):
+            numbers = torch.zeros(len(keys), 2, device=self.mesh.device.torch_device)
+            if self.mesh.is_here:
+                numbers = log_probabilities(chunks, self.mesh, self.batches, [missing[key] for key in keys])
+            found = to_all_ranks(numbers, self.mesh).tolist()
+            scored = {key: (chosen, rejected) for key, (chosen, rejected) in zip(keys, found, strict=True)}
+            answers |= scored
+            if dist.get_rank() == 0:
+                self._write(self._next_slice(), scored, manifest)
+            logger.info("the reference model has scored %d of %d pairs", len(answers), len(missing))
+        return answers
 
     def open(self) -> list[GPTModel]:
         """The model's stages on this rank, none outside its mesh; collective over all ranks of the job.
@@ -99,38 +123,84 @@ class Reference:
         return chunks
 
     def _manifest(self) -> dict[str, str]:
-        """What the numbers depend on beside the pairs, by the words in which a difference is reported."""
-        return {"model": digest_of(read_hf_model(self.model).directory), "torch_dtype": self.torch_dtype}
+        """Return what the numbers depend on beside the pairs, by the words that report a difference; collective."""
+        return {"model": shared_digest_of(read_hf_model(self.model).directory), "torch_dtype": self.torch_dtype}
 
-    def _read(self) -> Answers:
-        """The numbers that are kept; none in a directory that is new, which is made.
+    def _check_directory(self) -> None:
+        """Make the directory where it is new.
 
         Raises:
-            UserError: the directory holds something else or another model's numbers, or cannot be written.
+            UserError: it holds something else, or cannot be written.
         """
         check_writable(FLAG, self.directory)
-        path = self.directory / FILE
-        hint = "name another directory; or delete this one, if nothing else needs it"
-        if not path.exists():
-            if any(self.directory.iterdir()):
-                raise UserError(f"{FLAG} {self.directory} is not empty, and has no {FILE}", hint)
-            return {}
-        try:
-            with safe_open(path, "pt") as file:
-                found, keys = json.loads(file.metadata()["manifest"]), json.loads(file.metadata()["pairs"])
-                numbers = file.get_tensor("log_probabilities").tolist()
-            answers = {key: (chosen, rejected) for key, (chosen, rejected) in zip(keys, numbers, strict=True)}
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-            raise UserError(f"{path} is damaged", "delete it: its numbers are computed again") from None
-        differing = [name for name, value in self._manifest().items() if found.get(name) != value]
-        if differing:
-            raise UserError(f"{FLAG} {self.directory} was written with another {', '.join(differing)}", hint)
+        if any(self.directory.iterdir()) and not self._files():
+            raise UserError(f"{FLAG} {self.directory} is not empty, and has no {FILE}", _ANOTHER)
+
+    def _files(self) -> list[Path]:
+        """Return the files of numbers that are there."""
+        whole = self.directory / FILE
+        return [*([whole] if whole.exists() else []), *sorted(self.directory.glob(SLICES))]
+
+    def _read(self, manifest: Mapping[str, str]) -> Answers:
+        """Return the numbers that are kept.
+
+        Raises:
+            UserError: they are another model's, or damaged.
+        """
+        answers: Answers = {}
+        for path in self._files():
+            try:
+                with safe_open(path, "pt") as file:
+                    found = json.loads(file.metadata()["manifest"])
+                    digests, numbers = file.get_tensor("digests"), file.get_tensor("log_probabilities")
+                keys = [row.tobytes().hex() for row in digests.numpy()]
+                answers |= {
+                    key: (chosen, rejected) for key, (chosen, rejected) in zip(keys, numbers.tolist(), strict=True)
+                }
+                differing = [name for name, value in manifest.items() if found.get(name) != value]
+            except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError):
+                raise UserError(f"{path} is damaged", "delete it: its numbers are computed again") from None
+            if differing:
+                raise UserError(f"{FLAG} {self.directory} was written with another {', '.join(differing)}", _ANOTHER)
         return answers
 
-    def _write(self, answers: Mapping[str, tuple[float, float]]) -> None:
-        numbers = torch.tensor(list(answers.values()), dtype=torch.float32)
-        metadata = {"manifest": json.dumps(self._manifest()), "pairs": json.dumps(list(answers))}
-        write_durably(self.directory / FILE, save({"log_probabilities": numbers}, metadata))
+    def _next_slice(self) -> Path:
+        names = {path.name for path in self.directory.glob(SLICES)}
+        numbers = (SLICES.replace("*", f"{number:06d}") for number in itertools.count())
+        return self.directory / next(name for name in numbers if name not in names)
+
+    def _write(self, path: Path, answers: Mapping[str, tuple[float, float]], manifest: Mapping[str, str]) -> None:
+        # Digests are no metadata: those of 1.4 million pairs are more than a header may hold.
+        digests = np.frombuffer(bytes.fromhex("".join(answers)), np.uint8).reshape(len(answers), -1)
+        tensors = {
+            "digests": torch.from_numpy(digests.copy()),
+            "log_probabilities": torch.tensor(list(answers.values()), dtype=torch.float32),
+        }
+        write_durably(path, save(tensors, {"manifest": json.dumps(dict(manifest))}))
+
+    def _write_all(self, answers: Mapping[str, tuple[float, float]], manifest: Mapping[str, str]) -> None:
+        """Write all numbers into one file, and delete the slices that it holds."""
+        slices = sorted(self.directory.glob(SLICES))
+        self._write(self.directory / FILE, answers, manifest)
+        for path in slices:
+            path.unlink()
+
+
+_ANOTHER = "name another directory; or delete this one, if nothing else needs it"
+
+
+def slices(pairs: Mapping[str, Sample]) -> Iterator[list[str]]:
+    """Cut pairs, by digest, into slices of at most `SLICE_PAIRS` pairs and about `SLICE_TOKENS` tokens."""
+    keys: list[str] = []
+    num_tokens = 0
+    for key, pair in pairs.items():
+        keys.append(key)
+        num_tokens += sum(map(len, pair.answers))
+        if len(keys) == SLICE_PAIRS or num_tokens >= SLICE_TOKENS:
+            yield keys
+            keys, num_tokens = [], 0
+    if keys:
+        yield keys
 
 
 @torch.no_grad()
@@ -148,7 +218,7 @@ def log_probabilities(
     """
     firsts = range(0, len(pairs), mesh.dp.size())
     mine = [first + mesh.dp.rank() for first in firsts]  # the last one may be past the end: it is computed as padding
-    micro_batches = [batches.collate(pairs[index : index + 1]) for index in mine]
+    micro_batches = Collated(batches, [pairs[index : index + 1] for index in mine])
     for chunk in chunks:
         chunk.eval()
     with mesh.active():

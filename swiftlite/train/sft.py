@@ -16,7 +16,7 @@ import torch.distributed as dist
 from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
-from swiftlite.bridge.adapter_files import Base, digest_of
+from swiftlite.bridge.adapter_files import Base
 from swiftlite.bridge.adapter_rows import saved_names
 from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.data import draft_vocab
@@ -37,6 +37,7 @@ from swiftlite.plan.trainable import trainable_of
 from swiftlite.redact import redact
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
+from swiftlite.train.base_digest import shared_digest_of
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.exchange import gather
@@ -128,7 +129,7 @@ def prepare(
 
 
 def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What checkpoints say of adapters and the model that they belong to; the first rank reads all of that once.
+    """Return what checkpoints say of adapters and the model that they belong to; collective where a run starts.
 
     Args:
         state: what `phases.restore` returned.
@@ -136,8 +137,8 @@ def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
     if run.plan.lora is None:
         return {}
     base = state.get("base")
-    if base is None and run.is_first_rank:
-        base = asdict(Base(run.args.model, digest_of(run.hf_model.directory)))
+    if base is None:
+        base = asdict(Base(run.args.model, shared_digest_of(run.hf_model.directory)))
     return {"lora": asdict(run.plan.lora), "base": base}
 
 

@@ -1,0 +1,89 @@
+"""Work that takes longer than --distributed_timeout_minutes: ranks share it, or meet while it lasts."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftlite.args.commands import DpoArgs, SftArgs
+from swiftlite.bridge.adapter_files import digest_of
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.train import base_digest, dpo, reference, sft
+from tests.parallel.launch import launch
+from tests.tiny import make_tiny_hf
+from tests.train.pairs import write_pairs
+
+pytestmark = pytest.mark.gloo
+
+TIMEOUT_SECONDS = 10
+"""Two ranks on a busy machine are seconds apart when a run starts."""
+
+
+@pytest.fixture
+def args(tmp_path) -> DpoArgs:
+    return DpoArgs(
+        model=str(make_tiny_hf(tmp_path / "hf", "qwen3", depth=1, with_tokenizer=True)),
+        dataset=[str(write_pairs(tmp_path / "pairs.jsonl"))],
+        output_dir=str(tmp_path / "run"),
+        torch_dtype="float32",
+        micro_batch_size=1,
+        global_batch_size=6,
+        train_iters=1,
+        acceptance_samples=0,
+        report_to=[],
+        distributed_timeout_minutes=TIMEOUT_SECONDS / 60,  # pyright: ignore[reportArgumentType]: whole minutes for users
+    )
+
+
+def train_with_a_slow_disk(args: Any, seconds: float, round_seconds: float) -> int:
+    """Reading all of the base takes these seconds where a tensor is read in chunks, as for its digest."""
+    with Checkpoint(args.model) as checkpoint:
+        num_tensors = len(checkpoint.entries)
+    chunks = Checkpoint.chunks
+
+    def slow(self: Checkpoint, *of_tensor: Any) -> Any:
+        time.sleep(seconds / num_tensors)
+        return chunks(self, *of_tensor)
+
+    Checkpoint.chunks = slow  # this process ends with the run
+    base_digest.ROUND_SECONDS = round_seconds
+    return dpo.run(args) if isinstance(args, DpoArgs) else sft.run(args)
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_the_base_is_hashed_by_all_ranks(args, tmp_path, command):
+    """Alone, one rank takes 1.5 times as long as the others may wait; in rounds, together, they never wait so long."""
+    lora: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 4}
+    chosen = replace(args, **lora)
+    if command == "sft":
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text("".join(json.dumps({"query": f"{n}?", "response": f"{n}."}) + "\n" for n in range(6)))
+        options = {name: getattr(chosen, name) for name in SftArgs.__dataclass_fields__}
+        chosen = SftArgs(**options | {"dataset": [str(rows)]})
+    assert launch(2, train_with_a_slow_disk, chosen, 1.5 * TIMEOUT_SECONDS, 2.0) == [0, 0]
+    state = json.loads((tmp_path / "run/checkpoint-1/trainer_state.json").read_text())
+    assert state["base"]["sha256"] == digest_of(args.model)
+
+
+def train_with_a_slow_reference(args: DpoArgs, seconds: float) -> int:
+    """The reference model takes these seconds for a pair, and a slice has 4 pairs."""
+    score = reference.score
+
+    def slow(*of_batch: Any) -> Any:
+        time.sleep(seconds)
+        return score(*of_batch)
+
+    reference.score = slow
+    reference.SLICE_PAIRS = 4
+    return dpo.run(args)
+
+
+def test_ranks_without_the_reference_model_do_not_wait_for_all_of_it(args, tmp_path):
+    """Two of three ranks hold it. The third would wait 1.5 times as long as it may."""
+    layout = {"ref_pipeline_model_parallel_size": 2, "train_iters": 4}
+    seconds = 1.5 * TIMEOUT_SECONDS / 20
+    assert launch(3, train_with_a_slow_reference, replace(args, **layout), seconds) == [0, 0, 0]
+    assert [path.name for path in Path(args.output_dir, "reference").iterdir()] == ["reference.safetensors"]
