@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import DpoArgs, ExportArgs
+from swiftlite.data.sample import make_sample
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.report.run_page import write_run_page
-from swiftlite.train import dpo, phases
+from swiftlite.train import dpo, phases, reference
+from swiftlite.train.batches import Batches
 from swiftlite.train.reference import log_probabilities
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import LOSSES, first_step, log_p, open_hf, train, write_pairs
@@ -194,6 +197,71 @@ def test_the_cache_is_read_and_refused_by_name(options, mesh, tmp_path, ref_dir,
     (cache / "reference.safetensors").rename(cache / "notes.txt")
     with pytest.raises(UserError, match=r"is not empty, and has no reference\.safetensors"):
         dpo.prepare(args, mesh)
+
+
+def test_a_run_that_is_killed_keeps_what_was_scored(options, mesh, tmp_path, ref_dir, monkeypatch, caplog):
+    whole = dpo.prepare(options(ref_model=str(ref_dir), ref_logprobs_cache=str(tmp_path / "whole")), mesh)
+    cache = tmp_path / "cache"
+    args = options(ref_model=str(ref_dir), ref_logprobs_cache=str(cache))
+    monkeypatch.setattr(reference, "SLICE_PAIRS", 3)
+    slices = []
+
+    def scored(*given):
+        slices.append(given)
+        if len(slices) == 4:
+            raise KeyboardInterrupt
+        return log_probabilities(*given)
+
+    monkeypatch.setattr(reference, "log_probabilities", scored)
+    with pytest.raises(KeyboardInterrupt):
+        dpo.prepare(args, mesh)
+    assert len(list(cache.iterdir())) == 3
+    with caplog.at_level("INFO"):
+        again = dpo.prepare(args, mesh)
+    assert "scores 11 pairs" in caplog.text  # of 20
+    assert [path.name for path in cache.iterdir()] == ["reference.safetensors"]
+    assert [pair.reference for pair in again.data.train] == [pair.reference for pair in whole.data.train]
+
+
+def test_a_slice_is_small_in_pairs_and_tokens(monkeypatch):
+    pairs = {str(n): make_sample([1] * length, [1.0] * length) for n, length in enumerate([5, 5, 1, 1, 1, 1, 20, 3])}
+    monkeypatch.setattr(reference, "SLICE_PAIRS", 3)
+    monkeypatch.setattr(reference, "SLICE_TOKENS", 10)
+    assert list(reference.slices(pairs)) == [["0", "1"], ["2", "3", "4"], ["5", "6"], ["7"]]
+
+
+def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
+    """Their digests are in a tensor: a safetensors header may have 100 MB, those of 1.4 million pairs."""
+    run = dpo.prepare(options(), mesh)
+    asked = replace(dpo.open_reference(run.args, run), directory=tmp_path / "cache")
+    answers = {f"{n:064x}": (float(n), -float(n)) for n in range(100_000)}
+    asked._check_directory()
+    asked._write_all(answers, {"model": "one"})
+    assert asked._read({"model": "one"}) == answers
+    with (tmp_path / "cache/reference.safetensors").open("rb") as file:
+        assert int.from_bytes(file.read(8), "little") < 1000
+
+
+def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
+    """Held-out rows and pairs that a reference model scores: each is collated when it is run."""
+    run = dpo.prepare(options(micro_batch_size=1, global_batch_size=1, split_dataset_ratio=0.5), mesh)
+    trainer = dpo.make_trainer(run.args, run, phases.restore(run))
+    alive: weakref.WeakSet = weakref.WeakSet()
+    most = []
+    collate = Batches.collate
+
+    def counted(self, samples):
+        batch = collate(self, samples)
+        alive.add(batch.tokens_KBS)
+        most.append(len(alive))
+        return batch
+
+    monkeypatch.setattr(Batches, "collate", counted)
+    trainer.evaluate()
+    assert max(most) <= 3 < len(run.data.val)
+    most.clear()
+    log_probabilities(run.learner.chunks, mesh, run.batches, run.data.train)
+    assert max(most) <= 3 < len(run.data.train)
 
 
 def test_pairs_that_are_ties_as_tokens_or_too_long_are_named(options, mesh, tmp_path):
