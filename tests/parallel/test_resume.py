@@ -240,7 +240,7 @@ def bytes_to_load(hf_dir: Path) -> tuple[int, int]:
         learner = make_learner(args, mesh, hf_model, plan, make_schedule(args, 8), trainable)
         slots = slots_of(learner.optimizer)
         tensors = state_to_load(slots, dict(sharded_model(learner.chunks, mesh)))
-        laid_out = sum(tensor.data.nbytes for tensor in tensors.values())
+        laid_out = sum(tensor.data.nbytes for tensor in tensors.values() if tensor.data is not None)
         return laid_out, sum(4 * len(slot.kinds) * slot.parameter.numel() for slot in slots)
 
 

@@ -48,7 +48,7 @@ def train_with_a_slow_disk(args: Any, seconds: float, round_seconds: float) -> i
         time.sleep(seconds / num_tensors)
         return chunks(self, *of_tensor)
 
-    Checkpoint.chunks = slow  # this process ends with the run
+    Checkpoint.chunks = slow  # pyright: ignore[reportAttributeAccessIssue]: this process ends with the run
     base_digest.ROUND_SECONDS = round_seconds
     return dpo.run(args) if isinstance(args, DpoArgs) else sft.run(args)
 
@@ -61,8 +61,9 @@ def test_the_base_is_hashed_by_all_ranks(args, tmp_path, command):
     if command == "sft":
         rows = tmp_path / "rows.jsonl"
         rows.write_text("".join(json.dumps({"query": f"{n}?", "response": f"{n}."}) + "\n" for n in range(6)))
-        options = {name: getattr(chosen, name) for name in SftArgs.__dataclass_fields__}
-        chosen = SftArgs(**options | {"dataset": [str(rows)]})
+        options: dict[str, Any] = {name: getattr(chosen, name) for name in SftArgs.__dataclass_fields__}
+        options["dataset"] = [str(rows)]
+        chosen = SftArgs(**options)
     assert launch(2, train_with_a_slow_disk, chosen, 1.5 * TIMEOUT_SECONDS, 2.0) == [0, 0]
     state = json.loads((tmp_path / "run/checkpoint-1/trainer_state.json").read_text())
     assert state["base"]["sha256"] == digest_of(args.model)

@@ -232,8 +232,8 @@ def test_a_slice_is_small_in_pairs_and_tokens(monkeypatch):
 
 def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
     """Their digests are in a tensor: a safetensors header may have 100 MB, those of 1.4 million pairs."""
-    run = dpo.prepare(options(), mesh)
-    asked = replace(dpo.open_reference(run.args, run), directory=tmp_path / "cache")
+    args = options()
+    asked = replace(dpo.open_reference(args, dpo.prepare(args, mesh)), directory=tmp_path / "cache")
     answers = {f"{n:064x}": (float(n), -float(n)) for n in range(100_000)}
     asked._check_directory()
     asked._write_all(answers, {"model": "one"})
@@ -244,8 +244,9 @@ def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
 
 def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
     """Held-out rows and pairs that a reference model scores: each is collated when it is run."""
-    run = dpo.prepare(options(micro_batch_size=1, global_batch_size=1, split_dataset_ratio=0.5), mesh)
-    trainer = dpo.make_trainer(run.args, run, phases.restore(run))
+    args = options(micro_batch_size=1, global_batch_size=1, split_dataset_ratio=0.5)
+    run = dpo.prepare(args, mesh)
+    trainer = dpo.make_trainer(args, run, phases.restore(run))
     alive: weakref.WeakSet = weakref.WeakSet()
     most = []
     collate = Batches.collate
