@@ -120,8 +120,23 @@ class Adapter(nn.Module):
         a, b = torch.cat(self.parts(A)), self._in_order(torch.block_diag(*self.parts(B)))
         if self.caller_sums:
             a, b = (_summed(a, self.group), b) if self.is_column else (a, _summed(b, self.group))
-        hidden_SBR = F.linear(F.dropout(input, self.dropout, self.training), a)
+        hidden_SBR = F.linear(self.drop(input), a)
         return F.linear(self._exchange(hidden_SBR) * self.scaling, b)
+
+    def drop(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the input with dropout: alike on ranks that have the same input, else not.
+
+        Each call takes one number from the host's generator, which a trainer seeds and recomputation puts back, however
+        many tokens a rank has; with the rank it seeds the mask. Nothing waits for the device.
+        """
+        if not self.training or not self.dropout:
+            return input
+        draw = int(torch.randint(2**62, ()))
+        is_whole = self.is_column and not self.sequence_parallel
+        place = dist.get_global_rank(self.group, 0) if is_whole else dist.get_rank()
+        generator = torch.Generator(input.device).manual_seed(zlib.crc32(f"{draw}/{place}".encode()))
+        is_kept = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - self.dropout, generator=generator)
+        return input * is_kept / (1 - self.dropout)
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """The layer's weight on this rank with the adapter, summed in float32; not for a backward pass."""

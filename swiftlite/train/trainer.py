@@ -139,7 +139,7 @@ class Trainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        torch.manual_seed(seed_of_step(self.seed, step, self.mesh.dp_cp.rank()))
+        torch.manual_seed(seed_of_step(self.seed, step))
         counts = self._count_targets(batches)
         sums = self._run(batches, objective, counts, forward_only=False)
         self.scheduler.step(increment=1)  # before the update, so that the first one has a learning rate above 0
@@ -240,13 +240,13 @@ class Trainer:
                 sink.log(step, metrics)
 
 
-def seed_of_step(seed: int, step: int, data_rank: int) -> int:
-    """The seed of what is drawn in a step (the dropout of adapters): a function of it, as the data is.
+def seed_of_step(seed: int, step: int) -> int:
+    """Return the seed of what is drawn in a step (the dropout of adapters): a function of it, as the data is.
 
-    So a resumed run draws the same. Tensor-parallel ranks draw alike, as they compute alike. A hash, because no two
-    neighbouring seeds, steps or ranks may draw the same.
+    So a resumed run draws the same. It is that of all ranks: which of them draw alike depends on the layer
+    (`Adapter.drop`). A hash, because no two neighbouring seeds or steps may draw the same.
     """
-    return zlib.crc32(f"{seed}/{step}/{data_rank}".encode())
+    return zlib.crc32(f"{seed}/{step}".encode())
 
 
 @contextmanager

@@ -1,9 +1,20 @@
 """Adapters at every layout, against one process: gradients of A's, B's and magnitudes, and the checkpoint that all go
 on from."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from swiftlite.args.commands import SftArgs
+from swiftlite.model.lora import Adapter, add_adapters
+from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.plan.heads import lora_of
+from swiftlite.plan.layout import layout_of
+from swiftlite.runtime.distributed import session
+from swiftlite.train.trainer import seed_of_step
+from tests.parallel.launch import launch
 from tests.parallel.parity import BOUNDS, CASES, FULL, Case, Job, compare, make_model, run
 
 pytestmark = pytest.mark.gloo
@@ -51,3 +62,40 @@ def test_a_layout_changes_no_adapter(tmp_path):
             found = compare(one, results[family, kind, name], zeros)
             over = {figure: found[figure] for figure, bound in BOUNDS.items() if found[figure] > bound}
             assert not over, f"{family} {kind} {name}"
+
+
+def draw(layout: dict[str, Any], hf_dir: Path) -> dict[str, bytes]:
+    """By adapter: which inputs of a step's first micro-batch this rank keeps."""
+    args = SftArgs(model=str(hf_dir), torch_dtype="float32", lora_dropout=0.5, **LORA, **layout)
+    with session(layout_of(args), tied_embeddings=False) as mesh:
+        hf_model = read_hf_model(hf_dir)
+        chunks, _ = open_model(hf_model, mesh, dtype=torch.float32, heads=hf_model.heads)
+        lora = lora_of(args, hf_model.heads)
+        assert lora is not None
+        add_adapters(chunks, lora, hf_model.family.rows(hf_model.config, hf_model.heads.layers))
+        torch.manual_seed(seed_of_step(42, 1))
+        kept = {}
+        for name, adapter in chunks[0].named_modules():
+            if isinstance(adapter, Adapter):
+                dropped = adapter.train().drop(torch.ones(16, 1, 64))
+                assert set(dropped.unique().tolist()) == {0.0, 2.0}
+                kept[name] = (dropped > 0).numpy().tobytes()
+        return kept
+
+
+@pytest.mark.parametrize("layout", ["TP2xPP2", "TP2+SP"])
+def test_ranks_drop_alike_where_their_inputs_are_the_same(tmp_path, layout):
+    """A tensor-parallel rank has all of the input of columns, without sequence parallelism, and a part of all others;
+    each stage and each data-parallel rank has other ones."""
+    parts = {"tensor_model_parallel_size": 2}
+    parts |= {"pipeline_model_parallel_size": 2} if layout == "TP2xPP2" else {"sequence_parallel": True}
+    hf_dir = make_model(tmp_path / "hf", "qwen3", depth=0)
+    ranks = launch(4, draw, parts, hf_dir)
+    assert len(ranks[0]) == (8 if layout == "TP2xPP2" else 16)
+    for name in ranks[0]:
+        first, second, *others = (rank[name] for rank in ranks)
+        is_whole = layout == "TP2xPP2" and any(part in name for part in ("linear_qkv", "linear_fc1"))
+        assert (first == second) == is_whole, name
+        assert (others[0] == others[1]) == is_whole, name
+        assert not {first, second} & set(others), name
+    assert all(len(set(rank.values())) == len(rank) for rank in ranks)

@@ -16,7 +16,7 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.lora import is_adapter
-from swiftlite.model.lora import gather_adapters, merged
+from swiftlite.model.lora import Adapter, gather_adapters, merged
 from swiftlite.plan.kernels import Machine
 from swiftlite.serve.adapters import with_adapters
 from swiftlite.train import phases, sft
@@ -227,6 +227,31 @@ def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_pat
     assert steps[0] == steps[1]
     states = [json.loads((run / "checkpoint-4/trainer_state.json").read_text()) for run in (unbroken, resumed)]
     assert states[0]["base"] == states[1]["base"] == {"model": stopped.model, "sha256": digest_of(stopped.model)}
+
+
+def test_recomputed_layers_drop_the_same(options, mesh, tmp_path):
+    dropout = {"tuner_type": "lora", "lora_dropout": 0.5, "lr": 1e-2}
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    runs = [
+        train(options(output_dir=str(tmp_path / name), **dropout, **more), mesh)
+        for name, more in (("kept", {}), ("recomputed", again))
+    ]
+    kept, recomputed = ([line for line in metrics(run) if "loss" in line] for run in runs)
+    assert kept == recomputed
+    without = metrics(train(options(output_dir=str(tmp_path / "without"), **dropout | {"lora_dropout": 0.0}), mesh))
+    assert [line["loss"] for line in kept] != [line["loss"] for line in without if "loss" in line]
+
+
+def test_a_mask_takes_one_number_however_many_tokens_there_are(options, mesh):
+    """Tensor-parallel ranks have different tokens of experts, and the same ones of the layers after these."""
+    run = sft.prepare(options(tuner_type="lora", lora_dropout=0.5), mesh)
+    (adapter, *_) = (module for module in run.learner.chunks[0].modules() if isinstance(module, Adapter))
+    after = set()
+    for num_tokens in (0, 3, 7):
+        torch.manual_seed(1)
+        adapter.train().drop(torch.ones(num_tokens, 1, 8))
+        after.add(float(torch.rand(())))
+    assert len(after) == 1
 
 
 def test_adapters_of_another_model_are_refused(options, mesh, tmp_path):
