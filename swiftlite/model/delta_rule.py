@@ -15,6 +15,7 @@ from chunk to chunk. No chunk holds tokens of two sequences, so packed rows are 
 Shapes: T tokens of all sequences, M chunks, C tokens of a chunk, N heads, D key channels, E value channels.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -142,12 +143,14 @@ class _Chunks:
     Attributes:
         places_MC: the token of each place of each chunk; of a place without one the chunk's first.
         is_token_MC: which places hold a token; None where all do.
+        place_T: where each token is among all places; by a mask the host would wait for their number.
         turns: who goes on from a state at the same time: chunks, and their sequences.
         order_M: where each chunk is among those of all turns, one turn behind the other.
     """
 
     places_MC: torch.Tensor
     is_token_MC: torch.Tensor | None
+    place_T: torch.Tensor
     turns: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     order_M: torch.Tensor
 
@@ -163,8 +166,8 @@ class _Chunks:
 
     def give_back(self, read: torch.Tensor) -> torch.Tensor:
         """[T, N, E] of what all turns have read, [M, N, C, E]."""
-        out_MCNE = read[self.order_M].transpose(1, 2)
-        return out_MCNE.flatten(0, 1) if self.is_token_MC is None else out_MCNE[self.is_token_MC]
+        out_PNE = read[self.order_M].transpose(1, 2).flatten(0, 1)
+        return out_PNE if self.is_token_MC is None else out_PNE.index_select(0, self.place_T)
 
 
 @lru_cache(maxsize=16)  # every layer asks again for the rows of its micro-batch
@@ -188,14 +191,19 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
             places.append([*range(first, first + size), *[first] * (chunk - size)])
             filled.append([True] * size + [False] * (chunk - size))
         begin += length
-    pairs = []
-    for turn in turns:
-        numbers, sequences = torch.tensor(turn, device=device).unbind(1)
-        pairs.append((numbers, sequences))
-    is_token_MC = torch.tensor(filled, device=device)
+    is_token_MC = torch.tensor(filled)
+    turn_chunks = [[number for number, _ in turn] for turn in turns]
+    turn_sequences = [[sequence for _, sequence in turn] for turn in turns]
     return _Chunks(
-        torch.tensor(places, device=device),
-        None if is_token_MC.all() else is_token_MC,
-        tuple(pairs),
-        torch.cat([numbers for numbers, _ in pairs]).argsort(),
+        places_MC=on_device(torch.tensor(places), device),
+        is_token_MC=None if is_token_MC.all() else on_device(is_token_MC, device),
+        place_T=on_device(is_token_MC.flatten().nonzero()[:, 0], device),
+        turns=tuple(zip(_each_on(turn_chunks, device), _each_on(turn_sequences, device), strict=True)),
+        order_M=on_device(torch.tensor(list(itertools.chain(*turn_chunks))).argsort(), device),
     )
+
+
+def _each_on(numbers: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Copy lists of numbers to the device in one piece, and return each as a tensor."""
+    together = on_device(torch.tensor(list(itertools.chain(*numbers))), device)
+    return together.split([len(each) for each in numbers])

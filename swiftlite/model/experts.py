@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from swiftlite.model.compiled import compiled
 from swiftlite.model.swiglu import SwiGLU
 from swiftlite.model.tensor_parallel import AddsGradients
+from swiftlite.runtime.device import on_device
 
 ALIGNMENT = 16
 """Bytes of which a row of each matrix is a multiple where `grouped_mm` takes it."""
@@ -84,7 +85,7 @@ class GroupedMLP(AddsGradients, SequentialMLP):
 
     def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """What the experts make of their tokens."""
-        ends = tokens_per_expert.cumsum(0).to(hidden_TH.device, torch.int32, non_blocking=True)
+        ends = on_device(tokens_per_expert.cumsum(0, dtype=torch.int32), hidden_TH.device)
         counts = tokens_per_expert.tolist() if self.has_adapters() else []
 
         def product(linear: str, tokens: torch.Tensor) -> torch.Tensor:

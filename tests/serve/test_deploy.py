@@ -193,7 +193,11 @@ def test_vllm_is_told_what_its_heads_can_draft(tmp_path):
     words = command(model, infer_backend="vllm", num_speculative_tokens=3, vllm_engine_kwargs={"max_num_seqs": 4})
     module = words.index("vllm.entrypoints.openai.api_server")
     flags = dict(zip(words[module + 1 :], words[module + 2 :], strict=False))
-    assert flags["--speculative-config"] == '{"method": "mtp", "num_speculative_tokens": 3}'
+    assert json.loads(flags["--speculative-config"]) == {
+        "method": "mtp",
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "probabilistic",
+    }
     assert flags["--max-num-seqs"] == "4"
     assert flags["--model"] == str(model)
     plain = command(model, infer_backend="vllm", speculative="none")
