@@ -12,6 +12,11 @@ def sglang_environment() -> dict[str, str]:
     return _with_path("sglang_stand_ins") | quiet
 
 
+def torchvision_environment() -> dict[str, str]:
+    """With the stand-in for torchvision, which vLLM's classes of image models import."""
+    return _with_path("sglang_stand_ins")
+
+
 def gpu_link_environment() -> dict[str, str]:
     """With `gpu_links.py` among vLLM's plugins."""
     return _with_path("gpu_links")

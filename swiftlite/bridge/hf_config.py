@@ -30,8 +30,8 @@ _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
     """The content of a model directory's config.json; that of a wrapped language model stands at the top too.
 
-    A config.json that does not say how many MTP layers there are, as those of Qwen3-Next and Qwen3.6, promises as many
-    as there are `mtp.layers.*` tensors.
+    A config.json that does not say how many MTP layers there are, as that of Qwen3-Next-80B, promises as many as there
+    are `mtp.layers.*` tensors.
 
     Raises:
         UserError: there is none, or it is not a JSON object.

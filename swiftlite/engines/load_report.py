@@ -87,12 +87,12 @@ class Loading:
         if self.model.heads.layers == 0 or self.draft is not None:
             self.problems += self._unread()
 
-    def fill(self, name: str, build: Callable[[], Any], shared: Iterable[str] = ()) -> nn.Module:
+    def fill(self, name: str, build: Callable[[], Any], not_loaded: Iterable[str] = ()) -> nn.Module:
         """A model as the engine makes and fills it, without numbers; parameters that its loader leaves are problems.
 
         Args:
             name: the engine's of its class.
-            shared: ends of names of those that the target gives to the draft afterwards.
+            not_loaded: ends of names of those that get their numbers elsewhere: from the target, or by default.
         """
         label = self.info.label
         with torch.device("meta"):
@@ -104,7 +104,7 @@ class Loading:
         self.problems += some(
             f"{class_name} is left with {count} random numbers in {parameter}"
             for parameter, count in self.recorder.unfilled(filled).items()
-            if not parameter.endswith(tuple(shared))
+            if not parameter.endswith(tuple(not_loaded))
         )
         return filled
 

@@ -47,7 +47,7 @@ def test_a_change_is_made_where_the_key_stands(hf_dir, tmp_path):
 
 
 def forget_depth(hf_dir) -> None:
-    """As the config.json of Qwen3.6 and that of Qwen3-Next."""
+    """As the config.json of Qwen3-Next-80B."""
     config = on_disk(hf_dir)
     config.pop("num_nextn_predict_layers", None)
     config.get("text_config", config).pop("mtp_num_hidden_layers", None)

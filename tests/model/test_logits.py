@@ -166,7 +166,7 @@ def stacked(tensors: dict[str, torch.Tensor], layer: torch.nn.Module) -> dict[st
 
 def reference_mtp(hf, tensors, family, k, hidden, input_ids, position_ids, drafting):
     """One MTP depth with transformers' own decoder layer: norm both inputs, project, block, norm."""
-    names, block = mtp_names(family, k)
+    names, block = mtp_names(family, k, hf.config.num_hidden_layers)
 
     def norm(role: str, states: torch.Tensor) -> torch.Tensor:
         module = type(hf.model.norm)(states.size(-1), hf.config.rms_norm_eps)

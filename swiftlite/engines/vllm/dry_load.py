@@ -28,6 +28,9 @@ from swiftlite.errors import UserError
 # What vLLM takes from the target for every MTP draft (v1/spec_decode/llm_base_proposer.py), loaded or not.
 SHARED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
+# Scales of attention in FP8 that a checkpoint may leave out: -1 means so (layers/quantization/kv_cache.py of 0.32).
+OPTIONAL = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
+
 
 def dry_load(config: EngineConfig) -> LoadReport:
     """Let vLLM's loaders run on the checkpoint's headers; no tensor is read.
@@ -103,4 +106,4 @@ def _load(
 ) -> nn.Module:
     build = partial(initialize_model, vllm_config=vllm_config, model_config=model_config, prefix=prefix)
     with set_default_torch_dtype(model_config.dtype):
-        return loading.fill(", ".join(model_config.architectures), build, shared)
+        return loading.fill(", ".join(model_config.architectures), build, (*shared, *OPTIONAL))

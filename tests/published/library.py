@@ -1,0 +1,184 @@
+"""Models as they are published: config.json with the keys of the hub and no others, tensors with its names and types.
+
+Only sizes are scaled down (`configs/`), and no vocabulary is a multiple of 64. Numbers are random, those of MTP heads
+too. Nothing of the product is used, so that both can be compared with it.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+from tests.tiny import CLASSES, HEADS_WITH_COPIES, WRAPPED, hub_name, mtp_names, per_expert
+
+CONFIGS = {path.stem: path for path in sorted(Path(__file__).with_name("configs").glob("*.json"))}
+MODELS = tuple(CONFIGS)
+HEADS = {"mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+"""Families that are published with one MTP head."""
+ZERO_CENTERED = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
+"""Families whose norms add 1 to their weights, but for the norm behind linear attention."""
+STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
+"""Models whose experts are in one tensor, with where."""
+BLOCK = 128
+_QUANTISED = re.compile(r"(?<!eh)(_proj|_proj_with_mqa|in_proj_qkvz|in_proj_qkv|in_proj_z)\.weight$")
+_FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias)$")
+
+Tensors = dict[str, torch.Tensor]
+
+
+def content(model: str) -> dict[str, Any]:
+    """The config.json of a published model."""
+    return json.loads(CONFIGS[model].read_text(encoding="utf-8"))
+
+
+def family(model: str) -> str:
+    return content(model)["model_type"]
+
+
+def is_quantised(model: str) -> bool:
+    return "quantization_config" in content(model)
+
+
+def build(directory: Path, model: str) -> Path:
+    """Write the model; returns its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_bytes(CONFIGS[model].read_bytes())
+    tensors = {name: _drawn(model, name, shape) for name, shape in _shapes(model).items()}
+    if family(model) in HEADS_WITH_COPIES:
+        head = mtp_names(family(model), 0, content(model)["num_hidden_layers"])[1]
+        tensors[f"{head}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{head}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if is_quantised(model):
+        tensors = _quantised(tensors, torch.float32 if family(model) == "deepseek_v3" else torch.bfloat16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def numbers(directory: Path) -> Tensors:
+    """What the tensors of a directory stand for: FP8 in float32, all others as they are."""
+    tensors = load_file(directory / "model.safetensors")
+    found = {}
+    for name, tensor in tensors.items():
+        if f"{name}_scale_inv" in tensors:
+            found[name] = tensor.float() * _spread(tensors[f"{name}_scale_inv"].float(), tensor.shape)
+        elif not name.endswith("_scale_inv"):
+            found[name] = tensor
+    return found
+
+
+def transformers_config(directory: Path) -> PreTrainedConfig:
+    """The language model's, as transformers reads the published file; of a quantised model without quantisation."""
+    raw = json.loads((directory / "config.json").read_text())
+    if raw["model_type"] == "mimo":  # transformers has no MiMo: its trunk is Qwen2's
+        return Qwen2Config(**{key: value for key, value in raw.items() if key not in ("model_type", "auto_map")})
+    config = AutoConfig.from_pretrained(directory)
+    text = config.get_text_config()
+    for part in (config, text):
+        if hasattr(part, "quantization_config"):
+            delattr(part, "quantization_config")
+    return text
+
+
+def transformers_model(directory: Path) -> PreTrainedModel:
+    """The trunk in float32, by transformers' own class."""
+    config = transformers_config(directory)
+    kind = json.loads((directory / "config.json").read_text())["model_type"]
+    trunk = {name: tensor.float() for name, tensor in numbers(directory).items() if not _is_other(name, config)}
+    model_class: Any = CLASSES[kind][1]
+    return model_class.from_pretrained(
+        None, config=config, state_dict=trunk, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+
+
+def _is_other(name: str, config: Any) -> bool:
+    """Whether a tensor belongs to a head or to the vision tower."""
+    if name.startswith(("mtp.", "model.mtp_layers.", "model.visual.")):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer.group(1)) >= config.num_hidden_layers
+
+
+def _shapes(model: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors by their published names, without the copies that heads have."""
+    kind, raw = family(model), content(model)
+    text = raw.get("text_config", raw)
+    config = _config_of(kind, raw)
+    model_class: Any = CLASSES[kind][1]
+    with torch.device("meta"):
+        trunk = model_class(config)
+    held = trunk.state_dict()
+    if text["tie_word_embeddings"]:
+        del held["lm_head.weight"]
+    shapes = _named(kind, held, stacked=model in STACKED)
+    if kind in HEADS:
+        names, block = mtp_names(kind, 0, config.num_hidden_layers)
+        hidden = config.hidden_size
+        shapes |= {name: (hidden, 2 * hidden) if role == "projection" else (hidden,) for role, name in names.items()}
+        inner = _named(kind, trunk.model.layers[-1].state_dict(), stacked=STACKED.get(model) == "all")
+        shapes |= {block + name: shape for name, shape in inner.items()}
+    if kind in WRAPPED:
+        with torch.device("meta"):
+            tower = Qwen3_5VisionModel(Qwen3_5VisionConfig(**raw["vision_config"]))
+        shapes |= {f"model.visual.{name}": tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
+    return shapes
+
+
+def _config_of(kind: str, raw: Mapping[str, Any]) -> Any:
+    config_class: Any = CLASSES[kind][0]
+    left_out = ("model_type", "auto_map", "quantization_config")
+    text = raw.get("text_config", raw)
+    return config_class(**{key: value for key, value in text.items() if key not in left_out})
+
+
+def _named(kind: str, held: Mapping[str, torch.Tensor], stacked: bool) -> dict[str, tuple[int, ...]]:
+    tensors = dict(held) if stacked else per_expert(held)
+    return {hub_name(kind, name): tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Numbers that keep states at about the same size from layer to layer."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{model}/{name}".encode()))
+    drawn = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        is_added_to_1 = family(model) in ZERO_CENTERED and "linear_attn" not in name
+        drawn = 0.2 * drawn + (0.0 if is_added_to_1 else 1.0)
+    elif len(shape) == 1:  # biases, and what linear attention forgets by
+        drawn = 0.2 * drawn
+    elif "embed_tokens" not in name:
+        drawn = drawn / shape[-1] ** 0.5
+    if family(model) in WRAPPED and name.endswith("linear_attn.norm.weight"):
+        return drawn.bfloat16().float()  # models of 16 bits round it, in transformers too
+    is_float32 = _FLOAT32.search(name) or (family(model) in WRAPPED and name.endswith("linear_attn.A_log"))
+    return drawn if is_float32 else drawn.bfloat16()
+
+
+def _quantised(tensors: Tensors, factors: torch.dtype) -> Tensors:
+    """The same with each matrix of a linear layer in FP8, beside its factors."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not _QUANTISED.search(name) or "visual" in name:
+            found[name] = tensor
+            continue
+        rows, columns = (-(-length // BLOCK) for length in tensor.shape)
+        scale = torch.empty(rows, columns)
+        for row in range(rows):
+            for column in range(columns):
+                block = tensor[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+                scale[row, column] = block.float().abs().max() / 448
+        scale = scale.to(factors)
+        found[name] = (tensor.float() / _spread(scale.float(), tensor.shape)).to(torch.float8_e4m3fn)
+        found[f"{name}_scale_inv"] = scale
+    return found
+
+
+def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Each factor over its whole block, the last ones cut off."""
+    return scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: shape[0], : shape[1]]
