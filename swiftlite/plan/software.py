@@ -12,8 +12,13 @@ class Software:
     Attributes:
         attention: part of the peak that attention gets, forward and backward. Assumed, for FlashAttention-2 on Hopper;
             newer kernels get more, and so does this one on an A100.
-        logit_bytes: moved for each logit of a fused loss beside its products. Counted.
-        gradient_bytes: moved by a micro-batch for each weight, to add to its gradient.
+        logit_bytes: moved for each logit of a fused loss next to its products, where the vocabulary is whole: 4 reads
+            and a write of bfloat16 forward (largest, sum and gradient in one compiled kernel, prediction), 3 reads and
+            a write backward. Counted (`tests/model/test_chunked_loss.py`).
+        split_logit_bytes: the same for a vocabulary that tensor-parallel ranks share: pass by pass, in float32. Counted.
+        gradient_bytes: moved by a micro-batch for each weight, to add to its gradient: written and read in bfloat16,
+            added in float32. Counted. Without sequence parallelism and `overlap_grad_reduce` the product adds by
+            itself, which takes 8.
         stack_bytes: moved for each weight of experts to stack them for one product, forward and again backward.
             Counted.
         vocabulary_products: of the loss; in chunks the logits are made a second time (`model/chunked_loss.py`).
@@ -24,7 +29,8 @@ class Software:
     """
 
     attention: float = 0.34
-    logit_bytes: float = 20
+    logit_bytes: float = 18
+    split_logit_bytes: float = 98
     gradient_bytes: float = 12
     stack_bytes: float = 4
     vocabulary_products: int = 4

@@ -121,7 +121,9 @@ class Step:
         outside, heads, rank = self.architecture.outside, self.setup.heads, self.rank
         words = [] if self.is_trunk_frozen else [outside.local_vocab(rank)]
         words += [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.drafts
-        per_logit = self.software.logit_bytes if self.setup.is_fused else _UNFUSED_LOGIT_BYTES
+        per_logit = _UNFUSED_LOGIT_BYTES
+        if self.setup.is_fused:
+            per_logit = self.software.logit_bytes if rank.tp == 1 else self.software.split_logit_bytes
         seconds = 0.0
         for number in words:
             product = Product(rank.tokens, number, outside.hidden)

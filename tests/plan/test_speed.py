@@ -31,6 +31,7 @@ H100 = GPUS["H100"]
 MEGATRON = Software(
     attention=0.47,  # cuDNN's on Hopper. Assumed
     logit_bytes=54,  # its own cross-entropy, pass by pass
+    split_logit_bytes=54,
     gradient_bytes=8,  # added in the product
     vocabulary_products=3,
     exposed_tp=(0.5, 0.5),  # --tp-comm-overlap. Fitted
