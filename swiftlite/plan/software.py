@@ -15,7 +15,7 @@ class Software:
         logit_bytes: moved for each logit of a fused loss next to its products, where the vocabulary is whole: 4 reads
             and a write of bfloat16 forward (largest, sum and gradient in one compiled kernel, prediction), 3 reads and
             a write backward. Counted (`tests/model/test_chunked_loss.py`).
-        split_logit_bytes: the same for a vocabulary that tensor-parallel ranks share: pass by pass, in float32. Counted.
+        split_logit_bytes: the same for a vocabulary that tensor-parallel ranks share, pass by pass in float32. Counted.
         gradient_bytes: moved by a micro-batch for each weight, to add to its gradient: written and read in bfloat16,
             added in float32. Counted. Without sequence parallelism and `overlap_grad_reduce` the product adds by
             itself, which takes 8.
