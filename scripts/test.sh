@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Sets up what the tests need, then runs them; the last line is pytest's own count.
 #
-#   bash scripts/test.sh                everything a machine without a GPU can run: check.sh and the three tiers below
-#   bash scripts/test.sh unit|gloo|engine|slow|te|flash|gpu [PYTEST OPTIONS]
+#   bash scripts/test.sh                everything a machine without a GPU can run: check.sh and the first four tiers
+#   bash scripts/test.sh unit|gloo|engine|cuda_emulated|slow|te|flash|gpu [PYTEST OPTIONS]
 #
 #   unit     in process, seconds each       gloo    several processes on this machine
 #   engine   with a real vLLM or SGLang     gpu     needs a GPU
+#   cuda_emulated  every kind of run as on a GPU, on an emulated one; needs g++; prints waits and launches
 #   slow     engines too, minutes each     te      with the Python of Transformer Engine; elsewhere skipped
 #   flash    with the Python of flash-attn; elsewhere skipped
 set -euo pipefail
@@ -17,12 +18,18 @@ tier=${1:-all}
 status=0
 case $tier in
     all) markers="not gpu and not slow" ;;
-    unit) markers="not gloo and not engine and not gpu and not slow" ;;
+    unit) markers="not gloo and not engine and not cuda_emulated and not gpu and not slow" ;;
+    cuda_emulated)
+        command -v g++ >/dev/null ||
+            die "the tier cuda_emulated compiles 50 lines of C++, and g++ is not installed" \
+                "on Debian and Ubuntu: apt-get install g++"
+        markers=cuda_emulated && set -- tests/cuda_emulated "$@"
+        ;;
     engine) markers="engine and not slow" ;;
     gloo | slow | gpu) markers=$tier ;;
     te) markers=gloo && set -- tests/parallel/test_{kernels,low_precision,adapter_kernels}.py "$@" ;;
     flash) markers="gloo or not gloo" && set -- tests/model/test_packed_kernels.py "$@" ;;
-    *) die "no tier '$tier'" "one of: unit gloo engine slow te flash gpu, or nothing for all that run without a GPU" ;;
+    *) die "no tier '$tier'" "one of: unit gloo engine cuda_emulated slow te flash gpu, or nothing for all that run without a GPU" ;;
 esac
 
 case $tier in

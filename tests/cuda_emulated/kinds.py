@@ -1,0 +1,133 @@
+"""The kinds of runs: a command, a tiny model, and what a user would add to it. No torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROWS = [{"query": f"What is {n} plus {n}?", "response": f"It is {2 * n}{' exactly' * (n % 3)}."} for n in range(20)]
+PAIRS = [row | {"rejected_response": f"No idea{', perhaps' * (n % 4)} {n}?"} for n, row in enumerate(ROWS)]
+# Of each pair one of the answers.
+RATED = [
+    {"query": row["query"], "response": row["response" if n % 3 else "rejected_response"], "label": n % 3 > 0}
+    for n, row in enumerate(PAIRS)
+]
+TEXTS = [{"text": f"{row['query']} {row['response']}"} for row in ROWS]
+FILES = {"rows": ROWS, "pairs": PAIRS, "rated": RATED, "texts": TEXTS}
+
+STEPS = 3
+# Held-out rows, evaluation, a checkpoint and drafts measured are part of every run.
+COMMON = (
+    "--max_length 96 --split_dataset_ratio 0.2 --micro_batch_size 2 --global_batch_size 4 --lr 1e-4 "
+    f"--acceptance_samples 1 --acceptance_max_new_tokens 3 --report_to none --train_iters {STEPS}"
+)
+PACKED = "--packing true --packing_length 96 --micro_batch_size 1 --global_batch_size 2"
+HEADS = "--mtp_mode heads_only --mtp_init checkpoint"
+
+
+ADAPTERS = "--tuner_type lora --lora_rank 4"
+
+
+@dataclass(frozen=True)
+class Model:
+    """Arguments of `tests.tiny.make_tiny_hf`."""
+
+    family: str = "qwen3"
+    sizes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def directory(self) -> str:
+        return "-".join([self.family, *(f"{name}{value}" for name, value in self.sizes)])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A run.
+
+    Attributes:
+        options: of the command, on top of COMMON.
+        rows: a key of FILES.
+        goes_on: a second command with the same words and `--resume`, for as many steps more.
+    """
+
+    options: str = ""
+    model: Model = Model()
+    command: str = "sft"
+    rows: str = "rows"
+    goes_on: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        return self.model.family != "qwen3"
+
+    @property
+    def is_float32(self) -> bool:
+        return FLOAT32 in self.options
+
+    def words(self, directory: Path, name: str) -> list[str]:
+        """The command line."""
+        return [
+            *("megatron", self.command, "--model", str(directory / self.model.directory)),
+            *("--dataset", str(directory / f"{self.rows}.jsonl"), "--output_dir", str(directory / "runs" / name)),
+            *f"{COMMON} {self.options}".split(),
+        ]
+
+
+DEEP = (("num_hidden_layers", 4),)
+MOE, LATENT, LITE, HYBRID = (Model(family) for family in ("qwen3_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next"))
+FLOAT32 = "--torch_dtype float32"
+KINDS: dict[str, Kind] = {
+    "dense": Kind(),
+    "dense 4 layers": Kind(model=Model(sizes=DEEP)),
+    "dense float32": Kind(FLOAT32),
+    "dense, not fused": Kind("--fused_kernels none"),
+    "packed": Kind(PACKED),
+    "padding_free": Kind("--padding_free true"),
+    "dp_balanced": Kind(f"{PACKED} --sequence_packing_scheduler dp_balanced --global_batch_size 8"),
+    "streamed": Kind(f"{PACKED} --streaming true --streaming_buffer_size 8 --split_dataset_ratio 0"),
+    "plain text": Kind(command="pt", rows="texts"),
+    "experts": Kind(model=MOE),
+    "experts 4 layers": Kind(model=Model("qwen3_moe", DEEP)),
+    "experts packed, balanced": Kind(f"{PACKED} --moe_aux_loss_coeff 0.01", model=MOE),
+    "experts float32": Kind(FLOAT32, model=MOE),
+    "latent": Kind(model=LATENT),
+    "latent packed": Kind(PACKED, model=LATENT),
+    "latent float32": Kind(FLOAT32, model=LATENT),
+    "latent lite, biases updated": Kind("--moe_router_bias_update_rate 0.001", model=LITE),
+    "gated delta": Kind(model=HYBRID),
+    "gated delta float32": Kind(FLOAT32, model=HYBRID),
+    "gated delta packed": Kind(PACKED, model=HYBRID),
+    "lora": Kind(ADAPTERS),
+    "lora dropout": Kind(f"{ADAPTERS} --lora_dropout 0.1"),
+    "dora": Kind(f"{ADAPTERS} --use_dora true"),
+    "lora experts": Kind(ADAPTERS, model=MOE),
+    "dpo": Kind(command="dpo", rows="pairs"),
+    "dpo packed, lora": Kind(f"{PACKED} --packing_length 192 {ADAPTERS}", command="dpo", rows="pairs"),
+    "dpo float32": Kind(FLOAT32, command="dpo", rows="pairs"),
+    "kto": Kind("--loss_type kto", command="dpo", rows="rated"),
+    "heads_only": Kind(f"{HEADS} --mtp_loss ce"),
+    "heads_only kl": Kind(f"{HEADS} --mtp_loss kl"),
+    "heads_only kl, not fused": Kind(f"{HEADS} --mtp_loss kl --fused_kernels none"),
+    "heads_only, drafted tokens": Kind(f"{HEADS} --draft_vocab 100"),
+    "heads_only, fitted": Kind("--mtp_mode heads_only --mtp_init fit_last_layer"),
+    "unrolled": Kind(f"{HEADS} --mtp_unroll 3"),
+    "unrolled packed": Kind(f"{HEADS} --mtp_unroll 3 {PACKED}"),
+    "cached trunk states": Kind(
+        f"{HEADS} --cache_trunk_states {{directory}}/states --micro_batch_size 1 --train_iters 12"
+    ),
+    "recomputed": Kind("--recompute_granularity full"),
+    "recomputed selectively": Kind("--recompute_granularity selective", model=MOE),
+    "saved asynchronously": Kind("--async_save true --save_steps 1"),
+    "distributed optimizer": Kind("--use_distributed_optimizer true --async_save true --save_steps 2", goes_on=True),
+    "resumed": Kind("--mtp_clip_grad 0.5", goes_on=True),
+}
+
+
+def write_inputs(directory: Path, names: list[str]) -> None:
+    """Write the models and rows of some kinds; transformers makes them, so not in an emulated process."""
+    from tests.tiny import make_tiny_hf
+
+    for name, rows in FILES.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for model in {KINDS[name].model for name in names}:
+        make_tiny_hf(directory / model.directory, model.family, depth=1, with_tokenizer=True, **dict(model.sizes))

@@ -1,0 +1,63 @@
+"""Each detector sees what it is for, names the line that asked, and lets pass what only looks like it."""
+
+import inspect
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.cuda_emulated import library, wrong
+
+pytestmark = [
+    pytest.mark.cuda_emulated,
+    pytest.mark.skipif(bool(library.missing()), reason=library.missing() or "there is a compiler"),
+]
+WRONG = [(kind, operation) for kind, operations in wrong.WRONG.items() for operation in operations]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.cuda_emulated.detect"]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout)
+
+
+@pytest.mark.parametrize(("kind", "operation"), WRONG, ids=[operation.__name__ for _, operation in WRONG])
+def test_what_is_wrong_is_seen(found, kind, operation):
+    events = found["events"][operation.__name__]
+    assert {event["kind"] for event in events} == {kind}
+    lines, first = inspect.getsourcelines(operation)
+    for event in events:
+        path, _, line = event["line"].partition(":")
+        assert path == "tests/cuda_emulated/wrong.py"
+        assert first <= int(line.split(",")[0]) < first + len(lines)
+        # What CUDA refuses is refused.
+        assert bool(event["error"]) == (kind in ("mixed", "generator"))
+
+
+def test_a_wait_in_a_backward_pass_is_not_at_a_border(found):
+    (event,) = found["events"]["waits_in_the_backward_pass"]
+    assert event["region"] == "backward"
+
+
+@pytest.mark.parametrize("operation", wrong.RIGHT, ids=lambda operation: operation.__name__)
+def test_what_is_right_is_let_pass(found, operation):
+    assert found["events"][operation.__name__] == []
+
+
+def test_launches_are_kernels(found):
+    launches = found["launches"]
+    assert launches["views"] == {}
+    assert launches["a_product_and_its_gradient"] == {"border": 1, "backward": 1}
+    assert launches["a_compiled_function"] == {"border": 1, "backward": 1}
+    assert launches["attention"] == {"border": 1, "backward": 1}
+
+
+def test_a_compiler_is_asked_once(tmp_path, monkeypatch):
+    """The library is kept for this version of torch and of the source."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = library.build()
+    monkeypatch.setenv("PATH", "")
+    assert library.build() == first
+    assert [path.name for path in first.parent.iterdir()] == [first.name]

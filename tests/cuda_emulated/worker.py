@@ -1,0 +1,116 @@
+"""Runs commands in one process, on the emulated device or on the CPU:
+
+    python -m tests.cuda_emulated.worker emulated|cpu DIRECTORY KIND...
+
+For each kind a JSON file `DIRECTORY/results/DEVICE/KIND.json`: what it said, its metrics by step, what was recorded.
+"""
+
+import gc
+import io
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+
+def main(device: str, directory: Path, names: list[str]) -> None:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if device == "emulated":
+        from tests.cuda_emulated import library
+
+        library.load()
+        from tests.cuda_emulated import answers
+
+        answers.install()
+    from tests.cuda_emulated.kinds import KINDS
+
+    watch_steps()
+    results = directory / "results" / device
+    results.mkdir(parents=True, exist_ok=True)
+    here = directory / device
+    here.mkdir(exist_ok=True)
+    for item in directory.iterdir():  # runs write into directories of their own
+        if item.name not in ("results", "cpu", "emulated") and not (here / item.name).exists():
+            (here / item.name).symlink_to(item)
+    for name in names:
+        found = run(KINDS[name], here, name)
+        (results / f"{name}.json").write_text(json.dumps(found, indent=1))
+        shutil.rmtree(here / "runs" / name, ignore_errors=True)
+
+
+def run(kind: Any, directory: Path, name: str) -> dict[str, Any]:
+    """One kind, and what came of it."""
+    from swiftlite.cli.main import main as swiftlite
+    from tests.cuda_emulated.kinds import STEPS
+    from tests.cuda_emulated.record import RECORDER
+
+    RECORDER.clear()
+    words = [word.replace("{directory}", str(directory)) for word in kind.words(directory, name)]
+    commands = [words]
+    if kind.goes_on:
+        commands.append([*words, "--resume", "--train_iters", str(2 * STEPS)])
+    said, codes = io.StringIO(), []
+    start = time.perf_counter()
+    with redirect_stdout(said), redirect_stderr(said):
+        for command in commands:
+            gc.collect()  # models and their groups refer to each other in circles
+            try:
+                codes.append(swiftlite(command))
+            except BaseException:
+                traceback.print_exc(file=said)
+                codes.append("raised")
+    output = directory / "runs" / name
+    metrics = output / "metrics.jsonl"
+    return {
+        "codes": codes,
+        "said": said.getvalue(),
+        "seconds": round(time.perf_counter() - start, 2),
+        "files": sorted(path.name for path in output.glob("*")),
+        "metrics": [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else [],
+        "events": [vars(event) | {"count": count} for event, count in RECORDER.events.items()],
+        "steps": RECORDER.steps,
+        "micro_batches": RECORDER.micro_batches,
+        "launches": dict(RECORDER.launches),
+        "kernels": dict(RECORDER.kernels),
+    }
+
+
+def watch_steps() -> None:
+    """Tell the recorder when a step, a model and a layer begin and end."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from torch.nn.modules import module
+
+    from swiftlite.model.gpt import GPTModel
+    from swiftlite.train.trainer import Trainer
+    from tests.cuda_emulated.record import RECORDER
+
+    take_step = Trainer.step
+
+    def taken(self: Trainer, step: int) -> dict[str, float]:
+        RECORDER.is_in_step = True
+        try:
+            return take_step(self, step)
+        finally:
+            RECORDER.is_in_step, RECORDER.layers, RECORDER.models = False, 0, 0
+            RECORDER.steps += 1
+
+    Trainer.step = taken
+
+    def move(layer: Any, by: int) -> None:
+        if isinstance(layer, TransformerLayer):
+            RECORDER.layers += by
+        elif isinstance(layer, GPTModel):
+            RECORDER.models += by
+            RECORDER.micro_batches += by > 0 and RECORDER.is_in_step
+
+    module.register_module_forward_pre_hook(lambda layer, inputs: move(layer, 1))
+    module.register_module_forward_hook(lambda layer, inputs, output: move(layer, -1), always_call=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]).absolute(), sys.argv[3:])
