@@ -94,12 +94,20 @@ class _BaseState(BaseModel, strict=True):
     sha256: str
 
 
+class _DataState(BaseModel, strict=True):
+    """Digests of the data, as `phases.data_state` gives them."""
+
+    tokenizer: str
+    rows: str
+
+
 class _State(BaseModel, strict=True):
     """What trainer_state.json must hold."""
 
     step: _Count
     mtp_num_layers: _Count
     torch_dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    data: _DataState | None = None
     stream: _StreamState | None = None
     lora: _LoraState | None = None
     base: _BaseState | None = None

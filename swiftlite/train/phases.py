@@ -15,6 +15,7 @@ from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import write_config
+from swiftlite.args.data_file import split_sample
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.dataset import Data
@@ -57,6 +58,7 @@ class Run:
         rows: what batch sizes count; none where training rows are read while training goes on.
         encoder: made the samples of the rows.
         checkpoint: the one to continue from; None for a new run.
+        data_state: what a checkpoint keeps of data and tokenizer, see `data_state`.
         trunk_states: what a trunk that stays says, kept on disk; None computes it each time.
     """
 
@@ -72,6 +74,7 @@ class Run:
     encoder: Encoder
     checkpoint: Path | None
     learner: Learner
+    data_state: Mapping[str, str]
     trunk_states: TrunkStates | None
 
     @property
@@ -152,6 +155,47 @@ def check_ranks_agree(args: SftArgs, plan: Plan, data: Data, checkpoint: Path | 
             "checkpoint": checkpoint.name if checkpoint else "none",
         }
     )
+
+
+def data_state(args: SftArgs, data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return digests of what the steps of a run are a function of, which a checkpoint keeps.
+
+    Of the files that --streaming reads during training only the sizes are known.
+    """
+    rows = data.digest
+    if args.streaming:
+        sizes = [Path(split_sample(name)[0]).stat().st_size for name in args.dataset]
+        rows = digest({"held out": rows, "sizes": sizes})
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return {"tokenizer": digest([vocabulary, tokenizer.chat_template]), "rows": rows}
+
+
+def check_same_data(checkpoint: Path | None, data: Mapping[str, str]) -> None:
+    """Check that a resumed run has the data that it began with.
+
+    The order of rows, the split of held-out ones and a draft vocabulary follow from the data: with other rows, some
+    that were trained on would be held out.
+
+    Args:
+        checkpoint: the one to resume from, if any.
+        data: `data_state` of this run.
+
+    Raises:
+        UserError: it has other data.
+    """
+    if checkpoint is None:
+        return
+    before = read_state(checkpoint).get("data") or data  # earlier releases wrote none
+    changed = [_NAMES_OF_DATA[name] for name in data if before[name] != data[name]]
+    if changed:
+        raise UserError(
+            f"--resume: {checkpoint} was trained with another {' and another '.join(changed)}",
+            "restore the files as they were; or export the checkpoint (swiftlite export --to_hf), and start a new run "
+            "from it in another --output_dir",
+        )
+
+
+_NAMES_OF_DATA = {"tokenizer": "tokenizer of --model", "rows": "content of --dataset or --val_dataset"}
 
 
 def restore(run: Run) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Reference:
             UserError: the numbers that are kept are another model's or damaged, or cannot be written; the model cannot
                 be opened.
         """
+        self._check_agreement()  # before the ranks share the model's digest
         if dist.get_rank() == 0:
             self._check_directory()
         manifest = self._manifest()
@@ -104,16 +105,23 @@ class Reference:
             logger.info("the reference model has scored %d of %d pairs", len(answers), len(missing))
         return answers
 
-    def open(self) -> list[GPTModel]:
-        """The model's stages on this rank, none outside its mesh; collective over all ranks of the job.
+    def _check_agreement(self) -> None:
+        """Check that all ranks have the same model; collective over them.
 
         Raises:
-            UserError: it cannot be opened, or the ranks have different ones.
+            UserError: they have different ones.
         """
-        hf_model = read_hf_model(self.model)
-        tensors = agreement.digest(describe(hf_model.directory))
+        tensors = agreement.digest(describe(read_hf_model(self.model).directory))
         commit = identity_of(self.model)
         agreement.check_agreement({"tensors of --ref_model": tensors, "commit of --ref_model": commit})
+
+    def open(self) -> list[GPTModel]:
+        """Return the model's stages on this rank, none outside its mesh; collective over the ranks of the mesh.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
+        hf_model = read_hf_model(self.model)
         if not self.mesh.is_here:
             return []
         dtype = torch.bfloat16 if self.torch_dtype == "bfloat16" else torch.float32

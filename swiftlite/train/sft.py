@@ -104,6 +104,8 @@ def prepare(
 
     checkpoint = phases.checkpoint_to_resume(args)
     phases.check_ranks_agree(args, plan, data, checkpoint)
+    data_state = phases.data_state(args, data, tokenizer)
+    phases.check_same_data(checkpoint, data_state)
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
         chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
@@ -124,6 +126,7 @@ def prepare(
         encoder=encoder,
         checkpoint=checkpoint,
         learner=learner,
+        data_state=data_state,
         trunk_states=open_cache(args, mesh, hf_model, plan, learner, data),
     )
 
@@ -161,7 +164,12 @@ def make_trainer(
         run.mesh,
         learner.chunks,
         learner.optimizer,
-        {"mtp_num_layers": run.plan.heads.layers, "torch_dtype": args.torch_dtype, **adapter_state(run, state)},
+        {
+            "mtp_num_layers": run.plan.heads.layers,
+            "torch_dtype": args.torch_dtype,
+            "data": dict(run.data_state),
+            **adapter_state(run, state),
+        },
         keep=args.save_total_limit,
         is_async=args.async_save,
     )

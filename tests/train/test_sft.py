@@ -87,6 +87,57 @@ def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_pat
     assert steps[0] == steps[1]
 
 
+def change_a_row(args, hf_dir):
+    """The text of one row, which may be held out."""
+    path = Path(args.dataset[0])
+    path.write_text(path.read_text().replace("What is 3 plus 3?", "How much are 3 and 3?"))
+
+
+def add_a_row(args, hf_dir):
+    """The split of held-out rows is drawn again."""
+    with Path(args.dataset[0]).open("a") as file:
+        file.write('{"query": "Who?", "response": "Nobody."}\n')
+
+
+def change_the_template(args, hf_dir):
+    path = hf_dir / "chat_template.jinja"
+    path.write_text(path.read_text().replace("<|im_end|>", " <|im_end|>"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(change_a_row, "content of --dataset"), (add_a_row, "content of --dataset"), (change_the_template, "tokenizer")],
+)
+def test_a_run_does_not_resume_over_other_data(options, mesh, hf_dir, change, named):
+    args = options(train_iters=2)
+    train(args, mesh)
+    kept = {path: path.read_bytes() for path in (Path(args.dataset[0]), hf_dir / "chat_template.jinja")}
+    change(args, hf_dir)
+    with pytest.raises(UserError, match=rf"--resume: .*checkpoint-2 was trained with another .*{named}"):
+        sft.prepare(replace(args, train_iters=4, resume=True), mesh)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    train(replace(args, train_iters=4, resume=True), mesh)
+
+
+def test_a_stream_does_not_resume_over_longer_files(options, mesh):
+    args = options(train_iters=2, streaming=True, split_dataset_ratio=0.0)
+    train(args, mesh)
+    add_a_row(args, None)
+    with pytest.raises(UserError, match=r"--resume: .* was trained with another content of --dataset"):
+        sft.prepare(replace(args, train_iters=4, resume=True), mesh)
+
+
+def test_a_checkpoint_without_digests_of_its_data_resumes(options, mesh):
+    """As earlier releases wrote them."""
+    args = options(train_iters=2)
+    path = train(args, mesh) / "checkpoint-2/trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["data"]
+    path.write_text(json.dumps(state))
+    sft.prepare(replace(args, train_iters=4, resume=True), mesh)
+
+
 def test_a_checkpoint_past_the_last_step_is_named(options, mesh):
     train(options(), mesh)
     run = sft.prepare(options(train_iters=3, resume=True), mesh)
