@@ -22,6 +22,10 @@ WRITES = (
 )
 """Operations by which weight loaders put numbers into (a part of) their first argument."""
 
+CARRIED = ("visual.",)
+"""Beginnings of the names, in both engines, of parameters beside a language model (Qwen3.5's vision tower). Training
+carries them through (`Family.is_carried`), so no transfer brings them, and the engine keeps its own."""
+
 
 class Filling(TorchDispatchMode):
     """A context in which a model loads tensors; one for all buckets of a transfer."""
@@ -50,7 +54,7 @@ class Filling(TorchDispatchMode):
         return unread
 
     def unfilled(self, model: nn.Module, shared: Iterable[str] = ()) -> list[str]:
-        """Parameters of which some numbers were not written.
+        """Parameters of the language model of which some numbers were not written.
 
         Args:
             shared: ends of names of those that another model fills.
@@ -58,7 +62,8 @@ class Filling(TorchDispatchMode):
         left = []
         for name, parameter in model.named_parameters():
             written = sum(shape.numel() for _, shape in self._written.get(_storage(parameter), ()))
-            if written < parameter.numel() and not name.endswith(tuple(shared)):
+            is_expected = not name.startswith(CARRIED) and not name.endswith(tuple(shared))
+            if is_expected and written < parameter.numel():
                 left.append(name)
         return left
 

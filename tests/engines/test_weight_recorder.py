@@ -93,6 +93,15 @@ def test_a_running_model_that_loads_the_same(tmp_path, left_out):
     assert not left_out or holes > {"untouched"}
 
 
+def test_a_vision_tower_keeps_what_it_has():
+    """No transfer brings it; what the language model lacks is found all the same."""
+    model = nn.ModuleDict({"visual": nn.Linear(2, 2), "language_model": nn.Linear(2, 2)})
+    filling = Filling()
+    with torch.no_grad(), filling:
+        model.get_parameter("language_model.weight").copy_(torch.ones(2, 2))
+    assert filling.unfilled(model) == ["language_model.bias"]
+
+
 def test_it_objects_to_a_shape_as_torch_does(tmp_path):
     recorder = WeightRecorder(Checkpoint(make_tiny_hf(tmp_path, "qwen3")).stored)
     target = torch.empty(3, 3, device="meta")

@@ -1,9 +1,12 @@
-"""Every published configuration through vLLM's own configuration and loaders; one process of vLLM's loads them all."""
+"""Every published configuration through vLLM's own configuration and loaders; one process of vLLM's loads them all.
+Some are given new weights as a running engine is."""
 
 import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,3 +53,28 @@ def test_vllm_loads_it_whole(reports, model):
     depth = int(family in library.HEADS)
     assert (report.num_mtp_heads, report.num_drafting) == (depth, depth)
     assert report.draft == (convention("vllm", family).draft if depth else None)
+
+
+RELOADED = ["Llama-3.1-8B", "Qwen3.5-27B", "Qwen3.6-35B-A3B"]
+"""A vocabulary that is padded; wrapped models, whose vision tower no transfer brings."""
+
+
+@pytest.fixture(scope="module")
+def reloads(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("reloaded")
+    directories = [str(library.build(folder / model, model)) for model in RELOADED]
+    script = Path(__file__).parents[1] / "engines" / "vllm" / "reload.py"
+    command = [sys.executable, "-W", "ignore", str(script), *directories]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=torchvision_environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"problems"')]
+    return dict(zip(RELOADED, lines, strict=True))
+
+
+@pytest.mark.parametrize("model", RELOADED)
+def test_live_weights_fill_all_that_is_trained(reloads, model):
+    found = reloads[model]
+    assert found["problems"] == ""
+    assert found["changed"] == []
+    has_tower = any(name.startswith("visual.") for name in found["parameters"])
+    assert has_tower is model.startswith("Qwen3.")

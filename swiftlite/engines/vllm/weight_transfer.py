@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from swiftlite.engines.vllm.ipc_handle import as_arguments
-from swiftlite.engines.weight_filling import Filling
+from swiftlite.engines.weight_filling import CARRIED, Filling
 
 
 class Checked(WeightTransferEngine[Any, Any]):
@@ -49,7 +49,8 @@ class Checked(WeightTransferEngine[Any, Any]):
         # Names that must be filled are those that parameters have both when they serve and when they are loaded. When
         # they serve, a tied output layer goes by the embedding's name; when they are loaded, what vLLM makes of other
         # parameters (W_UV of latent attention) is not there.
-        self._expected = served & {name for name, _ in self.model.named_parameters()}
+        expected = served & {name for name, _ in self.model.named_parameters()}
+        self._expected = {name for name in expected if not name.startswith(CARRIED)}
         self._loaded: set[str] = set()
         self._unread: list[str] = []
 
