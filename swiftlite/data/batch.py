@@ -62,8 +62,7 @@ class Batch:
         reference_P2: float32, on the host; of pairs of answers, the log-probabilities by a reference model. Sequence
             2p is the preferred answer of pair p, sequence 2p + 1 the other one. Of no pairs it is empty.
         desirable_P: bool, on the host; of single answers, whether each is a good one. Sequence p is answer p, and of
-            `reference_P2` the second column is of those in `mismatched`.
-        mismatched: their questions before other answers.
+            `reference_P2` the second column is of its mismatched answer.
     """
 
     tokens_KBS: torch.Tensor
@@ -76,7 +75,6 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None
     reference_P2: torch.Tensor = field(default_factory=partial(torch.zeros, 0, 2))
     desirable_P: torch.Tensor = field(default_factory=partial(torch.zeros, 0, dtype=torch.bool))
-    mismatched: "Batch | None" = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with its tensors of one entry per token replaced: moved to a device, cut along the last axis."""
@@ -114,24 +112,26 @@ def pair_up(batch: Batch, pairs: Sequence[Sample]) -> Batch:
     return replace(_without_heads(batch, is_rejected_BS), reference_P2=reference_P2)
 
 
-def rate(batch: Batch, mismatched: Batch, samples: Sequence[Sample]) -> Batch:
-    """The batch of these samples, with what is said of them.
+def rate(batch: Batch, samples: Sequence[Sample]) -> Batch:
+    """Return the batch of these samples, with what is said of them.
 
     MTP heads learn from the good answers alone.
-
-    Args:
-        mismatched: the batch of their `mismatched`.
     """
     reference_P2 = torch.tensor([sample.reference for sample in samples], dtype=torch.float32)
     desirable_P = torch.tensor([bool(sample.desirable) for sample in samples])
     sequence_BS = batch.sequence_KBS[0]
     is_bad_BS = ~desirable_P[sequence_BS.clamp(min=0)] & (sequence_BS >= 0)
-    return replace(
-        _without_heads(batch, is_bad_BS),
-        reference_P2=reference_P2,
-        desirable_P=desirable_P,
-        mismatched=replace(mismatched, reference_P2=reference_P2),
-    )
+    return replace(_without_heads(batch, is_bad_BS), reference_P2=reference_P2, desirable_P=desirable_P)
+
+
+def compare(batch: Batch, samples: Sequence[Sample]) -> Batch:
+    """Return the batch of the mismatched answers of these samples, with what a reference says of them.
+
+    It is only scored: without labels MTP heads compute no loss.
+    """
+    reference_P2 = torch.tensor([sample.reference for sample in samples], dtype=torch.float32).view(-1, 2)
+    is_idle_BS = torch.ones_like(batch.position_ids_BS, dtype=torch.bool)
+    return replace(_without_heads(batch, is_idle_BS), reference_P2=reference_P2)
 
 
 def _without_heads(batch: Batch, is_idle_BS: torch.Tensor) -> Batch:

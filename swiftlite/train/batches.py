@@ -1,13 +1,13 @@
 """Which micro-batches a rank computes at a step: a pure function of the step, so resuming needs no data state."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 import numpy as np
 
-from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed, pair_up, rate
+from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed, compare, pair_up, rate
 from swiftlite.data.packing import Rows, pack, padded
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
@@ -58,14 +58,33 @@ class Collated(Sequence[Batch]):
         samples: of each micro-batch.
     """
 
-    batches: "Batches"
+    collate: Callable[[Sequence[Sample]], Batch]
     samples: Sequence[Sequence[Sample]]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, number: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.batches.collate(self.samples[number])
+        return self.collate(self.samples[number])
+
+
+@dataclass(frozen=True)
+class MicroBatches(Sequence[Batch]):
+    """A rank's micro-batches of one or several global batches.
+
+    Attributes:
+        mismatched: micro-batches of mismatched answers (`data/rated.py`), of which it has as many as any rank; none
+            where samples have none.
+    """
+
+    batches: Sequence[Batch]
+    mismatched: Sequence[Batch] = ()
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, number: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.batches[number]
 
 
 @dataclass(frozen=True)
@@ -91,12 +110,14 @@ class Batches:
         lengths = [_length_of(sample, multiple) for sample in samples]
         return SampleRows(samples, pack(lengths, self.plan.packing_length, multiple=multiple))
 
-    def train(self, rows: SampleRows, sampler: Sampler, step: int) -> list[Batch]:
-        """The micro-batches of a step; steps count from 0."""
-        return [self.collate(samples) for samples in self._cut(rows, sampler.global_batch(step))]
+    def train(self, rows: SampleRows, sampler: Sampler, step: int) -> MicroBatches:
+        """Return the micro-batches of a step; steps count from 0."""
+        indices = sampler.global_batch(step)
+        batches = [self.collate(samples) for samples in self._cut(rows, indices)]
+        return MicroBatches(batches, Collated(self.collate_mismatched, self._cut_mismatched(rows, indices)))
 
-    def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> Collated:
-        """This rank's share of the held-out samples, each once.
+    def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> MicroBatches:
+        """Return this rank's share of the held-out samples, each once.
 
         Every rank gets the same number of micro-batches, if need be of padding alone: ranks that share experts compute
         together.
@@ -106,17 +127,23 @@ class Batches:
         """
         rows = self.rows(samples)
         cut: list[list[Sample]] = []
+        mismatched: list[list[Sample]] = []
         for indices in evaluation_batches(len(rows), self.plan.global_batch_size)[:max_global_batches]:
             cut += self._cut(rows, indices)
-        return Collated(self, cut)
+            mismatched += self._cut_mismatched(rows, indices)
+        return MicroBatches(Collated(self.collate, cut), Collated(self.collate_mismatched, mismatched))
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """One micro-batch; of pairs, both answers of each."""
+        """Return one micro-batch; of pairs, both answers of each."""
         answers = list(chain.from_iterable(sample.answers for sample in samples))
         batch = self._lay_out(answers)
         if samples and samples[0].desirable is not None:
-            return rate(batch, self._lay_out([sample.mismatched for sample in samples if sample.mismatched]), samples)
+            return rate(batch, samples)
         return pair_up(batch, samples) if len(answers) > len(samples) else batch
+
+    def collate_mismatched(self, samples: Sequence[Sample]) -> Batch:
+        """Return one micro-batch of the mismatched answers of these samples."""
+        return compare(self._lay_out([sample.mismatched for sample in samples if sample.mismatched]), samples)
 
     def _lay_out(self, samples: Sequence[Sample]) -> Batch:
         plan = self.plan
@@ -144,10 +171,28 @@ class Batches:
         plan = self.plan
         if plan.packing == "step":
             samples = _samples(rows, indices)
-            of_rank = self.schedule([len(sample) for sample in samples]).rank(self.data_parallel_rank)
-            return [[samples[index] for index in indices.tolist()] for indices in of_rank]
+            groups = self._share([len(sample) for sample in samples])
+            return [[samples[index] for index in group.tolist()] for group in groups]
         mine = micro_batches(indices, plan.micro_batch_size, self.data_parallel_rank, plan.data_parallel_size)
         return [_samples(rows, chosen) for chosen in mine]
+
+    def _cut_mismatched(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
+        """Return the samples whose mismatched answers this rank scores, by micro-batch; `indices` as for `_cut`.
+
+        Where rows are packed to a length, they are packed again: a mismatched answer has another length than its
+        sample, and a row of short questions may get the long answers of others.
+        """
+        samples = _samples(rows, indices)
+        if not any(sample.mismatched for sample in samples):
+            return []
+        if self.plan.packing in ("none", "micro_batch"):
+            return self._cut(rows, indices)
+        lengths = [len(sample.mismatched or sample) for sample in samples]
+        return [[samples[index] for index in group.tolist()] for group in self._share(lengths)]
+
+    def _share(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        """Return which samples of a step, by their lengths, this rank computes in each of its micro-batches."""
+        return self.schedule(lengths).rank(self.data_parallel_rank)
 
     def schedule(self, lengths: Sequence[int]) -> Schedule:
         """Which samples of a step each rank computes, where its work is levelled over ranks; see `data.schedule`."""

@@ -23,7 +23,7 @@ from swiftlite.plan.preference import preference_of, reference_layout
 from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases, sft
-from swiftlite.train.batches import Batches
+from swiftlite.train.batches import Batches, MicroBatches
 from swiftlite.train.kto import KtoObjective, measure_kl
 from swiftlite.train.preference import PreferenceObjective
 from swiftlite.train.reference import Reference
@@ -68,7 +68,8 @@ def make_trainer(
     objective = KtoObjective(*of_run)
 
     def look_ahead(batches: Sequence[Batch]) -> KtoObjective:
-        return replace(objective, kl=measure_kl(prepared.learner.wrapped, prepared.mesh, batches))
+        assert isinstance(batches, MicroBatches)  # KTO reads no streams
+        return replace(objective, kl=measure_kl(prepared.learner.wrapped, prepared.mesh, batches.mismatched))
 
     return replace(sft.make_trainer(prepared, state, after_step, objective), look_ahead=look_ahead)
 

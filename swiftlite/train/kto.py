@@ -30,14 +30,13 @@ SUMS = 8
 """All answers, their loss; of the good ones their number, rewards and log-probabilities; of the bad ones the same."""
 
 
-def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[Batch]) -> float:
+def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, mismatched: Sequence[Batch]) -> float:
     """The mean log(model / reference) of the mismatched answers of a global batch, at least 0; collective.
 
     Args:
         model: the chunks of this rank, in evaluation mode.
-        batches: this rank's micro-batches.
+        mismatched: this rank's micro-batches of them, as many as on any other.
     """
-    mismatched = [batch.mismatched or batch for batch in batches]  # of padding alone there are none
     parts = run_pipeline(
         model,
         mesh,

@@ -226,7 +226,7 @@ def log_probabilities(
     """
     firsts = range(0, len(pairs), mesh.dp.size())
     mine = [first + mesh.dp.rank() for first in firsts]  # the last one may be past the end: it is computed as padding
-    micro_batches = Collated(batches, [pairs[index : index + 1] for index in mine])
+    micro_batches = Collated(batches.collate, [pairs[index : index + 1] for index in mine])
     for chunk in chunks:
         chunk.eval()
     with mesh.active():

@@ -147,3 +147,29 @@ def test_labels_stay_on_the_host(mesh):
     assert devices.pop("labels_KBS") == "cpu"
     assert set(devices.values()) == {"meta"}
     assert moved.labels_KBS.equal(collated.labels_KBS)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_each_mismatched_answer_is_scored_once_in_a_row_that_holds_it(packing):
+    """Short samples whose mismatched answers are as long as a row, as of short questions before long answers."""
+    samples = []
+    for number, sample in enumerate(make_samples(24), start=1):
+        length = 16 if number % 2 else 3
+        other = make_sample(np.full(length, number), np.ones(length))
+        samples.append(dataclasses.replace(sample, desirable=True, mismatched=other, reference=(0.0, float(number))))
+    options = PACKINGS[packing] | {"global_batch_size": 4}
+    parts = []
+    for batches in ranks(2, Heads(1), **options):
+        rows = batches.rows(samples)
+        steps = [batches.train(rows, Sampler(len(rows), 4, seed=0), step) for step in range(len(rows) // 4)]
+        parts.append([*steps, batches.evaluation(samples, None)])
+    for step, (one, other) in enumerate(zip(*parts, strict=True)):
+        assert len(one.mismatched) == len(other.mismatched), step
+        scored = sorted(
+            float(row[1]) for part in (one, other) for batch in part.mismatched for row in batch.reference_P2
+        )
+        trained = [batch.reference_P2[:, 1] for part in (one, other) for batch in part]
+        assert scored == sorted(torch.cat(trained).tolist())
+        for batch in (*one.mismatched, *other.mismatched):
+            assert (batch.labels_KBS[1:] == -100).all()  # heads compute no loss
+            assert batch.tokens_KBS.size(2) <= 16 * (2 if packing == "padding_free" else 1)

@@ -11,7 +11,7 @@ from swiftlite.data.rated import others
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.report.run_page import write_run_page
-from swiftlite.train import dpo
+from swiftlite.train import dpo, phases
 from tests.train.pairs import RATED, first_step, open_hf, train, write_rated
 from tests.train.test_dpo import options, ref_dir  # noqa: F401, fixtures
 from tests.train.test_sft import metrics
@@ -115,3 +115,25 @@ def test_one_question_has_no_other(rated, mesh, tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match="all rows have the same one"):
         dpo.prepare(rated(dataset=[str(path)]), mesh)
+
+
+@pytest.mark.parametrize("packing", [{"packing": True}, {"packing": True, "sequence_packing_scheduler": "dp_balanced"}])
+def test_kl_is_the_same_in_packed_rows(rated, mesh, tmp_path, ref_dir, packing):  # noqa: F811
+    """A step over all rows, with answers behind questions of other lengths: one row for each, and packed again."""
+    models = {"ref_model": str(ref_dir), "split_dataset_ratio": 0.0, "mtp_num_layers": 0, "max_length": 192}
+    kl = []
+    for name, more in {"padded": {"global_batch_size": 20}, "packed": {"packing_length": 192, **packing}}.items():
+        args = rated(output_dir=str(tmp_path / name), **models, **more)
+        run = dpo.prepare(args, mesh)
+        if name == "packed":
+            args = rated(output_dir=str(tmp_path / "all"), global_batch_size=len(run.rows), **models, **more)
+            run = dpo.prepare(args, mesh)
+        batches = run.batches.train(run.rows, dpo.Sampler(len(run.rows), len(run.rows), 0), 0)
+        if name == "packed":
+            assert 1 < len(batches.mismatched) < 20
+            assert max(batch.tokens_KBS.size(2) for batch in batches.mismatched) <= 192
+        assert sum(len(batch.reference_P2) for batch in batches.mismatched) == 20
+        trainer = dpo.make_trainer(args, run, phases.restore(run))
+        kl.append(trainer.step(1)["kl"])
+    assert kl[0] > 0.1
+    assert kl[1] == pytest.approx(kl[0], rel=2e-5)  # float32 sums in another order
