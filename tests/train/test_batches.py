@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def ranks(size: int, heads: Heads = Heads(), **options: Any) -> list[Batches]:
     return [Batches(plan, rank, -1, FLOPS) for rank in range(size)]
 
 
-def samples_in(batches: list[Batch]) -> Counter[int]:
+def samples_in(batches: Sequence[Batch]) -> Counter[int]:
     """How often each sample is in these micro-batches, by its token; a sample of n tokens counts once."""
     tokens = Counter(int(token) for batch in batches for token in batch.tokens_KBS[0].flatten() if token != -1)
     return Counter({token: count // (2 + token % 8) for token, count in tokens.items()})
