@@ -45,6 +45,17 @@ class Channel(Protocol):
         ...
 
 
+def unsupported_layout(pipeline_stages: int, shares_experts: bool) -> str:
+    """Why an engine laid out so cannot take new weights; "" where it can.
+
+    Every worker has to read every tensor and to fill every parameter, in part where tensor-parallel workers share one.
+    A worker with some of the layers or experts passes over the others, which would look like a tensor that is lost.
+    """
+    if pipeline_stages > 1:
+        return f"{pipeline_stages} pipeline stages"
+    return "experts on different workers (expert parallelism)" if shares_experts else ""
+
+
 @contextmanager
 def bucket_file(bucket: Bucket) -> Iterator[Path]:
     """A safetensors file of a bucket in the temporary directory, gone when the context ends."""
@@ -61,10 +72,11 @@ class WeightUpdate:
         name: the engine's.
         model: what it was started from; new tensors must have the same names and shapes.
         drafts: whether it runs the model's MTP heads.
+        layout: what of its layout is not supported, see `unsupported_layout`.
     """
 
-    def __init__(self, name: str, channel: Channel, model: ServedModel, drafts: bool):
-        self._name, self._channel, self._drafts = name, channel, drafts
+    def __init__(self, name: str, channel: Channel, model: ServedModel, drafts: bool, layout: str = ""):
+        self._name, self._channel, self._drafts, self._layout = name, channel, drafts, layout
         family, config = model.family, model.hf_config
         self._target = _shapes(family.trunk_rows(config))
         self._draft: dict[str, Shape] = {}
@@ -84,9 +96,11 @@ class WeightUpdate:
             draft: the MTP heads, all of them; None keeps those it has, which were made for another trunk.
 
         Raises:
-            UserError: not the tensors that the engine was started with, or it was started without heads.
+            UserError: not the tensors that the engine was started with, or it was started without heads, or in a layout
+                that is not supported.
         """
         self.check_whole()
+        self.check_layout()
         if draft is not None and not self._drafts:
             raise UserError(
                 "weights for MTP heads, and an engine that was started without them",
@@ -120,6 +134,16 @@ class WeightUpdate:
         if self._is_torn:
             raise UserError(
                 "an update of the weights failed and left this engine with half of them", "start the engine again"
+            )
+
+    def check_layout(self) -> None:
+        """Raises:
+        UserError: the engine is laid out as `unsupported_layout` says.
+        """
+        if self._layout:
+            raise UserError(
+                f"new weights for a {self._name} with {self._layout} are not supported",
+                "start it with tensor parallelism alone",
             )
 
     def _transfer(self, part: Part, buckets: Iterable[Bucket], wanted: Mapping[str, Shape]) -> None:

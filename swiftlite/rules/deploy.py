@@ -86,6 +86,18 @@ def one_gpu_has_one_worker(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
+    """See `engines.weight_update.unsupported_layout`."""
+    kwargs = ENGINES[args.infer_backend].engine_kwargs(args)
+    for name, usual in (("pipeline_parallel_size", 1), ("enable_expert_parallel", False)):
+        value = kwargs.get(name) or usual
+        if args.live_weights and value != usual:
+            yield (
+                f"--live_weights with {name} {value}: workers that hold some layers or experts are given none",
+                "use tensor_parallel_size alone",
+            )
+
+
 def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     """Of several keys none would guard the routes of weights, see `vllm/guard.py`."""
     if not args.live_weights:
@@ -119,6 +131,7 @@ RULES = (
     live_weights_have_an_engine,
     weight_transport_has_live_weights,
     one_gpu_has_one_worker,
+    live_weights_reach_whole_layers,
     live_weights_are_guarded,
     engine.options_of_engines_agree,
     engine.engine_kwargs_leave_what_has_an_option,

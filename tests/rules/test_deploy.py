@@ -78,6 +78,8 @@ def test_deploy(here, change, problem, hint):
         ({"host": "0.0.0.0"}, "--live_weights with --host 0.0.0.0 and no key"),
         ({"vllm_engine_kwargs": {"api_key": ["a", "b"]}}, "--live_weights with several api_keys"),
         ({"vllm_engine_kwargs": {"middleware": "mine.Guard"}}, "with 'middleware', which it sets"),
+        ({"vllm_engine_kwargs": {"pipeline_parallel_size": 2}}, "--live_weights with pipeline_parallel_size 2"),
+        ({"vllm_engine_kwargs": {"enable_expert_parallel": True}}, "--live_weights with enable_expert_parallel True"),
         (
             {"weight_transport": "ipc", "vllm_engine_kwargs": {"tensor_parallel_size": 2}},
             "--weight_transport ipc with tensor_parallel_size 2",

@@ -21,7 +21,7 @@ from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.options import cpu_options, cpu_variables, is_on_cpu, speculative_options
-from swiftlite.engines.weight_update import Bucket, WeightUpdate
+from swiftlite.engines.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.errors import UserError
 
 
@@ -60,7 +60,8 @@ class SglangEngine:
         from swiftlite.engines.sglang.weight_channel import SglangChannel
 
         channel = SglangChannel(self._engine, server_args.tp_size)
-        self._weights = WeightUpdate("SGLang", channel, model, drafts=self.num_speculative_tokens > 0)
+        layout = unsupported_layout(server_args.pp_size, server_args.ep_size > 1)
+        self._weights = WeightUpdate("SGLang", channel, model, self.num_speculative_tokens > 0, layout)
 
     def _keep_sigterm(self) -> None:
         """Leave SIGTERM to this process. With its first request SGLang would take it for itself: answer all that waits,

@@ -27,7 +27,7 @@ from swiftlite.engines.vllm.options import (
 )
 from swiftlite.engines.vllm.weight_channel import LlmClient, VllmChannel
 from swiftlite.engines.vllm.weight_transport import BACKENDS, check_gpus, make_transport
-from swiftlite.engines.weight_update import Bucket, WeightUpdate
+from swiftlite.engines.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.errors import UserError
 
 
@@ -68,10 +68,12 @@ class VllmEngine:
         self._max_length: int = vllm_config.model_config.max_model_len
         method = vllm_config.speculative_config and vllm_config.speculative_config.method
         client = LlmClient(self._llm)
-        num_workers = vllm_config.parallel_config.world_size_across_dp
+        parallel = vllm_config.parallel_config
+        num_workers = parallel.world_size_across_dp
         self._transport = make_transport(config.weight_transport, client, num_workers)
         channel = VllmChannel(client, self._transport)
-        self._weights = WeightUpdate("vLLM", channel, model, drafts=method == "mtp")
+        layout = unsupported_layout(parallel.pipeline_parallel_size, parallel.enable_expert_parallel)
+        self._weights = WeightUpdate("vLLM", channel, model, method == "mtp", layout)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
@@ -117,6 +119,7 @@ class VllmEngine:
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
         """Give the running engine new weights, see `WeightUpdate.run`."""
+        self._weights.check_layout()
         self._transport.connect()
         self._weights.run(target, draft)
 

@@ -19,7 +19,7 @@ from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.client import read_metrics
 from swiftlite.engines.vllm.weight_channel import VllmChannel
 from swiftlite.engines.vllm.weight_transport import BACKENDS, check_gpus, make_transport
-from swiftlite.engines.weight_update import Bucket, Part, WeightUpdate
+from swiftlite.engines.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
 from swiftlite.errors import UserError
 
 _Result = TypeVar("_Result")
@@ -61,10 +61,12 @@ class ServedVllm:
         check_gpus(transports[backend], ())
         client = _ServerClient(self._server)
         host = urlsplit(self._server.url).hostname or "127.0.0.1"
-        num_workers = config["parallel_config"]["world_size"] * config["parallel_config"]["data_parallel_size"]
+        parallel = config["parallel_config"]
+        num_workers = parallel["world_size"] * parallel["data_parallel_size"]
         self._transport = make_transport(transports[backend], client, num_workers, host)
         channel = VllmChannel(client, self._transport)
-        self._weights = WeightUpdate("vLLM", channel, model, drafting.get("method") == "mtp")
+        layout = unsupported_layout(parallel["pipeline_parallel_size"], parallel["enable_expert_parallel"])
+        self._weights = WeightUpdate("vLLM", channel, model, drafting.get("method") == "mtp", layout)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
@@ -111,6 +113,7 @@ class ServedVllm:
         half way it stays paused, for this and every other client.
         """
         self._weights.check_whole()
+        self._weights.check_layout()
         self._transport.connect()
         self._pause()
         try:

@@ -26,11 +26,13 @@ class Hanging:
     """Answers as a vLLM that was started with --live_weights, but on some paths never, or late.
 
     Attributes:
+        stages: pipeline stages that it was started with.
         seconds: that it takes over the first request to a path; the second takes twice as long, and so on.
     """
 
     def __init__(self, model: Path):
         self.model = model
+        self.stages = 1
         self.seconds: dict[str, float] = {}
         self.asked: list[str] = []
 
@@ -41,7 +43,12 @@ class Hanging:
             "/server_info": {
                 "vllm_config": {
                     "weight_transfer_config": {"backend": BACKENDS["file"]},
-                    "parallel_config": {"world_size": 1, "data_parallel_size": 1},
+                    "parallel_config": {
+                        "world_size": self.stages,
+                        "data_parallel_size": 1,
+                        "pipeline_parallel_size": self.stages,
+                        "enable_expert_parallel": False,
+                    },
                     "model_config": {"model": str(self.model), "max_model_len": 64},
                     "speculative_config": None,
                 }
@@ -67,6 +74,18 @@ def refused(action) -> UserError:
         action()
     assert time.monotonic() - begin < 20  # and not for ever; the machine may be busy
     return refusal.value
+
+
+def test_weights_for_a_server_of_two_stages_are_refused_before_it_pauses(tmp_path):
+    server = Hanging(make_tiny_hf(tmp_path / "model", "qwen3"))
+    server.stages = 2
+    with serving(server.respond) as url:
+        engine = ServedVllm(url, timeout=TIMEOUT)
+        asked = len(server.asked)
+        error = refused(lambda: engine.update_weights([load_trunk(server)]))
+        assert "2 pipeline stages" in error.problem
+        assert server.asked[asked:] == []
+        assert len(engine.generate([[1]], Sampling(1))) == 1
 
 
 def test_an_answer_that_never_comes(tmp_path):

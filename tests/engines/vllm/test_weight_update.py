@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.weight_channel import LlmClient, VllmChannel
 from swiftlite.engines.vllm.weight_transport import Files
-from swiftlite.engines.weight_update import WeightUpdate
+from swiftlite.engines.weight_update import WeightUpdate, unsupported_layout
 from swiftlite.errors import UserError
 from tests.tiny import make_tiny_hf
 
@@ -46,7 +46,7 @@ class FakeLLM:
         return not self.is_busy
 
 
-def make(tmp_path, llm: Any, drafts: bool = True) -> tuple[WeightUpdate, dict, dict]:
+def make(tmp_path, llm: Any, drafts: bool = True, layout: str = "") -> tuple[WeightUpdate, dict, dict]:
     """The update, and the tensors of trunk and heads."""
     directory = make_tiny_hf(tmp_path / "model", "glm4_moe", depth=1)
     model, tensors = read_model(directory), load_file(directory / "model.safetensors")
@@ -54,7 +54,7 @@ def make(tmp_path, llm: Any, drafts: bool = True) -> tuple[WeightUpdate, dict, d
     heads = {key: t for key, t in tensors.items() if model.family.is_mtp(model.hf_config, key) and key not in copies}
     trunk = {key: tensor for key, tensor in tensors.items() if key not in heads and key not in copies}
     client = LlmClient(llm)
-    return WeightUpdate("vLLM", VllmChannel(client, Files(client)), model, drafts), trunk, heads
+    return WeightUpdate("vLLM", VllmChannel(client, Files(client)), model, drafts, layout), trunk, heads
 
 
 def in_two(tensors: dict) -> list[dict]:
@@ -99,6 +99,17 @@ def test_an_engine_that_does_not_draft_takes_no_heads(tmp_path):
     update, trunk, heads = make(tmp_path, FakeLLM(), drafts=False)
     assert "started without them" in refused(update, [trunk], [heads])
     update.run([trunk], None)
+
+
+@pytest.mark.parametrize(("stages", "shares_experts"), [(2, False), (1, True)])
+def test_an_engine_whose_workers_hold_parts_is_refused_before_the_first_bucket(tmp_path, stages, shares_experts):
+    """Each worker would object to the first tensor of another one, and the engine would have half of the weights."""
+    llm = FakeLLM()
+    update, trunk, heads = make(tmp_path, llm, layout=unsupported_layout(stages, shares_experts))
+    refused(update, [trunk], [heads])
+    assert llm.calls == []
+    assert update.is_whole
+    assert unsupported_layout(1, False) == ""
 
 
 def test_cached_keys_of_old_weights_are_an_error(tmp_path):
