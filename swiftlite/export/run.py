@@ -33,6 +33,7 @@ from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.lora import add_adapters, merge
 from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
+from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.agreement import check_agreement
 from swiftlite.runtime.distributed import session
@@ -109,8 +110,8 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
             _audit(writing, hf_model, dtypes)
             check_acceptance(args, writing, args.torch_dtype or state["torch_dtype"], mesh)
             if args.push_to_hub and origin:
-                has_heads_of_run = args.mtp == "keep" and not args.mtp_graft_from and args.draft_vocab is None
-                card = model_card(args.push_to_hub, origin, heads, checkpoint.parent if has_heads_of_run else None)
+                measured = checkpoint.parent if _has_measured_heads(args, checkpoint) else None
+                card = model_card(args.push_to_hub, origin, heads, measured)
                 (writing / "README.md").write_text(card, encoding="utf-8")
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, checkpoint)
@@ -147,6 +148,12 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
         Checkpointer(writing, mesh, chunks, None, state, hint=hint).save(0)
     family = hf_model.family.name
     logger.info("wrote %s: %s with %d MTP layers, from %s", output_dir, family, heads.layers, hf_model.directory)
+
+
+def _has_measured_heads(args: ExportArgs, checkpoint: Path) -> bool:
+    """Whether acceptance.json of the run, which is written at its end, is about the heads of this export."""
+    is_last = checkpoint.name == run_checkpoints(checkpoint.parent)[-1].name
+    return is_last and args.mtp == "keep" and not args.mtp_graft_from and args.draft_vocab is None
 
 
 def _check_no_head_is_forgotten(args: ExportArgs, hf_model: HfModel, heads: Heads, report: WeightsReport) -> None:

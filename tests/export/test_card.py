@@ -1,6 +1,7 @@
 """README.md of a pushed model, as the hub's own client reads it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,12 @@ def test_other_heads_have_not(run, tmp_path, mesh, options):
     text = card_of(run, tmp_path / "out", mesh, **options)
     assert "Acceptance" not in text
     assert "61 of 100" not in text
+
+
+def test_heads_before_the_end_of_a_run_have_not(run, tmp_path, mesh):
+    longer = shutil.copytree(run, tmp_path / "longer")
+    shutil.copytree(longer / "checkpoint-0", longer / "checkpoint-5")
+    assert "Acceptance" not in card_of(longer / "checkpoint-0", tmp_path / "out", mesh)
 
 
 def test_a_model_without_heads_promises_no_drafts():
