@@ -48,7 +48,7 @@ def make_rows(directory: Path) -> None:
 
 def sft(settings: Settings, output_dir: Path, *options: object) -> list[object]:
     """The words of a training run of `make_model` and `make_rows`, which are made where they are not there."""
-    model, data = settings.output_dir / "small", settings.output_dir / "data"
+    model, data = settings.work_dir / "small", settings.work_dir / "data"
     if not (model / "config.json").exists():
         make_model(model)
     if not (data / "val.jsonl").exists():
@@ -60,7 +60,7 @@ def sft(settings: Settings, output_dir: Path, *options: object) -> list[object]:
 
 def make_served(settings: Settings) -> tuple[Path, Path]:
     """A run of it and its export, which are made where they are not there."""
-    run_dir, hf = settings.output_dir / "served_run", settings.output_dir / "served"
+    run_dir, hf = settings.work_dir / "served_run", settings.work_dir / "served"
     if not (hf / "config.json").exists():
         shutil.rmtree(run_dir, ignore_errors=True)
         steps = 60 if settings.tiny else 400

@@ -17,13 +17,17 @@ class Settings:
         device: cuda or cpu.
         tiny: the smallest sizes, which show that the code runs and nothing of speed.
         model: a Hugging Face directory to train; None: one of random weights is made.
-        output_dir: of results and of what stages write.
+        output_dir: of results and logs.
+        work_dir: of models and runs, which nobody reads afterwards.
+        sizes: of the models of stage `training`.
     """
 
     device: str
     tiny: bool
     model: Path | None
     output_dir: Path
+    work_dir: Path
+    sizes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

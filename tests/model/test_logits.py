@@ -2,8 +2,6 @@
 and where transformers has MTP layers, against those.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
-from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.transfer import load_hf
 from swiftlite.families import index
-from swiftlite.heads import Heads
-from swiftlite.model.build import build_model
-from swiftlite.model.gpt import GPTModel
-from swiftlite.plan.trainable import HEADS_ONLY
+from tests.model.logits import ids_and_positions, load_megatron, load_transformers
 from tests.tiny import CLASSES, HYBRID, LATENT, make_tiny_hf, memory_name, mtp_names
 
 ROPES = {
@@ -57,35 +50,6 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=(64 if family in HYBRID else 8) * rounding)
     else:
         assert torch.equal(ours, theirs), (ours - theirs).abs().max()
-
-
-def load_megatron(directory: Path, mesh, dtype: torch.dtype, **options) -> GPTModel:
-    hf_config = read_config(directory)
-    family = index.get(hf_config)
-    options = {"heads": Heads.from_config(hf_config), **options}
-    (model,) = build_model(family.architecture(hf_config), hf_config, mesh=mesh, dtype=dtype, **options)
-    if options.get("freeze_trunk"):
-        HEADS_ONLY.apply([model])
-    load_hf([model], directory, family, hf_config)
-    return model.eval()
-
-
-def load_transformers(directory: Path, family: str, dtype: torch.dtype):
-    config_class, model_class = CLASSES[family]
-    values = json.loads((directory / "config.json").read_text())
-    values = values.get("text_config", values)
-    # from_pretrained and not model.to(dtype), which would round the rotary frequencies too.
-    return model_class.from_pretrained(
-        directory,
-        config=config_class.from_dict(values | {"model_type": config_class.model_type}),
-        dtype=dtype,
-        experts_implementation="eager",  # one expert after the other, in the order in which we sum
-    ).eval()
-
-
-def ids_and_positions(length: int, rows: int = 2, vocab_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(1)
-    return torch.randint(0, vocab_size, (rows, length)), torch.arange(length).expand(rows, length)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

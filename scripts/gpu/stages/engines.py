@@ -19,7 +19,7 @@ BOUND = 0.05
 
 
 def run(settings: Settings, results: Results) -> None:
-    shutil.rmtree(settings.output_dir / "served", ignore_errors=True)  # of a run before this one
+    shutil.rmtree(settings.work_dir / "served", ignore_errors=True)  # of a run before this one
     run_dir, _ = make_served(settings)
     counted = json.loads((run_dir / "acceptance.json").read_text())["after"]["generated"]
     results.add("the run: drafts accepted", shown(counted), counted["accepted"] > 0, "some")
@@ -35,13 +35,13 @@ def run(settings: Settings, results: Results) -> None:
 
 def serve(settings: Settings, results: Results, engine: str, dtype: str, counted: dict) -> None:
     """One engine over the held-out questions, with drafts and without."""
-    name, out = f"{engine} {dtype}", settings.output_dir
+    name, out, work = f"{engine} {dtype}", settings.output_dir, settings.work_dir
     acceptance = out / f"acceptance_{engine}_{dtype}.json"
-    shutil.copy(out / "served_run" / "acceptance.json", acceptance)
+    shutil.copy(work / "served_run" / "acceptance.json", acceptance)
     answers = out / f"answers_{engine}_{dtype}.jsonl"
     answers.unlink(missing_ok=True)
-    words = ["infer", "--model", out / "served", "--infer_backend", engine, "--torch_dtype", dtype, "--compare"]
-    words += ["--val_dataset", out / "data" / "val.jsonl", "--max_new_tokens", 48, "--speculative", "mtp"]
+    words = ["infer", "--model", work / "served", "--infer_backend", engine, "--torch_dtype", dtype, "--compare"]
+    words += ["--val_dataset", work / "data" / "val.jsonl", "--max_new_tokens", 48, "--speculative", "mtp"]
     try:
         said = swiftlite(*words, "--result_path", answers, "--acceptance_json", acceptance, log=out / f"{name}.log")
     except RuntimeError as error:

@@ -54,7 +54,7 @@ def repeat(settings: Settings, results: Results) -> None:
     found = []
     for name in ("once", "again"):
         swiftlite(*sft(settings, fresh(settings, name), *options), log=settings.output_dir / f"{name}.log")
-        found.append(losses(settings.output_dir / name))
+        found.append(losses(settings.work_dir / name))
     passed = found[0] == found[1] and len(found[0]) == 4
     results.add("two runs with --deterministic_mode", "equal" if passed else f"{found}", passed, "the same losses")
 
@@ -134,6 +134,6 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def fresh(settings: Settings, name: str) -> Path:
-    directory = settings.output_dir / name
+    directory = settings.work_dir / name
     shutil.rmtree(directory, ignore_errors=True)
     return directory

@@ -13,10 +13,12 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from result import Results, Settings
 
 from swiftlite.model.chunked_loss import Words, chunked_loss
-from swiftlite.model.experts import grouped_linear
+from swiftlite.model.experts import fused_add_reversed_, grouped_linear
 from swiftlite.model.kernels import modules_of, varlen_kernel
 from swiftlite.model.loss import pick
+from swiftlite.model.norm import fused_zero_centered_norm
 from swiftlite.model.rope import fused_rotate, rotate
+from swiftlite.model.tensor_parallel import add_product_, sums_products_in_float32
 from swiftlite.plan.kernels import automatic, this_machine
 from swiftlite.runtime.distributed import session
 
@@ -32,6 +34,8 @@ def run(settings: Settings, results: Results) -> None:
             word = str(dtype).removeprefix("torch.")
             states, weight = numbers(device, dtype, (tokens, width), (width,))
             compare(results, f"norm, {word}", fused_norm, norm, states, weight)
+            near_zero = (weight.detach() * 0.05).requires_grad_()
+            compare(results, f"zero-centered norm, {word}", fused_centered, centered, states, near_zero)
             (gate_and_up,) = numbers(device, dtype, (tokens, 2 * width))
             compare(results, f"SwiGLU, {word}", lambda both: bias_swiglu_impl(both, None), swiglu, gate_and_up)
             check_rotations(results, f"rotations, {word}", *numbers(device, dtype, (tokens, 1, 4, width)))
@@ -39,6 +43,7 @@ def run(settings: Settings, results: Results) -> None:
                 results, f"loss in chunks, {word}", mesh.tp, *numbers(device, dtype, (tokens, 128), (vocab, 128))
             )
         check_experts(results, device, tokens)
+        check_sums(results, device)
         check_attention(results, settings, device)
 
 
@@ -69,6 +74,14 @@ def norm(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6) * weight
 
 
+def fused_centered(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return fused_zero_centered_norm(states, weight, 1e-6)
+
+
+def centered(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return norm(states, 1 + weight)
+
+
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_and_up.chunk(2, -1)
     return F.silu(gate) * up
@@ -96,6 +109,22 @@ def check_experts(results: Results, device: torch.device, tokens: int) -> None:
         return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
 
     compare(results, "experts, bfloat16", grouped, one_by_one, hidden, *weights)
+
+
+def check_sums(results: Results, device: torch.device) -> None:
+    """Gradients of bfloat16 weights added to float32 sums: by the product itself, and those of all experts at once."""
+    left, right = (torch.randn(256, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    if device.type == "cuda" and sums_products_in_float32(torch.bfloat16):
+        total = torch.randn(256, 256, device=device)
+        expected = total.double() + left.double() @ right.double().t()
+        add_product_(total, left, right.t())
+        results.at_most("a product added to a float32 sum", difference(total, expected), BOUNDS[torch.float32])
+    else:
+        results.add("a product added to a float32 sum", "torch's addmm takes no out_dtype here")
+    sums, gradients = torch.randn(4, 256, 128, device=device), torch.stack([left, right] * 2)
+    expected = sums.double() + gradients.double().flip(0)
+    fused_add_reversed_(sums, gradients)
+    results.at_most("gradients of experts added at once", difference(sums, expected), BOUNDS[torch.float32])
 
 
 def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix: torch.Tensor) -> None:

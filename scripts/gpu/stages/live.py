@@ -32,7 +32,7 @@ def run(settings: Settings, results: Results) -> None:
 
 def train_beside(transport: str, devices: str, hf: Path, settings: Settings, results: Results) -> None:
     steps, every = (40, 20) if settings.tiny else (200, 50)
-    data, out = settings.output_dir / "data" / "train.jsonl", settings.output_dir / "live_run"
+    data, out = settings.work_dir / "data" / "train.jsonl", settings.work_dir / "live_run"
     shutil.rmtree(out, ignore_errors=True)
     told = {"MODEL": str(hf), "DATASET": str(data), "OUT": str(out), "EVERY": str(every)}
     told |= {"WEIGHT_TRANSPORT": transport, "ENGINE_DEVICES": devices}

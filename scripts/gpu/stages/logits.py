@@ -1,4 +1,9 @@
-"""Logits of tiny models of all kinds of layers against transformers, on the same device."""
+"""Logits of tiny models of all kinds of layers against transformers in float32, on the same weights and device.
+
+In bfloat16 fused kernels round elsewhere than transformers, and a token near the border between two experts goes to the
+other one: no bound on the largest difference holds for both a dense model and a mixture. So the errors of both are
+taken: the median over positions of swiftlite's, relative to the logits, is at most 1.1 times that of transformers.
+"""
 
 import tempfile
 from pathlib import Path
@@ -6,25 +11,41 @@ from pathlib import Path
 import torch
 from result import Results, Settings
 
+from swiftlite.plan.kernels import automatic
 from swiftlite.runtime.distributed import session
-from tests.model.test_logits import ids_and_positions, load_megatron, load_transformers
+from tests.model.logits import ids_and_positions, load_megatron, load_transformers
 from tests.tiny import make_tiny_hf
 
 FAMILIES = ("llama", "qwen3", "mimo", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
-BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Parts of the largest logit."""
+LARGEST_DIFFERENCE = 1e-4
+"""In float32, of the largest logit: sums in another order."""
+ERROR_RATIO = 1.1
+"""swiftlite's median error in bfloat16 over that of transformers. Emulated on a CPU it was 0.85 to 0.99."""
 
 
 def run(settings: Settings, results: Results) -> None:
     families = FAMILIES[:2] if settings.tiny else FAMILIES
     with session() as mesh, tempfile.TemporaryDirectory() as root, torch.no_grad():
         device = mesh.device.torch_device
+        kernels = automatic(mesh.device.is_cuda, is_float32=False)
+        input_ids, position_ids = (tensor.to(device) for tensor in ids_and_positions(48, rows=8))
         for family in families:
-            for dtype, bound in BOUNDS.items():
-                word = str(dtype).removeprefix("torch.")
-                directory = make_tiny_hf(Path(root) / f"{family} {word}", family, dtype=dtype)
-                input_ids, position_ids = (tensor.to(device) for tensor in ids_and_positions(48))
-                ours = load_megatron(directory, mesh, dtype)(input_ids, position_ids).main
-                theirs = load_transformers(directory, family, dtype).to(device)(input_ids).logits
-                difference = (ours.double() - theirs.double()).abs().max() / theirs.abs().max()
-                results.at_most(f"{family}, {word}", float(difference), bound)
+            directory = make_tiny_hf(Path(root) / family, family, dtype=torch.float32)
+            exact = load_transformers(directory, family, torch.float32).to(device)(input_ids).logits.double()
+            ours = load_megatron(directory, mesh, torch.float32)(input_ids, position_ids).main
+            worst = (ours.double() - exact).abs().max() / exact.abs().max()
+            results.at_most(f"{family}, float32", float(worst), LARGEST_DIFFERENCE)
+
+            # The weights are rounded for both, so the reference has the rounded ones too.
+            directory = make_tiny_hf(Path(root) / f"{family} bfloat16", family, dtype=torch.bfloat16)
+            exact = load_transformers(directory, family, torch.float32).to(device)(input_ids).logits.double()
+            theirs = load_transformers(directory, family, torch.bfloat16).to(device)(input_ids).logits
+            ours = load_megatron(directory, mesh, torch.bfloat16, kernels=kernels)(input_ids, position_ids).main
+            ratio = median_error(ours, exact) / median_error(theirs, exact)
+            results.at_most(f"{family}, bfloat16: median error over transformers'", ratio, ERROR_RATIO)
+
+
+def median_error(logits_BSV: torch.Tensor, exact_BSV: torch.Tensor) -> float:
+    """Over positions, of the error's norm relative to that of the logits."""
+    error_BS = (logits_BSV.double() - exact_BSV).norm(dim=-1) / exact_BSV.norm(dim=-1)
+    return float(error_BS.median())

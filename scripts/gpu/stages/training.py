@@ -1,98 +1,99 @@
-"""Speed and MFU of training on one GPU, what its time goes to, and how often a step waits for the GPU."""
+"""What a training step's time goes to on one GPU: tokens/s against the plan's estimate, the kernels that take most of a
+step, and how often the host waits.
+
+Speed by kind of run, and against other loops, is stage `speed`.
+"""
 
 import importlib.util
-import statistics
-import subprocess
-import sys
-from pathlib import Path
+import json
 from typing import Any
 
 import torch
 from result import Results, Settings
-from torch.profiler import ProfilerActivity
+from trainees import free_memory, medians, profiled, shape, slowest, trainee, waits, whole_rows
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.train import phases, sft
+from swiftlite.families.index import architecture_of
+from swiftlite.heads import Heads
+from swiftlite.plan.gpus import gpu_named
+from swiftlite.plan.setup import Setup
+from swiftlite.plan.speed import Step
 
-SCRIPTS = Path(__file__).resolve().parents[2]
-WANTED_MFU = 0.40
-LENGTHS = {"mode": "distribution", "type": "lognormal", "lognormal_sigma": 1.1}
+DEMANDED = 0.8
+"""Of the estimate of `plan/speed.py`, whose constants nobody has measured for these kernels."""
 
 
 def run(settings: Settings, results: Results) -> None:
     """With the kernels that `auto` stands for; and with Transformer Engine's, and in FP8, where there are such."""
-    model = settings.model or make_model(settings)
-    speed = train(settings, results, model)
+    if settings.model:
+        config = json.loads((settings.model / "config.json").read_text(encoding="utf-8"))
+        measure(settings, results, settings.model.name, config)
+        return
+    for size in settings.sizes:
+        measure(settings, results, size, shape(size, settings.tiny))
+
+
+def measure(settings: Settings, results: Results, name: str, hf_config: dict[str, Any]) -> None:
+    speed = train(settings, results, name, hf_config)
     if settings.device == "cuda" and importlib.util.find_spec("transformer_engine"):
         options: dict[str, Any] = {"transformer_impl": "transformer_engine"}
-        results.add("Transformer Engine: tokens/s, as a ratio", train(settings, None, model, **options) / speed)
+        ratio = train(settings, None, name, hf_config, **options) / speed
+        results.add(f"{name}, Transformer Engine: tokens/s, as a ratio", ratio)
         if torch.cuda.get_device_capability() >= (9, 0):
             options["fp8_format"] = "hybrid"
-            results.add("FP8: tokens/s, as a ratio", train(settings, None, model, **options) / speed)
+            ratio = train(settings, None, name, hf_config, **options) / speed
+            results.add(f"{name}, FP8: tokens/s, as a ratio", ratio)
 
 
-def train(settings: Settings, results: Results | None, model: Path, **options: Any) -> float:
-    """Tokens per second; with `results` all that is measured is reported."""
-    length, steps = (64, 4) if settings.tiny else (4096, 12)
-    lengths = LENGTHS | {"min_seq_len": length // 4, "max_seq_len": length, "mean_seq_len": length // 2}
+def train(settings: Settings, results: Results | None, name: str, hf_config: dict[str, Any], **options: Any) -> float:
+    """Tokens per second of packed rows of one length; with `results` all that is measured is reported."""
+    length, steps = (64, 4) if settings.tiny else (4096, 10)
+    micro_batch, global_batch = (2, 2) if settings.tiny else (2, 4)
     args = SftArgs(
-        model=str(model),
-        sft_mock_dataset_config_json=lengths,
-        output_dir=str(settings.output_dir / "run"),
+        model="-",
+        mtp_num_layers=1,
+        mtp_init="random",
         padding_free=True,
         max_length=length,
-        micro_batch_size=2,
-        global_batch_size=2 if settings.tiny else 8,
+        micro_batch_size=micro_batch,
+        global_batch_size=global_batch,
         train_iters=steps,
-        acceptance_samples=0,
-        report_to=[],
         **options,
     )
-    with phases.open_session(args) as mesh:
-        prepared = sft.prepare(args, mesh)
-        trainer = sft.make_trainer(prepared, phases.restore(prepared))
-        with mesh.active():
-            measured = [trainer.step(step) for step in range(1, steps)][steps // 4 :]
-            activities = [ProfilerActivity.CUDA] if mesh.device.is_cuda else []
-            with torch.profiler.profile(activities=[ProfilerActivity.CPU, *activities]) as profile:
-                trainer.step(steps)
-        trainer.close()
-        is_cuda = mesh.device.is_cuda
-    middle = {name: statistics.median(metrics[name] for metrics in measured) for name in measured[0]}
+    free_memory()
+    rows = whole_rows(steps * global_batch, length, hf_config["vocab_size"])
+    with trainee(hf_config, args, rows, settings.model) as trainer:
+        is_cuda = trainer.mesh.device.is_cuda
+        middle = medians([trainer.step(step) for step in range(1, steps)][steps // 4 :])
+        events = profiled(lambda: trainer.step(steps), is_cuda)
     if results:
-        report(middle, results)
-        describe(profile, is_cuda, results)
+        report(settings, middle, name, hf_config, length, results)
+        for key, share, count in slowest(events, is_cuda):
+            results.add(f"{name}, part of a step: {key}", f"{share:.1%}, {count} calls")
+        for key, count in waits(events).items():
+            results.add(f"{name}, waits in a step: {key}", count)
     return middle["tokens_per_second"]
 
 
-def report(middle: dict[str, float], results: Results) -> None:
+def report(
+    settings: Settings,
+    middle: dict[str, float],
+    name: str,
+    hf_config: dict[str, Any],
+    length: int,
+    results: Results,
+) -> None:
     """Medians over the steps."""
-    results.add("loss", middle["loss"])
-    results.add("tokens/s", middle["tokens_per_second"])
-    results.add("peak memory, GB", middle["peak_memory_gb"])
+    results.add(f"{name}, loss", middle["loss"])
+    tokens = middle["tokens_per_second"]
+    gpu = gpu_named(torch.cuda.get_device_name()) if settings.device == "cuda" else None
+    if gpu is None:
+        results.add(f"{name}, tokens/s", tokens)
+    else:
+        setup = Setup(micro_batch_size=2, max_length=length, heads=Heads(1), is_fused=True)
+        estimated = Step(architecture_of(hf_config), setup, gpu, 4).tokens_per_second
+        demanded = f"{DEMANDED:.0%} of the estimated {estimated:.0f}"
+        results.add(f"{name}, tokens/s", tokens, tokens >= DEMANDED * estimated, demanded)
+    results.add(f"{name}, peak memory, GB", middle["peak_memory_gb"])
     if "mfu" in middle:
-        results.add("MFU", middle["mfu"], middle["mfu"] >= WANTED_MFU, f"at least {WANTED_MFU}")
-
-
-def make_model(settings: Settings) -> Path:
-    """A qwen3 with one head and random weights: some 0.5B parameters, or a tiny one."""
-    directory = settings.output_dir / "model"
-    sizes = ["--hidden_size", "128", "--num_layers", "2", "--vocab_size", "384"]
-    if not settings.tiny:
-        sizes = ["--hidden_size", "1024", "--num_layers", "28", "--vocab_size", "32768"]
-    command = [sys.executable, SCRIPTS / "make_tiny_model.py", "--output_dir", directory, *sizes]
-    subprocess.run([*command, "--mtp_num_layers", "1"], check=True, stdout=sys.stderr)
-    return directory
-
-
-def describe(profile: Any, is_cuda: bool, results: Results) -> None:
-    """The operations that take most of a step, and those that wait."""
-    events = profile.key_averages()
-    time_of = (lambda event: event.self_device_time_total) if is_cuda else (lambda event: event.self_cpu_time_total)
-    total = sum(time_of(event) for event in events)
-    for event in sorted(events, key=time_of, reverse=True)[:8]:
-        results.add(f"part of a step: {event.key[:60]}", f"{time_of(event) / total:.1%}, {event.count} calls")
-    waits = ("aten::_local_scalar_dense", "aten::nonzero", "cudaStreamSynchronize", "cudaDeviceSynchronize")
-    for event in events:
-        if event.key in waits:
-            results.add(f"waits in a step: {event.key}", event.count)
+        results.add(f"{name}, MFU", middle["mfu"])

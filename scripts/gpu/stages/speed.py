@@ -1,0 +1,231 @@
+"""Training speed by shape and kind of run, next to a plain transformers loop on the same device.
+
+Each case is a process that ends in a line, the most wanted first, so that a stage that is cut off keeps the best.
+Weights are drawn on the device and rows made in memory. Rows are packed and have one length where nothing else is said;
+a step is one micro-batch. `x` is the ratio to another case, where that has run. The plain loop has float32 weights under
+bfloat16 autocast, SDPA and torch's fused AdamW, as swiftlite keeps float32 weights and moments.
+"""
+
+import importlib
+import importlib.util
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from result import Results, Settings, read
+from trainees import (
+    free_memory,
+    lognormal_rows,
+    medians,
+    profiled,
+    shape,
+    slowest,
+    trainee,
+    waits,
+    whole_rows,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from swiftlite.args.commands import SftArgs
+
+LENGTH, ROWS, STEPS = 4096, 2, 8
+TINY_LENGTH, TINY_STEPS = 64, 3
+FASTEST = 2
+"""Steps at the start that do not count: kernels are compiled, memory is asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the stage.
+
+    Attributes:
+        shape: of `trainees.SHAPES`.
+        options: of `megatron sft`; None for the plain loop.
+        rival: the case that its tokens/s are compared with.
+        needs: a package without which there is nothing to measure.
+    """
+
+    name: str
+    shape: str
+    run: Callable[["Case", Settings, Results], None]
+    options: dict[str, Any] = field(default_factory=dict)
+    rival: str = ""
+    needs: str = ""
+
+
+def run(settings: Settings, results: Results) -> None:
+    script = Path(__file__).resolve().parents[1]
+    for case in CASES:
+        if case.needs and (reason := missing(case.needs, settings)):
+            results.add(case.name, reason)
+            continue
+        if settings.tiny:  # whether it runs: nothing of one case is left that could slow down the next
+            case.run(case, settings, results)
+            continue
+        log = settings.output_dir / f"speed-{CASES.index(case)}.log"
+        command = [sys.executable, "-W", "ignore", str(script), *sys.argv[1:], "--case", case.name]
+        with log.open("w") as file:
+            status = subprocess.run(command, stderr=file).returncode
+        if status:
+            results.add(case.name, f"exit status {status}, see {log}", False, "a figure")
+
+
+def missing(package: str, settings: Settings) -> str:
+    """Why a package of Triton kernels cannot be measured here; "" where it can."""
+    if settings.device != "cuda":
+        return f"the kernels of {package} need a GPU"
+    return "" if importlib.util.find_spec(package) else f"{package} is not installed"
+
+
+def run_case(name: str, settings: Settings, results: Results) -> None:
+    (case,) = [case for case in CASES if case.name == name]
+    case.run(case, settings, results)
+
+
+def swiftlite(case: Case, settings: Settings, results: Results, lengths: str = "whole") -> None:
+    length, steps = (TINY_LENGTH, TINY_STEPS) if settings.tiny else (LENGTH, STEPS)
+    config = shape(case.shape, settings.tiny)
+    vocab = config["vocab_size"]
+    options = {"padding_free": True} | case.options
+    args = SftArgs(
+        model="-",
+        max_length=length,
+        micro_batch_size=ROWS,
+        global_batch_size=ROWS,
+        train_iters=steps,
+        mtp_init="random",
+        **options,
+    )
+    rows = whole_rows(steps * ROWS, length, vocab)
+    if lengths == "lognormal":
+        rows = lognormal_rows(steps * ROWS * length, length, vocab)
+    with trainee(config, args, rows) as trainer:
+        is_cuda = trainer.mesh.device.is_cuda
+        measured = [trainer.step(step) for step in range(1, steps)][FASTEST:] or [trainer.step(steps)]
+        middle = medians(measured)
+        events = profiled(lambda: trainer.step(steps), is_cuda)
+    detail = [f"{middle['peak_memory_gb']:.1f} GB", f"{sum(waits(events).values())} waits per step"]
+    if "mfu" in middle:
+        detail.insert(0, f"MFU {middle['mfu']:.1%}")
+    report(case, middle["tokens_per_second"], detail, events, is_cuda, results)
+
+
+def plain(case: Case, settings: Settings, results: Results, compiles: bool = False, liger: bool = False) -> None:
+    """The loop that one writes by hand."""
+    device = torch.device(settings.device)
+    length, steps = (TINY_LENGTH, TINY_STEPS) if settings.tiny else (LENGTH, STEPS)
+    values = dict(shape(case.shape, settings.tiny))
+    model_type = values.pop("model_type")
+    if liger:
+        getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{model_type}")()
+    config = AutoConfig.for_model(model_type, **values)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).train()
+    forward = torch.compile(model) if compiles else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens = torch.randint(0, values["vocab_size"], (ROWS, length), device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = forward(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    speed = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        speed.append(tokens.numel() / (time.perf_counter() - start))
+    is_cuda = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated() / 1e9 if is_cuda else 0
+    events = profiled(step, is_cuda)
+    report(case, statistics.median(speed[FASTEST:] or speed), [f"{peak:.1f} GB"], events, is_cuda, results)
+
+
+def loss_alone(case: Case, settings: Settings, results: Results) -> None:
+    """Milliseconds of the cross-entropy with its products, forward and backward, of one micro-batch."""
+    from swiftlite.model.chunked_loss import Words, chunked_loss
+    from swiftlite.model.loss import pick, token_loss
+    from swiftlite.runtime.distributed import session
+
+    positions, hidden, vocab = (64, 64, 499) if settings.tiny else (8192, 2048, 151_936)
+    with session() as mesh:
+        device = mesh.device.torch_device
+        states = torch.randn(positions, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+        matrix = (torch.randn(vocab, hidden, device=device) / hidden**0.5).bfloat16().requires_grad_()
+        words = torch.randint(0, vocab, (1, positions))
+        picked = pick(words, device)
+
+        def all_logits() -> torch.Tensor:
+            return token_loss(states @ matrix.t(), picked, mesh.tp).loss_BS.sum()
+
+        def in_chunks() -> torch.Tensor:
+            return chunked_loss(states, matrix, Words(picked.word_N), picked, mesh.tp).loss_BS.sum()
+
+        ways = {"all logits": all_logits, "in chunks, compiled": in_chunks}
+        if not missing("liger_kernel", settings):
+            package = importlib.import_module("liger_kernel.transformers")
+            fused = package.LigerFusedLinearCrossEntropyLoss(reduction="sum")
+            ways["Liger"] = lambda: fused(matrix, states, picked.word_N)
+        for name, compute in ways.items():
+            free_memory()
+            seconds = []
+            for _ in range(6):
+                mesh.device.synchronize()
+                start = time.perf_counter()
+                compute().backward()
+                mesh.device.synchronize()
+                seconds.append(time.perf_counter() - start)
+                states.grad = matrix.grad = None
+            peak = torch.cuda.max_memory_allocated() / 1e9 if mesh.device.is_cuda else 0
+            results.add(f"{case.name}, {name}", f"{1e3 * min(seconds):.1f} ms, {peak:.1f} GB")
+
+
+def report(case: Case, speed: float, detail: list[str], events: Any, is_cuda: bool, results: Results) -> None:
+    """One line of figures, one of the slowest kernels."""
+    rivals = [found for found in read(results.path.parent) if found.name == case.rival]
+    if rivals and isinstance(rivals[-1].value, str):
+        detail.append(f"{speed / float(rivals[-1].value.split()[0].replace(',', '')):.2f}x {case.rival}")
+    results.add(case.name, f"{speed:,.0f} tokens/s, {', '.join(detail)}")
+    parts = [f"{key} {share:.0%} ({count})" for key, share, count in slowest(events, is_cuda)]
+    results.add(f"{case.name}: slowest kernels, calls", "; ".join(parts))
+
+
+HEAD: dict[str, Any] = {"mtp_num_layers": 1}
+ALONE: dict[str, Any] = {"mtp_num_layers": 0}
+HEADS_ONLY = HEAD | {"mtp_mode": "heads_only"}
+LORA = HEAD | {"tuner_type": "lora"}
+PLAIN = "1.7B, plain loop"
+CASES = (
+    Case("1.7B, one head", "1.7B", swiftlite, HEAD),
+    Case(PLAIN, "1.7B", plain),
+    Case("1.7B, no head", "1.7B", swiftlite, ALONE, rival=PLAIN),
+    Case("1.7B, plain loop, compiled", "1.7B", partial(plain, compiles=True), rival=PLAIN),
+    Case("1.7B, plain loop, Liger", "1.7B", partial(plain, liger=True), rival=PLAIN, needs="liger_kernel"),
+    Case("loss of 8,192 positions", "1.7B", loss_alone),
+    Case("1.7B, lognormal, packed", "1.7B", partial(swiftlite, lengths="lognormal"), HEAD),
+    Case(
+        "1.7B, lognormal, padded",
+        "1.7B",
+        partial(swiftlite, lengths="lognormal"),
+        HEAD | {"padding_free": False},
+        rival="1.7B, lognormal, packed",
+    ),
+    Case("8B, heads_only, ce", "8B", swiftlite, HEADS_ONLY | {"mtp_loss": "ce"}),
+    Case("8B, heads_only, kl", "8B", swiftlite, HEADS_ONLY | {"mtp_loss": "kl"}, rival="8B, heads_only, ce"),
+    Case("0.6B, one head", "0.6B", swiftlite, HEAD),
+    Case("8B, LoRA", "8B", swiftlite, LORA),
+    Case("experts", "experts", swiftlite, HEAD),
+    Case("latent attention", "latent", swiftlite, HEAD),
+    Case("gated delta nets", "gdn", swiftlite, HEAD),
+)
