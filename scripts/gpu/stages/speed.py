@@ -2,8 +2,8 @@
 
 Each case is a process that ends in a line, the most wanted first, so that a stage that is cut off keeps the best.
 Weights are drawn on the device and rows made in memory. Rows are packed and have one length where nothing else is said;
-a step is one micro-batch. `x` is the ratio to another case, where that has run. The plain loop has float32 weights under
-bfloat16 autocast, SDPA and torch's fused AdamW, as swiftlite keeps float32 weights and moments.
+a step is one micro-batch. `x` is the ratio to another case, where that has run. The plain loop has float32 weights
+under bfloat16 autocast, SDPA and torch's fused AdamW, as swiftlite keeps float32 weights and moments.
 """
 
 import importlib
