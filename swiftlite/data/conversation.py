@@ -8,6 +8,7 @@ import difflib
 import json
 import re
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from swiftlite.errors import UserError, clip
@@ -184,12 +185,18 @@ def parse_row(row: object, *, system: str | None = None, needs_answer: bool = Tr
 
 def _check_spelling(row: dict[str, Any]) -> None:
     """A field named almost as a known one that the row lacks is that field: passing it over would train on half."""
-    for name in row.keys() - FIELDS:
-        close = difflib.get_close_matches(str(name), FIELDS - row.keys(), n=1, cutoff=0.8)
-        if close:
-            raise RowError(
-                str(name), "is no field of a row", f"did you mean {close[0]}? A field of your own needs another name"
-            )
+    if misspelt := _misspelt(frozenset(row)):
+        name, meant = misspelt
+        raise RowError(name, "is no field of a row", f"did you mean {meant}? A field of your own needs another name")
+
+
+@lru_cache(maxsize=256)
+def _misspelt(names: frozenset[str]) -> tuple[str, str] | None:
+    """Return a name that looks like a known one that is missing, and that one; the rows of a file share their names."""
+    for name in sorted(map(str, names - FIELDS)):
+        if close := difflib.get_close_matches(name, sorted(FIELDS - names), n=1, cutoff=0.8):
+            return name, close[0]
+    return None
 
 
 @dataclass

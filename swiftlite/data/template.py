@@ -27,6 +27,8 @@ LossScale = Literal["default", "last_round", "all"]
 Tools = list[Any]  # JSON schemas; Any because transformers declares an invariant list of dicts or functions
 Span = tuple[int, int]
 
+KNOWN_TAILS = 64
+"""Where no special token is in sight, the text before every answer is another one: only the last of them are kept."""
 MARK = "@@swiftlite marks this turn@@"
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_WAYS = '--loss_scale last_round trains the last answer alone; or give that turn "loss": false'
@@ -366,9 +368,9 @@ class ChatTemplate:
         first = next(special, 0)
         found = tokens.ids[first:num_before]
         tail = text[tokens.starts[first] if first else 0 : end]
-        if len(tail) > 200:  # no special token in sight: every tail is new, so none is kept
-            return self._ids(tail) == found
         if tail not in self._known_tails:
+            if len(self._known_tails) == KNOWN_TAILS:
+                del self._known_tails[next(iter(self._known_tails))]
             self._known_tails[tail] = self._ids(tail)  # nearly always the one header of the assistant's turns
         return self._known_tails[tail] == found
 

@@ -1,3 +1,4 @@
+import difflib
 import json
 
 import pytest
@@ -249,3 +250,17 @@ def test_bad_row_names_its_field(row, message):
     with pytest.raises(RowError) as caught:
         parse_row(row)
     assert str(caught.value).startswith(message)
+
+
+def test_names_of_fields_are_compared_once_for_all_rows(monkeypatch):
+    compared = []
+    closest = difflib.get_close_matches
+
+    def counted(name, *known, **how):
+        compared.append(name)
+        return closest(name, *known, **how)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    for number in range(1000):
+        parse_row({"query": "q", "response": "r", "identifier": number, "annotated_by": "somebody"})
+    assert sorted(compared) == ["annotated_by", "identifier"]

@@ -1,6 +1,7 @@
 """The texts that train are compared with texts written by hand; in `test_labels_by_hand` every single token is."""
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -423,3 +424,15 @@ def test_a_config_that_transformers_refuses_is_not_the_tokenizer_s_fault(tmp_pat
     assert "\n" not in error.value.problem
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert len(load_tokenizer(tmp_path)) == len(make_tiny_tokenizer())
+
+
+def test_a_template_without_special_tokens_keeps_few_prompts(make_tokenizer):
+    """Nothing stands before an answer that two rows share; it travels to worker processes with what it keeps."""
+    template = ChatTemplate(make_tokenizer(ALPACA))
+
+    def size_after(first: int, number: int) -> int:
+        for n in range(first, first + number):
+            template.encode(parse_row({"query": f"What is {n:05d}?", "response": "It is."}))
+        return len(pickle.dumps(template))
+
+    assert size_after(0, 100) == pytest.approx(size_after(100, 900), rel=0.01)
