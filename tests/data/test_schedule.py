@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftlite.data.packing import padded
-from swiftlite.data.schedule import schedule
+from swiftlite.data.schedule import Schedule, schedule
 from swiftlite.errors import UserError
 
 
@@ -63,6 +63,12 @@ def test_the_square_term_counts():
     assert sorted(len(mine[0]) for mine in map(tokens.rank, range(2))) == [2, 3]
 
 
+def imbalance_of(plan: Schedule, work: np.ndarray) -> float:
+    """The work of the busiest rank over the mean, from the sequences themselves."""
+    of_ranks = np.array([work[np.concatenate(plan.rank(rank))].sum() for rank in range(plan.data_parallel_size)])
+    return float(of_ranks.max() / of_ranks.mean())
+
+
 @pytest.mark.parametrize("square", [0.0, 1e-5, 1e-3])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
 def test_lognormal_lengths_are_level(ranks, square):
@@ -71,12 +77,20 @@ def test_lognormal_lengths_are_level(ranks, square):
     plan = schedule(lengths, 4096, ranks, square=square)
     work = lengths + square * lengths**2.0
     in_turn = work.reshape(-1, ranks).sum(axis=0)
-    # From the sequences themselves: a schedule that levels anything else would report that as level.
-    of_ranks = np.array([work[np.concatenate(plan.rank(rank))].sum() for rank in range(ranks)])
-    imbalance = of_ranks.max() / of_ranks.mean()
+    imbalance = imbalance_of(plan, work)
     assert imbalance == pytest.approx(plan.imbalance)
     assert imbalance < 1.01
     assert imbalance < in_turn.max() / in_turn.mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_work_is_level_and_not_tokens(ranks):
+    """Every other rank has a long sequence more: the work of 5 times its tokens in short ones."""
+    lengths = np.array([4000] * (3 * ranks // 2) + [100] * (150 * ranks))
+    work = lengths + 1e-3 * lengths**2.0
+    # By tokens the busiest rank has 1.17 times the mean.
+    assert imbalance_of(schedule(lengths, 4096, ranks, square=1e-3), work) < 1.01
+    assert imbalance_of(schedule(lengths, 4096, ranks), work) > 1.1
 
 
 def test_where_one_sequence_is_more_than_the_mean_nothing_else_is_beside_it():
