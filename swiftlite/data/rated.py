@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from swiftlite.args.fields import TruncationStrategy
-from swiftlite.data.conversation import Conversation, RowError, parse_row
+from swiftlite.data.conversation import Conversation, RowError, parse_row, shown
 from swiftlite.data.pair import SHARED
 from swiftlite.data.sample import IGNORED, Sample, make_sample, truncate
 from swiftlite.errors import UserError
@@ -36,15 +36,22 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
             raise RowError(
                 name, "makes this row a pair", f"--loss_type sigmoid learns from pairs; here rows are {FORMATS}"
             )
-    label = row.get("label")
-    if not isinstance(label, bool):
-        problem = "is missing" if label is None else f"is {str(label)[:50]!r}, neither true nor false"
-        raise RowError("label", problem, f"rows are {FORMATS}")
+    label = _label_of(row.get("label"))
     rest = {name: value for name, value in row.items() if name != "label"}
     if "completion" in rest:
         rest = _from_completion(rest)
     conversation = parse_row(rest, system=system, source=source)
     return replace(conversation.with_last_turn_alone(), desirable=label)
+
+
+def _label_of(value: object) -> bool:
+    """Return the label; in tables of text, such as .csv, it is a word, which pandas writes with a capital."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    problem = "is missing" if value is None or value == "" else f"is {shown(value)}, not true or false"
+    raise RowError("label", problem, f"rows are {FORMATS}")
 
 
 def _from_completion(row: dict[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,9 @@ def test_every_format_is_the_same_answer(row):
     ("row", "problem"),
     [
         ({"query": "q", "response": "a"}, "label: is missing"),
-        ({"query": "q", "response": "a", "label": 1}, "label: is '1', neither true nor false"),
-        ({"query": "q", "response": "a", "label": "true"}, "label: is 'true', neither true nor false"),
+        ({"query": "q", "response": "a", "label": 1}, "label: is 1, not true or false"),
+        ({"query": "q", "response": "a", "label": "1"}, "label: is '1', not true or false"),
+        ({"query": "q", "response": "a", "label": ""}, "label: is missing"),
         ({"query": "q", "response": "a", "label": True, "rejected_response": "b"}, "rejected_response: makes this row"),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "chosen: makes this row a pair"),
         ({"prompt": "q", "completion": "", "label": True}, "completion: is missing"),
@@ -51,7 +52,22 @@ def test_bad_rows_have_their_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"query": "q", "response": "a", "label": true}\n{"query": "q", "response": "a", "label": 3}\n')
     rows = read_rows(find_rows(str(path)), kind="rated")
-    assert [str(bad) for bad in rows.bad_rows] == [f"{path}:2: label: is '3', neither true nor false"]
+    assert [str(bad) for bad in rows.bad_rows] == [f"{path}:2: label: is 3, not true or false"]
+
+
+@pytest.mark.parametrize("writer", ["pandas", "datasets", "words"])
+def test_tables_of_text_hold_labels_as_words(tmp_path, writer):
+    labels = {"query": ["q", "q", "q"], "response": ["a", "b", "c"], "label": [True, False, True]}
+    path = tmp_path / "rows.csv"
+    if writer == "words":
+        path.write_text("query,response,label\nq,a,true\nq,b,false\nq,c,TRUE\n")
+    elif writer == "pandas":
+        pytest.importorskip("pandas").DataFrame(labels).to_csv(path, index=False)
+    else:
+        pytest.importorskip("datasets").Dataset.from_dict(labels).to_csv(path)
+    rows = read_rows(find_rows(str(path)), kind="rated")
+    assert not rows.bad_rows
+    assert [row.desirable for row in rows.conversations] == [True, False, True]
 
 
 def sample(question: list[int], answer: list[int]):
