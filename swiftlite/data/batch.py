@@ -63,6 +63,7 @@ class Batch:
             2p is the preferred answer of pair p, sequence 2p + 1 the other one. Of no pairs it is empty.
         desirable_P: bool, on the host; of single answers, whether each is a good one. Sequence p is answer p, and of
             `reference_P2` the second column is of its mismatched answer.
+        on_host: the same batch before it was moved to a device; None: it was not moved.
     """
 
     tokens_KBS: torch.Tensor
@@ -75,6 +76,7 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None
     reference_P2: torch.Tensor = field(default_factory=partial(torch.zeros, 0, 2))
     desirable_P: torch.Tensor = field(default_factory=partial(torch.zeros, 0, dtype=torch.bool))
+    on_host: "Batch | None" = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with its tensors of one entry per token replaced: moved to a device, cut along the last axis."""

@@ -33,7 +33,7 @@ def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
     move = partial(on_device, device=mesh.device.torch_device)
     for batch in batches:
         part = shard(batch, mesh.cp.rank(), mesh.cp.size())
-        yield replace(part.map(move), labels_KBS=part.labels_KBS)
+        yield replace(part.map(move), labels_KBS=part.labels_KBS, on_host=part)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.data.sample import IGNORED, Sample
 from swiftlite.plan.layout import mtp_pipeline_rank
+from swiftlite.runtime.device import on_device
 
 Fields = tuple[str, ...]
 """Some of a sample's arrays."""
@@ -32,11 +33,13 @@ TARGETS: Fields = ALL[1:]
 
 def gather(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """The numbers of every rank of the group, by rank; each may have another number of them."""
-    counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    counts = torch.zeros(group.size(), dtype=torch.int64)
     counts[group.rank()] = len(numbers)
+    counts = on_device(counts, device)
     dist.all_reduce(counts, group=group)
-    gathered = torch.zeros(group.size(), int(counts.max()), dtype=torch.int64, device=device)
+    gathered = torch.zeros(group.size(), int(counts.max()), dtype=torch.int64)
     gathered[group.rank(), : len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+    gathered = on_device(gathered, device)
     dist.all_reduce(gathered, group=group)
     return [row[:count] for row, count in zip(gathered.tolist(), counts.tolist(), strict=True)]
 
@@ -147,15 +150,15 @@ def broadcast_counts(
 ) -> tuple[list[int], list[int]]:
     """Samples of each row or micro-batch and tokens of each sample, as the first rank of the group has them."""
     source = dist.get_global_rank(group, 0)
-    sizes = torch.tensor([len(counts), len(lengths)], device=device)
+    sizes = on_device(torch.tensor([len(counts), len(lengths)]), device)
     dist.broadcast(sizes, source, group=group)
     if group.rank() == 0:
-        numbers = torch.tensor([*counts, *lengths], dtype=torch.int64, device=device)
+        numbers = on_device(torch.tensor([*counts, *lengths], dtype=torch.int64), device)
     else:
         numbers = torch.empty(int(sizes.sum()), dtype=torch.int64, device=device)
     dist.broadcast(numbers, source, group=group)
-    num_counts = int(sizes[0])
-    return numbers[:num_counts].tolist(), numbers[num_counts:].tolist()
+    num_counts, received = int(sizes[0]), numbers.tolist()
+    return received[:num_counts], received[num_counts:]
 
 
 def _send_to_stages(
@@ -189,7 +192,7 @@ def _flatten(samples: Sequence[Sample], fields: Fields, device: torch.device) ->
         parts = [vars(sample)[name].astype(dtype) for sample in samples]
         column = np.concatenate([np.empty(0, dtype), *parts])  # without samples an empty column
         columns.append(column.view(np.int32))
-    return torch.from_numpy(np.stack(columns, axis=1)).to(device)
+    return on_device(torch.from_numpy(np.stack(columns, axis=1)), device)
 
 
 def _unflatten(flat: torch.Tensor, lengths: Sequence[int], fields: Fields) -> list[Sample]:

@@ -22,6 +22,7 @@ from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, largest
 from swiftlite.model.router import take_load_balancing_loss
 from swiftlite.plan.run import Plan, Schedule
+from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import on_this_rank
 from swiftlite.train.checkpoint import Checkpointer
@@ -203,7 +204,7 @@ class Trainer:
 
     def _count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
         """The targets of the whole global batch, the same on every rank."""
-        counts = self.objective.count_targets(batches).to(self.mesh.device.torch_device)
+        counts = on_device(self.objective.count_targets(batches), self.mesh.device.torch_device)
         dist.all_reduce(counts, group=self.mesh.dp)
         return from_last_stage(counts, self.mesh)
 
@@ -224,7 +225,7 @@ class Trainer:
         return add_up(parts, objective.sums_shape, self.mesh)
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
-        total = torch.tensor(values, device=self.mesh.device.torch_device)
+        total = on_device(torch.tensor(values), self.mesh.device.torch_device)
         dist.all_reduce(total, group=self.mesh.dp)
         return total.tolist()
 

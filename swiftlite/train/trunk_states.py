@@ -38,6 +38,7 @@ from swiftlite.model.open import HfModel
 from swiftlite.model.ranks import largest
 from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_of_heads
+from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.learner import Learner
 
@@ -82,6 +83,7 @@ class TrunkStates:
     def _name(self, batch: Batch) -> str:
         """sha256 of what the trunk is given and of its labels, and the part of the row that this rank has."""
         tp_rank = self.mesh.tp.rank() if self.mesh.layout.sequence_parallel else 0
+        batch = batch.on_host or batch  # tokens read back from a GPU would wait for all that it has to do
         given = [batch.tokens_KBS[0], batch.labels_KBS[0], batch.position_ids_BS]
         if batch.cu_seqlens is not None:
             given.append(batch.cu_seqlens)
@@ -220,13 +222,13 @@ def _read(path: Path, device: torch.device) -> TrunkOutput:
     try:
         content = path.read_bytes()
         tensors = load(content)
-        loss = TokenLoss(tensors["loss_BS"].to(device), tensors["prediction_BS"].to(device))
+        loss = TokenLoss(on_device(tensors["loss_BS"], device), on_device(tensors["prediction_BS"], device))
         is_whole = _sha256_of(path.name, tensors).encode() in content[:4096]  # the header
     except (OSError, KeyError, SafetensorError):
         is_whole = False
     if not is_whole:
         raise UserError(f"{FLAG}: {path} is damaged", "delete this file, then --resume: its states are computed again")
-    return TrunkOutput(tensors["states_SBH"].to(device), loss)
+    return TrunkOutput(on_device(tensors["states_SBH"], device), loss)
 
 
 def _sha256(value: Any) -> str:

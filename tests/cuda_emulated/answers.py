@@ -176,6 +176,10 @@ def fused(function: Any, name: str) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(given, CudaTensor) for given in args):
             return function(*args, **kwargs)
+        learns = torch.is_grad_enabled() and any(given.requires_grad for given in args if isinstance(given, CudaTensor))
+        if not learns:
+            with RECORDER.one_kernel(name):
+                return function(*args, **kwargs)
         inner = functools.partial(function, **kwargs) if kwargs else function
         return _Fused.apply(name, inner, *args)
 
@@ -230,6 +234,7 @@ def install() -> None:
     answer_for_compilers()
     tensor.REPLACED[_sdpa] = attend
     tensor.REPLACED[F.rms_norm] = rms_norm
+    torch.Generator = tensor.Generator  # type: ignore[misc]
     # torch.tensor(numbers, device="cuda") makes a tensor on the host and copies it; of itself torch copies below all
     # modes.
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]

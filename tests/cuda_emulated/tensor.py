@@ -15,8 +15,30 @@ from tests.cuda_emulated.record import RECORDER
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
-GENERATOR = torch.Generator()
+
+
+class Generator(torch.Generator):
+    """Stands in for torch.Generator, which cannot be made for the device: draws on the CPU in any case."""
+
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = "cpu") -> None:
+        self.is_on_device = is_cuda(device)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return CUDA if self.is_on_device else CPU
+
+
+def is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+GENERATOR = Generator(CUDA)
 """The device's own random numbers."""
+_given: list[Generator] = []
+"""What a call was given to draw from on the device, see `Functions`."""
 
 # The host needs a value, or as many entries as a value says.
 WAITING = {
@@ -80,10 +102,6 @@ class OnDevice(TorchDispatchMode):
         return dispatch(func, args, kwargs or {})
 
 
-def is_cuda(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
-
-
 def to_host(tree: Any) -> Any:
     """Arguments of an operation, with the tensors that carry the numbers."""
     kind = type(tree)
@@ -137,7 +155,7 @@ def dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if is_cuda(target):
         kwargs = kwargs | {"device": CPU}
     if is_on_device and schema.has_generator:
-        kwargs = kwargs | {"generator": GENERATOR}
+        kwargs = kwargs | {"generator": _given[-1] if _given else GENERATOR}
     out = func(*to_host(args), **to_host(kwargs))
     if not is_on_device:
         return out
@@ -232,7 +250,7 @@ def check_generator(leaves: list[Any], schema: Schema) -> None:
         RuntimeError: in CUDA's words.
     """
     for leaf in leaves:
-        if isinstance(leaf, torch.Generator) and leaf is not GENERATOR:
+        if isinstance(leaf, torch._C.Generator):
             event = RECORDER.note("generator", schema.name)
             raise RuntimeError(
                 f"Expected a 'cuda' device type for generator but found 'cpu' ({schema.name}, {event.line})"
@@ -383,7 +401,15 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         call: Any = REPLACED.get(func, func)
-        return call(*args, **(kwargs or {}))
+        generator = (kwargs or {}).get("generator")
+        if not isinstance(generator, Generator) or not generator.is_on_device:
+            return call(*args, **(kwargs or {}))
+        # An operation would see a generator of the CPU, since that is what torch makes of it on the way.
+        _given.append(generator)
+        try:
+            return call(*args, **((kwargs or {}) | {"generator": None}))
+        finally:
+            _given.pop()
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -410,6 +436,10 @@ def _data_ptr(tensor: torch.Tensor) -> int:
     return DATA_PTR(tensor.host if isinstance(tensor, CudaTensor) else tensor)
 
 
+def _untyped_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return STORAGE(tensor.host if isinstance(tensor, CudaTensor) else tensor)
+
+
 def _tolist(tensor: torch.Tensor) -> Any:
     return TO_LIST(tensor.cpu() if isinstance(tensor, CudaTensor) else tensor)
 
@@ -421,7 +451,7 @@ def _tensor(data: Any, **options: Any) -> torch.Tensor:
     return TENSOR(data, **options)
 
 
-TENSOR, TO_LIST = torch.tensor, torch.Tensor.tolist
+TENSOR, TO_LIST, STORAGE = torch.tensor, torch.Tensor.tolist, torch.Tensor.untyped_storage
 SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 DATA_PTR = torch.Tensor.data_ptr
 REPLACED: dict[Any, Callable[..., Any]] = {
@@ -429,5 +459,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     DATA_PTR: _data_ptr,
     TO_LIST: _tolist,
     TENSOR: _tensor,
+    STORAGE: _untyped_storage,
     torch.Tensor.record_stream: lambda tensor, stream: None,
 }

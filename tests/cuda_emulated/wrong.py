@@ -250,6 +250,7 @@ def multiplies_by_a_number_of_the_host(t: Tensors):
 @right
 def draws_on_the_device(t: Tensors):
     torch.randn(8, device="cuda")
+    torch.randn(8, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     torch.nn.functional.dropout(t.there, 0.5)
 
 
