@@ -31,6 +31,10 @@ from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.weight_transfer import SHARED
 
+# Scales of keys and values in FP8 that a checkpoint may leave out: -1 means so (layers/quantization/kv_cache.py of
+# 0.5.23).
+OPTIONAL = (".k_scale", ".v_scale")
+
 
 def dry_load(config: EngineConfig) -> LoadReport:
     """Let SGLang's loaders run on the checkpoint's headers; no tensor is read.
@@ -95,4 +99,5 @@ def _load(loading: Loading, server_args: Any, is_draft_model: bool = False) -> n
         quantization = _get_quantization_config(config, load_config)
     build = partial(_initialize_model, config, load_config, quantization)
     with set_default_torch_dtype(config.dtype):
-        return loading.fill(str(config.hf_config.architectures), build, SHARED if is_draft_model else ())
+        not_loaded = (*SHARED, *OPTIONAL) if is_draft_model else OPTIONAL
+        return loading.fill(str(config.hf_config.architectures), build, not_loaded)

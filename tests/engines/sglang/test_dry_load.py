@@ -12,6 +12,7 @@ import pytest
 from swiftlite.engines.load_report import LoadReport
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection
 from tests.engines.reference import convention
+from tests.published import library
 from tests.stand_ins import sglang_environment
 from tests.tiny import CLASSES, HYBRID
 
@@ -31,6 +32,9 @@ for directory, options in json.loads(sys.argv[1]):
 # SGLang keeps states of linear attention on GPUs alone ("extra_buffer requires platform support").
 WHOLE = [(family, depth) for family in CLASSES if family not in HYBRID for depth in (0, 1)]
 
+PUBLISHED = ("Llama-3.1-8B", "Qwen3-8B-FP8", "DeepSeek-V3")
+"""As on the hub: a vocabulary that is padded, and FP8 with both types of factors."""
+
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[Any, LoadReport]:
@@ -38,6 +42,8 @@ def reports(tmp_path_factory) -> dict[Any, LoadReport]:
     asked: dict[Any, Path] = {}
     for family, depth in WHOLE:
         asked[family, depth] = make(folder / f"{family}-{depth}", family, depth)
+    for model in PUBLISHED:
+        asked[model] = library.build(folder / model, model)
     for family in BROKEN_FAMILIES:
         for number, (name, (depth, promised, change)) in enumerate(BROKEN.items()):
             asked[family, name] = make(folder / f"{family}-broken-{number}", family, depth)
@@ -68,6 +74,11 @@ def test_a_whole_checkpoint_passes(reports, family, depth):
     assert report.draft == (convention("sglang", family).draft if depth else None)
     assert (report.num_mtp_heads, report.num_drafting) == (depth, depth)
     assert report.target
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_published_model_is_whole(reports, model):
+    assert reports[model].problems == []
 
 
 @pytest.mark.parametrize("family", BROKEN_FAMILIES)
