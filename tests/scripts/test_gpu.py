@@ -25,7 +25,7 @@ def gpu_sh(output_dir: Path, *options: str) -> tuple[int, list[dict], str]:
 @pytest.mark.parametrize(
     "stages",
     [
-        ["machine", "kernels", "training", "plan"],
+        ["machine", "kernels", "training", "speed", "plan"],
         # Which other tests compute as well.
         pytest.param(["logits", "layouts", "faults", "engines", "live"], marks=pytest.mark.slow),
     ],
@@ -45,6 +45,31 @@ def test_a_stage_that_takes_too_long_is_cut_off(tmp_path):
     status, results, title = gpu_sh(tmp_path / "out", "--stages", "machine", "--minutes", "0.001")
     assert "cut off after 0.001 minutes" in results[-1]["value"]
     assert (status, title) == (1, f"# GPU report: 1 of {len(results)} failed")
+
+
+def test_no_stage_begins_when_the_time_is_over(tmp_path):
+    """What had been found is on the page, which is written after each stage."""
+    status, results, title = gpu_sh(tmp_path / "out", "--stages", "machine", "plan", "--total_minutes", "0.001")
+    assert [result["stage"] for result in results if result["name"] == "ended"] == ["machine", "plan"]
+    assert "--total_minutes" in results[-1]["value"]
+    assert (status, title) == (1, f"# GPU report: 2 of {len(results)} failed")
+
+
+def test_models_and_runs_lie_apart_from_results(tmp_path):
+    gpu_sh(tmp_path / "out", "--stages", "machine", "--work_dir", str(tmp_path / "scratch"))
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "gpu_results.jsonl",
+        "gpu_report.md",
+        "machine.log",
+    }
+    assert (tmp_path / "scratch").is_dir()
+
+
+def test_a_call_needs_a_number(tmp_path):
+    command = ["bash", ROOT / "scripts" / "gpu_offline.sh", "call", "4", tmp_path, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "gpu_offline.sh collect" in done.stderr
 
 
 def test_a_difference_that_is_not_a_number_fails(tmp_path, monkeypatch, capsys):
