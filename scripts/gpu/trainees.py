@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity
 
 from swiftlite.args.commands import SftArgs
@@ -191,7 +191,8 @@ def trainee(
         family = index.get(hf_config)
         architecture = family.architecture(hf_config)
         plan = make_plan(args, 1, Heads(0), this_machine(mesh.device.is_cuda), largest_head(architecture))
-        plan = replace(plan, heads=replace(plan.heads, drafting=family.mtp.drafting))
+        drafting = family.mtp.drafting
+        plan = replace(plan, heads=replace(plan.heads, drafting=drafting))
         trainable = trainable_of(args, plan.heads, plan.lora)
         dtype = torch.bfloat16 if args.torch_dtype == "bfloat16" else torch.float32
         chunks = build_model(
@@ -203,7 +204,7 @@ def trainee(
             recompute=group_of(args, RecomputeArgs),
             moe=group_of(args, MoeArgs),
             freeze_trunk=trainable.freezes_trunk,
-            drafting=plan.heads.drafting,
+            drafting=drafting,
             mtp_loss=plan.mtp_loss,
             kernels=plan.kernels,
         )
