@@ -350,8 +350,7 @@ def test_mtp_of_another_depth(tmp_path, mesh):
 
 def test_mtp_there_but_not_promised(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1)
-    config = read_config(source)
-    del config["num_nextn_predict_layers"]
+    config = read_config(source) | {"num_nextn_predict_layers": 0}  # absent, the tensors are counted
     (source / "config.json").write_text(json.dumps(config))
     assert "promises 0 MTP layers" in refusal(build(source, mesh, depth=1), source)
 
