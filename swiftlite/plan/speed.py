@@ -24,8 +24,10 @@ from swiftlite.plan.timing import STARTS, bandwidth, collective_seconds, memory_
 
 _LAUNCH = 6e-6
 """Seconds between two kernels that Python starts: the least of each, however small. Assumed."""
-_KERNELS = 75
-"""Kernels of a dense layer, forward and backward. Counted, roughly."""
+_KERNELS = 43
+"""Kernels of a dense layer, forward and backward. Counted (`tests/cuda_emulated`)."""
+_MIXTURE_KERNELS = 46
+"""Those that a layer of experts adds on one rank, its experts in one product: router, sorting, sums. Counted there."""
 _EXPERT_KERNELS = 20
 """Those of an expert that is computed for itself. Counted, roughly."""
 _UNFUSED_LOGIT_BYTES = 54
@@ -113,8 +115,10 @@ class Step:
         return _LAUNCH * kernels
 
     def _kernels(self, layer: Layer) -> float:
-        one_by_one = 1 if self.layers.has_grouped_experts else layer.mlp.experts / self.rank.ep
-        return _KERNELS + (_EXPERT_KERNELS * one_by_one if layer.mlp.experts else 0)
+        if not layer.mlp.experts:
+            return _KERNELS
+        one_by_one = 0 if self.layers.has_grouped_experts else layer.mlp.experts / self.rank.ep
+        return _KERNELS + _MIXTURE_KERNELS + _EXPERT_KERNELS * one_by_one
 
     def _losses(self) -> Seconds:
         """Of the trunk and of each head: the output layer's products, and the passes over its logits."""

@@ -130,11 +130,8 @@ def test_no_double_precision_in_a_step(emulated, name):
 
 
 # Files with a wait in a layer, until they have none.
-KNOWN_IN_LAYERS = (
-    "swiftlite/model/router.py",  # megatron-core's permutation of tokens: masked_select, and a copy of the counts
-    "swiftlite/model/experts.py",  # the counts, back to the device
-    "swiftlite/model/delta_rule.py",  # packed rows, where flash-linear-attention is not installed
-)
+# Where experts run one by one, in float32 and with adapters, the host reads how many tokens each has.
+KNOWN_IN_LAYERS = ("swiftlite/model/experts.py",)
 
 
 @every_kind
@@ -155,14 +152,12 @@ MORE_WAITS = {
     "resumed": 1,  # two norms
 }
 BORDER_COPIES = {"streamed": 9, "cached trunk states": 18}
-KNOWN_NORM = "megatron/core/utils.py"
-"""The norm of the gradients waits for each parameter's, until it does not."""
 
 
 @every_kind
 def test_a_step_waits_a_stated_number_of_times(emulated, name):
     found = emulated(name)
-    waits = chosen(found, lambda event: at_a_border(event) and KNOWN_NORM not in event.line)
+    waits = chosen(found, at_a_border)
     assert sum(waits.values()) <= (BORDER_WAITS + MORE_WAITS.get(name, 0)) * found["steps"], listed(waits)
 
 
@@ -171,7 +166,6 @@ def test_copies_to_the_device_are_pinned(emulated, name):
     """Between the passes too."""
     found = emulated(name)
     copies = chosen(found, lambda event: event.kind == "unpinned" and event.region == "border")
-    copies = {event: times for event, times in copies.items() if KNOWN_NORM not in event.line}
     assert sum(copies.values()) <= (2 + BORDER_COPIES.get(name, 0)) * found["steps"], listed(copies)
 
 
@@ -185,7 +179,7 @@ def launches_per_layer(emulated: Callable[[str], Found], name: str) -> float:
 
 
 # Operations that would be kernels, of a layer and micro-batch, forward and backward.
-LAUNCHES = {"dense": 43, "experts": 99}
+LAUNCHES = {"dense": 43, "experts": 89}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
