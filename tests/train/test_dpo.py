@@ -246,7 +246,6 @@ def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
     """Held-out rows and pairs that a reference model scores: each is collated when it is run."""
     args = options(micro_batch_size=1, global_batch_size=1, split_dataset_ratio=0.5)
     run = dpo.prepare(args, mesh)
-    trainer = dpo.make_trainer(args, run, phases.restore(run))
     alive: weakref.WeakSet = weakref.WeakSet()
     most = []
     collate = Batches.collate
@@ -258,6 +257,8 @@ def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
         return batch
 
     monkeypatch.setattr(Batches, "collate", counted)
+    trainer = dpo.make_trainer(args, run, phases.restore(run))
+    most.clear()
     trainer.evaluate()
     assert max(most) <= 3 < len(run.data.val)
     most.clear()
