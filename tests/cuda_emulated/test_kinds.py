@@ -35,7 +35,11 @@ def results(tmp_path_factory) -> Callable[[str, str], Found]:
     for device, some in parts:
         command = [sys.executable, "-m", "tests.cuda_emulated.worker", device, str(directory), *some]
         processes.append(subprocess.Popen(command, env=environment))
-    codes = [process.wait(timeout=900) for process in processes]
+    try:
+        codes = [process.wait(timeout=900) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # of those that ended this does nothing
     assert codes == [0, 0, 0]
     found = {(path.parent.name, path.stem): json.loads(path.read_text()) for path in directory.glob("results/*/*.json")}
     return lambda device, name: found[device, name]
@@ -129,29 +133,39 @@ def test_no_double_precision_in_a_step(emulated, name):
     assert listed(chosen(emulated(name), lambda event: event.kind == "float64" and event.region != "")) == []
 
 
-# Files with a wait in a layer, until they have none.
-# Where experts run one by one, in float32 and with adapters, the host reads how many tokens each has.
-KNOWN_IN_LAYERS = ("swiftlite/model/experts.py",)
+# Where experts are products of their own, each layer of them asks once how many tokens each has. torch's product for
+# all experts takes 16 bits only, and adapters on experts have sizes of their own.
+ONE_BY_ONE = ("experts float32", "latent float32", "gated delta float32", "lora experts")
 
 
 @every_kind
 def test_a_pass_through_the_model_waits_for_nothing(emulated, name):
     """Forward and backward, of layers, heads and losses: the queue of a GPU does not run dry within a micro-batch."""
-    events = chosen(emulated(name), lambda event: in_a_pass(event) and not event.line.startswith(KNOWN_IN_LAYERS))
+    found = emulated(name)
+    events = chosen(found, in_a_pass)
+    if name in ONE_BY_ONE:
+        counts = {
+            event: times for event, times in events.items() if event.line.startswith("swiftlite/model/experts.py")
+        }
+        assert sum(counts.values()) <= NUM_EXPERT_LAYERS * found["micro_batches"], listed(counts)
+        events = {event: times for event, times in events.items() if event not in counts}
     assert listed(events) == []
 
 
+NUM_EXPERT_LAYERS = 3
+"""At most: two layers and a head; DeepSeek-V3's first layer has none."""
 BORDER_WAITS = 8
 """A step waits for: the targets of the global batch (3 times), the gradients' divisor, their norm, the statistics, the
 numbers of tokens, and the end of its queue, to be timed."""
 MORE_WAITS = {
     "experts packed, balanced": 1,  # the load-balancing loss
-    "streamed": 12,  # rows that ranks exchange
-    "cached trunk states": 24,  # which states of a micro-batch are there, and those that are to be written
+    "streamed": 7,  # rows that ranks exchange
+    "cached trunk states": 4,  # whether all ranks have the states, of each of 4 micro-batches
     "kto": 1,  # the KL term
     "resumed": 1,  # two norms
 }
-BORDER_COPIES = {"streamed": 9, "cached trunk states": 18}
+UNPINNED = {"cached trunk states": 4}
+"""The same question: one number from the host."""
 
 
 @every_kind
@@ -166,7 +180,7 @@ def test_copies_to_the_device_are_pinned(emulated, name):
     """Between the passes too."""
     found = emulated(name)
     copies = chosen(found, lambda event: event.kind == "unpinned" and event.region == "border")
-    assert sum(copies.values()) <= (2 + BORDER_COPIES.get(name, 0)) * found["steps"], listed(copies)
+    assert sum(copies.values()) <= UNPINNED.get(name, 0) * found["steps"], listed(copies)
 
 
 def launches_per_layer(emulated: Callable[[str], Found], name: str) -> float:

@@ -10,12 +10,15 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+
+STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
 
 
 def main(device: str, directory: Path, names: list[str]) -> None:
@@ -61,9 +64,11 @@ def run(kind: Any, directory: Path, name: str) -> dict[str, Any]:
             gc.collect()  # models and their groups refer to each other in circles
             try:
                 codes.append(swiftlite(command))
-            except BaseException:
+            except Exception:
                 traceback.print_exc(file=said)
                 codes.append("raised")
+    if STOPPED & {*codes}:
+        sys.exit(f"{name}: stopped by a signal")
     output = directory / "runs" / name
     metrics = output / "metrics.jsonl"
     return {
