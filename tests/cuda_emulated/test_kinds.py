@@ -87,14 +87,15 @@ def test_a_run_goes_from_load_to_report(emulated, name):
 
 
 # The largest difference between the losses of an emulated run and of the CPU's, relative where a loss is above 1.
-# In float32 both compute the same but for the order of sums: measured up to 3e-7.
-FLOAT32 = 2e-6
+# In float32 both compute the same but for the order of sums: measured up to 3e-7, with pairs, whose losses are
+# differences of sums, 1.2e-6; another processor adds in another order.
+FLOAT32 = 1e-5
 # In bfloat16 (8 bits) a fused kernel rounds once where the CPU's operations round several times, the packed kernel adds
 # in another order, and losses are means over some 60 tokens: measured up to 2.2e-3.
 DENSE = 5e-3
 # A token whose experts are nearly equal goes to another one: measured up to 8e-3.
 EXPERTS = 2e-2
-# Pairs: differences of sums of logarithms, times beta: the loss is within so much of it (0.69). Measured up to 1.3e-2.
+# Pairs: differences of sums of logarithms, times beta: the loss is within so much of it (0.69). Measured up to 2e-2.
 PAIRS = 3e-2
 
 
@@ -120,6 +121,16 @@ def test_losses_are_the_cpus(results, name):
     bound = bound_of(KINDS[name])
     for key, loss, expected in losses:
         assert loss == pytest.approx(expected, rel=bound, abs=bound), key
+
+
+# In bfloat16 measured up to 1e-2, with experts. With the 1 + weight of Qwen3-Next's norms in bfloat16 it was 7e-2.
+FIRST_GRADIENTS = 2e-2
+
+
+@every_kind
+def test_the_first_gradients_are_the_cpus(results, name):
+    norms = [results(device, name)["metrics"][0]["grad_norm"] for device in ("emulated", "cpu")]
+    assert norms[0] == pytest.approx(norms[1], rel=FLOAT32 if KINDS[name].is_float32 else FIRST_GRADIENTS)
 
 
 @every_kind
@@ -160,12 +171,10 @@ numbers of tokens, and the end of its queue, to be timed."""
 MORE_WAITS = {
     "experts packed, balanced": 1,  # the load-balancing loss
     "streamed": 7,  # rows that ranks exchange
-    "cached trunk states": 4,  # whether all ranks have the states, of each of 4 micro-batches
-    "kto": 1,  # the KL term
-    "resumed": 1,  # two norms
+    "cached trunk states": 8,  # of each of 4 micro-batches: whether all ranks have its states; these, to be written
 }
 UNPINNED = {"cached trunk states": 4}
-"""The same question: one number from the host."""
+"""Whether all ranks have the states: one number from the host."""
 
 
 @every_kind
