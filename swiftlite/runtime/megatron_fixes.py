@@ -80,6 +80,8 @@ def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[tor
     """Set the tensors of the second list to those of the first times `scale`."""
     foreach: Any = torch  # whose names for many tensors at once are not in its types
     sources, targets = tensor_lists
+    if not sources:  # on a pipeline stage that has none of the parameters that are clipped together
+        return
     if sources is targets:
         foreach._foreach_mul_(targets, scale)
     else:

@@ -109,6 +109,15 @@ def test_scaled_copies_are_rounded_once(monkeypatch):
 
 
 @pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
+def test_a_stage_without_gradients_scales_none():
+    """A pipeline stage without heads takes part where heads are clipped apart."""
+    megatron_fixes.install()
+    none: list[torch.Tensor] = []
+    for lists in ([none, none], [[], []]):
+        clip_grads.multi_tensor_scale_impl(0, torch.zeros(1), lists, 0.3)
+
+
+@pytest.mark.skipif(WITH_KERNELS, reason="Transformer Engine or Apex brings kernels for many tensors")
 def test_a_norm_of_many_gradients_waits_once(monkeypatch):
     """The norm is the stock one to the last bit. The host reads one number; no gradient has a launch of its own."""
     cpu.install()
