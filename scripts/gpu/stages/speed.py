@@ -47,7 +47,7 @@ class Case:
 
     Attributes:
         shape: of `trainees.SHAPES`.
-        options: of `megatron sft`; None for the plain loop.
+        options: of `megatron sft`; the plain loop has none.
         rival: the case that its tokens/s are compared with.
         needs: a package without which there is nothing to measure.
     """
