@@ -72,15 +72,16 @@ def imbalance_of(plan: Schedule, work: np.ndarray) -> float:
 @pytest.mark.parametrize("square", [0.0, 1e-5, 1e-3])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
 def test_lognormal_lengths_are_level(ranks, square):
-    """Target 1.05; dealing in turn reaches 1.06 to 1.8."""
-    lengths = lognormal(64 * ranks, 1000, 4096)
+    """Measured up to 1.0017. Dealing in turn reaches 1.23 to 2.27; levelling tokens instead of work, with the largest
+    square term, 1.008 to 1.046."""
+    lengths = lognormal(16 * ranks, 1000, 4096)
     plan = schedule(lengths, 4096, ranks, square=square)
     work = lengths + square * lengths**2.0
     in_turn = work.reshape(-1, ranks).sum(axis=0)
     imbalance = imbalance_of(plan, work)
     assert imbalance == pytest.approx(plan.imbalance)
-    assert imbalance < 1.01
-    assert imbalance < in_turn.max() / in_turn.mean()
+    assert imbalance < 1.002
+    assert in_turn.max() / in_turn.mean() > 1.2
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
