@@ -101,8 +101,8 @@ def layer_traffic() -> int:
     norms = 5 * TOKENS * (2 * HIDDEN + QUERIES + KEYS) + 3 * (2 * HIDDEN + 2 * HEAD)
     activation = (3 + 5) * TOKENS * FFN
     attention = TOKENS * (2 * QUERIES + 2 * KEYS) + TOKENS * (3 * QUERIES + 4 * KEYS)
-    # Queries and keys in and out, both ways, each time with cosines and sines.
-    rotations = 4 * TOKENS * (QUERIES + KEYS) + 4 * TOKENS * 2 * HEAD
+    # Queries and keys in and out, both ways, each time with cosines and sines; what went in counts backward as well.
+    rotations = (4 + 1) * TOKENS * (QUERIES + KEYS) + 4 * TOKENS * 2 * HEAD
     # Two sums forward; backward two of the gradients of what went both ways. Those of queries, keys, values are joined.
     sums = 4 * 3 * TOKENS * HIDDEN + 2 * TOKENS * (QUERIES + 2 * KEYS)
     return SIZE * (products + norms + activation + attention + rotations + sums)
@@ -110,7 +110,7 @@ def layer_traffic() -> int:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_a_layer_moves_no_more_bytes_than_its_parts_need(is_fused, load, monkeypatch):
-    """Within 15 % of the arithmetic, the rest being offsets and the like; and what is not fused is far from it."""
+    """Measured 1.0001, the rest being offsets; not fused 1.77. One more pass over the states in one norm is 0.013."""
     moved = []
     for num_layers in (2, 4):
         model = load("qwen3", Kernels(is_fused=is_fused), num_hidden_layers=num_layers)
@@ -124,7 +124,8 @@ def test_a_layer_moves_no_more_bytes_than_its_parts_need(is_fused, load, monkeyp
             run(model, packed=True).backward()
         moved.append(sum(traffic.bytes.values()))
     ratio = (moved[1] - moved[0]) / 2 / layer_traffic()
-    assert 0.85 < ratio < 1.15 if is_fused else ratio > 1.3
+    low, high = (1, 1.001) if is_fused else (1.7, 1.8)
+    assert low <= ratio < high
 
 
 def as_on_a_gpu(traffic: Traffic, patches: pytest.MonkeyPatch) -> None:

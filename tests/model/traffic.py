@@ -42,7 +42,10 @@ class Traffic(TorchDispatchMode):
         self.bytes[name] += sum(map(_bytes, read)) + sum(map(_bytes, written))
 
     def kernel(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The same function of tensors as one operation forward, and one backward."""
+        """The same function of tensors as one operation forward, and one backward.
+
+        Backward reads the gradients of what came out and all that went in, and writes the gradients that are needed.
+        """
 
         def one(*args: Any, **options: Any) -> torch.Tensor:
             return _OneKernel.apply(self, lambda *tensors: function(*tensors, **options), *args)  # type: ignore[return-value]
@@ -58,8 +61,11 @@ class Traffic(TorchDispatchMode):
 class _OneKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, traffic: Traffic, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        own = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        for arg, learns in zip(own, ctx.needs_input_grad[2:], strict=True):
+            if learns:
+                arg.requires_grad_()
         with traffic.uncounted(), torch.enable_grad():
-            own = [arg.detach().requires_grad_() if _learns(arg) else arg for arg in args]
             out = function(*own)
         ctx.traffic, ctx.own, ctx.out = traffic, own, out
         traffic.add("kernel", _tensors(own), [out])
@@ -67,16 +73,12 @@ class _OneKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs: torch.Tensor) -> Any:
-        learning = [arg for arg in ctx.own if _learns(arg)]
+        learning = [arg for arg, learns in zip(ctx.own, ctx.needs_input_grad[2:], strict=True) if learns]
         with ctx.traffic.uncounted():
             gradients = torch.autograd.grad(ctx.out, learning, grad_outputs)
         ctx.traffic.add("kernel backward", [*grad_outputs, *_tensors(ctx.own)], gradients)
         found = iter(gradients)
-        return None, None, *[next(found) if _learns(arg) else None for arg in ctx.own]
-
-
-def _learns(arg: Any) -> bool:
-    return isinstance(arg, torch.Tensor) and arg.is_floating_point()
+        return None, None, *[next(found) if learns else None for learns in ctx.needs_input_grad[2:]]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
