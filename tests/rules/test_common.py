@@ -6,97 +6,92 @@ from pathlib import Path
 import pytest
 
 from swiftlite.args.commands import DoctorArgs
+from tests.messages import mentions
 from tests.rules.good import SFT, change_config, problems_of
 
 
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),
     [
-        ({"model": ""}, "--model is required", "a directory (config.json, safetensors, tokenizer), a name of the hub"),
-        ({"model": "plian"}, "--model plian does not exist", "did you mean plain?"),
-        ({"model": "nope"}, "--model nope does not exist", "a name of the hub: ORG/NAME"),
-        ({"model": "no/such/dir"}, "--model no/such/dir does not exist", "the directory no/such does not exist either"),
-        ({"model": "run/sourse"}, "--model run/sourse does not exist", "did you mean run/source?"),
-        ({"model": "plain/x"}, "--model plain/x does not exist", "if a name of the hub is meant: --model plain/x@main"),
-        ({"model": "plain/config.json"}, "--model plain/config.json is a file", "--model plain"),
+        ({"model": ""}, "--model", "config.json safetensors"),
+        ({"model": "plian"}, "--model plian", "plain"),
+        ({"model": "nope"}, "--model nope", "ORG/NAME"),
+        ({"model": "no/such/dir"}, "--model no/such/dir", "no/such"),
+        ({"model": "run/sourse"}, "--model run/sourse", "run/source"),
+        ({"model": "plain/x"}, "--model plain/x", "--model plain/x@main"),
+        ({"model": "plain/config.json"}, "--model plain/config.json", "--model plain"),
         (
             {"model": "run"},
-            "--model run holds megatron-core checkpoints, not a Hugging Face model",
-            "swiftlite export --to_hf --model run",
+            "--model run",
+            "export --to_hf --model run",
         ),
-        ({"model": "run/checkpoint-5"}, "--model run/checkpoint-5 holds megatron-core checkpoints", "export --to_hf"),
-        ({"model": "run/source"}, "--model run/source has no *.safetensors file", "download the weights"),
-        ({"model": "."}, "--model . has no config.json", "Hugging Face model"),
-        ({"model": "a" * 300}, f"--model {'a' * 40}...: a name in it is over 235 bytes", "name a shorter path"),
-        ({"dataset": ["a/" * 2100]}, "or all over 4000", "name a shorter path"),
-        ({"output_dir": "a\0b"}, "--output_dir 'a\\x00b' holds bytes that are no UTF-8 text, or a NUL", "in UTF-8"),
-        ({"system": "\udcff"}, "--system '\\udcff' holds bytes that are no UTF-8 text", "in UTF-8"),
-        ({"output_dir": ""}, "--output_dir is required", "name the directory to write"),
-        ({"output_dir": "train.jsonl"}, "--output_dir train.jsonl is a file", "name a directory"),
+        ({"model": "run/checkpoint-5"}, "--model run/checkpoint-5", "export --to_hf"),
+        ({"model": "run/source"}, "--model run/source *.safetensors", ""),
+        ({"model": "."}, "--model . config.json", ""),
+        ({"model": "a" * 300}, "--model 235", ""),
+        ({"dataset": ["a/" * 2100]}, "--dataset 4000", ""),
+        ({"output_dir": "a\0b"}, "--output_dir 'a\\x00b' UTF-8 NUL", "UTF-8"),
+        ({"system": "\udcff"}, "--system '\\udcff' UTF-8", "UTF-8"),
+        ({"output_dir": ""}, "--output_dir", ""),
+        ({"output_dir": "train.jsonl"}, "--output_dir train.jsonl", ""),
     ],
 )
 def test_model_and_output_dir(here, change, problem, hint):
     problems = problems_of(dataclasses.replace(SFT, **change))
     assert len(problems) == 1
-    assert problem in problems[0][0]
-    assert hint in problems[0][1]
+    assert mentions(problems[0][0], problem)
+    assert mentions(problems[0][1], hint)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON object with a model's settings"),
-        ("[]", "is no JSON object with a model's settings"),
-        ("{}", "is no JSON object with a model's settings"),
-        (None, "has no config.json"),
+        ("{", "JSON"),
+        ("[]", "JSON"),
+        ("{}", "JSON"),
+        (None, "config.json"),
     ],
 )
 def test_broken_config_json(here, text, message):
     path = Path("plain/config.json")
     path.unlink() if text is None else path.write_text(text)
     ((problem, _),) = problems_of(SFT)
-    assert message in problem
+    assert mentions(problem, message)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "max_position_embeddings"])
 def test_a_config_that_lacks_a_number(here, key):
     """The run refuses it when it reads the model; a dry run must not pass it."""
     change_config(**{key: None})
-    ((problem, hint),) = problems_of(dataclasses.replace(SFT, dry_run=True))
-    assert problem == f"plain/config.json (model_type 'qwen3'):\n  {key} is missing or not a number"
-    assert "copy it from the model's source again" in hint
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, dry_run=True))
+    assert mentions(problem, f"plain/config.json model_type 'qwen3' {key}")
 
 
 @pytest.mark.parametrize("depth", [-1, "one"])
 def test_a_depth_that_no_model_has(here, depth):
     change_config(num_nextn_predict_layers=depth)
-    ((problem, hint),) = problems_of(dataclasses.replace(SFT, dry_run=True))
-    assert problem == f"plain/config.json: num_nextn_predict_layers {depth!r} is not a whole number from 0 to 100"
-    assert hint == "copy it from the model's source again"
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, dry_run=True))
+    assert mentions(problem, f"plain/config.json num_nextn_predict_layers {depth!r} 0 100")
 
 
 def test_weights_in_another_format(here):
     Path("plain/model.safetensors").rename("plain/pytorch_model.bin")
     ((problem, hint),) = problems_of(SFT)
-    assert problem == "--model plain has no *.safetensors file"
+    assert mentions(problem, "--model plain *.safetensors")
     assert "save_pretrained" in hint
 
 
 def test_a_place_that_cannot_be_made(here):
-    ((problem, hint),) = problems_of(dataclasses.replace(SFT, output_dir="train.jsonl/run"))
-    assert problem.startswith("--output_dir train.jsonl/run cannot be made: ")
-    assert problem.endswith("train.jsonl is a file")
-    assert hint == "name a place you may write"
+    ((problem, _),) = problems_of(dataclasses.replace(SFT, output_dir="train.jsonl/run"))
+    assert mentions(problem, "--output_dir train.jsonl/run train.jsonl")
 
 
 @pytest.mark.parametrize("name", ["model", "output_dir", "mtp_graft_from"])
-@pytest.mark.parametrize(
-    ("text", "why"), [("a\0b", "or a NUL"), ("x" * 300, "is over 235 bytes"), ("x/" * 3000, "or all over 4000")]
-)
+@pytest.mark.parametrize(("text", "why"), [("a\0b", "NUL"), ("x" * 300, "235"), ("x/" * 3000, "4000")])
 def test_a_path_that_cannot_be(here, name, text, why):
     ((problem, _),) = problems_of(dataclasses.replace(SFT, **{name: text}))
-    assert problem.startswith(f"--{name} ")
-    assert why in problem
+    assert mentions(problem, f"--{name}")
+    assert mentions(problem, why)
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "vocab_size", "num_nextn_predict_layers"])
@@ -104,4 +99,4 @@ def test_a_path_that_cannot_be(here, name, text, why):
 def test_sizes_that_no_model_has_are_refused_before_anybody_counts_with_them(here, key, args):
     change_config(**{key: 10**9})
     ((problem, _),) = problems_of(args)
-    assert problem.startswith(f"plain/config.json: {key} 1000000000 is not a whole number")
+    assert mentions(problem, f"plain/config.json {key} 1000000000")

@@ -8,6 +8,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import InferArgs
+from tests.messages import mention_each, mentions
 from tests.rules.good import CHAIN, INFER, problems_of
 
 
@@ -26,55 +27,55 @@ def test_good_options_pass_without_a_note(here, args):
 @pytest.mark.parametrize(
     ("change", "problem", "hint"),
     [
-        ({"model": "run"}, "holds megatron-core checkpoints", "export --to_hf"),
-        ({"model": "plain"}, "--speculative mtp, but plain/config.json promises no MTP layer", "megatron sft"),
-        ({"val_dataset": ["vall.jsonl"]}, "--val_dataset vall.jsonl does not exist", "did you mean val.jsonl?"),
+        ({"model": "run"}, "--model run", "export --to_hf"),
+        ({"model": "plain"}, "--speculative mtp plain/config.json", "megatron sft"),
+        ({"val_dataset": ["vall.jsonl"]}, "--val_dataset vall.jsonl", "val.jsonl"),
         (
             {"speculative": "none", "num_speculative_tokens": 2},
-            "--num_speculative_tokens 2 without speculation",
-            "add --speculative mtp",
+            "--num_speculative_tokens 2",
+            "--speculative mtp",
         ),
         (
             {"speculative": "none", "draft_confidence": 0.5},
-            "--draft_confidence 0.5 without speculation",
-            "add --speculative mtp",
+            "--draft_confidence 0.5",
+            "--speculative mtp",
         ),
-        ({"speculative": "none", "compare": True}, "--compare has nothing to compare", "add --speculative mtp"),
-        ({"compare": True, "val_dataset": []}, "a chat on stdin has none to repeat", "add --val_dataset FILE"),
-        ({"num_speculative_tokens": 0}, "--num_speculative_tokens 0 must be at least 1", ""),
-        ({"top_p": 0.0}, "--top_p 0.0 must be above 0 and at most 1", ""),
+        ({"speculative": "none", "compare": True}, "--compare", "--speculative mtp"),
+        ({"compare": True, "val_dataset": []}, "--compare", "--val_dataset FILE"),
+        ({"num_speculative_tokens": 0}, "--num_speculative_tokens 0 1", ""),
+        ({"top_p": 0.0}, "--top_p 0.0 0 1", ""),
         (
             {"vllm_engine_kwargs": {"a": 1}},
-            "--vllm_engine_kwargs with --infer_backend transformers",
-            "add --infer_backend vllm",
+            "--vllm_engine_kwargs --infer_backend transformers",
+            "--infer_backend vllm",
         ),
         (
             {"vllm_speculative_config": {}},
-            "--vllm_speculative_config with --infer_backend transformers",
-            "add --infer_backend vllm",
+            "--vllm_speculative_config --infer_backend transformers",
+            "--infer_backend vllm",
         ),
-        ({"sglang_engine_kwargs": {}}, "--sglang_engine_kwargs with --infer_backend transformers", "backend sglang"),
-        ({"acceptance_json": "no.json"}, "--acceptance_json no.json does not exist", "acceptance.json of an sft run"),
+        ({"sglang_engine_kwargs": {}}, "--sglang_engine_kwargs --infer_backend transformers", "sglang"),
+        ({"acceptance_json": "no.json"}, "--acceptance_json no.json", "acceptance.json"),
     ],
 )
 def test_infer(here, change, problem, hint):
     problems = problems_of(dataclasses.replace(INFER, **change))
     assert len(problems) == 1
-    assert problem in problems[0][0]
-    assert hint in problems[0][1]
+    assert mentions(problems[0][0], problem)
+    assert mentions(problems[0][1], hint)
 
 
 def test_infer_acceptance_json_needs_speculation_and_prompts(here):
     Path("acceptance.json").write_text("{}")
     problems = problems_of(InferArgs(model="plain", acceptance_json="acceptance.json"))
-    assert [hint for _, hint in problems] == ["add --speculative mtp", "add --val_dataset FILE"]
+    assert mention_each([hint for _, hint in problems], ["--speculative mtp", "--val_dataset FILE"])
 
 
 def test_infer_with_vllm_needs_vllm(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # what Python itself calls a module that cannot be imported
     ((problem, hint),) = problems_of(dataclasses.replace(INFER, infer_backend="vllm"))
-    assert problem == "--infer_backend vllm, but it is not installed"
-    assert "pip install vllm" in hint
+    assert mentions(problem, "--infer_backend vllm")
+    assert mentions(hint, "pip install vllm")
 
 
 @pytest.mark.parametrize(
@@ -82,35 +83,35 @@ def test_infer_with_vllm_needs_vllm(here, monkeypatch):
     [
         (
             {"sglang_speculative_algorithm": "EAGLE", "speculative": "none"},
-            "--sglang_speculative_algorithm EAGLE without speculation",
-            "add --speculative mtp",
+            "--sglang_speculative_algorithm EAGLE",
+            "--speculative mtp",
         ),
         (
             {"sglang_speculative_num_steps": 2},
-            "2 without --sglang_speculative_eagle_topk and --sglang_spec",
-            "give all three, or none",
+            "--sglang_speculative_num_steps 2 --sglang_speculative_eagle_topk --sglang_speculative_num_draft_tokens",
+            "",
         ),
         (
             CHAIN | {"sglang_speculative_num_draft_tokens": 4},
-            "--sglang_speculative_num_draft_tokens 4 with 2 steps of topk 1",
+            "--sglang_speculative_num_draft_tokens 4 2 1",
             "--sglang_speculative_num_draft_tokens 3",
         ),
     ],
 )
 def test_infer_with_sglang(here, monkeypatch, change, problem, hint):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert problems_of(dataclasses.replace(INFER, infer_backend="sglang"))[0][1].startswith("pip install sglang")
+    assert mentions(problems_of(dataclasses.replace(INFER, infer_backend="sglang"))[0][1], "pip install sglang")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     ((found, advice),) = problems_of(dataclasses.replace(INFER, infer_backend="sglang", **change))
-    assert problem in found
-    assert hint in advice
+    assert mentions(found, problem)
+    assert mentions(advice, hint)
 
 
 def test_infer_two_answers_for_the_draft_length(here):
     args = dataclasses.replace(
         INFER, infer_backend="vllm", num_speculative_tokens=1, vllm_speculative_config={"num_speculative_tokens": 2}
     )
-    assert "--num_speculative_tokens and --vllm_speculative_config both say" in problems_of(args)[0][0]
+    assert mentions(problems_of(args)[0][0], "--num_speculative_tokens --vllm_speculative_config")
 
 
 @pytest.mark.parametrize(
@@ -118,23 +119,20 @@ def test_infer_two_answers_for_the_draft_length(here):
     [
         (
             dataclasses.replace(INFER, max_batch_size=4),
-            "--max_batch_size 4 has no effect: transformers answers one prompt at a time",
+            "--max_batch_size 4 transformers",
         ),
         (
             dataclasses.replace(INFER, max_model_len=513),
-            "--max_model_len 513 is beyond what the model was made for: max_position_embeddings 512 in "
-            "mtp2/config.json",
+            "--max_model_len 513 max_position_embeddings 512 mtp2/config.json",
         ),
-        (dataclasses.replace(INFER, top_p=0.5), "--top_p 0.5 has no effect: --temperature 0 is greedy"),
+        (dataclasses.replace(INFER, top_p=0.5), "--top_p 0.5 --temperature 0"),
     ],
 )
 def test_a_setting_without_effect_is_noted(here, args, note):
-    assert note in rules.check(args)
+    assert any(mentions(found, note) for found in rules.check(args))
 
 
 def test_adapters_are_named(here):
     ((problem, hint),) = problems_of(dataclasses.replace(INFER, adapters="plain"))
-    assert (problem, hint) == (
-        "--adapters plain has no adapter_config.json",
-        "give what export --to_hf --merge_lora false has written",
-    )
+    assert mentions(problem, "--adapters plain adapter_config.json")
+    assert mentions(hint, "export --to_hf --merge_lora false")

@@ -7,6 +7,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import PtArgs
+from tests.messages import mentions
 from tests.rules.good import SFT, problems_of
 
 PT = PtArgs(model="plain", dataset=["train.jsonl"], output_dir="out")
@@ -23,16 +24,16 @@ def test_good_options_pass(here):
 @pytest.mark.parametrize(
     ("args", "problem", "hint"),
     [
-        (replace(PT, loss_scale="all"), "--loss_scale is no option of megatron pt: all tokens", "leave"),
-        (replace(PT, system="Be brief."), "--system is no option of megatron pt: documents have no turns", "leave"),
+        (replace(PT, loss_scale="all"), "--loss_scale megatron pt", ""),
+        (replace(PT, system="Be brief."), "--system megatron pt", ""),
         (
             replace(SFT, truncation_strategy="split"),
-            "--truncation_strategy split: the rest of a conversation would answer what it no longer holds",
+            "--truncation_strategy split",
             "megatron pt",
         ),
     ],
 )
 def test_problems(here, args, problem, hint):
     ((found, advice),) = problems_of(args)
-    assert problem in found
-    assert hint in advice
+    assert mentions(found, problem)
+    assert mentions(advice, hint)

@@ -8,6 +8,7 @@ import pytest
 
 from swiftlite import rules
 from swiftlite.args.commands import SftArgs
+from tests.messages import mention_each, mentions
 from tests.rules.good import EXPORT, SFT, SIZES, change_config, problems_of
 
 
@@ -32,25 +33,25 @@ def test_an_empty_directory_may_be_written(here):
 
 def test_min_lr_is_below_lr(here):
     ((problem, hint),) = problems_of(dataclasses.replace(SFT, min_lr=1e-3))
-    assert problem == "--min_lr 0.001 is above --lr 1e-05"
-    assert hint == "the learning rate decays from --lr to --min_lr"
+    assert mentions(problem, "--min_lr 0.001 --lr 1e-05")
+    assert mentions(hint, "--lr --min_lr")
 
 
 @pytest.mark.parametrize(
     ("batch", "micro", "world_size", "hint"),
     [
-        (16, 1, 6, "use 12, 18 or 24"),
-        (4, 1, 6, "use 6, 12 or 18"),
-        (5, 2, 1, "use 4, 6 or 8"),
-        (13, 4, 2, "use 8, 16 or 24"),
+        (16, 1, 6, "12 18 24"),
+        (4, 1, 6, "6 12 18"),
+        (5, 2, 1, "4 6 8"),
+        (13, 4, 2, "8 16 24"),
     ],
 )
 def test_global_batch_size_names_near_sizes(here, batch, micro, world_size, hint):
     args = dataclasses.replace(SFT, global_batch_size=batch, micro_batch_size=micro)
     ((problem, told),) = problems_of(args, world_size)
-    assert problem.startswith(f"--global_batch_size {batch} does not divide into micro_batch_size x data parallel")
+    assert mentions(problem, f"--global_batch_size {batch} micro_batch_size")
     assert problem.endswith(f" = {micro} x {world_size}")
-    assert told == hint
+    assert mentions(told, hint)
     sizes = [int(word.strip(",")) for word in hint.split() if word.strip(",").isdigit()]
     for size in sizes:
         rules.check(dataclasses.replace(args, global_batch_size=size), world_size)
@@ -64,16 +65,19 @@ def test_data_parallel_is_what_tensor_parallel_leaves(here):
 def test_tensor_parallel_needs_its_processes(here):
     args = dataclasses.replace(SFT, tensor_model_parallel_size=2)
     ((problem, hint),) = problems_of(args, world_size=1)
-    assert problem == "--tensor_model_parallel_size 2 does not divide the number of processes, 1"
+    assert mentions(problem, "--tensor_model_parallel_size 2 1")
     assert "NPROC_PER_NODE=2 swiftlite" in hint
 
 
 def test_tensor_parallel_divides_heads_groups_and_ffn(here):
     args = dataclasses.replace(SFT, tensor_model_parallel_size=4)
-    assert problems_of(args, world_size=4) == [
-        ("--tensor_model_parallel_size 4 does not divide the model's num_attention_heads, 6", "use 1, 2 or 3"),
-        ("--tensor_model_parallel_size 4 does not divide the model's num_key_value_heads, 2", "use 1 or 2"),
-    ]
+    assert mention_each(
+        problems_of(args, world_size=4),
+        [
+            "--tensor_model_parallel_size 4 num_attention_heads 6 1 2 3",
+            "--tensor_model_parallel_size 4 num_key_value_heads 2 1",
+        ],
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,10 +89,9 @@ def test_experts_have_a_key_of_each_family(here, family, key):
     sizes = {"model_type": family, key: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     change_config(**sizes)
     args = dataclasses.replace(SFT, expert_model_parallel_size=3)
-    assert (
-        "--expert_model_parallel_size 3 does not divide the model's 4 experts",
-        "use 1 or 2",
-    ) in problems_of(args, world_size=3)
+    assert any(
+        mention_each([problem], ["--expert_model_parallel_size 3 4 1 2"]) for problem in problems_of(args, world_size=3)
+    )
 
 
 COUNTED = sorted(SIZES.keys() - {"rms_norm_eps", "max_position_embeddings"})  # by these a layout is checked
@@ -104,7 +107,7 @@ def test_a_model_that_is_not_known_is_not_looked_at(here, change):
     change_config(**change)
     parallel = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 3}
     args = dataclasses.replace(SFT, **parallel, recompute_modules=["moe", "mla_up_proj"], moe_aux_loss_coeff=0.5)
-    problems = [problem for problem, _ in problems_of(args, world_size=5) if "number of processes" not in problem]
+    problems = [problem for problem, _ in problems_of(args, world_size=5) if not mentions(problem, "5")]
     assert len(problems) == 1
     assert problems[0].startswith("plain/config.json")
 
@@ -112,24 +115,24 @@ def test_a_model_that_is_not_known_is_not_looked_at(here, change):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"lr": 0.0}, "--lr 0.0 must be above 0"),
-        ({"lr": -1e-5}, "--lr -1e-05 must be above 0"),
-        ({"lr": math.nan}, "--lr nan must be a finite number, above 0"),
-        ({"lr": math.inf}, "--lr inf must be a finite number, above 0"),
-        ({"split_dataset_ratio": 1.0}, "--split_dataset_ratio 1.0 must be at least 0 and below 1"),
-        ({"lr_warmup_fraction": 1.5}, "--lr_warmup_fraction 1.5 must be at least 0 and at most 1"),
-        ({"micro_batch_size": 0}, "--micro_batch_size 0 must be at least 1"),
-        ({"tensor_model_parallel_size": 0}, "--tensor_model_parallel_size 0 must be at least 1"),
-        ({"mtp_num_layers": -1}, "--mtp_num_layers -1 must be at least 0"),
-        ({"mtp_unroll": 0}, "--mtp_unroll 0 must be at least 1"),
-        ({"mtp_clip_grad": -0.5}, "--mtp_clip_grad -0.5 must be at least 0"),
-        ({"mtp_unroll_beta": 0.0}, "--mtp_unroll_beta 0.0 must be above 0 and at most 1"),
-        ({"mtp_loss_scaling_factor": 0.0}, "--mtp_loss_scaling_factor 0.0 must be above 0"),
-        ({"seed": -1}, "--seed -1 must be at least 0 and below 4294967296"),
+        ({"lr": 0.0}, "--lr 0.0 0"),
+        ({"lr": -1e-5}, "--lr -1e-05 0"),
+        ({"lr": math.nan}, "--lr nan 0"),
+        ({"lr": math.inf}, "--lr inf 0"),
+        ({"split_dataset_ratio": 1.0}, "--split_dataset_ratio 1.0 0 1"),
+        ({"lr_warmup_fraction": 1.5}, "--lr_warmup_fraction 1.5 0 1"),
+        ({"micro_batch_size": 0}, "--micro_batch_size 0 1"),
+        ({"tensor_model_parallel_size": 0}, "--tensor_model_parallel_size 0 1"),
+        ({"mtp_num_layers": -1}, "--mtp_num_layers -1 0"),
+        ({"mtp_unroll": 0}, "--mtp_unroll 0 1"),
+        ({"mtp_clip_grad": -0.5}, "--mtp_clip_grad -0.5 0"),
+        ({"mtp_unroll_beta": 0.0}, "--mtp_unroll_beta 0.0 0 1"),
+        ({"mtp_loss_scaling_factor": 0.0}, "--mtp_loss_scaling_factor 0.0 0"),
+        ({"seed": -1}, "--seed -1 0 4294967296"),
     ],
 )
 def test_numbers_out_of_range(here, change, problem):
-    assert problems_of(dataclasses.replace(SFT, **change)) == [(problem, "")]
+    assert mention_each(problems_of(dataclasses.replace(SFT, **change)), [problem])
 
 
 @pytest.mark.parametrize("name", ["seed", "lr_warmup_fraction", "acceptance_samples", "clip_grad", "weight_decay"])
@@ -155,84 +158,81 @@ def test_all_problems_come_together(here):
     [
         (
             dataclasses.replace(SFT, val_dataset=["val.jsonl"], split_dataset_ratio=0.1),
-            "--split_dataset_ratio 0.1 has no effect: --val_dataset is given",
+            "--split_dataset_ratio 0.1 --val_dataset",
         ),
         (
             dataclasses.replace(SFT, train_iters=3, num_train_epochs=2.0),
-            "--num_train_epochs 2.0 has no effect: --train_iters is given",
+            "--num_train_epochs 2.0 --train_iters",
         ),
         (
             dataclasses.replace(SFT, lr_decay_style="constant", min_lr=0.0),
-            "--min_lr 0.0 has no effect: --lr_decay_style is constant",
+            "--min_lr 0.0 --lr_decay_style constant",
         ),
         (
             dataclasses.replace(SFT, mtp_loss_scaling_factor=0.3),
-            "--mtp_loss_scaling_factor 0.3 has no effect: the model has no MTP layers",
+            "--mtp_loss_scaling_factor 0.3",
         ),
         (
             dataclasses.replace(SFT, mtp_unroll=3),
-            "--mtp_unroll 3 has no effect: the model has no MTP layers",
+            "--mtp_unroll 3",
         ),
         (
             dataclasses.replace(SFT, model="mtp2", mtp_unroll_beta=0.5),
-            "--mtp_unroll_beta 0.5 has no effect: --mtp_unroll is 1",
+            "--mtp_unroll_beta 0.5 --mtp_unroll 1",
         ),
         (
             dataclasses.replace(SFT, mtp_loss="tv"),
-            "--mtp_loss tv has no effect: the model has no MTP layers",
+            "--mtp_loss tv",
         ),
         (
             dataclasses.replace(SFT, mtp_clip_grad=0.5),
-            "--mtp_clip_grad 0.5 has no effect: the model has no MTP layers",
+            "--mtp_clip_grad 0.5",
         ),
         (
             dataclasses.replace(SFT, model="mtp2", mtp_num_layers=0, mtp_init="random"),
-            "--mtp_init random has no effect: --mtp_num_layers is 0",
+            "--mtp_init random --mtp_num_layers 0",
         ),
         (
             dataclasses.replace(SFT, split_dataset_ratio=0, eval_steps=5),
-            "--eval_steps 5 has no effect: nothing is held out: --split_dataset_ratio is 0",
+            "--eval_steps 5 --split_dataset_ratio 0",
         ),
         (
             dataclasses.replace(SFT, model="mtp2", acceptance_samples=0, acceptance_max_new_tokens=5),
-            "--acceptance_max_new_tokens 5 has no effect: --acceptance_samples is 0",
+            "--acceptance_max_new_tokens 5 --acceptance_samples 0",
         ),
         (
             dataclasses.replace(SFT, val_dataset=["./train.jsonl#1"]),
-            "./train.jsonl#1 is in --dataset and in --val_dataset: its evaluation measures memory",
+            "./train.jsonl#1 --dataset --val_dataset",
         ),
     ],
 )
 def test_a_setting_without_effect_is_noted(here, args, note):
-    assert note in rules.check(args)
+    assert any(mentions(found, note) for found in rules.check(args))
 
 
 def test_stages_need_a_pipeline(here):
     staged = dataclasses.replace(SFT, pipeline_model_parallel_layout="Et*2|t*2L")
-    assert problems_of(staged) == [
-        (
-            "--pipeline_model_parallel_layout Et*2|t*2L has 2 stages, but --pipeline_model_parallel_size is 1",
-            "add --pipeline_model_parallel_size 2",
-        )
-    ]
+    assert mention_each(
+        problems_of(staged), ["--pipeline_model_parallel_layout Et*2|t*2L 2 --pipeline_model_parallel_size 1"]
+    )
     ((problem, _),) = problems_of(dataclasses.replace(SFT, pipeline_model_parallel_layout="Et*99999999999|tL"))
-    assert "99999999999 repetitions are more than any model has layers" in problem
+    assert mentions(problem, "--pipeline_model_parallel_layout 99999999999")
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"transformer_impl": "transformer_engine"}, "its kernels run on NVIDIA GPUs, and torch finds none here"),
-        ({"attention_backend": "flash"}, "such kernels run on NVIDIA GPUs, and torch finds none here"),
-        ({"attention_backend": "te"}, "is a part of Transformer Engine, but --transformer_impl is local"),
-        ({"attention_backend": "te", "context_parallel_size": 2}, "is not told of other ranks here"),
-        ({"attention_backend": "te", "mtp_unroll": 2}, "shows later steps of a head no keys of the first"),
+        ({"transformer_impl": "transformer_engine"}, "--transformer_impl transformer_engine NVIDIA"),
+        ({"attention_backend": "flash"}, "--attention_backend flash NVIDIA"),
+        ({"attention_backend": "te"}, "--attention_backend te --transformer_impl local"),
+        ({"attention_backend": "te", "context_parallel_size": 2}, "--attention_backend te --context_parallel_size 2"),
+        ({"attention_backend": "te", "mtp_unroll": 2}, "--attention_backend te --mtp_unroll 2"),
     ],
 )
 def test_kernels_that_are_not_here_are_refused(here, monkeypatch, options, problem):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = problems_of(dataclasses.replace(SFT, **options), world_size=2)
-    assert any(problem in text for text, _ in found), found
+    assert any(mentions(text, problem) for text, _ in found), found
 
 
 FP8 = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid"}
@@ -243,13 +243,13 @@ FP8 = {"transformer_impl": "transformer_engine", "fp8_format": "hybrid"}
     [
         (
             {"num_layers_at_start_in_bf16": 9},
-            "--num_layers_at_start_in_bf16 9, but a pipeline stage has 2 decoder layers",
+            "--num_layers_at_start_in_bf16 9 2",
         ),
-        ({}, "of 2 decoder layers the first 1 and last 1 stay in bfloat16, so none is left"),
-        ({"num_layers_at_start_in_bf16": 0, "fp8_recipe": "mxfp8"}, "rows or columns on a rank, not a multiple of 32"),
+        ({}, "--fp8_format hybrid 2 1 bfloat16"),
+        ({"num_layers_at_start_in_bf16": 0, "fp8_recipe": "mxfp8"}, "--fp8_format hybrid 32"),
     ],
 )
 def test_low_precision_has_layers_and_matrices(here, options, words):
     change_config(intermediate_size=48, num_hidden_layers=2)
     problems = [problem for problem, _ in problems_of(dataclasses.replace(SFT, **FP8, **options))]
-    assert any(words in problem for problem in problems), problems
+    assert any(mentions(problem, words) for problem in problems), problems
