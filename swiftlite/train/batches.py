@@ -110,6 +110,12 @@ class Batches:
         lengths = [_length_of(sample, multiple) for sample in samples]
         return SampleRows(samples, pack(lengths, self.plan.packing_length, multiple=multiple))
 
+    def length_of(self, row: Sequence[Sample]) -> int:
+        """Return the tokens of one row as a micro-batch, its padding counted; without samples it is padding alone."""
+        multiple = sequence_multiple(self.plan.layout)
+        num_tokens = sum(_length_of(sample, multiple) for sample in row)
+        return -(-max(1, num_tokens) // self.plan.row_multiple) * self.plan.row_multiple
+
     def train(self, rows: SampleRows, sampler: Sampler, step: int) -> MicroBatches:
         """Return the micro-batches of a step; steps count from 0."""
         indices = sampler.global_batch(step)

@@ -32,7 +32,7 @@ from swiftlite.model.build import check_computable
 from swiftlite.model.open import HfModel, read_hf_model
 from swiftlite.plan.flops import training_flops
 from swiftlite.plan.kernels import largest_head, this_machine
-from swiftlite.plan.run import Plan, make_plan, make_schedule
+from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.redact import redact
 from swiftlite.runtime.mesh import Mesh
@@ -127,7 +127,7 @@ def prepare(
         checkpoint=checkpoint,
         learner=learner,
         data_state=data_state,
-        trunk_states=open_cache(args, mesh, hf_model, plan, learner, data),
+        trunk_states=open_cache(args, mesh, hf_model, batches, learner, data),
     )
 
 
@@ -199,13 +199,13 @@ def make_trainer(
 
 
 def open_cache(
-    args: SftArgs, mesh: Mesh, hf_model: HfModel, plan: Plan, learner: Learner, data: Data
+    args: SftArgs, mesh: Mesh, hf_model: HfModel, batches: Batches, learner: Learner, data: Data
 ) -> TrunkStates | None:
     """The cache of --cache_trunk_states; None without."""
     if args.cache_trunk_states is None:
         return None
     directory = Path(args.cache_trunk_states)
-    return open_trunk_states(directory, mesh, plan, hf_model, learner, data, args.torch_dtype)
+    return open_trunk_states(directory, mesh, batches, hf_model, learner, data, args.torch_dtype)
 
 
 def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBatches, Callable[[], dict[str, Any]]]:

@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,18 +32,24 @@ from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
 from swiftlite.model.context_parallel import describe_packed
-from swiftlite.model.gpt import TrunkOutput
+from swiftlite.model.gpt import GPTModel, TrunkOutput
 from swiftlite.model.loss import TokenLoss
 from swiftlite.model.open import HfModel
 from swiftlite.model.ranks import largest
+from swiftlite.plan.layout import ParallelLayout
 from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_of_heads
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.batches import Batches
 from swiftlite.train.learner import Learner
 
 FLAG = "--cache_trunk_states"
 MANIFEST = "cache.json"
+LOSS_BYTES = 4 + 8
+"""Of a token: float32 and int64, as `TokenLoss`."""
+HEADER_BYTES = 344
+"""Of a file, at most: names, types and shapes of its tensors, and their sha256."""
 ABANDONED_SECONDS = 3600
 """Writing one file takes seconds."""
 
@@ -94,7 +100,7 @@ class TrunkStates:
 
 
 def open_trunk_states(
-    directory: Path, mesh: Mesh, plan: Plan, hf_model: HfModel, learner: Learner, data: Data, torch_dtype: str
+    directory: Path, mesh: Mesh, batches: Batches, hf_model: HfModel, learner: Learner, data: Data, torch_dtype: str
 ) -> TrunkStates:
     """The cache in a directory, which is made where it is not there; collective.
 
@@ -102,12 +108,12 @@ def open_trunk_states(
         UserError: the directory holds something else, another model's states or other rows'; the disk is too small; or
             machines do not share the directory.
     """
-    manifest = _manifest(plan, hf_model.config, learner, data, torch_dtype)
+    manifest = _manifest(batches.plan, hf_model.config, learner, data, torch_dtype)
     if dist.get_rank() == 0:
         check_writable(FLAG, directory)
         _check_is_same(directory, manifest)
         _delete_abandoned(directory)
-        _check_disk(directory, learner, data)
+        _check_disk(directory, batches, learner, data)
         write_durably(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     dist.barrier()
     if not (directory / MANIFEST).exists():
@@ -165,23 +171,19 @@ def _delete_abandoned(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _check_disk(directory: Path, learner: Learner, data: Data) -> None:
+def _check_disk(directory: Path, batches: Batches, learner: Learner, data: Data) -> None:
     """Say how large the cache becomes.
 
     Raises:
         UserError: larger than the disk has room.
     """
-    model = learner.chunks[0]
-    num_states = 2 if model.drafting.takes_before_norm else 1
-    state_bytes = num_states * model.config.hidden_size * next(model.parameters()).element_size()
-    num_tokens = sum(len(sample) for sample in (*data.train, *data.val))
-    loss_bytes = 4 + 8  # float32 and int64, as `TokenLoss`
-    needed = num_tokens * (state_bytes + loss_bytes)
+    lengths = _lengths(batches, data)
+    needed = _bytes_of_files(lengths, learner.chunks[0], batches.plan.layout)
     there = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     free = shutil.disk_usage(directory).free
     logger.info(
-        "the trunk's states of %d tokens take %.2f GB in %s; %.2f GB of them are there",
-        num_tokens,
+        "the trunk's states of %d tokens, padding among them, take %.2f GB in %s; %.2f GB of them are there",
+        sum(lengths),
         needed / 1e9,
         directory,
         there / 1e9,
@@ -191,6 +193,30 @@ def _check_disk(directory: Path, learner: Learner, data: Data) -> None:
             f"{FLAG} {directory}: the trunk's states take {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB left",
             "make room, name a directory on another disk, or leave it out",
         )
+
+
+def _lengths(batches: Batches, data: Data) -> list[int]:
+    """Tokens of each micro-batch that is written, with its padding: equal rows are one."""
+    held_out = batches.rows(data.val)
+    rows = [*batches.rows(data.train), *held_out]
+    if len(held_out) % batches.plan.global_batch_size:
+        rows.append([])  # of padding alone: the last evaluation batch is filled up
+    lengths = {digest(row): batches.length_of(row) for row in rows}
+    return list(lengths.values())
+
+
+def _bytes_of_files(lengths: Sequence[int], model: GPTModel, layout: ParallelLayout) -> int:
+    """Size of all files.
+
+    Args:
+        lengths: tokens of each micro-batch.
+    """
+    num_states = 2 if model.drafting.takes_before_norm else 1
+    state_bytes = num_states * model.config.hidden_size * next(model.parameters()).element_size()
+    # Tensor-parallel ranks that share rows by position have parts of the states, and each the loss of all positions.
+    num_losses = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+    num_files = len(lengths) * num_losses * layout.context_parallel_size
+    return sum(lengths) * (state_bytes + num_losses * LOSS_BYTES) + num_files * HEADER_BYTES
 
 
 def _write(path: Path, output: TrunkOutput) -> None:

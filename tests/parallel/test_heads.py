@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.train import sft
@@ -117,17 +120,17 @@ def train_on_a_slow_disk(args: SftArgs) -> int:
     return sft.run(args)
 
 
-def test_ranks_may_write_the_same_states(tmp_path):
+def options_of_a_cache(directory: Path) -> SftArgs:
     """Rows that occur twice, side by side on both ranks; and the last of 3 held-out rows is next to padding."""
-    model = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, with_tokenizer=True)
+    model = make_tiny_hf(directory / "model", "qwen3", depth=1, with_tokenizer=True, num_key_value_heads=2)
     rows = [json.dumps({"query": f"What is {n // 2}?", "response": f"It is {n // 2}."}) for n in range(16)]
     for name, chosen in {"rows": rows, "val": rows[:3]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(chosen))
-    args = SftArgs(
+        (directory / f"{name}.jsonl").write_text("\n".join(chosen))
+    return SftArgs(
         model=str(model),
-        dataset=[str(tmp_path / "rows.jsonl")],
-        val_dataset=[str(tmp_path / "val.jsonl")],
-        output_dir=str(tmp_path / "run"),
+        dataset=[str(directory / "rows.jsonl")],
+        val_dataset=[str(directory / "val.jsonl")],
+        output_dir=str(directory / "run"),
         mtp_mode="heads_only",
         torch_dtype="float32",
         micro_batch_size=1,
@@ -136,9 +139,32 @@ def test_ranks_may_write_the_same_states(tmp_path):
         dataset_shuffle=False,
         acceptance_samples=0,
         report_to=[],
-        cache_trunk_states=str(tmp_path / "cache"),
+        cache_trunk_states=str(directory / "cache"),
     )
-    assert launch(2, train_on_a_slow_disk, args) == [0, 0]
+
+
+def test_ranks_may_write_the_same_states(tmp_path):
+    assert launch(2, train_on_a_slow_disk, options_of_a_cache(tmp_path)) == [0, 0]
     # 8 different rows, and the row of padding.
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 9
     assert not list((tmp_path / "cache").glob(".*"))
+
+
+def train_with_room_for(free: int, args: SftArgs) -> int:
+    shutil.disk_usage = lambda directory: shutil._ntuple_diskusage(10**9, 0, free)  # this process ends with the run
+    return sft.run(args)
+
+
+@pytest.mark.parametrize("name", ["TP2+SP", "CP2"])
+def test_the_disk_must_have_room_for_what_all_ranks_write(tmp_path, name):
+    args = replace(options_of_a_cache(tmp_path), **LAYOUTS[name])
+    assert launch(2, train_with_room_for, 10**9, args) == [0, 0]
+    written = sum(file.stat().st_size for file in (tmp_path / "cache").glob("*.safetensors"))
+    # Of the header of each file a few bytes more are counted than it has.
+    for free, fits in {written - 1: False, int(written * 1.02): True}.items():
+        other = replace(args, output_dir=str(tmp_path / f"{free}"), cache_trunk_states=str(tmp_path / f"{free} cache"))
+        if fits:
+            assert launch(2, train_with_room_for, free, other) == [0, 0]
+        else:
+            with pytest.raises(ProcessRaisedException, match="the disk has"):
+                launch(2, train_with_room_for, free, other)

@@ -101,6 +101,35 @@ def test_a_run_that_was_stopped_while_it_wrote_goes_on(options, mesh, tmp_path, 
     assert sorted(cache.glob("*.safetensors")) == files
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mimo"])
+def test_the_disk_must_have_room_for_padding(options, mesh, tmp_path, monkeypatch, family):
+    """On a GPU rows are padded to multiples of 64 tokens: what is written is three times the tokens of the rows."""
+    monkeypatch.setattr(sft, "this_machine", lambda is_cuda: ON_GPU)
+    model = make_tiny_hf(tmp_path / family, family, depth=1, with_tokenizer=True)
+    rows = [json.dumps({"query": f"What is {n}?", "response": f"It is {n}."}) for n in (0, *range(11))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    args = options(
+        model=str(model),
+        dataset=[str(tmp_path / "rows.jsonl")],
+        **HEADS | {"split_dataset_ratio": 0.3, "num_train_epochs": 1},
+        cache_trunk_states=str(tmp_path / "cache"),
+    )
+
+    def train_with(free: int) -> int:
+        """The bytes that were written."""
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        shutil.rmtree(args.output_dir, ignore_errors=True)
+        monkeypatch.setattr(shutil, "disk_usage", lambda directory: shutil._ntuple_diskusage(10**9, 0, free))
+        train(args, mesh)
+        return sum(file.stat().st_size for file in (tmp_path / "cache").glob("*.safetensors"))
+
+    written = train_with(10**9)
+    with pytest.raises(UserError, match="the disk has"):
+        train_with(written - 1)
+    # Of a header of 320 bytes 344 are counted, of files of 64 tokens and 256 bytes or more each.
+    assert train_with(int(written * 1.002)) == written
+
+
 def test_other_states_are_refused(options, mesh, tmp_path, hf_dir, monkeypatch):
     cache = tmp_path / "cache"
 
