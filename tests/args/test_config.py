@@ -13,6 +13,7 @@ from swiftlite.args.config import convert, from_config, near, read_file, write_c
 from swiftlite.args.docs import options
 from swiftlite.cli.table import COMMANDS
 from swiftlite.errors import OptionError, UserError
+from tests.messages import mention_each, mentions, naming
 
 OPTIONS = options(SftArgs) | options(InferArgs) | {"concurrency": options(BenchArgs)["concurrency"]}
 
@@ -66,39 +67,39 @@ def test_none_is_a_choice_before_it_is_no_value():
 @pytest.mark.parametrize(
     ("name", "value", "problem", "hint"),
     [
-        ("lr", "abc", "takes a number, not 'abc'", ""),
-        ("lr", True, "takes a number, not True", ""),
-        ("train_iters", "1.5", "takes a whole number, not '1.5'", ""),
-        ("train_iters", 2.0, "takes a whole number, not 2.0", ""),
-        ("micro_batch_size", None, "takes a whole number, not null", ""),
-        ("async_save", "maybe", "takes true or false, not 'maybe'", ""),
-        ("async_save", "yes", "takes true or false, not 'yes'", ""),
-        ("async_save", 1, "takes true or false, not 1", ""),
-        ("mtp_mode", "jonit", "takes joint or heads_only, not 'jonit'", "did you mean joint?"),
-        ("mtp_mode", 3, "takes joint or heads_only, not 3", ""),
-        ("concurrency", "1,x", "takes a whole number, not 'x'", ""),
-        ("concurrency", [1, True], "takes a whole number, not True", ""),
-        ("dataset", 5, "takes one or more names, not 5", ""),
-        ("dataset", ["a", 5], "takes one or more names, not ['a', 5]", ""),
-        ("system", 5, "takes text, not 5", "put it in quotes"),
+        ("lr", "abc", "'abc'", ""),
+        ("lr", True, "True", ""),
+        ("train_iters", "1.5", "'1.5'", ""),
+        ("train_iters", 2.0, "2.0", ""),
+        ("micro_batch_size", None, "null", ""),
+        ("async_save", "maybe", "true false 'maybe'", ""),
+        ("async_save", "yes", "true false 'yes'", ""),
+        ("async_save", 1, "true false 1", ""),
+        ("mtp_mode", "jonit", "joint heads_only 'jonit'", "joint"),
+        ("mtp_mode", 3, "joint heads_only 3", ""),
+        ("concurrency", "1,x", "'x'", ""),
+        ("concurrency", [1, True], "True", ""),
+        ("dataset", 5, "5", ""),
+        ("dataset", ["a", 5], "['a', 5]", ""),
+        ("system", 5, "5", ""),
         (
             "vllm_engine_kwargs",
             "{a: 1}",
-            "takes JSON; at character 2 of '{a: 1}'",
+            "JSON 2 '{a: 1}'",
             "--vllm_engine_kwargs '{\"key\": 1}'",
         ),
-        ("vllm_engine_kwargs", {"a": datetime.date(2024, 1, 1)}, "takes a JSON object: Object of type date", "--vllm"),
-        ("vllm_engine_kwargs", {"a": "\ud83d"}, "takes a JSON object: 'utf-8' codec can't encode", "--vllm"),
-        ("train_iters", 2**63, "takes a whole number below 2^63, not 9223372036854775808", ""),
-        ("train_iters", "9" * 5000, "takes a whole number, not '999", ""),
-        ("vllm_engine_kwargs", "[1]", "takes a JSON object, not [1]", "--vllm_engine_kwargs '{\"key\": 1}'"),
+        ("vllm_engine_kwargs", {"a": datetime.date(2024, 1, 1)}, "JSON date", "--vllm_engine_kwargs"),
+        ("vllm_engine_kwargs", {"a": "\ud83d"}, "JSON 'utf-8'", "--vllm_engine_kwargs"),
+        ("train_iters", 2**63, "2^63 9223372036854775808", ""),
+        ("train_iters", "9" * 5000, f"'{'9' * 196}...", ""),
+        ("vllm_engine_kwargs", "[1]", "JSON [1]", "--vllm_engine_kwargs '{\"key\": 1}'"),
     ],
 )
 def test_convert_says_what_it_takes(name, value, problem, hint):
     with pytest.raises(UserError) as raised:
         convert(OPTIONS[name], value)
-    assert raised.value.problem.startswith(problem)
-    assert hint in raised.value.hint
+    assert mentions(raised.value.problem, problem)
+    assert mentions(raised.value.hint, hint)
 
 
 @pytest.mark.parametrize(
@@ -137,46 +138,46 @@ ALIAS_BOMB += f"dataset: [{', '.join(['*o8'] * 10)}]\n"
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("run.yaml", "lr: [1", "run.yaml:1: not YAML"),
-        ("run.yaml", "- lr", "run.yaml holds no mapping"),
-        ("run.yaml", "lr: 1\nseed: 1\nlr: 2\n", "run.yaml:3: lr was given before, at {dir}/run.yaml:1"),
-        ("run.yaml", "lr: 1\nseed: \0\n", "run.yaml:2: not YAML: special characters are not allowed: #x0000"),
-        ("run.yaml", "lr: 1\n? [lr]\n: 1\n", "run.yaml:2: a list or a mapping stands where a name should"),
-        ("run.yaml", "lr: " + "[" * 5000, "run.yaml:1: not YAML: nested more than 100 deep"),
-        ("run.yaml", "lr: " + "- " * 5000 + "1", "run.yaml:1: not YAML"),
-        ("run.yaml", "lr:\n  " + "- " * 5000 + "1", "run.yaml: not YAML: nested too deeply"),
-        ("run.yaml", "lr: 1\nseed: " + "9" * 5000, "run.yaml:2: not YAML: ValueError: Exceeds the limit"),
-        ("run.yaml", "lr: 1\nseed: [0x" + "f" * 5000 + "]", "run.yaml:2: not YAML: ValueError: Exceeds the limit"),
-        ("run.yaml", "seed: !!float ''", "run.yaml:1: not YAML: IndexError"),
-        ("run.yaml", "seed: !!bool x", "run.yaml:1: not YAML: KeyError"),
-        ("run.yaml", "seed: 2024-02-31", "run.yaml:1: not YAML: ValueError: day is out of range"),
-        ("run.yaml", ALIAS_BOMB, "run.yaml:5: its aliases stand for more than 10000 values"),
-        ("run.yaml", "lr: 1\nmodel: &a [*a]", "run.yaml:2: its aliases stand for more than 10000 values"),
-        ("run.json", '{"lr": 1,\n}', "run.json:2: not JSON"),
-        ("run.json", "[" * 100_000, "run.json:1: not JSON: nested more than 100 deep"),
-        ("run.json", '{"seed": ' + "9" * 5000 + "}", "run.json:1: not JSON: a number of more than 4300 digits"),
-        ("run.json", "[1]", "run.json holds no JSON object"),
-        ("run.txt", "lr: 1", "run.txt is neither .yaml, .yml nor .json"),
+        ("run.yaml", "lr: [1", "run.yaml:1 YAML"),
+        ("run.yaml", "- lr", "run.yaml"),
+        ("run.yaml", "lr: 1\nseed: 1\nlr: 2\n", "run.yaml:3 lr {dir}/run.yaml:1"),
+        ("run.yaml", "lr: 1\nseed: \0\n", "run.yaml:2 YAML #x0000"),
+        ("run.yaml", "lr: 1\n? [lr]\n: 1\n", "run.yaml:2"),
+        ("run.yaml", "lr: " + "[" * 5000, "run.yaml:1 YAML 100"),
+        ("run.yaml", "lr: " + "- " * 5000 + "1", "run.yaml:1 YAML"),
+        ("run.yaml", "lr:\n  " + "- " * 5000 + "1", "run.yaml YAML"),
+        ("run.yaml", "lr: 1\nseed: " + "9" * 5000, "run.yaml:2 YAML ValueError"),
+        ("run.yaml", "lr: 1\nseed: [0x" + "f" * 5000 + "]", "run.yaml:2 YAML ValueError"),
+        ("run.yaml", "seed: !!float ''", "run.yaml:1 YAML IndexError"),
+        ("run.yaml", "seed: !!bool x", "run.yaml:1 YAML KeyError"),
+        ("run.yaml", "seed: 2024-02-31", "run.yaml:1 YAML ValueError"),
+        ("run.yaml", ALIAS_BOMB, "run.yaml:5 10000"),
+        ("run.yaml", "lr: 1\nmodel: &a [*a]", "run.yaml:2 10000"),
+        ("run.json", '{"lr": 1,\n}', "run.json:2 JSON"),
+        ("run.json", "[" * 100_000, "run.json:1 JSON 100"),
+        ("run.json", '{"seed": ' + "9" * 5000 + "}", "run.json:1 JSON 4300"),
+        ("run.json", "[1]", "run.json JSON"),
+        ("run.txt", "lr: 1", "run.txt .yaml .yml .json"),
     ],
 )
 def test_unreadable_files(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError) as raised:
         read_file(str(tmp_path / name))
-    assert message.format(dir=tmp_path) in raised.value.problem
+    assert mentions(raised.value.problem, message.format(dir=tmp_path))
     assert raised.value.exit_code == 2
 
 
 def test_absent_file_and_directory(tmp_path):
-    with pytest.raises(UserError, match=r"no\.yaml does not exist"):
+    with pytest.raises(UserError, match=naming("no.yaml")):
         read_file(str(tmp_path / "no.yaml"))
-    with pytest.raises(UserError, match="is a directory"):
+    with pytest.raises(UserError, match=naming(str(tmp_path))):
         read_file(str(tmp_path))
 
 
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"lr: \xff")
-    with pytest.raises(UserError, match=r"run\.yaml is not UTF-8 text: byte 4"):
+    with pytest.raises(UserError, match=naming("run.yaml UTF-8 4")):
         read_file(str(tmp_path / "run.yaml"))
 
 
@@ -190,11 +191,9 @@ def test_all_problems_of_a_file_come_together(tmp_path):
     file.write_text("model: m\nlerning-rate: 1e-5\ntrain-iters: ten\nxyzzy: 1\n")
     with pytest.raises(OptionError) as raised:
         from_config(SftArgs, file)
-    assert raised.value.problems == [
-        (f"{file}:2: lerning-rate is no option of this command", "did you mean lr?"),
-        (f"{file}:3: train-iters takes a whole number, not 'ten'", ""),
-        (f"{file}:4: xyzzy is no option of this command", ""),
-    ]
+    assert mention_each(
+        raised.value.problems, [f"{file}:2 lerning-rate lr", f"{file}:3 train-iters 'ten'", f"{file}:4 xyzzy"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ def test_a_list_of_numbers_with_a_point():
     option = options(EvaluateArgs)["draft_confidence"]
     assert convert(option, ["0,0.5", "1"]) == [0.0, 0.5, 1.0]
     assert convert(option, 0.25) == [0.25]
-    with pytest.raises(UserError, match="takes a number, not 'x'"):
+    with pytest.raises(UserError, match=naming("'x'")):
         convert(option, "0,x")
 
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from swiftlite.args.commands import DoctorArgs, ExportArgs, InferArgs, RegenerateArgs, SftArgs
+from swiftlite.args import fields
+from swiftlite.args.commands import ConversionArgs, DoctorArgs, ExportArgs, InferArgs, RegenerateArgs, SftArgs
 from swiftlite.args.docs import groups, options, title
 
 COMMANDS = [SftArgs, ExportArgs, InferArgs, RegenerateArgs, DoctorArgs]
@@ -26,14 +27,18 @@ def test_every_default_is_what_the_class_gives(args_class):
 def test_a_docstring_may_span_lines():
     doc = options(SftArgs)["acceptance_samples"].doc
     assert "\n" not in doc
-    assert doc.startswith("Held-out prompts")
-    assert doc.endswith("0 leaves this out.")
+    assert len(doc) > 120  # more than a line of the source holds
 
 
 def test_groups_are_the_declaring_classes_in_order():
-    assert [*groups(SftArgs)][:4] == ["Model", "Multi-Token Prediction", "Low-rank adapters (LoRA)", "Data"]
-    assert [option.name for option in groups(SftArgs)["Model"]] == ["model", "torch_dtype", "trust_remote_code"]
-    assert [*groups(ExportArgs)] == ["Conversion", "Parallel layout"]
+    first = (fields.ModelArgs, fields.MtpArgs, fields.LoraArgs, fields.DataArgs)
+    assert [*groups(SftArgs)][:4] == [title(kind) for kind in first]
+    assert [option.name for option in groups(SftArgs)[title(fields.ModelArgs)]] == [
+        "model",
+        "torch_dtype",
+        "trust_remote_code",
+    ]
+    assert [*groups(ExportArgs)] == [title(ConversionArgs), title(fields.ParallelLayout)]
 
 
 def test_the_same_name_has_each_command_s_own_words():

@@ -12,6 +12,7 @@ from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
 from swiftlite.cli.doctor import TESTED
 from swiftlite.surroundings import torch_cuda
+from tests.messages import has_line, mention_each, mentions
 from tests.tiny import make_tiny_hf, make_tiny_tokenizer
 
 
@@ -36,17 +37,8 @@ def test_versions_are_those_installed(capsys):
 def test_every_part_has_a_line(capsys):
     code = doctor.run(DoctorArgs())
     report = capsys.readouterr().out.split("\n\n")[1]
-    assert [line.split("  ")[0] for line in report.splitlines()] == [
-        "train",
-        "export",
-        "infer, transformers",
-        "infer, vllm",
-        "infer, sglang",
-        "report to tensorboard",
-        "report to wandb",
-        "report to swanlab",
-        "report to mlflow",
-    ]
+    names = ["train", "export", "transformers", "vllm", "sglang", "tensorboard", "wandb", "swanlab", "mlflow"]
+    assert mention_each([line.split("  ")[0] for line in report.splitlines()], names)
     # These tests need every core package, so a doctor that misses one is wrong.
     assert code == 0
     assert [line.endswith("  works") for line in report.splitlines()[:3]] == [True] * 3
@@ -58,21 +50,24 @@ def test_the_tested_environment_of_this_machine_is_marked(monkeypatch, row):
     monkeypatch.setattr(doctor, "installed_version", lambda names: versions[names[0]])
     monkeypatch.setattr(doctor.platform, "python_version", lambda: f"{row.python}.7")
     title, _, *rows = doctor.tested_table().splitlines()
-    assert title == "tested together"
     assert [line.split()[1:5] == list(row[:4]) for line in rows if line.startswith(">")] == [True]
     assert len(rows) == len(TESTED)
 
     versions["transformers"] = "5.0.0"
-    title, _, *rows = doctor.tested_table().splitlines()
-    assert title == "tested together; what is installed here was not"
+    other_title, _, *rows = doctor.tested_table().splitlines()
+    assert other_title.startswith(title)
+    assert len(other_title) > len(title)
     assert not any(line.startswith(">") for line in rows)
 
 
 def test_unmet_requirements_name_the_fix():
-    assert doctor.unmet_requirements(["pytest", "no-such-package>=2", "numpy<1", "absent; extra == 'gpu'"]) == [
-        ("no-such-package is missing", "pip install 'no-such-package>=2'"),
-        (f"numpy is {importlib.metadata.version('numpy')}, needed is <1", "pip install 'numpy<1'"),
-    ]
+    assert mention_each(
+        doctor.unmet_requirements(["pytest", "no-such-package>=2", "numpy<1", "absent; extra == 'gpu'"]),
+        [
+            "no-such-package pip install 'no-such-package>=2'",
+            f"numpy {importlib.metadata.version('numpy')} <1 pip install 'numpy<1'",
+        ],
+    )
 
 
 def test_the_cuda_version_is_torch_s_own():
@@ -85,7 +80,7 @@ def test_a_whole_model(tmp_path, capsys, family, depth):
     code, report = examine(make_tiny_hf(tmp_path / "model", family, depth=depth), capsys)
     assert code == 0
     assert f"family     {family}" in report
-    assert f"MTP depth  {depth} promised by config.json, {depth} in the tensors" in report
+    assert has_line(report, f"MTP {depth} config.json")
     assert "audit      whole" in report
 
 
@@ -99,8 +94,8 @@ def test_lost_heads(model, capsys):
     change_tensors(model, lambda tensors: [tensors.pop(key) for key in list(tensors) if key.startswith("mtp.")])
     code, report = examine(model, capsys)
     assert code == 1
-    assert "1 promised by config.json, 0 in the tensors" in report
-    assert "config.json promises 1 MTP layers, the files have tensors of 0" in report
+    lines = [line for line in report.splitlines() if mentions(line, "config.json 1 0")]
+    assert len(lines) == 2  # what was found, and that it is a problem
 
 
 def test_heads_without_a_promise(model, capsys):
@@ -108,7 +103,7 @@ def test_heads_without_a_promise(model, capsys):
     (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     code, report = examine(model, capsys)
     assert code == 1
-    assert "0 promised by config.json, 1 in the tensors" in report
+    assert has_line(report, "0 config.json 1")
 
 
 @pytest.mark.parametrize("key", ["mtp.fc.weight", "model.layers.1.mlp.up_proj.weight"])
@@ -123,13 +118,13 @@ def test_a_number_that_is_not_finite(model, capsys):
     change_tensors(model, lambda tensors: tensors["mtp.norm.weight"].fill_(float("nan")))
     code, report = examine(model, capsys)
     assert code == 1
-    assert "mtp.norm.weight: 64 of 64 numbers are not finite" in report
+    assert has_line(report, "mtp.norm.weight 64")
 
 
 def test_a_missing_tokenizer_is_said(model, capsys):
-    assert "tokenizer  missing: copy tokenizer.json" in examine(model, capsys)[1]
+    assert has_line(examine(model, capsys)[1], "tokenizer.json tokenizer_config.json")
     (model / "tokenizer.model").write_bytes(b"")
-    assert "missing" not in examine(model, capsys)[1]
+    assert not has_line(examine(model, capsys)[1], "tokenizer.json")
 
 
 def test_an_unknown_family(model, capsys):
@@ -137,14 +132,14 @@ def test_an_unknown_family(model, capsys):
     (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     code, report = examine(model, capsys)
     assert code == 1
-    assert "model_type 'gpt2' is not a family that swiftlite knows" in report
+    assert has_line(report, "model_type 'gpt2'")
 
 
 def test_a_directory_without_a_model(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     code, report = examine(tmp_path / "empty", capsys)
     assert code == 1
-    assert "empty: no config.json" in report
+    assert has_line(report, f"{tmp_path / 'empty'} config.json")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path, capsys):
@@ -152,11 +147,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path, capsys):
     largest = len(make_tiny_tokenizer()) - 1
     code, report = examine(model, capsys)
     assert code == 1
-    assert f"tokenizer.json has tokens up to {largest}, config.json vocab_size 300" in report
+    assert has_line(report, f"tokenizer.json {largest} config.json vocab_size 300")
     assert "1 problems" in report
     code, report = examine(make_tiny_hf(tmp_path / "good", "qwen3", with_tokenizer=True), capsys)
     assert code == 0
     (tmp_path / "good" / "tokenizer.json").write_text("{")
     code, report = examine(tmp_path / "good", capsys)
     assert code == 1
-    assert "tokenizer.json cannot be read" in report
+    assert has_line(report, f"{tmp_path / 'good' / 'tokenizer.json'}")

@@ -1,7 +1,6 @@
 """The environment -> processes -> torchrun's command line. Running it is tested in test_elastic.py."""
 
 import os
-import re
 import socket
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 
 from swiftlite.cli.launch import Processes, read_environment, threads_per_process, torchrun_command
 from swiftlite.errors import OptionError
+from tests.messages import mention_each, mentions
 from tests.tiny import make_tiny_hf
 
 
@@ -64,31 +64,31 @@ def test_a_cluster_s_own_rank_is_not_torchrun_s():
 @pytest.mark.parametrize(
     ("env", "problems"),
     [
-        ({"NPROC_PER_NODE": "gpu"}, ["NPROC_PER_NODE=gpu is not a whole number of at least 1"]),
-        ({"NPROC_PER_NODE": "0"}, ["NPROC_PER_NODE=0 is not a whole number of at least 1"]),
-        ({"NNODES": "-1"}, ["NNODES=-1 is not a whole number of at least 1"]),
-        ({"MASTER_PORT": "70000"}, ["MASTER_PORT=70000 is above 65535"]),
-        ({"MASTER_PORT": "http"}, ["MASTER_PORT=http is not a whole number of at least 1"]),
-        ({"NODE_RANK": "1"}, ["NODE_RANK=1, but NNODES=1"]),
+        ({"NPROC_PER_NODE": "gpu"}, ["NPROC_PER_NODE=gpu 1"]),
+        ({"NPROC_PER_NODE": "0"}, ["NPROC_PER_NODE=0 1"]),
+        ({"NNODES": "-1"}, ["NNODES=-1 1"]),
+        ({"MASTER_PORT": "70000"}, ["MASTER_PORT=70000 65535"]),
+        ({"MASTER_PORT": "http"}, ["MASTER_PORT=http 1"]),
+        ({"NODE_RANK": "1"}, ["NODE_RANK=1 NNODES=1"]),
         (
             {"NNODES": "2"},
-            ["NNODES=2, but MASTER_ADDR is not set", "NNODES=2, but NODE_RANK is not set"],
+            ["NNODES=2 MASTER_ADDR", "NNODES=2 NODE_RANK"],
         ),
-        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, ["NODE_RANK=2, but NNODES=2"]),
+        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, ["NODE_RANK=2 NNODES=2"]),
         (
             {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "x", "NPROC_PER_NODE": "y"},
             [
-                "NPROC_PER_NODE=y is not a whole number of at least 1",
-                "NODE_RANK=x is not a whole number of at least 0",
+                "NPROC_PER_NODE=y 1",
+                "NODE_RANK=x 0",
             ],
         ),
-        ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ["RANK=x is not a whole number of at least 0"]),
+        ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ["RANK=x 0"]),
     ],
 )
 def test_an_environment_that_cannot_be(env, problems):
     with pytest.raises(OptionError) as raised:
         read_environment(env)
-    assert [problem for problem, _ in raised.value.problems] == problems
+    assert mention_each([problem for problem, _ in raised.value.problems], problems)
     assert all(hint for _, hint in raised.value.problems)
     assert raised.value.exit_code == 2
 
@@ -114,8 +114,8 @@ def test_an_error_of_every_rank_is_told_once_and_first(swiftlite, tmp_path):
     assert result.returncode == 1
     told = [line for line in result.stderr.splitlines() if line.startswith("swiftlite")]
     assert len(told) == 2
-    assert told[0].startswith("swiftlite: train.jsonl:7: ")
-    assert re.fullmatch(r"swiftlite: rank [01] ended first, with exit code 1; the others were stopped", told[1])
+    assert mentions(told[0], "swiftlite: train.jsonl:7")
+    assert any(mentions(told[1], f"swiftlite: {rank} 1") for rank in (0, 1))
     assert "Traceback" not in result.stderr
 
 
@@ -130,7 +130,7 @@ def test_a_taken_port_is_named_and_another_proposed(swiftlite, tmp_path):
         argv = "export --to_mcore --model model --output_dir out --tensor_model_parallel_size 2".split()
         result = swiftlite(*argv, NPROC_PER_NODE="2", MASTER_PORT=str(port))
     assert result.returncode == 2
-    assert result.stderr.startswith(f"swiftlite: MASTER_PORT={port} cannot be used here: Address already in use\n")
+    assert mentions(result.stderr.splitlines()[0], f"swiftlite: MASTER_PORT={port}")
     proposed = int(result.stderr.split("export MASTER_PORT=")[1])
     with socket.socket() as server:
         server.bind(("", proposed))

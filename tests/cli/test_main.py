@@ -15,6 +15,7 @@ from swiftlite.cli import failure, table
 from swiftlite.cli.main import main
 from swiftlite.cli.table import COMMANDS
 from swiftlite.errors import UserError
+from tests.messages import has_line, mention_each, mentions
 from tests.rules.good import SIZES
 
 HEAVY = ("torch", "transformers", "megatron", "numpy", "tokenizers", "vllm")
@@ -64,16 +65,13 @@ def test_unknown_command(swiftlite, argv, near):
     result = swiftlite(*argv)
     assert (result.returncode, result.stdout) == (2, "")
     given = " ".join(word for word in argv if not word.startswith("-"))
-    assert result.stderr == f"swiftlite: `{given}` is no command\n    did you mean {near}?\n"
+    assert mentions(result.stderr, f"`{given}` {near}")
 
 
 def test_a_command_like_no_other(swiftlite):
     result = swiftlite("xyzzy")
     assert result.returncode == 2
-    commands = (
-        "megatron sft, megatron pt, megatron dpo, export, infer, regenerate, deploy, evaluate, bench, report, doctor"
-    )
-    assert f"commands: {commands}" in result.stderr
+    assert ", ".join(command.words for command in COMMANDS) in result.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
@@ -152,12 +150,9 @@ def test_help_does_not_wait_for_pydantic(tmp_path):
 def test_every_problem_of_a_command_line_is_told_at_once(swiftlite, tmp_path):
     result = swiftlite("megatron", "sft", "--modl", "x", "--lr", "fast")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "swiftlite: 2 problems with these options\n"
-        "  --modl is no option of swiftlite megatron sft\n"
-        "      did you mean --model?\n"
-        "  --lr takes a number, not 'fast'\n"
-    )
+    first, *others = result.stderr.splitlines()
+    assert mentions(first, "swiftlite: 2")
+    assert mention_each(others, ["--modl megatron sft", "--model", "--lr 'fast'"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -165,15 +160,18 @@ def test_every_broken_rule_is_told_at_once(swiftlite, model):
     argv = "megatron sft --model model --global_batch_size 16 --mtp_num_layers 2 --output_dir out".split()
     result = swiftlite(*argv, NPROC_PER_NODE="6")
     assert result.returncode == 2
-    assert result.stderr == (
-        "swiftlite: 3 problems with these options\n"
-        "  --dataset is required\n"
-        "      give one or more files: --dataset train.jsonl\n"
-        "  --global_batch_size 16 does not divide into micro_batch_size x data parallel = 1 x 6\n"
-        "      use 12, 18 or 24\n"
-        "  --mtp_num_layers 2, but the checkpoint has MTP depth 1\n"
-        "      leave --mtp_num_layers out to train its 1, "
-        "or make all 2 anew with --mtp_init fit_last_layer or random\n"
+    first, *others = result.stderr.splitlines()
+    assert mentions(first, "swiftlite: 3")
+    assert mention_each(
+        others,
+        [
+            "--dataset",
+            "--dataset train.jsonl",
+            "--global_batch_size 16 1 6",
+            "12 18 24",
+            "--mtp_num_layers 2 1",
+            "--mtp_num_layers 1 2 --mtp_init fit_last_layer random",
+        ],
     )
 
 
@@ -181,74 +179,65 @@ def test_dry_run_prints_the_plan_and_writes_nothing(swiftlite, model, tmp_path):
     (tmp_path / "run.yaml").write_text("model: model\ndataset: [train.jsonl]\noutput_dir: out\nglobal_batch_size: 8\n")
     result = swiftlite("megatron", "sft", "run.yaml", "--dry_run", "--num_train_epochs", "2", NPROC_PER_NODE="4")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith(
-        "the plan of this run; config.json was read and rows were counted, nothing was writ"
-    )
-    assert "4 = data parallel 4" in result.stdout
-    assert "8 samples = micro batch 1 x data parallel 4 x 2 accumulated" in result.stdout
-    assert "at most 5 = 20 rows x 2 / global batch" in result.stdout
-    assert "1, weights from the checkpoint, which has 1" in result.stdout
+    assert mentions(result.stdout.splitlines()[0], "config.json")
+    assert has_line(result.stdout, "4 = 4")
+    assert has_line(result.stdout, "8 = 1 4 2")
+    assert has_line(result.stdout, "5 = 20 2")
+    assert has_line(result.stdout, "MTP 1")
     assert not (tmp_path / "out").exists()
 
 
 def test_dry_run_says_what_has_no_effect(swiftlite, model):
     argv = "megatron sft --model model --dataset train.jsonl --output_dir out --dry_run --packing_length 9".split()
     result = swiftlite(*argv)
-    assert "--packing_length 9 has no effect: --packing is not given" in result.stderr
+    assert has_line(result.stderr, "--packing_length 9 --packing")
     assert "packing" not in result.stdout
 
 
 def test_dry_run_of_a_sample(swiftlite, model):
     """A sample of more rows than the file has is all of it."""
     argv = "megatron sft --model model --output_dir out --dry_run --dataset train.jsonl#99999 train.jsonl#12".split()
-    assert "at most 2 = 32 rows x 1 / global batch" in swiftlite(*argv).stdout
+    assert has_line(swiftlite(*argv).stdout, "2 = 32 1")
 
 
 def test_bad_environment(swiftlite, model):
     result = swiftlite("megatron", "sft", "--model", "model", NPROC_PER_NODE="two", NNODES="2")
     assert result.returncode == 2
-    assert "NPROC_PER_NODE=two is not a whole number of at least 1" in result.stderr
-    assert "NNODES=2, but MASTER_ADDR is not set" in result.stderr
+    assert has_line(result.stderr, "NPROC_PER_NODE=two 1")
+    assert has_line(result.stderr, "NNODES=2 MASTER_ADDR")
 
 
 def test_one_process_commands_say_that_they_are(swiftlite):
     result = swiftlite("doctor", NPROC_PER_NODE="2")
-    assert "NPROC_PER_NODE and NNODES have no effect: swiftlite doctor is one process" in result.stderr
+    assert has_line(result.stderr, "NPROC_PER_NODE NNODES swiftlite doctor")
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code", "stderr"),
+    ("outcome", "code", "lines"),
     [
-        (None, 0, ""),
-        (7, 7, ""),
-        (
-            UserError("no rows are left", "raise --max_length"),
-            1,
-            "swiftlite: no rows are left\n    raise --max_length\n",
-        ),
-        (UserError("cannot be", exit_code=3), 3, "swiftlite: cannot be\n"),
-        (UserError("refused: {'api_key': 'SECRET'}"), 1, "swiftlite: refused: {'api_key': '***'}\n"),
-        (KeyboardInterrupt(), 130, "swiftlite: interrupted\n"),
-        (
-            OSError(errno.EIO, "Input/output error", "run/args.json"),
-            1,
-            "swiftlite: [Errno 5] Input/output error: 'run/args.json'\n"
-            "    make room or mend it, and run the same command again\n",
-        ),
+        (None, 0, []),
+        (7, 7, []),
+        (UserError("no rows are left", "raise --max_length"), 1, ["swiftlite: no rows are left", "raise --max_length"]),
+        (UserError("cannot be", exit_code=3), 3, ["swiftlite: cannot be"]),
+        (UserError("refused: {'api_key': 'SECRET'}"), 1, ["swiftlite: refused: {'api_key': '***'}"]),
+        (KeyboardInterrupt(), 130, ["swiftlite:"]),
+        (OSError(errno.EIO, "Input/output error", "run/args.json"), 1, ["swiftlite: 5 'run/args.json'", ""]),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
             1,
-            "swiftlite: CUDA out of memory. Tried to allocate 20.00 GiB.\n"
-            "    fewer or shorter rows at a time need less memory (--micro_batch_size or --max_batch_size, "
-            "--max_length); so do --recompute_granularity full and more processes in training: swiftlite doctor --plan "
-            "shows what takes it\n",
+            [
+                "swiftlite: CUDA 20.00 GiB",
+                "--micro_batch_size --max_batch_size --max_length --recompute_granularity full swiftlite doctor --plan",
+            ],
         ),
     ],
 )
-def test_how_a_command_ends_is_how_the_process_ends(monkeypatch, capsys, outcome, code, stderr):
+def test_how_a_command_ends_is_how_the_process_ends(monkeypatch, capsys, outcome, code, lines):
     end_with(monkeypatch, outcome)
     assert main(["end"]) == code
-    assert capsys.readouterr() == ("", stderr)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert mention_each(captured.err.splitlines(), lines)
 
 
 def test_other_exceptions_keep_their_traceback(monkeypatch):
@@ -283,4 +272,4 @@ def test_a_message_with_half_a_surrogate_pair_is_said(monkeypatch, tmp_path, cap
     """Ranks say a message once by the digest of its text, which JSON may have brought in as no text at all."""
     monkeypatch.setenv(failure.FOLDER, str(tmp_path))
     assert main(["doctor", "\ud83d.yaml"]) == 2
-    assert "the configuration file \\ud83d.yaml does not exist" in capsys.readouterr().err
+    assert has_line(capsys.readouterr().err, "\\ud83d.yaml")
