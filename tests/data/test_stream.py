@@ -19,6 +19,7 @@ from swiftlite.data.stream import Readers, Stream
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from tests.data.templates import CHATML
+from tests.messages import mention_each, mentions, naming
 
 BAD = {"query": "q", "response": ""}
 
@@ -170,7 +171,7 @@ def test_all_readers_name_the_bad_row_of_one(make_encoder, write_jsonl):
 
     with ThreadPoolExecutor(2) as pool:
         messages = list(pool.map(read, range(2)))
-    assert messages == [f"{path}:3: response: is empty\n    --max_bad_rows 1 leaves it out, but no more after it"] * 2
+    assert mention_each(messages, [f"{path}:3 response: --max_bad_rows 1"] * 2)
 
 
 def test_shares_of_files(make_encoder, write_jsonl):
@@ -213,26 +214,23 @@ def test_bad_rows_count_once_not_in_every_epoch(make_rows, write_jsonl):
     rows = make_rows([path], max_bad_rows=1)
     with pytest.raises(UserError) as caught:
         rows.take(30)
-    assert str(caught.value) == (
-        f"{path}:4: column 2: not JSON: Expecting property name enclosed in double quotes; 1 before it were left out\n"
-        "    --max_bad_rows 2 leaves it out, but no more after it"
-    )
+    assert mentions(str(caught.value), f"{path}:4 2 JSON 1 --max_bad_rows 2")
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([row(1), BAD], {}, "FILE:2: response: is empty\n    --max_bad_rows 1 leaves it out, but no more"),
-        ([row(1), {"query": "\ud800", "response": "a"}], {}, "FILE:2: messages: half of a surrogate pair"),
+        ([row(1), BAD], {}, "FILE:2 response: --max_bad_rows 1"),
+        ([row(1), {"query": "\ud800", "response": "a"}], {}, "FILE:2 messages:"),
         (
             [row(1, 20), row(2, 20)],
             {"max_length": 40},
-            "--dataset: of 2 rows none is left to train on\n    those over --max_length 40 are dropped",
+            "--dataset 2 --max_length 40",
         ),
         (
             [row(1), row(2, 20)],
             {"max_length": 40, "truncation_strategy": "error"},
-            "FILE:2 has LENGTH tokens, over --max_length 40\n    --max_length LENGTH or more; or --trunc",
+            "FILE:2 LENGTH --max_length 40 --truncation_strategy",
         ),
     ],
 )
@@ -241,17 +239,18 @@ def test_what_a_person_is_told(make_rows, make_encoder, write_jsonl, rows, optio
     with pytest.raises(UserError) as caught:
         make_rows([path], **options).take(3)
     [*_, last] = load_train_val(make_encoder(2048), [write_jsonl([row(2, 20)], "one.jsonl")]).train
-    assert str(caught.value).startswith(message.replace("FILE", path).replace("LENGTH", str(len(last))))
+    assert mentions(str(caught.value), message.replace("FILE", path).replace("LENGTH", str(len(last))))
 
 
-@pytest.mark.parametrize("now", [[row(i) for i in range(4)], [BAD] * 12])
-def test_files_that_have_changed(make_rows, write_jsonl, now):
+@pytest.mark.parametrize(("now", "named"), [([row(i) for i in range(4)], "--dataset"), ([BAD] * 12, "train.jsonl")])
+def test_files_that_have_changed(make_rows, write_jsonl, now, named):
     path = write_jsonl([row(i) for i in range(12)])
     rows = make_rows([path])
     rows.take(2)
     write_jsonl(now)
-    with pytest.raises(UserError, match="is not what this run has read before\n    resume with the same files"):
+    with pytest.raises(UserError, match=naming(named)) as caught:
         make_rows([path], state=rows.state())
+    assert not mentions(str(caught.value), "--max_bad_rows")
 
 
 def test_the_first_row_with_a_special_token_is_named(make_rows, write_jsonl, caplog):
@@ -259,4 +258,4 @@ def test_the_first_row_with_a_special_token_is_named(make_rows, write_jsonl, cap
     path = write_jsonl([row(0), said, said])
     make_rows([path], buffer_size=6).take(3)
     (message,) = caplog.messages
-    assert message.startswith(f"{path}:2 has <|im_end|>: ")
+    assert mentions(message, f"{path}:2 <|im_end|>")
