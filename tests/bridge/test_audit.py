@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite import families
 from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
 from swiftlite.bridge.hf_config import read_config
+from tests.messages import mention_each, mentions
 from tests.tiny import make_tiny_hf, mtp_names, promise
 
 
@@ -36,17 +37,17 @@ def test_config_promises_too_much(tmp_path, family):
     hf_dir = make_tiny_hf(tmp_path, family, depth=1)
     promise(hf_dir, 2)
     problems = audit(hf_dir)
-    assert problems[0] == "config.json promises 2 MTP layers, the files have tensors of 1"
+    assert mentions(problems[0], "config.json 2 1")
     missing = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir)).missing
     assert mtp_names(family, 1)[0]["projection"] in missing
-    assert problems[1:] == [f"missing: {key}" for key in missing]
+    assert mention_each(problems[1:], missing)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_config_promises_too_little(tmp_path, family):
     hf_dir = make_tiny_hf(tmp_path, family, depth=2)
     promise(hf_dir, 1)
-    assert audit(hf_dir) == ["config.json promises 1 MTP layers, the files have tensors of 2"]
+    assert mention_each(audit(hf_dir), ["config.json 1 2"])
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -57,7 +58,7 @@ def test_first_head_lost(tmp_path, family):
     rewrite(hf_dir, lambda tensors: [tensors.pop(key) for key in keys])
     on_disk = mtp_depth_on_disk(hf_dir, families.FAMILIES[family], read_config(hf_dir))
     assert (on_disk.depth, set(on_disk.missing)) == (2, set(keys))
-    assert audit(hf_dir) == [f"missing: {key}" for key in keys]
+    assert mention_each(audit(hf_dir), keys)
 
 
 # One directory serves all examples; each writes its own files over it.
@@ -71,30 +72,31 @@ def test_any_subset_of_missing_tensors_is_named(tmp_path, data):
     tensors = load_file(hf_dir / "whole")
     missing = data.draw(st.sets(st.sampled_from(sorted(tensors)), max_size=8))
     save_file({key: tensor for key, tensor in tensors.items() if key not in missing}, hf_dir / "model.safetensors")
-    assert {line for line in audit(hf_dir) if line.startswith("missing: ")} == {f"missing: {key}" for key in missing}
+    problems = "\n".join(audit(hf_dir))
+    assert {key for key in tensors if mentions(problems, key)} == missing
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda t: t.update(extra=torch.ones(1)), "unexpected: extra"),
-        (lambda t: t.update({"mtp.stray": torch.ones(1)}), "unexpected: mtp.stray"),
+        (lambda t: t.update(extra=torch.ones(1)), "extra"),
+        (lambda t: t.update({"mtp.stray": torch.ones(1)}), "mtp.stray"),
         (
             lambda t: t.update({"mtp.fc.weight": torch.ones(64, 64)}),
-            "mtp.fc.weight has shape [64, 64], config.json asks for [64, 128]",
+            "mtp.fc.weight [64, 64] config.json [64, 128]",
         ),
         (
             lambda t: t.update({"lm_head.weight": t["lm_head.weight"].int()}),
-            "lm_head.weight is torch.int32, a type of whole numbers, which weights are not",
+            "lm_head.weight torch.int32",
         ),
-        (lambda t: t["lm_head.weight"][3, 5:7].fill_(float("nan")), "lm_head.weight: 2 of 8192 numbers are not finite"),
-        (lambda t: t["mtp.norm.weight"][:1].fill_(float("inf")), "mtp.norm.weight: 1 of 64 numbers are not finite"),
+        (lambda t: t["lm_head.weight"][3, 5:7].fill_(float("nan")), "lm_head.weight: 2 8192"),
+        (lambda t: t["mtp.norm.weight"][:1].fill_(float("inf")), "mtp.norm.weight: 1 64"),
     ],
 )
 def test_wrong_tensors(tmp_path, change, expected):
     hf_dir = make_tiny_hf(tmp_path, "qwen3", depth=1)
     rewrite(hf_dir, change)
-    assert audit(hf_dir) == [expected]
+    assert mention_each(audit(hf_dir), [expected])
 
 
 def test_tied_copy_that_differs(tmp_path):
@@ -102,7 +104,7 @@ def test_tied_copy_that_differs(tmp_path):
     rewrite(hf_dir, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert audit(hf_dir) == []
     rewrite(hf_dir, lambda t: t["lm_head.weight"][-1].add_(1))
-    assert audit(hf_dir) == ["lm_head.weight differs from model.embed_tokens.weight"]
+    assert mention_each(audit(hf_dir), ["lm_head.weight model.embed_tokens.weight"])
 
 
 def test_unreadable_directory(tmp_path):
@@ -110,8 +112,8 @@ def test_unreadable_directory(tmp_path):
     family, config = families.FAMILIES["qwen3"], hf_dir / "config.json"
     whole = (hf_dir / "model.safetensors").read_bytes()
     (hf_dir / "model.safetensors").write_bytes(whole[:-1])
-    assert "cut short" in audit_hf(hf_dir, family)[0]
+    assert mentions(audit_hf(hf_dir, family)[0], "model.safetensors:")
     (hf_dir / "model.safetensors").unlink()
-    assert "no model.safetensors" in audit_hf(hf_dir, family)[0]
+    assert mentions(audit_hf(hf_dir, family)[0], "model.safetensors model.safetensors.index.json")
     config.unlink()
-    assert "no config.json" in audit_hf(hf_dir, family)[0]
+    assert mentions(audit_hf(hf_dir, family)[0], "config.json")

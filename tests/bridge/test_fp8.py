@@ -16,6 +16,7 @@ from swiftlite.bridge.hf_config import quantization_change, read_config, write_p
 from swiftlite.bridge.tensors import Checkpoint, describe
 from swiftlite.errors import UserError
 from tests.bridge.test_transfer import build, load, read_all, refusal, save, tensors_of
+from tests.messages import mentions
 from tests.tiny import make_tiny_hf
 
 BLOCK = (48, 40)  # divides none of the tiny models' sizes
@@ -151,13 +152,13 @@ KEY = "model.layers.1.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda t: t.pop(f"{KEY}_scale_inv"), f"{KEY} is torch.float8_e4m3fn without {KEY}_scale_inv"),
-        (lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 2)}), f"{KEY}_scale_inv is torch.float32 [2, 2], not"),
+        (lambda t: t.pop(f"{KEY}_scale_inv"), f"{KEY} torch.float8_e4m3fn {KEY}_scale_inv"),
+        (lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 2)}), f"{KEY}_scale_inv torch.float32 [2, 2]"),
         (
             lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 3).to(torch.float8_e4m3fn)}),
-            f"{KEY}_scale_inv is torch.float8_e4m3fn [2, 3], not factors of the [48, 40] blocks of {KEY} [64, 96]",
+            f"{KEY}_scale_inv torch.float8_e4m3fn [2, 3] [48, 40] {KEY} [64, 96]",
         ),
-        (lambda t: t.update({KEY: torch.ones(64).to(torch.float8_e4m3fn)}), f"blocks of {KEY} [64]"),
+        (lambda t: t.update({KEY: torch.ones(64).to(torch.float8_e4m3fn)}), f"{KEY} [64]"),
     ],
 )
 def test_factors_that_do_not_fit(tmp_path, mesh, change, problem):
@@ -168,12 +169,12 @@ def test_factors_that_do_not_fit(tmp_path, mesh, change, problem):
     save_file(stored, source / "model.safetensors")
     with pytest.raises(UserError) as raised:
         load(build(source, mesh, depth=0), source)
-    assert problem in str(raised.value)
-    assert any(problem in line for line in audit_hf(source, families.get(read_config(source))))
+    assert mentions(str(raised.value), problem)
+    assert any(mentions(line, problem) for line in audit_hf(source, families.get(read_config(source))))
 
 
 def test_factors_that_the_config_does_not_announce(tmp_path, mesh):
     """Without them the numbers would be wrong by their factors."""
     source = make_fp8(tmp_path, "qwen3")
     (source / "config.json").write_text(json.dumps({**read_config(source), "quantization_config": None}))
-    assert f"unexpected: {KEY}_scale_inv" in refusal(build(source, mesh, depth=0), source)
+    assert mentions(refusal(build(source, mesh, depth=0), source), f"{KEY}_scale_inv")

@@ -6,6 +6,7 @@ import pytest
 
 from swiftlite.bridge.hf_config import REMOVE, dtype_change, patch, read_config, write_patched
 from swiftlite.errors import UserError
+from tests.messages import naming
 
 TEXT = """{
   "architectures": ["Qwen3ForCausalLM"],
@@ -90,16 +91,16 @@ def test_dtype_is_declared_under_the_key_in_use():
 
 
 def test_unreadable_config(tmp_path):
-    with pytest.raises(UserError, match=r"no config\.json"):
+    with pytest.raises(UserError, match=naming("config.json")):
         read_config(tmp_path)
-    with pytest.raises(UserError, match=r"no config\.json"):
+    with pytest.raises(UserError, match=naming("config.json")):
         read_config(tmp_path / "missing")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
+    with pytest.raises(UserError, match=naming("config.json JSON")):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="not a JSON object"):
+    with pytest.raises(UserError, match=naming("config.json JSON")):
         read_config(tmp_path)
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(UserError, match="not valid JSON"):
+    with pytest.raises(UserError, match=naming("config.json JSON")):
         read_config(tmp_path)

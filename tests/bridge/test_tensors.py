@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite.bridge import tensors
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, describe, scan
 from swiftlite.errors import UserError
+from tests.messages import has_line, mentions, naming
 
 TENSORS = {
     "norm": torch.randn(5),
@@ -114,7 +115,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
     save_file({"x": torch.ones(100)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 200)
-    with checkpoint, pytest.raises(UserError, match="became shorter while it was read"):
+    with checkpoint, pytest.raises(UserError, match=naming("model.safetensors:")):
         checkpoint.read("x")
 
 
@@ -208,7 +209,7 @@ def test_full_disk_shows_before_the_first_tensor(tmp_path):
     handler, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limit[1]))
-        with pytest.raises(UserError, match=r"cannot write .*model.safetensors \(0.00 GB\): File too large"):
+        with pytest.raises(UserError, match=naming("model.safetensors 0.00 GB")):
             files.create()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -254,21 +255,23 @@ def problem_of(directory: Path) -> str:
 
 
 def test_no_safetensors(tmp_path):
-    assert "no model.safetensors and no model.safetensors.index.json" in problem_of(tmp_path)
+    absent = problem_of(tmp_path)
+    assert mentions(absent, "model.safetensors model.safetensors.index.json")
     (tmp_path / "pytorch_model.bin").touch()
-    assert "save the model as safetensors first" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), "safetensors")
+    assert not mentions(absent, "safetensors")
 
 
 def test_missing_shard(tmp_path):
     (two_shards(tmp_path) / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors: missing" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), "model-00002-of-00002.safetensors:")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 60, -1])
 def test_truncated_shard(tmp_path, keep):
     shard = two_shards(tmp_path) / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:keep])
-    assert "cut short" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), f"{shard.name}: {shard.stat().st_size}")
 
 
 def test_index_and_files_disagree(tmp_path):
@@ -279,20 +282,20 @@ def test_index_and_files_disagree(tmp_path):
     del index["weight_map"]["b"]
     index_path.write_text(json.dumps(index))
     message = problem_of(tmp_path)
-    assert "says that ghost is in model-00002-of-00002.safetensors, but it is not there" in message
-    assert "model-00001-of-00002.safetensors has b, which" in message
+    assert has_line(message, "ghost model-00002-of-00002.safetensors")
+    assert has_line(message, "model-00001-of-00002.safetensors b")
 
 
 @pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", ""])
 def test_index_may_not_point_elsewhere(tmp_path, file):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    assert "is not a plain file name" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), f"model.safetensors.index.json: {file!r}")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{}"])
 def test_index_is_no_index(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    assert "not a safetensors index" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), "model.safetensors.index.json: safetensors")
 
 
 @pytest.mark.parametrize(
@@ -313,17 +316,17 @@ def test_index_is_no_index(tmp_path, text):
 )
 def test_header_is_not_believed(tmp_path, header):
     raw_file(tmp_path / "model.safetensors", header, b"\0" * 8)
-    assert "not a safetensors file" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), "model.safetensors: safetensors")
 
 
 def test_unknown_dtype(tmp_path):
     raw_file(tmp_path / "model.safetensors", {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"\0")
-    assert "x has dtype F4, which is not supported" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), "model.safetensors: x F4")
 
 
 def test_header_length_is_not_believed(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
-    assert "not a safetensors file, or cut short" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), "model.safetensors: safetensors 10")
 
 
 def part(shape: list[int], begin: int, end: int) -> dict:
@@ -333,11 +336,11 @@ def part(shape: list[int], begin: int, end: int) -> dict:
 @pytest.mark.parametrize(
     ("header", "num_bytes", "problem"),
     [
-        ({"a": part([2], 0, 8), "b": part([2], 4, 12)}, 12, "b overlaps the tensor before it"),
-        ({"a": part([2], 0, 8), "b": part([2], 0, 8)}, 8, "b overlaps the tensor before it"),
-        ({"a": part([2], 0, 8), "b": part([2], 12, 20)}, 20, "b leaves bytes before it that are no tensor"),
-        ({"a": part([2], 4, 12)}, 12, "a leaves bytes before it that are no tensor"),
-        ({"a": part([2], 0, 8)}, 9, "1 bytes follow the last tensor"),
+        ({"a": part([2], 0, 8), "b": part([2], 4, 12)}, 12, "b"),
+        ({"a": part([2], 0, 8), "b": part([2], 0, 8)}, 8, "b"),
+        ({"a": part([2], 0, 8), "b": part([2], 12, 20)}, 20, "b"),
+        ({"a": part([2], 4, 12)}, 12, "a"),
+        ({"a": part([2], 0, 8)}, 9, "1"),
         ({"a": part([0], 0, 0), "b": part([2], 0, 8), "c": part([0], 8, 8)}, 8, ""),
     ],
 )
@@ -349,21 +352,21 @@ def test_what_the_safetensors_package_refuses_is_refused(tmp_path, header, num_b
         return
     with pytest.raises(SafetensorError):
         load_file(path)
-    assert problem in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), f"model.safetensors: safetensors {problem}")
 
 
 def test_a_pipe_is_no_shard(tmp_path):
     os.mkfifo(tmp_path / "model-00001-of-00001.safetensors")
     weight_map = {"a": "model-00001-of-00001.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert "model-00001-of-00001.safetensors: not a regular file" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), "model-00001-of-00001.safetensors:")
 
 
 def test_an_index_that_is_nested_for_ever(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
-    assert "not a safetensors index (nested more than 100 deep" in problem_of(tmp_path)
+    assert mentions(problem_of(tmp_path), "model.safetensors.index.json: safetensors 100")
 
 
 def test_a_name_that_would_draw_on_a_terminal(tmp_path):
     save_file({"\x1b[31mevil\nswiftlite: done": torch.zeros(1)}, tmp_path / "model.safetensors")
-    assert "a tensor is called '\\x1b[31mevil\\nswiftlite: done'" in problem_of(tmp_path)
+    assert "'\\x1b[31mevil\\nswiftlite: done'" in problem_of(tmp_path)

@@ -20,6 +20,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from tests.messages import has_line, mentions, naming
 from tests.tiny import NEXT_LAYER_HEADS, VISION, WRAPPED, make_tiny_hf, mtp_names, promise
 
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -241,7 +242,7 @@ def test_tied_head_in_the_file(tmp_path, mesh):
         tensors["lm_head.weight"][7, 7] += 1
 
     change_tensors(source, change_copy)
-    with pytest.raises(UserError, match=r"are tied, but lm_head\.weight differs from model\.embed_tokens\.weight"):
+    with pytest.raises(UserError, match=naming("lm_head.weight model.embed_tokens.weight")):
         load(model, source)
 
 
@@ -249,7 +250,7 @@ def test_output_directory_in_use(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "llama")
     model = build(source, mesh, depth=0)
     load(model, source)
-    with pytest.raises(UserError, match=r"already holds model.safetensors"):
+    with pytest.raises(UserError, match=naming("model.safetensors")):
         save(model, source, source)
 
 
@@ -288,20 +289,20 @@ def refusal(model: GPTModel, source: Path, **options) -> str:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda t: t.pop("model.norm.weight"), "missing: model.norm.weight"),
-        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "missing: model.layers.1.self_attn.k_proj.weight"),
-        (lambda t: t.update(extra=torch.ones(1)), "unexpected: extra"),
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight"),
+        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "model.layers.1.self_attn.k_proj.weight"),
+        (lambda t: t.update(extra=torch.ones(1)), "extra"),
         (
             lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(64)}),
-            "unexpected: model.layers.2.input_layernorm.weight",
+            "model.layers.2.input_layernorm.weight",
         ),
         (
             lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.ones(95, 64)}),
-            "model.layers.0.mlp.up_proj.weight has shape [95, 64], config.json asks for [96, 64]",
+            "model.layers.0.mlp.up_proj.weight [95, 64] config.json [96, 64]",
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(1, 64)}),
-            "model.norm.weight has shape [1, 64], config.json asks for [64]",
+            "model.norm.weight [1, 64] config.json [64]",
         ),
     ],
 )
@@ -309,15 +310,15 @@ def test_checkpoint_and_config_disagree(tmp_path, mesh, change, expected):
     source = make_tiny_hf(tmp_path / "in", "qwen3", depth=1)
     change_tensors(source, change)
     problem, *lines = refusal(build(source, mesh, depth=1), source).splitlines()
-    assert problem == f"{source} and the Megatron model do not match:"
-    assert f"  {expected}" in lines
+    assert mentions(problem, f"{source} Megatron")
+    assert any(mentions(line, expected) for line in lines)
 
 
 def test_model_and_config_disagree(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3")
     message = refusal(build(source, mesh, depth=0, intermediate_size=128, num_hidden_layers=3), source)
-    assert "no source for decoder.layers.2.mlp.linear_fc1.weight" in message
-    assert "decoder.layers.0.mlp.linear_fc2.weight has shape [64, 128], which cannot hold" in message
+    assert has_line(message, "decoder.layers.2.mlp.linear_fc1.weight")
+    assert has_line(message, "decoder.layers.0.mlp.linear_fc2.weight [64, 128]")
 
 
 def drop_mtp(tensors: dict) -> None:
@@ -328,8 +329,8 @@ def drop_mtp(tensors: dict) -> None:
 def test_mtp_asked_for_but_not_there(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "qwen3")
     message = refusal(build(source, mesh, depth=1), source)
-    assert f"--mtp_num_layers 1, but {source} has no MTP weights" in message
-    assert "add --mtp_init fit_last_layer to start from its last layer, or --mtp_init random" in message
+    assert mentions(message, f"--mtp_num_layers 1 {source}")
+    assert mentions(message, "--mtp_init fit_last_layer random")
 
 
 def test_mtp_promised_but_not_there(tmp_path, mesh):
@@ -337,15 +338,14 @@ def test_mtp_promised_but_not_there(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "mimo", depth=1)
     change_tensors(source, drop_mtp)
     message = refusal(build(source, mesh, depth=1), source)
-    assert "has no MTP weights (its config.json promises 1 MTP layers)" in message
+    assert has_line(message, f"--mtp_num_layers 1 {source} config.json")
 
 
 def test_mtp_of_another_depth(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "mimo", depth=2)
     message = refusal(build(source, mesh, depth=1), source)
-    assert "--mtp_num_layers 1, but config.json of" in message
-    assert "promises 2 MTP layers" in message
-    assert "use --mtp_num_layers 2, or add --mtp_init" in message
+    assert has_line(message, "--mtp_num_layers 1 config.json 2")
+    assert has_line(message, "--mtp_num_layers 2 --mtp_init")
 
 
 def test_mtp_there_but_not_promised(tmp_path, mesh):
@@ -361,7 +361,7 @@ def test_mtp_incomplete(tmp_path, mesh, family):
     projection = mtp_names(family, 1)[0]["projection"]
     change_tensors(source, lambda tensors: tensors.pop(projection))
     message = refusal(build(source, mesh, depth=2), source)
-    assert "lacks 1 tensors of its 2 MTP layers" in message
+    assert has_line(message, f"{source} 1 2")
     assert projection in message
 
 
@@ -369,7 +369,7 @@ def test_more_mtp_tensors_than_promised(tmp_path, mesh):
     source = make_tiny_hf(tmp_path / "in", "mimo", depth=2)
     config = read_config(source) | {"num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(config))
-    assert "unexpected: model.mtp_layers.1.input_proj.weight" in refusal(build(source, mesh, depth=1), source)
+    assert mentions(refusal(build(source, mesh, depth=1), source), "model.mtp_layers.1.input_proj.weight")
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -446,5 +446,5 @@ def test_weights_of_whole_numbers(tmp_path, mesh):
     tensors = load_file(hf_dir / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"].int()
     save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lm_head.weight is torch.int32, a type of whole numbers"):
+    with pytest.raises(UserError, match=naming("lm_head.weight torch.int32")):
         load(build(hf_dir, mesh, 1), hf_dir)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite.bridge.tensors import describe
 from swiftlite.errors import UserError
 from tests.bridge.test_transfer import build, load, read_all, save
+from tests.messages import has_line, mentions
 from tests.tiny import make_tiny_hf
 
 
@@ -48,19 +49,18 @@ def graft(tmp_path: Path, mesh, base: Path, depth: int = 1) -> str:
 
 def test_other_shapes_are_named(tmp_path, mesh):
     message = graft(tmp_path, mesh, make_tiny_hf(tmp_path / "base", "qwen3", depth=1, intermediate_size=80))
-    assert "mtp.layers.0.mlp.gate_proj.weight has shape [80, 64], this model takes [96, 64]" in message
+    assert mentions(message, "mtp.layers.0.mlp.gate_proj.weight [80, 64] [96, 64]")
     assert "q_proj" not in message
 
 
 def test_another_number_of_heads_is_refused(tmp_path, mesh):
     message = graft(tmp_path, mesh, make_tiny_hf(tmp_path / "base", "qwen3", depth=2))
-    assert "--mtp_num_layers 1, but config.json of" in message
-    assert "promises 2 MTP layers" in message
+    assert has_line(message, "--mtp_num_layers 1 config.json 2")
 
 
 def test_another_family_is_refused(tmp_path, mesh):
     message = graft(tmp_path, mesh, make_tiny_hf(tmp_path / "base", "llama", depth=1))
-    assert "is a model of type llama, the trunk one of type qwen3" in message
+    assert mentions(message, "llama qwen3")
 
 
 def test_missing_tensors_are_named(tmp_path, mesh):
