@@ -15,6 +15,7 @@ from swiftlite.export.origin import Origin, origin_of
 from swiftlite.export.run import to_hf, to_mcore
 from swiftlite.heads import Heads
 from swiftlite.hub.name import HubName
+from tests.messages import has_line, naming
 from tests.tiny import make_tiny_hf
 
 MODEL = HubName("model", "org/base", "v1")
@@ -27,11 +28,11 @@ def test_the_card_says_what_it_was_made_from(tmp_path):
     text = model_card("me/new", ORIGIN, Heads(layers=1, unroll=3), tmp_path)
     data = ModelCard(text).data.to_dict()
     assert (data["base_model"], data["datasets"], data["library_name"]) == ("org/base", ["org/rows"], "transformers")
-    assert f"- Base model: [org/base@v1](https://huggingface.co/org/base) at commit `{COMMIT}`" in text
+    assert has_line(text, f"[org/base@v1](https://huggingface.co/org/base) {COMMIT}")
     assert "- Data: [org/rows:small](https://huggingface.co/datasets/org/rows), `rows.jsonl`" in text
     assert "someone" not in text
-    assert "- Steps: 70, of the heads alone: the trunk is unchanged" in text
-    assert "depth 1, which draft 3 tokens a step" in text
+    assert has_line(text, "70")
+    assert has_line(text, "1 3")
     assert "Acceptance" not in text
 
 
@@ -49,10 +50,10 @@ def write_acceptance(run) -> None:
 
 def test_the_card_has_the_acceptance_of_the_run_and_of_engines(tmp_path):
     write_acceptance(tmp_path)
-    lines = model_card("me/new", ORIGIN, Heads(layers=1), tmp_path).splitlines()
-    assert "| before training | 8 | 3 of 100 (3.0%) | 1.03 |" in lines
-    assert "| after training | 8 | 61 of 100 (61.0%) | 1.61 |" in lines
-    assert "| after training, by vllm | 8 | 60 of 100 (60.0%) | 1.60 |" in lines
+    text = model_card("me/new", ORIGIN, Heads(layers=1), tmp_path)
+    assert has_line(text, "8 3 100 3.0% 1.03")
+    assert has_line(text, "8 61 100 61.0% 1.61")
+    assert has_line(text, "vllm 8 60 100 60.0% 1.60")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def card_of(run: Path, out: Path, mesh, **options) -> str:
 
 
 def test_heads_of_the_run_have_its_acceptance(run, tmp_path, mesh):
-    assert "61 of 100" in card_of(run, tmp_path / "out", mesh)
+    assert has_line(card_of(run, tmp_path / "out", mesh), "61 100 61.0%")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_other_heads_have_not(run, tmp_path, mesh, options):
         options = {"mtp_graft_from": str(run.parent / "other")}
     text = card_of(run, tmp_path / "out", mesh, **options)
     assert "Acceptance" not in text
-    assert "61 of 100" not in text
+    assert not has_line(text, "61 100")
 
 
 def test_heads_before_the_end_of_a_run_have_not(run, tmp_path, mesh):
@@ -103,13 +104,14 @@ def test_heads_before_the_end_of_a_run_have_not(run, tmp_path, mesh):
 def test_a_model_without_heads_promises_no_drafts():
     text = model_card("me/new", Origin("base", (), {}, steps=1, heads_only=False), Heads(), None)
     assert "speculative" not in text
-    assert "- Data: random tokens" in text
-    assert ModelCard(text).data.to_dict()["tags"] == ["swiftlite"]
+    data = ModelCard(text).data.to_dict()
+    assert data["tags"] == ["swiftlite"]
+    assert "datasets" not in data
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model": "m"}', '{"model": "m", "dataset": 1}', None])
 def test_a_run_that_cannot_say(tmp_path, text):
     if text is not None:
         (tmp_path / "args.json").write_text(text)
-    with pytest.raises(UserError, match="which says what the model was made from, is not there or damaged"):
+    with pytest.raises(UserError, match=naming(f"--push_to_hub {tmp_path / 'args.json'}")):
         origin_of(tmp_path / "checkpoint-5")

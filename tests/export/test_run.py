@@ -24,6 +24,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.train.source import describe_tensors, dtypes_of
+from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf, make_tiny_model, promise, random_mtp_tensors
 
 
@@ -251,7 +252,7 @@ def test_what_cannot_be_replaced_is_refused_at_once(export, converted, tmp_path)
     mine.touch()
     for weights in (converted / "checkpoint-0").glob("*.distcp"):
         weights.unlink()  # they are not even looked for
-    with pytest.raises(UserError, match=r"--output_dir .*/exports/out cannot be made: .*not empty"):
+    with pytest.raises(UserError, match=r"--output_dir .*/exports/out.*not empty"):
         export()
     assert [path.name for path in (tmp_path / "exports").rglob("*")] == ["out", "mine"]
 
@@ -269,7 +270,7 @@ def mount_point(tmp_path):
 
 
 def test_a_mount_point_is_refused_at_once(export, mount_point):
-    with pytest.raises(UserError, match=r"--output_dir .*/exports/out cannot be made: .*busy"):
+    with pytest.raises(UserError, match=r"--output_dir .*/exports/out.*busy"):
         export()
     assert list(mount_point.parent.iterdir()) == [mount_point]
 
@@ -281,7 +282,7 @@ def test_of_two_exports_into_one_place_the_second_is_refused(export, tmp_path):
         work = writing / "out" / "model.safetensors"
         work.parent.mkdir()
         work.touch()
-        with pytest.raises(UserError, match=rf"--output_dir {out} is in use by another run: process {os.getpid()} on"):
+        with pytest.raises(UserError, match=naming(f"--output_dir {out} {os.getpid()}")):
             export()
         assert work.exists()
 
@@ -328,11 +329,12 @@ def test_a_conversion_that_fails_leaves_nothing_behind(hf_dir, mesh, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(UserError, match=r"a checkpoint cannot be written in .*: .*File too large") as raised:
+        with pytest.raises(UserError, match=rf"{tmp_path}.*File too large") as raised:
             to_mcore(args, mesh)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert raised.value.hint == "make room or mend it, and run the same command again"
+    assert raised.value.hint
+    assert not mentions(raised.value.hint, "--resume")
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -340,7 +342,7 @@ def test_a_tensor_that_would_be_lost_leaves_nothing_behind(export, converted, tm
     note = converted / "source" / "tensors.json"
     described = json.loads(note.read_text())
     note.write_text(json.dumps({**described, "model.extra.weight": {"dtype": "float32", "shape": [1]}}))
-    with pytest.raises(UserError, match=r"model\.extra\.weight of the source model was not written"):
+    with pytest.raises(UserError, match=naming("model.extra.weight")):
         export()
     assert list((tmp_path / "exports").iterdir()) == []
 
@@ -348,14 +350,14 @@ def test_a_tensor_that_would_be_lost_leaves_nothing_behind(export, converted, tm
 def test_heads_that_fall_short_leave_nothing_behind(export, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"query": "What?", "response": "That is how it is."}) + "\n")
-    with pytest.raises(UserError, match=r"under --min_acceptance 1\.0"):
+    with pytest.raises(UserError, match=naming("--min_acceptance 1.0")):
         export(min_acceptance=1.0, val_dataset=[str(rows)])
     assert list((tmp_path / "exports").iterdir()) == []
     assert (export(min_acceptance=0.0, val_dataset=[str(rows)]) / "model.safetensors").exists()
 
 
 def test_a_run_without_checkpoint_is_named(mesh, tmp_path):
-    with pytest.raises(UserError, match="holds no checkpoint"):
+    with pytest.raises(UserError, match=naming(f"{tmp_path} checkpoint-N")):
         to_hf(ExportArgs(model=str(tmp_path), output_dir=str(tmp_path / "out"), to_hf=True), mesh)
 
 
@@ -379,24 +381,24 @@ def test_a_draft_vocabulary_is_chosen_from_the_rows_that_were_learned(export, co
     (tmp_path / "train.jsonl").write_text('{"query": "What?", "response": "7 7 7"}\n' * 2)
     write_config(SftArgs(model="hf", dataset=[str(tmp_path / "train.jsonl")]), converted / "args.json")
     (converted / "run_report.json").write_text('{"data_sha256": "of other rows"}')
-    with pytest.raises(UserError, match="its --dataset has other rows now"):
+    with pytest.raises(UserError, match=naming("--draft_vocab 4 --dataset")):
         export(draft_vocab=4)
 
 
 @pytest.mark.parametrize(
     ("trained_with", "problem"),
     [
-        (None, "they cannot be read again: .*args.json"),
-        (SftArgs(model="hf", dataset=["gone.jsonl"]), "they cannot be read again: .*gone.jsonl"),
-        (SftArgs(model="hf", dataset=["rows.jsonl"], streaming=True), "it has not read them as a whole"),
+        (None, "args.json"),
+        (SftArgs(model="hf", dataset=["gone.jsonl"]), "gone.jsonl"),
+        (SftArgs(model="hf", dataset=["rows.jsonl"], streaming=True), "--draft_vocab"),
     ],
 )
 def test_a_draft_vocabulary_needs_the_rows_of_the_run(export, converted, trained_with, problem, tmp_path):
     if trained_with:
         write_config(trained_with, converted / "args.json")
-    with pytest.raises(UserError, match=problem) as error:
+    with pytest.raises(UserError, match=naming(problem)) as error:
         export(draft_vocab=4)
-    assert "--draft_vocab 4 counts the answers" in error.value.problem
+    assert mentions(error.value.problem, "--draft_vocab 4")
     assert not (tmp_path / "exports").exists()
 
 
