@@ -22,6 +22,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from tests.evil import Evil
+from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
 
 STATE = {"mtp_num_layers": 1, "torch_dtype": "float32"}
@@ -166,7 +167,7 @@ def test_what_cannot_be_deleted_is_said(open_chunks, mesh, tmp_path, caplog, mon
     logger.propagate = True
     checkpointer.save(2)
     assert names(tmp_path) == {".checkpoint-1.deleting", "checkpoint-2"}
-    assert "checkpoint-1 cannot be deleted: Device or resource busy" in caplog.text
+    assert has_line(caplog.text, "checkpoint-1 Device or resource busy")
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_path):
@@ -179,7 +180,7 @@ def test_a_step_that_is_saved_again_replaces_the_first(open_chunks, mesh, tmp_pa
 
 
 def test_a_checkpoint_is_found_by_itself_and_in_its_run(open_chunks, mesh, tmp_path):
-    with pytest.raises(UserError, match="holds no checkpoint"):
+    with pytest.raises(UserError, match=naming(f"{tmp_path} checkpoint-N")):
         resolve_checkpoint(tmp_path)
     Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(4)
     assert resolve_checkpoint(tmp_path) == resolve_checkpoint(tmp_path / "checkpoint-4") == tmp_path / "checkpoint-4"
@@ -189,7 +190,7 @@ def test_a_checkpoint_is_found_by_itself_and_in_its_run(open_chunks, mesh, tmp_p
 def test_a_state_that_cannot_be_read_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "trainer_state.json").write_text(content)
-    with pytest.raises(UserError, match=r"trainer_state\.json is damaged"):
+    with pytest.raises(UserError, match=naming("trainer_state.json")):
         read_state(tmp_path)
 
 
@@ -197,13 +198,13 @@ def test_a_damaged_file_is_named(open_chunks, mesh, saved):
     (saved / "SHA256SUMS").unlink()
     file = next(saved.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match="checkpoint-1 is damaged, or belongs to another model"):
+    with pytest.raises(UserError, match=naming("checkpoint-1 --resume")):
         load_checkpoint(saved, mesh, open_chunks())
 
 
 def test_another_model_is_named(open_chunks, mesh, tmp_path):
     Checkpointer(tmp_path, mesh, open_chunks(), None, STATE).save(1)
-    with pytest.raises(UserError, match=r"checkpoint-1 is damaged, or belongs to another model: .*mtp"):
+    with pytest.raises(UserError, match=r"checkpoint-1.*mtp"):
         load_checkpoint(tmp_path / "checkpoint-1", mesh, open_chunks(Heads(2)))
 
 
@@ -216,19 +217,19 @@ def test_the_state_is_json_that_a_person_can_read(open_chunks, mesh, tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("{}", "step: Field required"),
-        ("[]", "the whole file: Input should be"),
-        ({"step": None}, "step: Input should be a valid integer"),
-        ({"step": "1"}, "step: Input should be a valid integer"),
-        ({"step": 1.5}, "step: Input should be a valid integer"),
-        ({"step": -1}, "step: Input should be greater than or equal to 0"),
-        ({"step": 2}, "it is of step 2, its directory of 1"),
-        ({"mtp_num_layers": "1"}, "mtp_num_layers: Input should be a valid integer"),
-        ({"mtp_num_layers": -1}, "mtp_num_layers: Input should be greater than or equal to 0"),
-        ({"torch_dtype": "load"}, "torch_dtype: Input should be 'bfloat16'"),
-        ({"stream": {"num_read": 1}}, "stream.piece: Field required"),
-        ({"stream": {**STREAM, "waiting": [[3, 0, -1]]}}, "stream.waiting.0.2: Input should be greater"),
-        ("[" * 100_000, "nested more than 100 deep"),
+        ("{}", "step:"),
+        ("[]", ""),
+        ({"step": None}, "step:"),
+        ({"step": "1"}, "step:"),
+        ({"step": 1.5}, "step:"),
+        ({"step": -1}, "step: 0"),
+        ({"step": 2}, "2 1"),
+        ({"mtp_num_layers": "1"}, "mtp_num_layers:"),
+        ({"mtp_num_layers": -1}, "mtp_num_layers: 0"),
+        ({"torch_dtype": "load"}, "torch_dtype: 'bfloat16'"),
+        ({"stream": {"num_read": 1}}, "stream.piece:"),
+        ({"stream": {**STREAM, "waiting": [[3, 0, -1]]}}, "stream.waiting.0.2:"),
+        ("[" * 100_000, "100"),
     ],
 )
 def test_a_state_that_cannot_be_is_named(tmp_path, content, problem):
@@ -236,9 +237,9 @@ def test_a_state_that_cannot_be_is_named(tmp_path, content, problem):
     checkpoint.mkdir()
     text = content if isinstance(content, str) else json.dumps({"step": 1, **STATE} | content)
     (checkpoint / "trainer_state.json").write_text(text)
-    with pytest.raises(UserError, match=r"checkpoint-1/trainer_state\.json is damaged: ") as error:
+    with pytest.raises(UserError, match=naming("checkpoint-1/trainer_state.json")) as error:
         read_state(checkpoint)
-    assert problem in error.value.problem
+    assert mentions(error.value.problem, problem)
     assert "\n" not in error.value.problem
 
 
@@ -253,16 +254,16 @@ def test_one_other_bit_is_noticed(open_chunks, mesh, saved, file):
     content = bytearray((saved / file).read_bytes())
     content[len(content) // 2] ^= 1
     (saved / file).write_bytes(content)
-    with pytest.raises(UserError, match=rf"checkpoint-1 is damaged: not as it was written \(sha256\): {file}"):
+    with pytest.raises(UserError, match=naming(f"checkpoint-1 sha256 {file}")):
         load_checkpoint(saved, mesh, open_chunks())
 
 
 def test_a_manifest_that_is_damaged_or_names_what_is_gone(open_chunks, mesh, saved):
     (saved / "common.pt").unlink()
-    with pytest.raises(UserError, match=r"sha256\): common\.pt"):
+    with pytest.raises(UserError, match=naming("checkpoint-1 sha256 common.pt")):
         load_checkpoint(saved, mesh, open_chunks())
     (saved / "SHA256SUMS").write_text("0  ../../etc/passwd\n")
-    with pytest.raises(UserError, match=r"SHA256SUMS: .*passwd' is no digest and file name"):
+    with pytest.raises(UserError, match=r"checkpoint-1.*SHA256SUMS.*passwd'"):
         load_checkpoint(saved, mesh, open_chunks())
 
 
@@ -270,32 +271,34 @@ def test_a_manifest_lists_every_file(open_chunks, mesh, saved):
     """Else what it leaves out would be read unverified, without a word."""
     lines = (saved / "SHA256SUMS").read_text().splitlines(keepends=True)
     (saved / "SHA256SUMS").write_text("".join(line for line in lines if "__0_1.distcp" not in line))
-    with pytest.raises(UserError, match=r"checkpoint-1 is damaged: SHA256SUMS lacks __0_1\.distcp"):
+    with pytest.raises(UserError, match=naming("checkpoint-1 SHA256SUMS __0_1.distcp")):
         load_checkpoint(saved, mesh, open_chunks())
     (saved / "SHA256SUMS").write_text("")
-    with pytest.raises(UserError, match=r"SHA256SUMS lacks \.metadata"):
+    with pytest.raises(UserError, match=naming("checkpoint-1 SHA256SUMS .metadata")):
         load_checkpoint(saved, mesh, open_chunks())
 
 
 def test_a_common_file_that_is_cut_short(open_chunks, mesh, saved):
     (saved / "SHA256SUMS").unlink()
     (saved / "common.pt").write_bytes(b"PK\3\4 and no more")
-    with pytest.raises(UserError, match="checkpoint-1 is damaged"):
+    with pytest.raises(UserError, match=naming("checkpoint-1 --resume")):
         load_checkpoint(saved, mesh, open_chunks())
 
 
 def test_a_checkpoint_from_before_there_were_digests(open_chunks, mesh, saved, caplog):
-    (saved / "SHA256SUMS").unlink()
     caplog.set_level("INFO", logger=logger.name)
     logger.propagate = True
     load_checkpoint(saved, mesh, open_chunks())
-    assert "checkpoint-1 was written without digests of its files" in caplog.text
+    assert not has_line(caplog.text, "checkpoint-1")
+    (saved / "SHA256SUMS").unlink()
+    load_checkpoint(saved, mesh, open_chunks())
+    assert has_line(caplog.text, "checkpoint-1")
 
 
 def test_code_in_the_metadata_does_not_run(open_chunks, mesh, saved, tmp_path):
     (saved / "SHA256SUMS").unlink()
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    with pytest.raises(UserError, match=r"checkpoint-1 is damaged.*\.metadata names .*, which no checkpoint needs"):
+    with pytest.raises(UserError, match=naming("checkpoint-1 .metadata")):
         load_checkpoint(saved, mesh, open_chunks())
     assert not (tmp_path / "ran").exists()
 
@@ -324,7 +327,7 @@ class Method:
 def test_no_other_attribute_is_taken(open_chunks, mesh, saved):
     (saved / "SHA256SUMS").unlink()
     (saved / ".metadata").write_bytes(pickle.dumps(Method()))
-    with pytest.raises(UserError, match=r"\.metadata names 'home' of .*, which no checkpoint needs"):
+    with pytest.raises(UserError, match=naming(".metadata 'home'")):
         load_checkpoint(saved, mesh, open_chunks())
 
 
@@ -338,7 +341,7 @@ def test_an_enum_that_the_pickle_changes(open_chunks, mesh, saved):
     (saved / ".metadata").write_bytes(b"\x80\x02" + build + member)
     before = WriteItemType._member_map_
     try:
-        with pytest.raises(UserError, match=r"\.metadata names '__init__' of .*, which no checkpoint needs"):
+        with pytest.raises(UserError, match=naming(".metadata '__init__'")):
             load_checkpoint(saved, mesh, open_chunks())
         assert "__init__" in WriteItemType.__members__
     finally:
@@ -360,19 +363,19 @@ def test_code_in_what_is_no_tensor_does_not_run(open_chunks, mesh, saved, tmp_pa
     assert not (tmp_path / "ran").exists()
     metadata.storage_data[index] = dataclasses.replace(metadata.storage_data[index], relative_path="../evil")
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match=r"points out of the checkpoint: '\.\./evil'"):
+    with pytest.raises(UserError, match=naming("'../evil'")):
         load_checkpoint(saved, mesh, open_chunks())
 
 
 def test_code_in_the_common_file_does_not_run(open_chunks, mesh, saved, tmp_path):
     (saved / "SHA256SUMS").unlink()
     torch.save(Evil(tmp_path / "ran"), saved / "common.pt")
-    with pytest.raises(UserError, match="checkpoint-1 is damaged") as error:
+    with pytest.raises(UserError, match=naming("checkpoint-1")) as error:
         load_checkpoint(saved, mesh, open_chunks())
     assert "\n" not in error.value.problem
     assert not (tmp_path / "ran").exists()
     (saved / "common.pt").unlink()
-    with pytest.raises(UserError, match="checkpoint-1 is damaged"):
+    with pytest.raises(UserError, match=naming("checkpoint-1")):
         load_checkpoint(saved, mesh, open_chunks())
 
 
@@ -392,7 +395,7 @@ def test_what_cannot_be_written_is_not_left(open_chunks, mesh, tmp_path, limit, 
     checkpointer.finish()
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.raises(UserError, match=r"a checkpoint cannot be written in .*: .*File too large"):
+        with pytest.raises(UserError, match=rf"{tmp_path}: .*File too large"):
             save_and_wait(checkpointer, 2, data_state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -408,7 +411,7 @@ def test_a_full_disk_is_called_so_and_has_room_again(open_chunks, mesh, tmp_path
         pytest.skip("only root may mount")
     try:
         checkpointer = Checkpointer(small, mesh, open_chunks(), None, STATE, is_async=is_async)
-        with pytest.raises(UserError, match=r"a checkpoint cannot be written in .*: the disk is full") as error:
+        with pytest.raises(UserError, match=rf"{small}: .*No space left on device") as error:
             save_and_wait(checkpointer, 1)
         assert "\n" not in error.value.problem
         assert names(small) == set()

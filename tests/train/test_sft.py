@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.train import phases, sft
+from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
 
 
@@ -65,7 +66,7 @@ def test_each_phase_writes_its_own_files(options, mesh, tmp_path):
     assert report["layout"]["processes"] == "1"
     page = (run.output_dir / "run_report.html").read_text()
     assert "What is " in page  # a prompt
-    assert f"{report['data']['train_samples']} samples were trained on" in page
+    assert mentions(page, str(report["data"]["train_samples"]))
 
 
 def test_a_page_that_cannot_be_written_fails_no_run(options, mesh, tmp_path, caplog):
@@ -73,7 +74,7 @@ def test_a_page_that_cannot_be_written_fails_no_run(options, mesh, tmp_path, cap
     logger.propagate = True
     run = train(options(), mesh)
     assert (run / "run_report.json").is_file()
-    assert "run_report.html was not written: " in caplog.text
+    assert has_line(caplog.text, "run_report.html IsADirectoryError")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -106,14 +107,14 @@ def change_the_template(args, hf_dir):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [(change_a_row, "content of --dataset"), (add_a_row, "content of --dataset"), (change_the_template, "tokenizer")],
+    [(change_a_row, "--dataset"), (add_a_row, "--dataset"), (change_the_template, "tokenizer")],
 )
 def test_a_run_does_not_resume_over_other_data(options, mesh, hf_dir, change, named):
     args = options(train_iters=2)
     train(args, mesh)
     kept = {path: path.read_bytes() for path in (Path(args.dataset[0]), hf_dir / "chat_template.jinja")}
     change(args, hf_dir)
-    with pytest.raises(UserError, match=rf"--resume: .*checkpoint-2 was trained with another .*{named}"):
+    with pytest.raises(UserError, match=naming(f"--resume checkpoint-2 {named}")):
         sft.prepare(replace(args, train_iters=4, resume=True), mesh)
     for path, content in kept.items():
         path.write_bytes(content)
@@ -124,7 +125,7 @@ def test_a_stream_does_not_resume_over_longer_files(options, mesh):
     args = options(train_iters=2, streaming=True, split_dataset_ratio=0.0)
     train(args, mesh)
     add_a_row(args, None)
-    with pytest.raises(UserError, match=r"--resume: .* was trained with another content of --dataset"):
+    with pytest.raises(UserError, match=naming("--resume --dataset")):
         sft.prepare(replace(args, train_iters=4, resume=True), mesh)
 
 
@@ -141,7 +142,7 @@ def test_a_checkpoint_without_digests_of_its_data_resumes(options, mesh):
 def test_a_checkpoint_past_the_last_step_is_named(options, mesh):
     train(options(), mesh)
     run = sft.prepare(options(train_iters=3, resume=True), mesh)
-    with pytest.raises(UserError, match="checkpoint-4 is past the 3 steps that were asked for"):
+    with pytest.raises(UserError, match=naming("checkpoint-4 3")):
         phases.restore(run)
 
 
@@ -157,7 +158,7 @@ def test_heads_alone_learn_and_the_report_proves_it(options, mesh):
 def test_heads_that_config_does_not_promise_are_not_dropped_in_silence(options, mesh, hf_dir):
     config = json.loads((hf_dir / "config.json").read_text())
     (hf_dir / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
-    with pytest.raises(UserError, match=r"has MTP tensors, but its config\.json promises no MTP layer"):
+    with pytest.raises(UserError, match=naming("config.json --mtp_num_layers 0 num_nextn_predict_layers")):
         sft.prepare(options(), mesh)
     run = sft.prepare(options(mtp_num_layers=0), mesh)
     assert run.plan.heads.layers == 0
@@ -176,5 +177,5 @@ def test_heads_that_are_grafted_come_from_the_other_model(options, mesh, tmp_pat
 def test_mock_samples_that_are_too_long_are_named(options, mesh, tmp_path):
     mock = {"mode": "file", "path": str(tmp_path / "lengths.csv")}
     (tmp_path / "lengths.csv").write_text("16\n40\n")
-    with pytest.raises(UserError, match="a sample of 40 tokens, over --max_length 32"):
+    with pytest.raises(UserError, match=naming("40 --max_length 32")):
         sft.prepare(options(sft_mock_dataset_config_json=mock, max_length=32, dataset=[]), mesh)

@@ -11,6 +11,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.open import read_hf_model
 from swiftlite.train.source import check_model_links, check_source, dtypes_of, source_tensors, write_source
+from tests.messages import naming
 from tests.tiny import make_tiny_hf
 
 
@@ -65,7 +66,7 @@ def test_grafted_heads_bring_their_own_precision(hf_dir, tmp_path):
 
 def test_a_place_that_cannot_be_made_is_named(hf_dir, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"--output_dir .*file/run cannot be made: Not a directory"):
+    with pytest.raises(UserError, match=r"--output_dir .*file/run.*Not a directory"):
         write_source(read_hf_model(hf_dir), tmp_path / "file" / "run", Heads(1))
 
 
@@ -75,7 +76,7 @@ def test_a_place_that_cannot_be_made_is_named(hf_dir, tmp_path):
 def test_a_list_of_tensors_that_cannot_be_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "tensors.json").write_text(content)
-    with pytest.raises(UserError, match=r"tensors\.json (is damaged|cannot be read)") as error:
+    with pytest.raises(UserError, match=naming("tensors.json")) as error:
         source_tensors(tmp_path)
     assert "\n" not in error.value.problem
 
@@ -92,7 +93,7 @@ def test_links_out_of_a_model_are_not_followed(hf_dir, tmp_path):
     assert not (source / "tokenizer.json").is_symlink()
     (tmp_path / "secret").write_text("not the model's")
     (snapshot / "leak.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match=r"leak\.txt is a link out of the model's directory, to .*/secret"):
+    with pytest.raises(UserError, match=naming("leak.txt /secret")):
         write_source(read_hf_model(snapshot), tmp_path / "other", Heads(1))
 
 
@@ -102,12 +103,12 @@ def test_a_directory_that_is_only_called_like_the_cache(hf_dir, tmp_path):
     hf_dir.rename(evil)
     (tmp_path / "secret").write_text("not the model's")
     (evil / "leak.txt").symlink_to("../../secret")
-    with pytest.raises(UserError, match=r"leak\.txt is a link out of the model's directory"):
+    with pytest.raises(UserError, match=naming("leak.txt /secret")):
         check_model_links(evil)
     (evil / "leak.txt").unlink()
     (evil / "config.json").rename(tmp_path / "config.json")
     (evil / "config.json").symlink_to("../../config.json")
-    with pytest.raises(UserError, match=r"config\.json is a link out of the model's directory"):
+    with pytest.raises(UserError, match=naming(f"{evil / 'config.json'} {tmp_path / 'config.json'}")):
         check_model_links(evil)
 
 
@@ -117,14 +118,14 @@ def test_links_out_of_a_run_are_not_followed(hf_dir, tmp_path):
     check_source(tmp_path / "run")
     (tmp_path / "secret").write_text("not the run's")
     (source / "leak.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match=r"leak\.txt is a link out of the run, to .*/secret"):
+    with pytest.raises(UserError, match=naming("leak.txt /secret")):
         check_source(tmp_path / "run")
     (source / "leak.txt").unlink()
     os.mkfifo(source / "pipe")
-    with pytest.raises(UserError, match="pipe is no file"):
+    with pytest.raises(UserError, match=naming(str(source / "pipe"))):
         check_source(tmp_path / "run")
     (source / "pipe").unlink()
     source.rename(tmp_path / "elsewhere")
     source.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="source is a link out of the run"):
+    with pytest.raises(UserError, match=naming(f"{source} {tmp_path / 'elsewhere'}")):
         check_source(tmp_path / "run")

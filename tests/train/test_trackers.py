@@ -15,6 +15,7 @@ from swiftlite.log import logger
 from swiftlite.redact import redact
 from swiftlite.train import phases, sft
 from swiftlite.train.trackers import TRACKERS, PatientTracker, TrackedRun, open_trackers
+from tests.messages import has_line
 
 CONFIG = redact({"lr": 1e-3, "model": "a model", "nothing": None, "kwargs": {"api_key": "sesame"}})
 
@@ -186,7 +187,7 @@ def test_a_tracker_that_fails_is_left_alone(monkeypatch, caplog, tmp_path):
     tracker.close()
     assert isinstance(broken, Broken)
     assert broken.steps == [1, 2]
-    assert caplog.text.count("--report_to wandb: the server has gone away; the run goes on without it") == 1
+    assert caplog.text.count("the server has gone away") == 1
 
 
 def refuse(run: TrackedRun):
@@ -195,12 +196,12 @@ def refuse(run: TrackedRun):
 
 def test_a_tracker_that_cannot_be_opened_stops_a_new_run_but_not_one_that_goes_on(monkeypatch, caplog, tmp_path):
     monkeypatch.setitem(TRACKERS, "wandb", refuse)
-    with pytest.raises(UserError, match="--report_to wandb: no API key") as error:
+    with pytest.raises(UserError, match=r"--report_to wandb.*no API key") as error:
         open_trackers(["wandb"], tmp_path, {}, 0)
     assert "WANDB_MODE=offline" in error.value.hint
     logger.propagate = True
     assert open_trackers(["wandb"], tmp_path, {}, 2) == []
-    assert "no API key; the run goes on without it" in caplog.text
+    assert has_line(caplog.text, "--report_to wandb no API key")
     assert not (tmp_path / "trackers.json").exists()
 
 

@@ -10,6 +10,7 @@ import torch
 from swiftlite.errors import UserError
 from swiftlite.train import phases, sft
 from swiftlite.train.trainer import Trainer, seed_of_step
+from tests.messages import mentions, naming
 
 
 class Listed:
@@ -160,10 +161,10 @@ def test_a_loss_that_is_no_number_ends_the_run(make_trainer):
     trainer = make_trainer()
     with torch.no_grad():
         next(trainer.model[0].parameters()).fill_(torch.nan)
-    with pytest.raises(UserError, match=r"^step 1: loss nan") as error:
+    with pytest.raises(UserError, match=naming("1 loss nan")) as error:
         trainer.fit(0)
     assert error.value.hint is not None
-    assert error.value.hint.startswith("lower --lr or --mtp_loss_scaling_factor, or look at the rows of this step")
+    assert mentions(error.value.hint, "--lr --mtp_loss_scaling_factor")
     assert checkpoints(trainer) == set()
 
 
