@@ -45,28 +45,30 @@ def main() -> None:
 
 def losses(args: argparse.Namespace, learns: bool, group: Any) -> tuple[Compute, Compute]:
     """Forward and backward pass of each way, which give losses and gradients."""
-    from swiftlite.model.chunked_loss import TrunkStates, Words, chunked_loss
-    from swiftlite.model.loss import distillation_loss, pick, token_loss
+    from swiftlite.model.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
+    from swiftlite.model.loss import distillation_loss, select, token_loss
 
     torch.manual_seed(0)
     weight = torch.randn(args.vocab, args.hidden, requires_grad=learns)
     states = torch.randn(args.positions, args.hidden, requires_grad=True)
     trunk = torch.randn(args.positions, args.hidden)
     words = torch.randint(0, args.vocab, (args.positions,))
-    picked = pick(words[None], words.device)
+    selected = select(words[None], words.device)
 
     learned = [states, weight] if learns else [states]
 
     def whole() -> list[torch.Tensor]:
         if args.loss == "ce":
-            found = token_loss(states @ weight.T, picked, group)
+            found = token_loss(states @ weight.T, selected, group)
         else:
-            found = distillation_loss(states @ weight.T, lambda rows: trunk[rows] @ weight.T, args.loss, picked, group)
+            found = distillation_loss(
+                states @ weight.T, lambda rows: trunk[rows] @ weight.T, args.loss, selected, group
+            )
         return [found.loss_BS, *torch.autograd.grad(found.loss_BS.sum(), learned)]
 
     def chunked() -> list[torch.Tensor]:
-        target = Words(words) if args.loss == "ce" else TrunkStates(trunk, args.loss)
-        found = chunked_loss(states, weight, target, picked, group)
+        target = LabelTarget(words) if args.loss == "ce" else TrunkTarget(trunk, args.loss)
+        found = chunked_loss(states, weight, target, selected, group)
         return [found.loss_BS, *torch.autograd.grad(found.loss_BS.sum(), learned)]
 
     return whole, chunked

@@ -8,10 +8,14 @@ On a pipeline the rows of a rank are as many micro-batches as there are stages, 
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from megatron.core.utils import unwrap_model
 
 from swiftlite.model.cache import Cache, Span
+from swiftlite.model.decode import CachedPass, forward_cached
+from swiftlite.model.gpt import GPTModel
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage
 from swiftlite.runtime.mesh import Mesh
@@ -55,17 +59,6 @@ class _MicroBatch:
 
     rows: Sequence[Row]
     cache: Cache
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """What `GPTModel.forward` takes of a micro-batch in one pass."""
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    mtp_input_ids: list[torch.Tensor] | None
-    cache: Cache
-    predicted: torch.Tensor
 
 
 class GreedyRows:
@@ -130,8 +123,8 @@ class GreedyRows:
 
     def _pass(
         self, batch: _MicroBatch, spans: Sequence[Span], predicted: torch.Tensor, num_drafts: int | None = None
-    ) -> _Pass:
-        """A pass over these tokens; with `num_drafts` one of the heads, which also take those further on."""
+    ) -> CachedPass:
+        """Make a pass over these tokens; with `num_drafts` one of the heads, which also take those further on."""
         batch.cache.begin(spans)
         layout = self.mesh.layout
         multiple = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
@@ -150,7 +143,7 @@ class GreedyRows:
                 tokens += known[start + depth : end + depth]
             return flat(tokens)
 
-        return _Pass(
+        return CachedPass(
             tokens_ahead(0),
             flat([position for _, start, end in spans for position in range(start, end)]),
             None if num_drafts is None else [tokens_ahead(depth) for depth in range(1, num_drafts + 1)],
@@ -158,11 +151,12 @@ class GreedyRows:
             predicted.to(device),
         )
 
-    def _run(self, passes: Sequence[_Pass], num_predictions: int) -> Sequence[torch.Tensor]:
+    def _run(self, passes: Sequence[CachedPass], num_predictions: int) -> Sequence[torch.Tensor]:
         """What is predicted in each micro-batch, int64 [num_predictions, N], on every rank of the model."""
 
-        def forward_step(micro_batches: Iterator[_Pass], chunk: torch.nn.Module):
-            return chunk(**vars(next(micro_batches))), lambda predictions, non_loss_data: predictions
+        def forward_step(micro_batches: Iterator[CachedPass], chunk: torch.nn.Module):
+            model = cast(GPTModel, unwrap_model(chunk))
+            return forward_cached(model, next(micro_batches)), lambda predictions, non_loss_data: predictions
 
         results = run_pipeline(
             self.model,

@@ -19,9 +19,11 @@ fed what is not there. A layer that is unrolled is one router, whose steps weigh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from swiftlite.heads import Heads
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,27 @@ class RoutedTokens:
     def sequence_T(self) -> torch.Tensor:
         """In the order in which routers have tokens."""
         return self.sequence_SB.flatten()
+
+
+def routed_tokens(
+    sequence_KSB: Sequence[torch.Tensor], num_sequences: int, heads: Heads, balance: Balance | None
+) -> list[RoutedTokens]:
+    """Describe the tokens of a micro-batch to the routers of the trunk and of each MTP depth.
+
+    Args:
+        sequence_KSB: `RoutedTokens.sequence_SB` of the trunk and of each depth.
+        num_sequences: of the micro-batch, on all its ranks.
+        balance: of the global batch; without it no router has a load-balancing loss.
+    """
+    step_weights = heads.weights if heads.unroll > 1 else (1.0,) * heads.layers
+    described = []
+    for depth, (sequence_SB, weight) in enumerate(zip(sequence_KSB, (1.0, *step_weights), strict=True)):
+        load_weight = weight / step_weights[0] if depth else 1.0
+        tokens = RoutedTokens(sequence_SB, num_sequences, load_weight)
+        if balance is not None and balance.tokens[depth]:
+            tokens = replace(tokens, mean_weight=weight / balance.tokens[depth], divisor=balance.divisor)
+        described.append(tokens)
+    return described
 
 
 def tokens_times_loss(

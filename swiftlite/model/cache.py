@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class Cache:
-    """Of one batch of rows, on one rank: keys and values of every layer or its state, and what the heads are fed.
+    """Keep of one batch of rows, on one rank: keys and values of every layer or its state, and what the heads read.
 
     Args:
         num_rows: B.
@@ -88,15 +88,15 @@ class Cache:
         kept = self._kept[name]
         return self._padded(kept[self._row_T, self._position_T], num_tokens)
 
-    def keep_behind_rows(self, name: Name, new: torch.Tensor) -> None:
-        """Put what a module has behind the last token of each span, [spans, ...], in the place of what it had."""
+    def update_state(self, name: Name, new: torch.Tensor) -> None:
+        """Replace a module's state of each row of this pass, [spans, ...]: the one after the last token of the span."""
         kept = self._kept.get(name)
         if kept is None:
             kept = self._kept[name] = new.new_zeros(self.num_rows, *new.shape[1:])
         kept[self._span_rows()] = new
 
-    def behind_rows(self, name: Name, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """What was kept so of the rows of this pass, [spans, *shape]; zeros of rows that begin."""
+    def state(self, name: Name, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a module's state of each row of this pass, [spans, *shape]; zeros for rows that begin."""
         kept = self._kept.get(name)
         if kept is None:
             return torch.zeros(len(self.spans), *shape, dtype=dtype, device=self.device)

@@ -5,7 +5,7 @@ states. All that is kept is the latter. The gradient of the output matrix needs 
 counts in the sum that is minimised; where the matrix learns, the backward pass makes the logits of each chunk again.
 For 8,192 positions and 150,000 words that is one more product (a thirtieth of an 8B model's work) instead of 5 GB.
 
-Shapes: B batch, S sequence, N picked tokens, C of them in a chunk, V vocabulary on this rank, H hidden size.
+Shapes: B batch, S sequence, N selected tokens, C of them in a chunk, V vocabulary on this rank, H hidden size.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from swiftlite.model.loss import (
     DISTANCES,
     Distance,
     Group,
-    Picked,
+    Selected,
     TokenLoss,
     cross_entropy_,
     laid_out,
@@ -32,10 +32,10 @@ from swiftlite.plan.kernels import CHUNK
 
 
 @dataclass(frozen=True)
-class Words:
+class LabelTarget:
     """Tokens [N] that the states are to predict, by cross-entropy."""
 
-    words_N: torch.Tensor
+    label_N: torch.Tensor
 
     def loss_(
         self,
@@ -53,11 +53,11 @@ class Words:
             share_C1: what the gradient is multiplied by; None for 1.
         """
         function = _cross_entropy_ if group is not None else _fused_cross_entropy_
-        return function(logits_CV, self.words_N[rows], share_C1, group)
+        return function(logits_CV, self.label_N[rows], share_C1, group)
 
 
 @dataclass(frozen=True)
-class TrunkStates:
+class TrunkTarget:
     """The trunk's own states [N, H], to whose logits those of the states are to be near."""
 
     trunk_NH: torch.Tensor
@@ -71,17 +71,17 @@ class TrunkStates:
         group: Group,
         share_C1: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `Words.loss_`."""
+        """As `LabelTarget.loss_`."""
         trunk_CV = self.trunk_NH[rows] @ weight_VH.t()
         function = _distance_ if group is not None else _fused_distance_
         return function(logits_CV, trunk_CV, self.distance, share_C1, group)
 
 
 def _cross_entropy_(
-    logits_CV: torch.Tensor, words_C: torch.Tensor, share_C1: torch.Tensor | None, group: Group
+    logits_CV: torch.Tensor, label_C: torch.Tensor, share_C1: torch.Tensor | None, group: Group
 ) -> torch.Tensor:
     wide_CV = logits_CV.float()
-    loss_C = cross_entropy_(wide_CV, words_C, group)
+    loss_C = cross_entropy_(wide_CV, label_C, group)
     _put_(wide_CV, share_C1, logits_CV)
     return loss_C
 
@@ -106,14 +106,14 @@ def _put_(gradient_CV: torch.Tensor, share_C1: torch.Tensor | None, logits_CV: t
 _fused_cross_entropy_ = compiled(_cross_entropy_)
 _fused_distance_ = compiled(_distance_)
 
-Target = Words | TrunkStates
+Target = LabelTarget | TrunkTarget
 
 
 def chunked_loss(
     states_NH: torch.Tensor,
     weight_VH: torch.Tensor,
     target: Target,
-    picked: Picked,
+    selected: Selected,
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
@@ -121,12 +121,12 @@ def chunked_loss(
 
     Args:
         weight_VH: this rank's part of the output matrix.
-        picked: which positions the states are of.
+        selected: which positions the states are of.
         tokens_V: the tokens of the matrix's rows, where they are not the whole vocabulary.
     """
     results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, sharing(tp_group), tokens_V)
     loss_N, prediction_N = results
-    return laid_out(loss_N, prediction_N, picked)
+    return laid_out(loss_N, prediction_N, selected)
 
 
 class _ChunkedLoss(torch.autograd.Function):

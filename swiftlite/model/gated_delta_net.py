@@ -113,7 +113,7 @@ class GatedDeltaNet(MegatronModule):
         qkvz_SBP, _ = self.in_proj_qkvz(hidden_states)
         ba_SBP, _ = self.in_proj_ba(hidden_states)
         if isinstance(attention_mask, Cache):
-            mixed_SBE = self._grow(qkvz_SBP.squeeze(1), ba_SBP.squeeze(1), attention_mask).unsqueeze(1)
+            mixed_SBE = self._forward_cached(qkvz_SBP.squeeze(1), ba_SBP.squeeze(1), attention_mask).unsqueeze(1)
         else:
             mixed_SBE = self._rows(qkvz_SBP, ba_SBP, packed_seq_params)
         output_SBH, _ = self.out_proj(mixed_SBE)
@@ -136,20 +136,20 @@ class GatedDeltaNet(MegatronModule):
             mixed_SBE = mixed_SBE[zigzag_positions(lengths, group.rank(), group.size(), mixed_SBE.device)]
         return mixed_SBE.contiguous()
 
-    def _grow(self, qkvz_TP: torch.Tensor, ba_TP: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def _forward_cached(self, qkvz_TP: torch.Tensor, ba_TP: torch.Tensor, cache: Cache) -> torch.Tensor:
         """[T, N * E] of the tokens of a pass; of padding zeros."""
         convolved = self.conv1d.weight.size(0)
         inputs, states = (self, "inputs"), (self, "states")
         heads = self.groups * self.values_per_group
-        before = cache.behind_rows(inputs, (self.sizes.kernel - 1, convolved), qkvz_TP.dtype)
-        state = cache.behind_rows(states, (heads, self.sizes.key_head_dim, self.sizes.value_head_dim), torch.float32)
+        before = cache.state(inputs, (self.sizes.kernel - 1, convolved), qkvz_TP.dtype)
+        state = cache.state(states, (heads, self.sizes.key_head_dim, self.sizes.value_head_dim), torch.float32)
         *lengths, num_padding = cache.lengths(len(qkvz_TP))
         if not lengths:
             return qkvz_TP.new_zeros(num_padding, heads * self.sizes.value_head_dim)
         tokens = slice(cache.num_tokens)
         mixed_TE, before, state = self._mix(qkvz_TP[tokens], ba_TP[tokens], lengths, before, state)
-        cache.keep_behind_rows(inputs, before)
-        cache.keep_behind_rows(states, state)
+        cache.update_state(inputs, before)
+        cache.update_state(states, state)
         return torch.cat([mixed_TE, mixed_TE.new_zeros(num_padding, mixed_TE.size(1))])
 
     def _mix(

@@ -1,6 +1,6 @@
 """Per-token losses and prediction over a vocabulary that may be split over tensor-parallel ranks.
 
-Shapes: B batch, S sequence, N picked tokens, V vocabulary on this rank, H hidden size.
+Shapes: B batch, S sequence, N selected tokens, V vocabulary on this rank, H hidden size.
 """
 
 from collections.abc import Callable
@@ -22,31 +22,31 @@ MAX_POSITIONS = 256
 
 
 @dataclass(frozen=True)
-class Picked:
-    """The positions of a micro-batch that have a label, row by row; see `pick`.
+class Selected:
+    """The positions of a micro-batch that have a label, row by row; see `select`.
 
     Attributes:
-        row_N, place_N: where they are in [B, S], int64.
-        word_N: their labels.
+        row_N, pos_N: where they are in [B, S], int64.
+        label_N: their labels.
         shape: B and S.
     """
 
     row_N: torch.Tensor
-    place_N: torch.Tensor
-    word_N: torch.Tensor
+    pos_N: torch.Tensor
+    label_N: torch.Tensor
     shape: torch.Size
 
 
-def pick(labels_BS: torch.Tensor, device: torch.device) -> Picked:
+def select(labels_BS: torch.Tensor, device: torch.device) -> Selected:
     """The positions with a label, on the device.
 
     Args:
         labels_BS: on the host, best of all: how many there are the host must know, and would wait for a GPU to say.
     """
-    row_N, place_N = (labels_BS != IGNORE_INDEX).nonzero(as_tuple=True)
-    together_3N = torch.stack([row_N, place_N, labels_BS[row_N, place_N]])  # one copy instead of three
-    row_N, place_N, word_N = on_device(together_3N, device)
-    return Picked(row_N, place_N, word_N, labels_BS.shape)
+    row_N, pos_N = (labels_BS != IGNORE_INDEX).nonzero(as_tuple=True)
+    stacked_3N = torch.stack([row_N, pos_N, labels_BS[row_N, pos_N]])  # one copy instead of three
+    row_N, pos_N, label_N = on_device(stacked_3N, device)
+    return Selected(row_N, pos_N, label_N, labels_BS.shape)
 
 
 @dataclass(frozen=True)
@@ -93,25 +93,25 @@ def vocab_parallel_argmax(logits_NV: torch.Tensor, group: Group, tokens_V: torch
     return torch.stack(tokens).gather(0, best_rank_N[None])[0]
 
 
-def token_loss(logits_NV: torch.Tensor, picked: Picked, tp_group: dist.ProcessGroup) -> TokenLoss:
-    """Loss and prediction for the picked positions, laid out as [B, S] again.
+def token_loss(logits_NV: torch.Tensor, selected: Selected, tp_group: dist.ProcessGroup) -> TokenLoss:
+    """Loss and prediction for the selected positions, laid out as [B, S] again.
 
     Args:
-        logits_NV: this rank's part of the logits at the picked positions.
-        picked: which positions those are, and the token that each must predict.
+        logits_NV: this rank's part of the logits at the selected positions.
+        selected: which positions those are, and the token that each must predict.
     """
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group))
     # The [1, N] shape is megatron-core's [S, B]; the loss does not care which is which.
-    loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], picked.word_N[None])[0]
-    return laid_out(loss_N, prediction_N, picked)
+    loss_N = tensor_parallel.vocab_parallel_cross_entropy(logits_NV.float()[None], selected.label_N[None])[0]
+    return laid_out(loss_N, prediction_N, selected)
 
 
 def distillation_loss(
     logits_NV: torch.Tensor,
     trunk_logits: Callable[[slice], torch.Tensor],
     kind: Distance,
-    picked: Picked,
+    selected: Selected,
     tp_group: dist.ProcessGroup,
     tokens_V: torch.Tensor | None = None,
 ) -> TokenLoss:
@@ -126,14 +126,14 @@ def distillation_loss(
     Args:
         logits_NV: the head's; the memory of float32 ones is used for the gradient, so nothing may read them later.
         trunk_logits: the trunk's, [n, V], at some of the N positions; called for at most MAX_POSITIONS.
-        picked: which positions those are.
+        selected: which positions those are.
         tokens_V: the tokens of these logits, where they are not the whole vocabulary.
     """
     with torch.no_grad():
         prediction_N = vocab_parallel_argmax(logits_NV, sharing(tp_group), tokens_V)
     loss_N = _Distillation.apply(logits_NV, trunk_logits, kind, sharing(tp_group))
     assert loss_N is not None
-    return laid_out(loss_N, prediction_N, picked)
+    return laid_out(loss_N, prediction_N, selected)
 
 
 class _Distillation(torch.autograd.Function):
@@ -163,12 +163,12 @@ class _Distillation(torch.autograd.Function):
         return gradient_NV.mul_(grad_outputs[0][:, None]).to(ctx.dtype), None, None, None
 
 
-def cross_entropy_(logits_NV: torch.Tensor, words_N: torch.Tensor, group: Group) -> torch.Tensor:
+def cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor, group: Group) -> torch.Tensor:
     """[N], minus the log of what each word gets; in the place of the logits their gradient, softmax minus one-hot."""
     if group is None:
-        return _whole_cross_entropy_(logits_NV, words_N)
+        return _whole_cross_entropy_(logits_NV, label_N)
     _below_largest_(logits_NV, group)
-    here_N = words_N - group.rank() * logits_NV.size(-1)
+    here_N = label_N - group.rank() * logits_NV.size(-1)
     is_elsewhere_N = (here_N < 0) | (here_N >= logits_NV.size(-1))
     here_N1 = here_N.masked_fill(is_elsewhere_N, 0)[:, None]
     logit_N = _sum_over_ranks(logits_NV.gather(1, here_N1)[:, 0].masked_fill(is_elsewhere_N, 0), group)
@@ -178,26 +178,26 @@ def cross_entropy_(logits_NV: torch.Tensor, words_N: torch.Tensor, group: Group)
     return sum_N.log() - logit_N
 
 
-def _whole_cross_entropy_(logits_NV: torch.Tensor, words_N: torch.Tensor) -> torch.Tensor:
+def _whole_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
     """`cross_entropy_` of a whole vocabulary."""
     if torch.compiler.is_compiling():
-        return _compiled_cross_entropy_(logits_NV, words_N)
+        return _compiled_cross_entropy_(logits_NV, label_N)
     _below_largest_(logits_NV, None)
-    logit_N = logits_NV.gather(1, words_N[:, None])[:, 0]
+    logit_N = logits_NV.gather(1, label_N[:, None])[:, 0]
     sum_N = logits_NV.exp_().sum(dim=-1)
-    one_N1 = sum_N.new_full((), -1.0).expand(len(words_N), 1)
-    logits_NV.div_(sum_N[:, None]).scatter_add_(1, words_N[:, None], one_N1)
+    one_N1 = sum_N.new_full((), -1.0).expand(len(label_N), 1)
+    logits_NV.div_(sum_N[:, None]).scatter_add_(1, label_N[:, None], one_N1)
     return sum_N.log() - logit_N
 
 
-def _compiled_cross_entropy_(logits_NV: torch.Tensor, words_N: torch.Tensor) -> torch.Tensor:
+def _compiled_cross_entropy_(logits_NV: torch.Tensor, label_N: torch.Tensor) -> torch.Tensor:
     """`_whole_cross_entropy_` in the form that becomes one kernel and makes no tensor of the logits' size: it has no
     scatter, and computes exponentials twice instead of keeping them."""
     largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
     log_sum_N1 = (logits_NV - largest_N1).exp().sum(dim=-1, keepdim=True).log() + largest_N1
-    loss_N1 = log_sum_N1 - logits_NV.gather(1, words_N[:, None])
+    loss_N1 = log_sum_N1 - logits_NV.gather(1, label_N[:, None])
     words_V = torch.arange(logits_NV.size(1), device=logits_NV.device)
-    is_word_NV = words_V == words_N[:, None]
+    is_word_NV = words_V == label_N[:, None]
     logits_NV.copy_((logits_NV - log_sum_N1).exp() - is_word_NV.to(logits_NV.dtype))
     return loss_N1[:, 0]
 
@@ -303,10 +303,10 @@ def _sum_over_ranks(part_N: torch.Tensor, group: Group) -> torch.Tensor:
     return part_N
 
 
-def laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, picked: Picked) -> TokenLoss:
-    """As [B, S] again, what was computed at the picked positions."""
+def laid_out(loss_N: torch.Tensor, prediction_N: torch.Tensor, selected: Selected) -> TokenLoss:
+    """As [B, S] again, what was computed at the selected positions."""
     # By indices: the gradient of what a mask says is of a size that the host would wait for.
-    where = (picked.row_N, picked.place_N)
-    loss_BS = loss_N.new_zeros(picked.shape).index_put(where, loss_N)
-    prediction_BS = prediction_N.new_full(picked.shape, -1).index_put(where, prediction_N)
+    where = (selected.row_N, selected.pos_N)
+    loss_BS = loss_N.new_zeros(selected.shape).index_put(where, loss_N)
+    prediction_BS = prediction_N.new_full(selected.shape, -1).index_put(where, prediction_N)
     return TokenLoss(loss_BS, prediction_BS)

@@ -214,8 +214,8 @@ class MLASelfAttention(McoreMLASelfAttention):
         first, second = heads.split([self.config.qk_head_dim, last], dim=-1)
         return first, second
 
-    def _rotate(self, pos: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Turn channels; those that turn in pairs are taken apart before, of queries and keys alike."""
+    def _rotate(self, pos: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
+        """Rotate channels; those rotated in pairs are taken apart before, of queries and keys alike."""
         if self.config.rope_interleave:
             pos = pos.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
-        return rotation(self.config)(pos, turns)
+        return rotation(self.config)(pos, rotary_emb)

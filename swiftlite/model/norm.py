@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from swiftlite.model.compiled import compiled
+from swiftlite.model.stage_states import StageStates
 
 
 class RMSNorm(nn.Module):
@@ -66,10 +67,12 @@ fused_zero_centered_norm = compiled(zero_centered_norm)
 
 @cache
 def keeping(norm: Any) -> type:
-    """The norm behind the trunk where MTP heads take the state before it: a subclass that gives its input and its
-    output [2S, B, H], one after the other, so that a pipeline sends both to the stage of the heads."""
+    """Make the trunk's final norm where MTP heads read the state before it.
+
+    Its output is both states in wire form [2S, B, H], so that a pipeline sends both to the stage of the heads.
+    """
 
     def forward(self: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat((hidden, norm.forward(self, hidden)))
+        return StageStates(norm.forward(self, hidden), prenorm_SBH=hidden).to_wire()
 
     return type(f"Keeping{norm.__name__}", (norm,), {"forward": forward})

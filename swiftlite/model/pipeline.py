@@ -20,7 +20,7 @@ model's output that gives what is to be minimised, its number of targets, and an
 
 
 Shape = tuple[int, int, int]
-"""Of what crosses from one stage to the next: positions of all states, rows, hidden size."""
+"""Of the tensor that one stage sends to the next, `StageStates.to_wire`: positions of all states, rows, hidden size."""
 
 
 def run_pipeline(
@@ -41,7 +41,7 @@ def run_pipeline(
         iterators: one for each chunk, since each walks over the micro-batches for itself.
         shapes: rows and tokens of each micro-batch, before context-parallel ranks cut it.
         tells_shapes: stages tell each other the shape of each tensor, by a message before it that the host waits for;
-            for passes of which something else crosses than of training (`model/gpt.py`).
+            for passes that send other states than training (`model/decode.py`).
         options: further ones of megatron-core's schedules.
 
     Returns:

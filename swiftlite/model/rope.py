@@ -83,18 +83,18 @@ class RotaryEmbedding:
             offset: position of each sequence's first token.
         """
         if self.rope_type in LENGTH_DEPENDENT:
-            return torch.cat([self._turns(length, offset) for length in lengths], dim=1)
-        longest = self._turns(max(lengths), offset)
+            return torch.cat([self._rotary_emb(length, offset) for length in lengths], dim=1)
+        longest = self._rotary_emb(max(lengths), offset)
         return torch.cat([longest[:, :length] for length in lengths], dim=1)
 
-    def _turns(self, length: int, offset: int) -> torch.Tensor:
-        """[2, length, 1, 1, R] of one sequence."""
+    def _rotary_emb(self, length: int, offset: int) -> torch.Tensor:
+        """Compute [2, length, 1, 1, R] for one sequence."""
         frequencies, scaling = self._frequencies(length)
         positions = torch.arange(offset, offset + length, dtype=torch.float32, device=self.device)
         angles = torch.outer(positions, on_device(frequencies, self.device))
         sine = angles.sin() * scaling
-        turns = torch.stack([(angles.cos() * scaling).repeat(1, 2), torch.cat([-sine, sine], dim=-1)])
-        return turns[:, :, None, None].to(self.dtype)
+        rotary_emb = torch.stack([(angles.cos() * scaling).repeat(1, 2), torch.cat([-sine, sine], dim=-1)])
+        return rotary_emb[:, :, None, None].to(self.dtype)
 
     def _frequencies(self, length: int | None) -> tuple[torch.Tensor, float]:
         """Angles per position [R / 2], and the factor on cosines and sines, which is 1 for most types.
@@ -108,8 +108,8 @@ class RotaryEmbedding:
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=length)
 
 
-def rotate(channels: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Turn the first R channels of heads, i together with i + R / 2, and leave the others.
+def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
+    """Rotate the first R channels of heads, i together with i + R / 2, and leave the others.
 
     With x and y the two halves of those channels, c and s the cosines and sines of their angles:
 
@@ -118,16 +118,16 @@ def rotate(channels: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
 
     Args:
         channels: [S, B, N, D].
-        turns: [2, S, 1, 1, R], what stands above: c c and -s s.
+        rotary_emb: [2, S, 1, 1, R], c c and -s s of above.
     """
-    cosine, sine = turns
-    num_turned = turns.size(-1)
-    rest = channels[..., num_turned:]
+    cosine, sine = rotary_emb
+    num_rotary = rotary_emb.size(-1)
+    rest = channels[..., num_rotary:]
     if rest.size(-1):
-        channels = channels[..., :num_turned]
-    swapped = channels.roll(num_turned // 2, dims=-1)
-    turned = channels * cosine + swapped * sine
-    return torch.cat([turned, rest], dim=-1) if rest.size(-1) else turned
+        channels = channels[..., :num_rotary]
+    swapped = channels.roll(num_rotary // 2, dims=-1)
+    rotated = channels * cosine + swapped * sine
+    return torch.cat([rotated, rest], dim=-1) if rest.size(-1) else rotated
 
 
 fused_rotate = compiled(rotate)

@@ -1,4 +1,4 @@
-"""Self-attention whose queries and keys are turned by what was made once for all layers."""
+"""Self-attention whose queries and keys take the rotary embeddings that were computed once for all layers."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class SelfAttention(McoreSelfAttention):
         """Outputs [S, B, H], and no bias.
 
         What the stock method hands on unseen to `get_query_key_value_tensors` are the states of cross attention, which
-        there are none of here; what turns queries and keys takes their place.
+        there are none of here; rotary embeddings take their place.
 
         Args:
             rotary_pos_emb: `RotaryEmbedding`'s, of this rank's part of the row.

@@ -142,7 +142,7 @@ def decoder_layers_per_stage(layout: ParallelLayout, num_layers: int) -> list[in
 def states_sent(
     layout: ParallelLayout, num_layers: int, num_drafts: int, heads_take_before_norm: bool = False
 ) -> list[int]:
-    """How many states of its rows each stage but the last sends to the next one, see `model/gpt.py`.
+    """Count the states that each stage but the last sends to the next one (`model.stage_states.StageStates`).
 
     Et*2|t*2|m|L with one head that takes the state before the final norm: [1, 2, 2].
 

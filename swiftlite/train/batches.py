@@ -28,7 +28,7 @@ def shard(batch: Batch, rank: int, size: int) -> Batch:
 def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
     """The batches on the device, and of each row the part that this context-parallel rank computes.
 
-    Labels stay on the host: how many there are decides how large the loss is (`loss.pick`).
+    Labels stay on the host: how many there are decides how large the loss is (`loss.select`).
     """
     move = partial(on_device, device=mesh.device.torch_device)
     for batch in batches:

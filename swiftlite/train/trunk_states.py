@@ -15,11 +15,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import unwrap_model
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
@@ -36,6 +36,7 @@ from swiftlite.model.gpt import GPTModel, TrunkOutput
 from swiftlite.model.loss import TokenLoss
 from swiftlite.model.open import HfModel
 from swiftlite.model.ranks import largest
+from swiftlite.model.stage_states import StageStates
 from swiftlite.plan.layout import ParallelLayout
 from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_of_heads
@@ -72,12 +73,12 @@ class TrunkStates:
         Raises:
             UserError: a file is damaged, or cannot be written.
         """
+        bare = cast(GPTModel, unwrap_model(model))
         path = self.directory / f"{self._name(batch)}.safetensors"
         # Ranks share layers, so all of them compute or none does.
         if not largest(int(not path.exists()), self.mesh):
-            return _read(path, self.mesh.device.torch_device)
-        trunk_output: Any = get_attr_wrapped_model(model, "trunk_output", allow_none=False)
-        output = trunk_output(
+            return _read(path, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
+        output = bare.trunk_output(
             batch.tokens_KBS[0], batch.position_ids_BS, batch.labels_KBS[0], describe_packed(batch.cu_seqlens)
         )
         # Without sequence parallelism all tensor-parallel ranks hold the same states.
@@ -226,7 +227,7 @@ def _write(path: Path, output: TrunkOutput) -> None:
         UserError: the disk takes no more.
     """
     tensors = {
-        "states_SBH": output.states_SBH,
+        "states_SBH": output.states.to_wire(),
         "loss_BS": output.loss.loss_BS,
         "prediction_BS": output.loss.prediction_BS,
     }
@@ -239,8 +240,11 @@ def _write(path: Path, output: TrunkOutput) -> None:
         raise UserError(f"{FLAG}: {path} cannot be written: {error.strerror}", "make room, then --resume") from None
 
 
-def _read(path: Path, device: torch.device) -> TrunkOutput:
-    """What `_write` wrote.
+def _read(path: Path, has_prenorm: bool, device: torch.device) -> TrunkOutput:
+    """Read what `_write` wrote.
+
+    Args:
+        has_prenorm: the heads read the trunk's state before its final norm, so that it was written too.
 
     Raises:
         UserError: the file is another.
@@ -254,7 +258,8 @@ def _read(path: Path, device: torch.device) -> TrunkOutput:
         is_whole = False
     if not is_whole:
         raise UserError(f"{FLAG}: {path} is damaged", "delete this file, then --resume: its states are computed again")
-    return TrunkOutput(on_device(tensors["states_SBH"], device), loss)
+    states = StageStates.from_wire(on_device(tensors["states_SBH"], device), has_prenorm=has_prenorm)
+    return TrunkOutput(states, loss)
 
 
 def _sha256(value: Any) -> str:

@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 from swiftlite.args.fields import MtpLoss
 from swiftlite.heads import Heads
 from swiftlite.model import chunked_loss, loss
-from swiftlite.model.chunked_loss import CHUNK, TrunkStates, Words
+from swiftlite.model.chunked_loss import CHUNK, LabelTarget, TrunkTarget
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.plan.kernels import Kernels
 from tests.model.test_distillation import make_batch, peak_bytes
@@ -75,20 +75,20 @@ def test_memory_is_that_of_one_chunk(kind, mesh):
     num_positions, hidden, vocab_size = 8 * CHUNK, 16, 1 << 12
     weight = torch.randn(vocab_size, hidden, requires_grad=True)
     states = torch.randn(num_positions, hidden, requires_grad=True)
-    picked = loss.pick(torch.zeros(1, num_positions, dtype=torch.int64), weight.device)
+    selected = loss.select(torch.zeros(1, num_positions, dtype=torch.int64), weight.device)
     trunk = torch.randn(num_positions, hidden)
 
     def from_all_logits() -> None:
         if kind == "ce":
-            found = loss.token_loss(states @ weight.T, picked, mesh.tp)
+            found = loss.token_loss(states @ weight.T, selected, mesh.tp)
         else:
             rows = lambda rows: trunk[rows] @ weight.T  # noqa: E731
-            found = loss.distillation_loss(states @ weight.T, rows, kind, picked, mesh.tp)
+            found = loss.distillation_loss(states @ weight.T, rows, kind, selected, mesh.tp)
         found.loss_BS.sum().backward()
 
     def in_chunks() -> None:
-        target = Words(picked.word_N) if kind == "ce" else TrunkStates(trunk, kind)
-        chunked_loss.chunked_loss(states, weight, target, picked, mesh.tp).loss_BS.sum().backward()
+        target = LabelTarget(selected.label_N) if kind == "ce" else TrunkTarget(trunk, kind)
+        chunked_loss.chunked_loss(states, weight, target, selected, mesh.tp).loss_BS.sum().backward()
 
     in_chunks()  # what the first call allocates once
     logits_of_chunk = CHUNK * vocab_size * 4
@@ -131,12 +131,12 @@ def test_the_compiled_loss_is_that_of_float64(kind, dtype, mesh, monkeypatch):
     states, trunk = (torch.randn(33, 24, generator=generator).to(dtype) for _ in range(2))
     weight = torch.randn(1003, 24, generator=generator).to(dtype)
     words, share = torch.randint(0, 1003, (33,), generator=generator), torch.rand(33, generator=generator)
-    picked = loss.pick(words[None], weight.device)
-    target = Words(words) if kind == "ce" else TrunkStates(trunk, kind)
+    selected = loss.select(words[None], weight.device)
+    target = LabelTarget(words) if kind == "ce" else TrunkTarget(trunk, kind)
     ours = states.clone().requires_grad_(), weight.clone().requires_grad_()
     exact = states.double().requires_grad_(), weight.double().requires_grad_()
     with torch.compiler.set_stance("default"):
-        found = chunked_loss.chunked_loss(*ours, target, picked, mesh.tp)
+        found = chunked_loss.chunked_loss(*ours, target, selected, mesh.tp)
         (found.loss_BS[0] * share).sum().backward()
     expected = exact_loss(kind, *exact, words, trunk.double())
     (expected * share).sum().backward()
@@ -170,8 +170,9 @@ def test_bytes_that_the_compiled_loss_moves(kind, mesh, monkeypatch):
     num_positions, hidden, vocab_size = CHUNK, 8, 4001
     weight = torch.randn(vocab_size, hidden).bfloat16().requires_grad_(kind == "ce")
     states = torch.randn(num_positions, hidden).bfloat16().requires_grad_()
-    picked = loss.pick(torch.randint(0, vocab_size, (1, num_positions)), weight.device)
-    target = Words(picked.word_N) if kind == "ce" else TrunkStates(torch.randn(num_positions, hidden).bfloat16(), kind)
+    selected = loss.select(torch.randint(0, vocab_size, (1, num_positions)), weight.device)
+    trunk = torch.randn(num_positions, hidden).bfloat16()
+    target = LabelTarget(selected.label_N) if kind == "ce" else TrunkTarget(trunk, kind)
 
     def as_one_kernel(function: Any, passes: int) -> Any:
         def run(*args: Any) -> torch.Tensor:
@@ -190,7 +191,7 @@ def test_bytes_that_the_compiled_loss_moves(kind, mesh, monkeypatch):
                 ce, distance = chunked_loss._cross_entropy_, chunked_loss._distance_
                 patches.setattr(chunked_loss, "_fused_cross_entropy_", as_one_kernel(ce, 3))
                 patches.setattr(chunked_loss, "_fused_distance_", as_one_kernel(distance, 4))
-            chunked_loss.chunked_loss(states, weight, target, picked, mesh.tp).loss_BS.sum().backward()
+            chunked_loss.chunked_loss(states, weight, target, selected, mesh.tp).loss_BS.sum().backward()
         moved.append(sum(traffic.bytes.values()) / num_positions / vocab_size)
     assert moved[0] > 100
     assert moved[1] <= 30

@@ -28,9 +28,9 @@ def make_batch(depth: int, packed: bool) -> Batch:
     return (collate_packed if packed else collate)(samples, 0, num_drafts=depth)
 
 
-def all_picked(number: int) -> loss.Picked:
+def all_selected(number: int) -> loss.Selected:
     """Of one row with a label at each of these positions, word 0."""
-    return loss.pick(torch.zeros(1, number, dtype=torch.int64), torch.device("cpu"))
+    return loss.select(torch.zeros(1, number, dtype=torch.int64), torch.device("cpu"))
 
 
 def kl(head: torch.Tensor, trunk: torch.Tensor) -> torch.Tensor:
@@ -132,14 +132,14 @@ def test_a_draft_vocabulary_is_all_that_heads_know(kind, tied, tmp_path, mesh):
 @pytest.mark.parametrize("kind", DISTANCES)
 def test_a_head_that_is_the_trunk_has_no_loss(kind, mesh):
     logits = torch.randn(7, 50)
-    picked = all_picked(7)
+    selected = all_selected(7)
     head = logits.clone().requires_grad_()
     # A constant on all logits is the same distribution.
-    found = loss.distillation_loss(head * 1.0, lambda rows: logits[rows] + 3, kind, picked, mesh.tp)
+    found = loss.distillation_loss(head * 1.0, lambda rows: logits[rows] + 3, kind, selected, mesh.tp)
     found.loss_BS.sum().backward()
     torch.testing.assert_close(found.loss_BS, torch.zeros(1, 7), rtol=0, atol=1e-6)
     assert torch.equal(found.prediction_BS[0], logits.argmax(-1))
-    other = loss.distillation_loss(head * 2.0, lambda rows: logits[rows], kind, picked, mesh.tp)
+    other = loss.distillation_loss(head * 2.0, lambda rows: logits[rows], kind, selected, mesh.tp)
     assert float(other.loss_BS.min()) > 0.01
 
 
@@ -149,7 +149,7 @@ def test_total_variation_is_what_rejection_sampling_rejects(mesh):
     p, q = torch.randn(20).softmax(-1), torch.randn(20).softmax(-1)
     drafts = torch.multinomial(q, 1_000_000, replacement=True)
     kept = torch.rand(len(drafts)) < p[drafts] / q[drafts]
-    found = loss.distillation_loss(q.log()[None], lambda rows: p.log()[None], "tv", all_picked(1), mesh.tp).loss_BS
+    found = loss.distillation_loss(q.log()[None], lambda rows: p.log()[None], "tv", all_selected(1), mesh.tp).loss_BS
     assert float(found) == pytest.approx(1 - float(kept.float().mean()), abs=0.002)  # four standard deviations
 
 
@@ -157,7 +157,7 @@ def test_nla_teaches_a_head_that_says_nothing_of_what_the_trunk_says(mesh):
     """Where they overlap by e^-40, the gradient of tv is as small; nla moves the trunk's word up and the head's down.
 
     So does a head of which nothing is left in float32, at e^-200: it has no gradient, and no nan."""
-    one = all_picked(1)
+    one = all_selected(1)
     for distance, expected in ((40.0, [-1.0, 1.0]), (200.0, [0.0, 0.0])):
         head = torch.tensor([[0.0, distance]], requires_grad=True)
         loss.distillation_loss(
@@ -183,13 +183,13 @@ def test_memory_is_that_of_cross_entropy_and_one_call_of_the_trunk(kind, dtype, 
     num_positions, vocab_size, hidden = 8 * loss.MAX_POSITIONS, 2048, 16
     weight = torch.randn(vocab_size, hidden, dtype=dtype, requires_grad=True)
     head = torch.randn(num_positions, hidden, dtype=dtype, requires_grad=True)
-    trunk, picked = torch.randn(num_positions, hidden, dtype=dtype), all_picked(num_positions)
+    trunk, selected = torch.randn(num_positions, hidden, dtype=dtype), all_selected(num_positions)
 
     def cross_entropy() -> None:
-        loss.token_loss(head @ weight.T, picked, mesh.tp).loss_BS.sum().backward()
+        loss.token_loss(head @ weight.T, selected, mesh.tp).loss_BS.sum().backward()
 
     def distillation() -> None:
-        found = loss.distillation_loss(head @ weight.T, lambda rows: trunk[rows] @ weight.T, kind, picked, mesh.tp)
+        found = loss.distillation_loss(head @ weight.T, lambda rows: trunk[rows] @ weight.T, kind, selected, mesh.tp)
         found.loss_BS.sum().backward()
 
     cross_entropy()  # what the first call allocates once

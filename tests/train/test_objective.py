@@ -12,6 +12,7 @@ from swiftlite.data.batch import NO_SAMPLE, Batch, collate
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import Losses
+from swiftlite.model.stage_states import StageStates
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.objective import NextTokenObjective, total_loss
 from tests.model.test_logits import load_megatron
@@ -111,13 +112,15 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, mesh, depth)
     model = load_megatron(make_tiny_hf(tmp_path, "qwen3", depth=depth), mesh, torch.float32)
     samples = make_samples(3)
     batch = collate(samples, 0, num_drafts=depth)
-    hidden, rotary = model.forward_preprocess(batch.tokens_KBS[0], batch.position_ids_BS)
+    rotary = model.rotary_emb(batch.position_ids_BS)
+    hidden = model.forward_preprocess(batch.tokens_KBS[0], batch.position_ids_BS)
     hidden = model.forward_decoder(hidden, rotary)
     heads = [
         head.detach().requires_grad_()
-        for head in model.forward_mtp(hidden, list(batch.tokens_KBS[1:]), batch.position_ids_BS, rotary)
+        for head in model.forward_mtp(hidden, list(batch.tokens_KBS[1:]), batch.position_ids_BS, [rotary] * depth)
     ]
-    losses = model.forward_postprocess([hidden.detach(), *heads], list(batch.labels_KBS))
+    states = StageStates(hidden.detach(), heads_SBH=heads)
+    losses = model.forward_postprocess(states, list(batch.labels_KBS))
     assert isinstance(losses, Losses)
     objective = NextTokenObjective(Heads(depth), SCALE)
     coefficients = objective.coefficients(objective.count_targets([batch]))

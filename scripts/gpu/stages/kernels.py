@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from result import Results, Settings
 
-from swiftlite.model.chunked_loss import Words, chunked_loss
+from swiftlite.model.chunked_loss import LabelTarget, chunked_loss
 from swiftlite.model.experts import fused_add_reversed_, grouped_linear
 from swiftlite.model.kernels import modules_of, varlen_kernel
-from swiftlite.model.loss import pick
+from swiftlite.model.loss import select
 from swiftlite.model.norm import fused_zero_centered_norm
 from swiftlite.model.rope import fused_rotate, rotate
 from swiftlite.model.tensor_parallel import add_product_, sums_products_in_float32
@@ -131,8 +131,8 @@ def check_loss(results: Results, name: str, group, states: torch.Tensor, matrix:
     words = torch.randint(len(matrix), (len(states),), device=states.device)
 
     def ours(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        picked = pick(words[None], words.device)
-        return chunked_loss(states, matrix, Words(words), picked, group).loss_BS[0]
+        selected = select(words[None], words.device)
+        return chunked_loss(states, matrix, LabelTarget(words), selected, group).loss_BS[0]
 
     def exact(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(states @ matrix.T, words, reduction="none")

@@ -154,8 +154,8 @@ def plain(case: Case, settings: Settings, results: Results, compiles: bool = Fal
 
 def loss_alone(case: Case, settings: Settings, results: Results) -> None:
     """Milliseconds of the cross-entropy with its products, forward and backward, of one micro-batch."""
-    from swiftlite.model.chunked_loss import Words, chunked_loss
-    from swiftlite.model.loss import pick, token_loss
+    from swiftlite.model.chunked_loss import LabelTarget, chunked_loss
+    from swiftlite.model.loss import select, token_loss
     from swiftlite.runtime.distributed import session
 
     positions, hidden, vocab = (64, 64, 499) if settings.tiny else (8192, 2048, 151_936)
@@ -164,19 +164,19 @@ def loss_alone(case: Case, settings: Settings, results: Results) -> None:
         states = torch.randn(positions, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
         matrix = (torch.randn(vocab, hidden, device=device) / hidden**0.5).bfloat16().requires_grad_()
         words = torch.randint(0, vocab, (1, positions))
-        picked = pick(words, device)
+        selected = select(words, device)
 
         def all_logits() -> torch.Tensor:
-            return token_loss(states @ matrix.t(), picked, mesh.tp).loss_BS.sum()
+            return token_loss(states @ matrix.t(), selected, mesh.tp).loss_BS.sum()
 
         def in_chunks() -> torch.Tensor:
-            return chunked_loss(states, matrix, Words(picked.word_N), picked, mesh.tp).loss_BS.sum()
+            return chunked_loss(states, matrix, LabelTarget(selected.label_N), selected, mesh.tp).loss_BS.sum()
 
         ways = {"all logits": all_logits, "in chunks, compiled": in_chunks}
         if not missing("liger_kernel", settings):
             package = importlib.import_module("liger_kernel.transformers")
             fused = package.LigerFusedLinearCrossEntropyLoss(reduction="sum")
-            ways["Liger"] = lambda: fused(matrix, states, picked.word_N)
+            ways["Liger"] = lambda: fused(matrix, states, selected.label_N)
         for name, compute in ways.items():
             free_memory()
             seconds = []

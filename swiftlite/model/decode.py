@@ -1,0 +1,129 @@
+"""Greedy decoding with a cache: `GPTModel`'s stages over rows that grow, a pass of new tokens at a time.
+
+Passes of the trunk extend the rows. A pass of the heads follows, over tokens that the trunk has had: the stage of the
+heads keeps in its cache what they read. So on a pipeline other states cross from stage to stage than in training:
+
+    pass            to the stage of the heads       from there to the last stage
+    of the trunk    as `StageStates` says           the trunk's state after the norm      [T, 1, H]
+    of the heads    a placeholder [1, 1, H]         the state of each depth               [D * T, 1, H]
+
+Shapes: T new tokens of all rows, one row after the other, padding last; N of them with a prediction; H hidden size; D
+MTP depth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+from swiftlite.errors import UserError
+from swiftlite.model.cache import Cache
+from swiftlite.model.gpt import GPTModel, OutputMatrix
+from swiftlite.model.loss import MAX_POSITIONS, sharing, vocab_parallel_argmax
+
+HEAD_INPUT = "head_input"
+"""The name under which a cache keeps the trunk's states that the heads read."""
+
+
+@dataclass(frozen=True)
+class CachedPass:
+    """One pass over new tokens of rows, side by side without padding between them.
+
+    Attributes:
+        input_ids: [1, T].
+        position_ids: [1, T].
+        mtp_input_ids: None for a pass of the trunk; for a pass of the heads [1, T] for each depth k, the token k
+            positions later.
+        cache: of the rows; its spans are these tokens.
+        predicted: int64 [N], the tokens of the pass after which a prediction is requested.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    mtp_input_ids: Sequence[torch.Tensor] | None
+    cache: Cache
+    predicted: torch.Tensor
+
+
+@torch.no_grad()
+def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
+    """Run the stages that this rank holds over a pass.
+
+    Returns:
+        The most likely token after each predicted position, by the trunk or by each depth, int64 [1 or D, N]; before
+        the last pipeline stage the states for the next one.
+
+    Raises:
+        UserError: a layer keeps nothing of earlier tokens.
+    """
+    if new.mtp_input_ids is None:
+        states = [_forward_trunk(model, new)]
+    else:
+        states = _forward_heads(model, new, new.mtp_input_ids)
+    if not model.post_process:
+        return torch.cat(states)
+    output = model.trunk_output_matrix() if new.mtp_input_ids is None else model.head_output_matrix()
+    return torch.stack([_most_likely(model, hidden_T1H, new.predicted, output) for hidden_T1H in states])
+
+
+def _forward_trunk(model: GPTModel, new: CachedPass) -> torch.Tensor:
+    """Run embedding and decoder layers, as far as this stage holds them, and keep what the heads will read."""
+    received: Any = model.decoder.input_tensor
+    if model.follows_heads:
+        return received
+    embeddings_T1H = model.forward_preprocess(new.input_ids, new.position_ids)
+    hidden_T1H = model.forward_decoder(embeddings_T1H, _rotary_emb(model, new), cache=new.cache)
+    if any(span.start == 0 for span in new.cache.spans):
+        _check_use(model, new.cache)
+    states = model.split_decoder_output(hidden_T1H)
+    if model.mtp_process:
+        new.cache.keep(HEAD_INPUT, model.whole_sequence(states.head_input_SBH))
+    return states.trunk_SBH
+
+
+def _forward_heads(model: GPTModel, new: CachedPass, mtp_input_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run the heads, if this stage holds them, over what the passes of the trunk have kept."""
+    received: Any = model.decoder.input_tensor
+    if model.follows_heads:
+        return list(received.chunk(model.heads.drafts))
+    if not model.mtp_process:
+        return [_placeholder(model, new.cache) if model.pre_process else received]
+    head_input_T1H = new.cache.kept(HEAD_INPUT, new.input_ids.size(1))
+    if model.config.sequence_parallel:
+        head_input_T1H = scatter_to_sequence_parallel_region(head_input_T1H, group=model.pg_collection.tp)
+    by_step = [_rotary_emb(model, new, offset) for offset in range(model.heads.unroll)]
+    rotary_embs = by_step * model.heads.layers
+    return model.forward_mtp(head_input_T1H, mtp_input_ids, new.position_ids, rotary_embs, cache=new.cache)
+
+
+def _rotary_emb(model: GPTModel, new: CachedPass, offset: int = 0) -> torch.Tensor:
+    """Look up cosines and sines [2, T, 1, 1, R] at the positions of a pass; each row begins at `offset`."""
+    return model.rotary_pos_emb([new.cache.capacity], offset)[:, new.position_ids[0]]
+
+
+def _placeholder(model: GPTModel, cache: Cache) -> torch.Tensor:
+    """Return a tensor for a stage that has nothing to send: the next one waits for one."""
+    return torch.zeros(1, 1, model.config.hidden_size, dtype=model.config.pipeline_dtype, device=cache.device)
+
+
+def _check_use(model: GPTModel, cache: Cache) -> None:
+    """Refuse layers that keep nothing: their later tokens would not see the earlier ones."""
+    for layer in model.decoder.layers:
+        if not cache.is_used_by(layer):
+            problem = f"layer {layer.layer_number} keeps nothing of earlier tokens, so it cannot continue prompts"
+            raise UserError(problem, "add --acceptance_samples 0")
+
+
+def _most_likely(
+    model: GPTModel, hidden_T1H: torch.Tensor, predicted: torch.Tensor, output: OutputMatrix
+) -> torch.Tensor:
+    """Return the most likely tokens [N] after some positions of the flat row; MAX_POSITIONS logits at a time."""
+    hidden_NH = model.whole_sequence(hidden_T1H)[predicted, 0]
+    token_N = torch.empty_like(predicted)
+    for start in range(0, len(predicted), MAX_POSITIONS):
+        some = slice(start, start + MAX_POSITIONS)
+        logits_NV = output.logits(hidden_NH[some])
+        token_N[some] = vocab_parallel_argmax(logits_NV, sharing(model.pg_collection.tp), output.tokens_V)
+    return token_N

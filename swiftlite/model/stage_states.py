@@ -1,0 +1,65 @@
+"""The hidden states that one pipeline stage sends to the next, as names and as the one tensor that is sent.
+
+Shapes: S sequence (of this context- and sequence-parallel rank), B batch, H hidden size, D MTP depth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class StageStates:
+    """Hold the hidden states of one micro-batch between two pipeline stages, [S, B, H] each.
+
+    For example, the layout `Et*2|t*2|m|L` with two MTP depths that read the trunk's state before its final norm. The
+    norm is on the stage of the last decoder layer:
+
+        stage   holds                           sends                               on the wire
+        0       embedding, 2 layers             trunk                               [S, B, H]
+        1       2 layers, final norm            prenorm, trunk                      [2S, B, H]
+        2       MTP layers                      trunk, depth 1, depth 2             [3S, B, H]
+        3       output layer                    nothing: it returns the losses
+
+    Where the heads read the state after the norm, stage 1 sends only that, [S, B, H]. `plan.layout.states_sent` counts
+    the states that each stage sends.
+
+    Attributes:
+        trunk_SBH: the trunk's state; from the final norm on, the one after it.
+        prenorm_SBH: the trunk's state before the final norm, between the norm and heads that read it; otherwise None.
+        heads_SBH: the state of each MTP depth after its output norm; empty before the heads.
+    """
+
+    trunk_SBH: torch.Tensor
+    prenorm_SBH: torch.Tensor | None = None
+    heads_SBH: Sequence[torch.Tensor] = ()
+
+    @property
+    def head_input_SBH(self) -> torch.Tensor:
+        """The trunk's state that the first MTP depth reads."""
+        return self.trunk_SBH if self.prenorm_SBH is None else self.prenorm_SBH
+
+    def to_wire(self) -> torch.Tensor:
+        """Concatenate the states along the sequence: one to 1 + D of them, [S, B, H] to [(1 + D)S, B, H].
+
+        The result is always a copy, because megatron-core frees what a stage has sent.
+        """
+        prenorm = () if self.prenorm_SBH is None else (self.prenorm_SBH,)
+        return torch.cat((*prenorm, self.trunk_SBH, *self.heads_SBH))
+
+    @classmethod
+    def from_wire(cls, wire_SBH: Any, *, has_prenorm: bool = False, num_heads: int = 0) -> "StageStates":
+        """Split what `to_wire` concatenated.
+
+        Args:
+            has_prenorm: the tensor comes from the final norm, and heads on this stage or a later one read the state
+                before it.
+            num_heads: D after the heads, 0 before them.
+        """
+        num_states = has_prenorm + 1 + num_heads
+        states_SBH = list(wire_SBH.chunk(num_states)) if num_states > 1 else [wire_SBH]
+        prenorm_SBH = states_SBH.pop(0) if has_prenorm else None
+        trunk_SBH, *heads_SBH = states_SBH
+        return cls(trunk_SBH, prenorm_SBH, heads_SBH)

@@ -1,0 +1,56 @@
+"""What crosses from one pipeline stage to the next, in its two forms."""
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from swiftlite.args.fields import ParallelLayout
+from swiftlite.model.norm import RMSNorm, keeping
+from swiftlite.model.stage_states import StageStates
+from swiftlite.plan.layout import states_sent
+
+S, B, H = 5, 2, 3
+CROSSINGS = [(False, 0), (True, 0), (False, 2)]
+"""Before the norm, or after it where heads read the state after it; after the norm; after the heads."""
+
+
+def make(has_prenorm: bool, num_heads: int) -> StageStates:
+    trunk_SBH, prenorm_SBH, *heads_SBH = torch.randn(2 + num_heads, S, B, H)
+    return StageStates(trunk_SBH, prenorm_SBH if has_prenorm else None, heads_SBH)
+
+
+@pytest.mark.parametrize(("has_prenorm", "num_heads"), CROSSINGS)
+def test_the_receiver_has_what_the_sender_had(has_prenorm, num_heads):
+    sent = make(has_prenorm, num_heads)
+    received = StageStates.from_wire(sent.to_wire(), has_prenorm=has_prenorm, num_heads=num_heads)
+    assert torch.equal(received.trunk_SBH, sent.trunk_SBH)
+    assert torch.equal(received.head_input_SBH, sent.head_input_SBH)
+    assert (received.prenorm_SBH is None) is (not has_prenorm)
+    assert len(received.heads_SBH) == num_heads
+    assert all(map(torch.equal, received.heads_SBH, sent.heads_SBH))
+
+
+def test_the_worked_example_is_what_the_plan_counts():
+    layout = ParallelLayout(pipeline_model_parallel_size=4, pipeline_model_parallel_layout="Et*2|t*2|m|L")
+    counted = states_sent(layout, num_layers=4, num_drafts=2, heads_take_before_norm=True)
+    lengths = [len(make(*crossing).to_wire()) for crossing in CROSSINGS]
+    assert lengths == [count * S for count in counted]
+
+
+@pytest.mark.parametrize(("has_prenorm", "num_heads"), CROSSINGS)
+def test_what_is_sent_shares_no_memory(has_prenorm, num_heads):
+    """megatron-core frees a tensor once it is sent, and refuses one that is a view."""
+    states = make(has_prenorm, num_heads)
+    wire = states.to_wire()
+    before = states.trunk_SBH.clone()
+    assert wire._base is None
+    wire.zero_()
+    assert torch.equal(states.trunk_SBH, before)
+
+
+def test_a_final_norm_before_heads_that_read_its_input_gives_both():
+    norm = keeping(RMSNorm)(TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=1), H)
+    hidden_SBH = torch.randn(S, B, H)
+    states = StageStates.from_wire(norm(hidden_SBH), has_prenorm=True)
+    assert torch.equal(states.head_input_SBH, hidden_SBH)
+    assert torch.equal(states.trunk_SBH, RMSNorm.forward(norm, hidden_SBH))
