@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,20 @@ class Linear(Protocol):
     explicit_expert_comm: bool
 
 
+class Base(NamedTuple):
+    """What a layer computed without its adapter.
+
+    Attributes:
+        output: [S, B, out].
+        weight: of the layer.
+        bias: of the layer, where the output includes it.
+    """
+
+    output: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class Adapter(nn.Module):
     """The adapter of one linear layer: an A and a B for each HF part that gets one.
 
@@ -67,9 +81,6 @@ class Adapter(nn.Module):
     is split and B whole. Between the two stand `rank` numbers per token, and what ranks exchange is only those. Of
     experts, and wherever the layer leaves the sum over ranks to its caller, the whole one of the two has its gradient
     summed instead.
-
-    With DoRA the layer computes the rows of W + B A at lengths that are learned. As in PEFT no gradient goes through
-    the lengths that the rows would have.
     """
 
     def __init__(self, linear: Linear, layer: Binding, lora: Lora):
@@ -94,29 +105,36 @@ class Adapter(nn.Module):
         modules = adapted_modules(layer.row, lora)
         # Not in a ParameterDict: with overlap_param_gather they arrive when the module that has them is called.
         for module in modules:
-            a, b = weight.new_empty(lora.rank, weight.size(1)), weight.new_empty(lengths[module], lora.rank)
-            self.register_parameter(f"{A}{leaf_of(module)}", nn.Parameter(a))
-            self.register_parameter(f"{B}{leaf_of(module)}", nn.Parameter(b))
-            if lora.has_magnitudes:
-                magnitude = nn.Parameter(weight.new_empty(lengths[module]))
-                self.register_parameter(f"{MAGNITUDE}{leaf_of(module)}", magnitude)
+            self._add_part(leaf_of(module), weight, lengths[module], lora.rank)
         order = _order(parts, modules, lengths)
         is_ordered = torch.equal(order, torch.arange(sum(lengths[module] for module in modules)))
         self.register_buffer("order", None if is_ordered else order.to(weight.device), persistent=False)
 
-        # Experts on whom no other tensor-parallel rank has a part are no duplicates of each other.
-        all_differ = linear.is_expert and self.group.size() == 1
-        kinds = ((A, 1, not self.is_column), (B, 0, self.is_column), (MAGNITUDE, 0, self.is_column))
-        for kind, dim, is_split in kinds:
-            for parameter in self.parts(kind):
-                set_tensor_model_parallel_attributes(parameter, is_split or all_differ, dim, 1)
-                parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
-                # megatron-core sums these gradients over tensor-parallel ranks, each of which sees a part of the row.
-                is_cut = self.sequence_parallel and not self.caller_sums and not is_split
-                parameter.sequence_parallel = is_cut  # type: ignore[attr-defined]
+        self._describe_split(weight, A, 1, not self.is_column)
+        self._describe_split(weight, B, 0, self.is_column)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """What is added to the layer's output [S, B, out], of its input [S, B, in]."""
+    def _add_part(self, leaf: str, weight: torch.Tensor, length: int, rank: int) -> None:
+        """Register the parameters of an HF part with this many rows, unset."""
+        self.register_parameter(f"{A}{leaf}", nn.Parameter(weight.new_empty(rank, weight.size(1))))
+        self.register_parameter(f"{B}{leaf}", nn.Parameter(weight.new_empty(length, rank)))
+
+    def _describe_split(self, weight: torch.Tensor, kind: str, dim: int, is_split: bool) -> None:
+        """Tell megatron-core along which axis ranks share the parameters of a kind."""
+        # Experts on whom no other tensor-parallel rank has a part are no duplicates of each other.
+        all_differ = self.is_expert and self.group.size() == 1
+        for parameter in self.parts(kind):
+            set_tensor_model_parallel_attributes(parameter, is_split or all_differ, dim, 1)
+            parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+            # megatron-core sums these gradients over tensor-parallel ranks, each of which sees a part of the row.
+            is_cut = self.sequence_parallel and not self.caller_sums and not is_split
+            parameter.sequence_parallel = is_cut  # type: ignore[attr-defined]
+
+    def forward(self, input: torch.Tensor, base: Base) -> torch.Tensor:
+        """Return what is added to the layer's output, [S, B, out].
+
+        Args:
+            input: of the layer, [S, B, in].
+        """
         a, b = torch.cat(self.parts(A)), self._in_order(torch.block_diag(*self.parts(B)))
         if self.caller_sums:
             a, b = (_summed(a, self.group), b) if self.is_column else (a, _summed(b, self.group))
@@ -139,23 +157,69 @@ class Adapter(nn.Module):
         return input * is_kept / (1 - self.dropout)
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """The layer's weight on this rank with the adapter, summed in float32; not for a backward pass."""
-        whole = self._plain_sum(weight)
-        return whole * self.factors(whole)[:, None] if self.parts(MAGNITUDE) else whole
-
-    def factors_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """`factors` of the layer's weight, for a backward pass to the magnitudes alone."""
-        with torch.no_grad():
-            whole = self._plain_sum(weight)
-        return self.factors(whole)
-
-    def _plain_sum(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight on this rank with B A, float32."""
+        """Return the layer's weight on this rank with the adapter, summed in float32; not for a backward pass."""
         pairs = zip(self.parts(A), self.parts(B), strict=True)
         return weight.float() + self._in_order(torch.cat([(b.float() @ a.float()) * self.scaling for a, b in pairs]))
 
+    def parts(self, kind: str) -> list[torch.Tensor]:
+        """Return the parameters of a kind (A, B, magnitudes) in the order of the layer's HF parts."""
+        named: Iterable[tuple[str, torch.Tensor]] = self.named_parameters()
+        return [parameter for name, parameter in named if name.startswith(kind)]
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one HF part after the other in the layer's order, zeros for the parts without an adapter."""
+        order = cast(torch.Tensor | None, self.order)
+        return rows if order is None else F.pad(rows, (0, 0, 0, 1)).index_select(0, order)
+
+    def _exchange(self, hidden_SBR: torch.Tensor) -> torch.Tensor:
+        if self.caller_sums:
+            return hidden_SBR
+        if self.is_column and self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_SBR, group=self.group)
+        if self.is_column:
+            return copy_to_tensor_model_parallel_region(hidden_SBR, group=self.group)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(hidden_SBR, group=self.group)
+        return reduce_from_tensor_model_parallel_region(hidden_SBR, group=self.group)
+
+
+class DoraAdapter(Adapter):
+    """An adapter with which the layer computes the rows of W + B A at lengths that are learned (DoRA).
+
+    With m the learned lengths, each row of the layer's output is multiplied by m / |W + B A|. As in PEFT no gradient
+    goes through the lengths |W + B A|.
+    """
+
+    def __init__(self, linear: Linear, layer: Binding, lora: Lora):
+        super().__init__(linear, layer, lora)
+        self._describe_split(linear.weight, MAGNITUDE, 0, self.is_column)
+
+    def _add_part(self, leaf: str, weight: torch.Tensor, length: int, rank: int) -> None:
+        super()._add_part(leaf, weight, length, rank)
+        self.register_parameter(f"{MAGNITUDE}{leaf}", nn.Parameter(weight.new_empty(length)))
+
+    def forward(self, input: torch.Tensor, base: Base) -> torch.Tensor:
+        """Return what is added to the layer's output: B A x + (m / |W + B A| - 1) (W + B A) x, [S, B, out]."""
+        added = super().forward(input, base)
+        product = base.output + added
+        if base.bias is not None:
+            product = product - base.bias
+        with torch.no_grad():
+            whole = super().merged(base.weight)
+        change = self.factors(whole) - 1  # before it is rounded: bfloat16 has two digits beside a 1
+        return added + change.to(base.output.dtype) * product
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """As `Adapter.merged`, the rows at their learned lengths."""
+        whole = super().merged(weight)
+        return whole * self.factors(whole)[:, None]
+
     def factors(self, whole: torch.Tensor) -> torch.Tensor:
-        """What the rows [out] of the sum of weight and adapter are multiplied by: 1 without an adapter of their own."""
+        """Return the factors m / |W + B A| of rows [out]: 1 for rows without an adapter of their own.
+
+        Args:
+            whole: W + B A, float32.
+        """
         magnitudes = torch.cat(self.parts(MAGNITUDE))
         if self.caller_sums and not self.is_column:
             magnitudes = _summed(magnitudes, self.group)
@@ -179,34 +243,13 @@ class Adapter(nn.Module):
             magnitude.copy_(own)
 
     def _lengths(self, whole: torch.Tensor) -> torch.Tensor:
-        """Lengths [out] of rows, of which ranks may hold parts."""
+        """Compute the lengths [out] of rows, of which ranks may hold parts."""
         lengths = torch.linalg.norm(whole, dim=1)
         if self.is_column or self.group.size() == 1:
             return lengths
         squares = lengths.square()
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
-
-    def parts(self, kind: str) -> list[torch.Tensor]:
-        """The A's or the B's, in the order of the layer's HF parts."""
-        named: Iterable[tuple[str, torch.Tensor]] = self.named_parameters()
-        return [parameter for name, parameter in named if name.startswith(kind)]
-
-    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of one HF part after the other in the layer's order, zeros for the parts without an adapter."""
-        order = cast(torch.Tensor | None, self.order)
-        return rows if order is None else F.pad(rows, (0, 0, 0, 1)).index_select(0, order)
-
-    def _exchange(self, hidden_SBR: torch.Tensor) -> torch.Tensor:
-        if self.caller_sums:
-            return hidden_SBR
-        if self.is_column and self.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden_SBR, group=self.group)
-        if self.is_column:
-            return copy_to_tensor_model_parallel_region(hidden_SBR, group=self.group)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(hidden_SBR, group=self.group)
-        return reduce_from_tensor_model_parallel_region(hidden_SBR, group=self.group)
 
 
 def _summed(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -257,20 +300,21 @@ def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], se
         The number of adapters on this rank, one for each HF part.
     """
     layers = {row.mcore: row for row in adapted_rows(rows, lora)}
+    adapter_class = DoraAdapter if lora.has_magnitudes else Adapter
     for chunk in chunks:
         shards = {shard.name: shard for shard in placement.shards_of([chunk])}
         linear: Any
         for name, linear in list(chunk.named_modules()):
             full_name = placement.global_name(f"{name}.weight", chunk)
             if full_name in layers:
-                adapter = Adapter(linear, Binding(layers[full_name], shards[full_name], is_copy=False), lora)
-                linear.add_module("adapter", adapter)
+                binding = Binding(layers[full_name], shards[full_name], is_copy=False)
+                linear.add_module("adapter", adapter_class(linear, binding, lora))
                 linear.register_forward_hook(_add)
     bindings = bind_adapters(chunks, lora, rows)
     for binding in bindings:
         _draw(binding, seed)
     for linear in _adapted(chunks):
-        if lora.has_magnitudes:
+        if isinstance(linear.adapter, DoraAdapter):
             linear.adapter.begin_magnitudes(linear.weight)
     return sum(key.endswith(".lora_A.weight") for binding in bindings for key in binding.row.hf)
 
@@ -280,13 +324,8 @@ def _add(linear: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Ten
     adapter = getattr(linear, "adapter", None)  # none where it is merged
     if adapter is None:
         return outputs
-    added = adapter(inputs[0])
-    if adapter.parts(MAGNITUDE):
-        product = output + added
-        if bias is None and linear.bias is not None and linear.bias.numel():  # Transformer Engine's may be empty
-            product = product - linear.bias
-        change = adapter.factors_of(linear.weight) - 1  # before it is rounded: bfloat16 has two digits beside a 1
-        added = added + change.to(output.dtype) * product
+    has_bias = bias is None and linear.bias is not None and linear.bias.numel()  # Transformer Engine's may be empty
+    added = adapter(inputs[0], Base(output, linear.weight, linear.bias if has_bias else None))
     return output + added, bias  # the bits of the base where nothing is added and nothing changes
 
 
