@@ -4,7 +4,7 @@ What a decoder layer counts is its own answer (`families/layer.py`); here stand 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from swiftlite.bridge.rows import Row, lift
@@ -16,6 +16,19 @@ from swiftlite.plan.adapters import adapter_parameters, kept_products, saved_par
 from swiftlite.plan.kernels import CHUNK
 from swiftlite.plan.products import low_precision_weights
 from swiftlite.plan.setup import Setup, low_rank_of, rank_of
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that autograd keeps of one forward pass on a rank, and what they are."""
+
+    name: str
+    bytes: int
+
+
+def total(entries: Iterable[Kept]) -> int:
+    """Return the bytes of all entries."""
+    return sum(entry.bytes for entry in entries)
 
 
 def share(number: int, ranks: int) -> int:
@@ -70,35 +83,48 @@ class ModelOnRank:
             kept += kept_products(layer, self.architecture.layer_rows(number), lora, rank)
         return kept
 
-    def kept_draft(self, head: int) -> int:
-        """One run of an MTP layer, which drafts token number `head` (from 0): token ids, three norms, the projection's
-        input, and its decoder layer."""
+    def kept_draft(self, head: int) -> list[Kept]:
+        """List one run of an MTP layer, which drafts token number `head` (from 0)."""
         rank = self.low_rank
         if self.setup.heads.unroll > 1:  # later steps read the keys of the first, see `model.mtp.UnrolledLayer`
             rank = replace(rank, recomputed=rank.recomputed - {"core_attn", "mla_up_proj"})
-        norms = 3 * rank.kept_norm(rank.sequence_tokens, self.hidden)
-        ids = 8 * rank.tokens
-        if self.is_trunk_frozen:
-            # A frozen embedding and a frozen trunk want no gradient: of the norms over them only the weights learn.
-            frozen_norms = 2 if head == 0 else 1
-            if not rank.is_fused:  # which keep their input for the weights too
-                norms -= frozen_norms * rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
-            ids = 0
-        projected = rank.kept_input(rank.sequence_tokens, 2 * self.hidden)
         block, lora = self.architecture.mtp_block, self.setup.lora
-        of_adapters = kept_products(block, self.head_rows(), lora, rank) if lora else 0
-        return ids + norms + projected + block.kept(rank) + of_adapters
+        is_first_of_frozen = self.is_trunk_frozen and head == 0
+        return [
+            Kept("token ids", 0 if self.is_trunk_frozen else 8 * rank.tokens),
+            Kept("enorm input", self._kept_head_norm(rank, has_gradient=not self.is_trunk_frozen)),
+            Kept("hnorm input", self._kept_head_norm(rank, has_gradient=not is_first_of_frozen)),
+            Kept("eh_proj input", rank.kept_input(rank.sequence_tokens, 2 * self.hidden)),
+            Kept("decoder layer", block.kept(rank)),
+            Kept("adapters", kept_products(block, self.head_rows(), lora, rank) if lora else 0),
+            Kept("output norm input", self._kept_head_norm(rank, has_gradient=True)),
+        ]
 
-    def kept_loss(self) -> int:
-        """One loss without its logits: states for the output layer's gradient; of each position row, place and word (24
-        bytes), its number among the states (8), its weight (4) and a mask (1); made in chunks, also the gradient of the
-        states."""
-        kept_states = (not self.is_trunk_frozen) + self.setup.is_fused
-        return self.rank.tokens * (kept_states * self.hidden * self.rank.itemsize + 37)
+    def _kept_head_norm(self, rank: Rank, has_gradient: bool) -> int:
+        """Count the bytes of one norm of an MTP layer.
 
-    def kept_turns(self) -> int:
-        """Cosines and sines of all positions, of which all layers take the same; each step of an unrolled layer stands
-        one position further on."""
+        Args:
+            has_gradient: its input has a gradient, unlike a frozen embedding or a frozen trunk's state. Without one,
+                only the weight learns; a fused norm keeps its input for that too.
+        """
+        kept = rank.kept_norm(rank.sequence_tokens, self.hidden)
+        if has_gradient or rank.is_fused:
+            return kept
+        return kept - rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
+
+    def kept_loss(self) -> list[Kept]:
+        """List one loss without its logits."""
+        states = self.rank.tokens * self.hidden * self.rank.itemsize
+        return [
+            Kept("states for the output layer's gradient", 0 if self.is_trunk_frozen else states),
+            Kept("gradient of the states, made in chunks", states if self.setup.is_fused else 0),
+            # Of each position row, place and label, its number among the states, its weight, and a mask.
+            Kept("labelled positions", self.rank.tokens * (3 * 8 + 8 + 4 + 1)),
+        ]
+
+    def rotary_bytes(self) -> int:
+        """Count the cosines and sines of all positions, which all layers share; each step of an unrolled layer is one
+        position later."""
         rotary = max(layer.attention.rotary for layer in self.layers)
         return 2 * self.rank.length * rotary * self.rank.itemsize * self.setup.heads.unroll
 
@@ -197,32 +223,40 @@ class VirtualStage:
     def forward_pass(self) -> "ForwardPass":
         model, rank = self.model, self.model.rank
         kept, recomputed = self._kept_layers()
-        if self.layers or self.num_mtp_layers:
-            kept += model.kept_turns()
-        if not model.is_trunk_frozen:
-            if self.is_first:
-                kept += 8 * rank.tokens  # ids
-            elif (
-                rank.itemsize < FLOAT32 and not rank.is_fused and model.setup.recompute.recompute_granularity != "full"
-            ):
-                kept += rank.kept_states(model.hidden)  # from the stage before; float32 norms keep that very tensor
-            if self.has_final_norm:
-                kept += rank.kept_norm(rank.sequence_tokens, model.hidden)
+        kept += self._kept_around_layers()
         if not self.is_last:
-            return ForwardPass(kept, recomputed)
+            return ForwardPass(tuple(kept), recomputed)
         vocabularies = model.vocabularies
-        kept += len(vocabularies) * model.kept_loss()
-        kept += model.drafted * model.hidden * rank.itemsize  # those rows of the output matrix
+        kept += model.kept_loss() * len(vocabularies)
+        kept.append(Kept("draft vocabulary's rows of the output matrix", model.drafted * model.hidden * rank.itemsize))
         at_once = min(rank.tokens, CHUNK) if rank.is_fused else rank.tokens
         num_logits = at_once * max(vocabularies, default=0)
         rounded = num_logits * rank.itemsize if rank.itemsize < FLOAT32 else 0
         if rank.is_fused:
-            return ForwardPass(kept, recomputed, passing_logits=num_logits * FLOAT32 + rounded)
+            return ForwardPass(tuple(kept), recomputed, passing_logits=num_logits * FLOAT32 + rounded)
         logits = rank.tokens * sum(vocabularies) * FLOAT32
-        return ForwardPass(kept, recomputed, logits=logits, passing_logits=rounded)
+        return ForwardPass(tuple(kept), recomputed, logits=logits, passing_logits=rounded)
 
-    def _kept_layers(self) -> tuple[int, int]:
-        """Bytes kept of decoder and MTP layers, and the most that is computed again at one time."""
+    def _kept_around_layers(self) -> list[Kept]:
+        """List what is kept of the trunk outside its layers."""
+        model, rank = self.model, self.model.rank
+        kept = []
+        if self.layers or self.num_mtp_layers:
+            kept.append(Kept("rotary embeddings", model.rotary_bytes()))
+        if model.is_trunk_frozen:
+            return kept
+        # Norms in float32 keep the very tensor that a later stage receives.
+        keeps_received = rank.itemsize < FLOAT32 and not rank.is_fused
+        if self.is_first:
+            kept.append(Kept("token ids", 8 * rank.tokens))
+        elif keeps_received and model.setup.recompute.recompute_granularity != "full":
+            kept.append(Kept("states from the stage before", rank.kept_states(model.hidden)))
+        if self.has_final_norm:
+            kept.append(Kept("final norm input", rank.kept_norm(rank.sequence_tokens, model.hidden)))
+        return kept
+
+    def _kept_layers(self) -> tuple[list[Kept], int]:
+        """List what is kept of decoder and MTP layers, and count the most bytes that are recomputed at one time."""
         model = self.model
         states = model.rank.kept_states(model.hidden)
         layers = []
@@ -230,25 +264,30 @@ class VirtualStage:
             layers = [model.kept_layer(number) for number in self.layer_numbers]
         kept, again = _recompute(model.setup, layers, states)
         unroll = model.setup.heads.unroll
-        drafts = [model.kept_draft(draft) for draft in range(self.num_mtp_layers * unroll)]
+        drafts = [total(model.kept_draft(draft)) for draft in range(self.num_mtp_layers * unroll)]
         # All steps of an unrolled layer share one checkpoint.
         mtp_layers = [sum(drafts[start : start + unroll]) for start in range(0, len(drafts), unroll)]
         kept_of_mtp, again_of_mtp = _recompute(model.setup, mtp_layers, (1 + unroll) * states)
-        return kept + kept_of_mtp, max(again, again_of_mtp)
+        return [Kept("decoder layers", kept), Kept("MTP layers", kept_of_mtp)], max(again, again_of_mtp)
 
 
 @dataclass(frozen=True)
 class ForwardPass:
     """Bytes of one forward pass of a virtual stage on one rank."""
 
-    kept: int
-    """Until its backward pass, without logits."""
+    entries: tuple[Kept, ...]
+    """Kept until its backward pass, without logits."""
     recomputed: int
     """The most that its backward pass computes again at one time."""
     logits: int = 0
     """The softmax of each loss, in float32, until its backward pass."""
     passing_logits: int = 0
     """Logits that are gone after a loss: of one loss before they are float32, or of one chunk of it."""
+
+    @property
+    def kept(self) -> int:
+        """The sum of `entries`."""
+        return total(self.entries)
 
 
 def _recompute(setup: Setup, layers: list[int], boundary: int) -> tuple[int, int]:

@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.errors import UserError
+from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
 from swiftlite.plan import memory
 from swiftlite.plan.memory import estimate
 from swiftlite.plan.setup import Setup
+from swiftlite.plan.stage_memory import ModelOnRank
 from swiftlite.plan.suggestion import suggest
 
 DENSE: dict[str, Any] = {
@@ -184,6 +186,18 @@ def test_a_draft_vocabulary_keeps_fewer_logits():
 
     assert logits() == 1000 * 2048 * 4
     assert logits(*range(100)) == logits() // 10
+
+
+def test_a_head_over_a_frozen_trunk_keeps_named_entries():
+    """bfloat16, not fused: a norm keeps its input in float32 and the scale only where its input has a gradient."""
+    setup = Setup(heads=Heads(2), mtp_mode="heads_only", max_length=100)
+    model = ModelOnRank(known_architecture(CONFIGS["qwen3"]), setup)
+    first, second = ({entry.name: entry.bytes for entry in model.kept_draft(head)} for head in range(2))
+    frozen, learning = 100 * 2 * 128, 100 * (4 * 128 + 2 * 128 + 4)
+    norms = ("enorm input", "hnorm input", "output norm input")
+    assert [first[name] for name in norms] == [frozen, frozen, learning]
+    assert [second[name] for name in norms] == [frozen, learning, learning]
+    assert (first["token ids"], first["eh_proj input"]) == (0, 100 * 2 * 256)
 
 
 def test_1f1b_keeps_a_forward_pass_for_every_stage_that_follows():
