@@ -276,7 +276,7 @@ class GPTModel(McoreGPTModel):
         sequence_KSB = [self._on_this_sequence_rank(sequence_BS.T) for sequence_BS in sequences]
         return routed_tokens(sequence_KSB, num_sequences, self.heads, balance)
 
-    # Stage 1 and 2: the trunk
+    # Stages 1 and 2: the trunk
 
     def forward_preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
         """Look up embeddings [S, B, H]; None after the first pipeline stage.
