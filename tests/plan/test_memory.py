@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.errors import UserError
-from swiftlite.families.index import known_architecture
+from swiftlite.families.index import architecture_of
 from swiftlite.heads import Heads
 from swiftlite.plan import memory
 from swiftlite.plan.memory import estimate
@@ -191,7 +191,7 @@ def test_a_draft_vocabulary_keeps_fewer_logits():
 def test_a_head_over_a_frozen_trunk_keeps_named_entries():
     """bfloat16, not fused: a norm keeps its input in float32 and the scale only where its input has a gradient."""
     setup = Setup(heads=Heads(2), mtp_mode="heads_only", max_length=100)
-    model = ModelOnRank(known_architecture(CONFIGS["qwen3"]), setup)
+    model = ModelOnRank(architecture_of(CONFIGS["qwen3"]), setup)
     first, second = ({entry.name: entry.bytes for entry in model.kept_draft(head)} for head in range(2))
     frozen, learning = 100 * 2 * 128, 100 * (4 * 128 + 2 * 128 + 4)
     norms = ("enorm input", "hnorm input", "output norm input")
