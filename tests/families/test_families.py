@@ -11,6 +11,7 @@ from swiftlite import families
 from swiftlite.bridge.join import SwapHalves
 from swiftlite.errors import UserError
 from swiftlite.families import dense
+from tests.messages import mentions, naming
 from tests.tiny import (
     CLASSES,
     HYBRID,
@@ -411,19 +412,19 @@ def test_what_would_change_the_mathematics_is_refused(family, key, value):
 def test_what_stands_above_does_not_hide_the_part_of_a_head_that_turns(family, stated):
     """transformers' own classes of these families ignore it, in either place."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    with pytest.raises(UserError, match=r"rope_parameters: partial_rotary_factor 0\.5 is not"):
+    with pytest.raises(UserError, match=naming("rope_parameters: partial_rotary_factor 0.5")):
         families.get(hf_config(family, partial_rotary_factor=stated, rope_parameters=rope))
 
 
 def test_two_parts_of_a_head_that_turn():
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1}
-    with pytest.raises(UserError, match=r"partial_rotary_factor 0\.25, but rope_parameters has 1"):
+    with pytest.raises(UserError, match=naming("partial_rotary_factor 0.25 rope_parameters 1")):
         families.get(hf_config("qwen3_next", partial_rotary_factor=0.25, rope_parameters=rope))
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": None}, None])
 def test_a_theta_that_is_null_is_missing(rope):
-    with pytest.raises(UserError, match="rope_theta is missing"):
+    with pytest.raises(UserError, match=naming("rope_theta")):
         families.get(hf_config("hy_v3", rope_parameters=rope, rope_theta=None))
 
 
@@ -432,7 +433,7 @@ def test_the_part_of_a_head_that_turns_must_be_stated():
     config = hf_config("glm4_moe")
     for nested in (config, config["rope_parameters"]):
         nested.pop("partial_rotary_factor", None)
-    with pytest.raises(UserError, match="partial_rotary_factor is missing"):
+    with pytest.raises(UserError, match=naming("partial_rotary_factor")):
         families.get(config)
 
 
@@ -441,7 +442,7 @@ def test_one_expert_per_token(family):
     """With one expert its score divided by itself is 1; megatron-core's sigmoid router leaves the score as it is."""
     one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
     families.get(hf_config(family, **one, norm_topk_prob=False))
-    with pytest.raises(UserError, match="norm_topk_prob True is not supported with num_experts_per_tok 1"):
+    with pytest.raises(UserError, match=naming("norm_topk_prob True num_experts_per_tok 1")):
         families.get(hf_config(family, **one, norm_topk_prob=True))
 
 
@@ -450,7 +451,7 @@ def test_a_query_latent_must_be_stated_or_denied():
     families.get(hf_config("deepseek_v3", q_lora_rank=None))
     config = hf_config("deepseek_v3")
     del config["q_lora_rank"]
-    with pytest.raises(UserError, match="q_lora_rank is missing"):
+    with pytest.raises(UserError, match=naming("q_lora_rank")):
         families.get(config)
 
 
@@ -458,7 +459,7 @@ def test_a_query_latent_must_be_stated_or_denied():
 def test_what_readers_of_seed_oss_take_for_granted_must_be_stated(key):
     config = hf_config("seed_oss")
     del config[key]
-    with pytest.raises(UserError, match=f"{key} is missing"):
+    with pytest.raises(UserError, match=naming(key)):
         families.get(config)
 
 
@@ -478,7 +479,7 @@ def test_groups_of_experts():
     assert (config["moe_router_num_groups"], config["moe_router_group_topk"]) == (4, 2)
     config = mcore_config(hf_config("glm4_moe", **grouped, topk_group=4))
     assert (config["moe_router_num_groups"], config["moe_router_group_topk"]) == (None, None)
-    with pytest.raises(UserError, match="topk_group 1 is not supported with num_experts_per_tok 4; use 2"):
+    with pytest.raises(UserError, match=naming("topk_group 1 num_experts_per_tok 4 2")):
         families.get(hf_config("glm4_moe", **grouped, topk_group=1))
 
 
@@ -504,12 +505,11 @@ def test_both_names_of_the_number_of_experts():
 def test_all_problems_are_told_at_once():
     with pytest.raises(UserError) as raised:
         families.get(hf_config("llama", mlp_bias=True, hidden_act="gelu"))
-    assert "mlp_bias True is not supported" in str(raised.value)
-    assert "hidden_act 'gelu' is not supported; it can only be 'silu'" in str(raised.value)
+    assert mentions(str(raised.value), "mlp_bias True hidden_act 'gelu' 'silu'")
 
 
 def test_hidden_size_that_is_no_multiple_of_the_heads():
-    with pytest.raises(UserError, match="hidden_size 66 is not a multiple of num_attention_heads 4"):
+    with pytest.raises(UserError, match=naming("hidden_size 66 num_attention_heads 4")):
         families.get(hf_config("llama", head_dim=None, hidden_size=66))
 
 
@@ -517,7 +517,7 @@ def test_hidden_size_that_is_no_multiple_of_the_heads():
 def test_unknown_family(model_type, tmp_path):
     with pytest.raises(UserError) as raised:
         families.get({"model_type": model_type}, tmp_path)
-    assert f"{tmp_path / 'config.json'}: model_type {model_type!r} is not a family" in str(raised.value)
+    assert mentions(str(raised.value), f"{tmp_path / 'config.json'} model_type {model_type!r}")
     assert f"known: {', '.join(sorted(families.FAMILIES))};" in str(raised.value)
 
 

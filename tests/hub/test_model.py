@@ -11,6 +11,7 @@ import pytest
 from swiftlite.hub import commits
 from tests.hub.asking import answers, description_of, local_model
 from tests.hub.server import TOKEN, environment, files_of
+from tests.messages import has_line, mentions, naming
 
 
 def asked_for(hub) -> set[str]:
@@ -92,7 +93,7 @@ def test_a_killed_download_leaves_nothing_that_looks_whole(hub, tiny, tmp_path):
     child.wait()
     hub.stalled.clear()
     (offline,) = answers(hub, tmp_path / "home", local_model("org/tiny"), HF_HUB_OFFLINE="1")
-    assert offline.startswith("UserError: org/tiny is not in the cache as a whole")
+    assert mentions(offline, "UserError: org/tiny HF_HUB_OFFLINE")
     hub.asked.clear()
     (directory,) = answers(hub, tmp_path / "home", local_model("org/tiny"))
     assert files_of(Path(directory)) == files_of(tiny)
@@ -105,16 +106,12 @@ def test_what_cannot_be_had_says_what_to_type(hub, tmp_path):
     hub.add("org/bin", {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
     names = ("org/nope", "org/private", "org/gated", "org/tiny@v9", "org/bin", "org/x--y")
     missing, private, gated, revision, unsafe, impossible = answers(hub, tmp_path / "home", *map(local_model, names))
-    assert missing == (
-        f"UserError: {hub.url} has no model org/nope, or it is private; and no such path is here\n"
-        "    look at the name; if it is private, hf auth login, or set HF_TOKEN, of an account that may read it"
-    )
-    assert "has no model org/private, or it is private" in private
-    assert "org/gated is gated: its owner says who may read it" in gated
-    assert f"ask for access at {hub.url}/org/gated, then hf auth login" in gated
-    assert "org/tiny has no revision v9" in revision
-    assert "org/bin has no *.safetensors at its top; weights in other formats are not read" in unsafe
-    assert "org/x--y is no name that the hub could have" in impossible
+    assert mentions(missing, f"UserError: {hub.url} org/nope hf auth login HF_TOKEN")
+    assert mentions(private, f"UserError: {hub.url} org/private hf auth login HF_TOKEN")
+    assert mentions(gated, f"UserError: org/gated {hub.url}/org/gated hf auth login")
+    assert mentions(revision, "UserError: org/tiny v9")
+    assert mentions(unsafe, "UserError: org/bin *.safetensors")
+    assert mentions(impossible, "UserError: org/x--y")
     assert not any(path.endswith("pytorch_model.bin") for _, path in hub.asked)
 
 
@@ -123,32 +120,24 @@ def test_a_token_opens_what_is_private_and_is_never_shown(hub, tiny, tmp_path):
     (directory,) = answers(hub, tmp_path / "home", local_model("org/private"), HF_TOKEN=TOKEN)
     assert files_of(Path(directory)) == files_of(tiny)
     (wrong,) = answers(hub, tmp_path / "other", local_model("org/private"), HF_TOKEN="hf_anotherTokenOfNobody")
-    assert wrong == f"UserError: {hub.url} does not know this token\n    hf auth login, or set another HF_TOKEN"
+    assert mentions(wrong, f"UserError: {hub.url} hf auth login HF_TOKEN")
 
 
 @pytest.mark.parametrize("status", [403, 429, 500])
 def test_a_hub_that_refuses(hub, tmp_path, status):
     hub.broken = status
     (answer,) = answers(hub, tmp_path / "home", local_model("org/tiny"))
-    says = {
-        403: "this token may not read org/tiny",
-        429: f"{hub.url} has had too many requests from here",
-        500: f"org/tiny cannot be fetched from {hub.url}: ",
-    }
-    assert answer.startswith(f"UserError: {says[status]}")
+    names = {403: "org/tiny", 429: hub.url, 500: f"org/tiny {hub.url}"}
+    assert mentions(answer, f"UserError: {names[status]}")
     assert answer.count("\n") == 1
 
 
 def test_no_network_and_nothing_in_the_cache(tmp_path):
     home = tmp_path / "home"
     (offline,) = answers(None, home, local_model("org/tiny@v1"), HF_HUB_OFFLINE="1")
-    assert offline == (
-        "UserError: org/tiny@v1 is not in the cache as a whole, and HF_HUB_OFFLINE forbids to ask for it\n"
-        "    unset HF_HUB_OFFLINE; or, where there is a network: hf download org/tiny --revision v1"
-    )
+    assert mentions(offline, "UserError: org/tiny@v1 HF_HUB_OFFLINE hf download org/tiny --revision v1")
     (unreachable,) = answers(None, home, local_model("org/tiny"), HF_ENDPOINT="http://127.0.0.1:9")
-    assert unreachable.startswith("UserError: org/tiny cannot be fetched from http://127.0.0.1:9: ")
-    assert "run the same command again" in unreachable
+    assert mentions(unreachable, "UserError: org/tiny http://127.0.0.1:9")
 
 
 def test_a_full_disk(hub, tmp_path):
@@ -165,8 +154,8 @@ def test_a_full_disk(hub, tmp_path):
         [sys.executable, "-c", code], env=environment(hub, tmp_path / "home"), capture_output=True, text=True
     )
     home = tmp_path / "home"
-    assert f"UserError: org/tiny cannot be kept in {home}: the disk is full" in done.stderr
-    assert "or export HF_HOME=DIR on another disk" in done.stderr
+    assert has_line(done.stderr, f"org/tiny {home} No space left on device")
+    assert has_line(done.stderr, "export HF_HOME=DIR")
 
 
 def test_commits_are_kept_beside_a_run(tmp_path, monkeypatch):
@@ -183,10 +172,10 @@ def test_commits_are_kept_beside_a_run(tmp_path, monkeypatch):
     assert commits.read_commits(tmp_path) == {"models/org/tiny@main": "a" * 40}
     commits.check_commits(tmp_path)
     commits.keep({name.key: "c" * 40})
-    with pytest.raises(UserError, match=f"was commit {'a' * 40} when this run began, and is {'c' * 40} here"):
+    with pytest.raises(UserError, match=naming(f"org/tiny {'a' * 40} {'c' * 40}")):
         commits.check_commits(tmp_path)
     for damage in ("[]", '{"x": 1}', "{"):
         (tmp_path / commits.COMMITS_FILE).write_text(damage)
-        with pytest.raises(UserError, match="which says what this run began with, is damaged"):
+        with pytest.raises(UserError, match=naming(str(tmp_path / commits.COMMITS_FILE))):
             commits.read_commits(tmp_path)
     assert commits.read_commits(tmp_path / "nowhere") == {}

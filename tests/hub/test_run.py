@@ -10,6 +10,7 @@ from swiftlite.plan.facts import model_of_run
 from tests.hub.asking import answers, start
 from tests.hub.conftest import ROWS, SFT
 from tests.hub.server import files_of
+from tests.messages import has_line
 
 pytestmark = pytest.mark.gloo
 
@@ -23,8 +24,9 @@ def test_the_launcher_asks_once_for_all_ranks(run):
     commits = json.loads((run / "run" / "commits.json").read_text())
     assert list(commits) == ["models/org/tiny@main", "datasets/org/rows@main"]
     said = (run / "stderr").read_text()
-    assert said.count(f"org/tiny is at commit {commits['models/org/tiny@main']}") == 1
-    assert "org/rows#20: 20 of 24 rows kept, 4 not sampled" in said
+    told = f"org/tiny {commits['models/org/tiny@main']}"
+    assert [has_line(line, told) for line in said.splitlines()].count(True) == 1
+    assert has_line(said, "org/rows#20 20 24 4")
 
 
 def test_a_resumed_run_keeps_its_commits(hub, tiny, run, tmp_path):
@@ -37,7 +39,7 @@ def test_a_resumed_run_keeps_its_commits(hub, tiny, run, tmp_path):
     done = start(hub, tmp_path, *SFT, *more, NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stderr
     for key, commit in began_with.items():
-        assert f"--resume: {key} stays at commit {commit}" in done.stderr
+        assert has_line(done.stderr, f"--resume {key} {commit}")
     assert hub.asked == []
     assert json.loads((tmp_path / "run" / "commits.json").read_text()) == began_with
 
@@ -59,7 +61,7 @@ def test_a_resumed_run_takes_no_other_name(hub, run, tmp_path):
     words = [word if word != "org/tiny" else "org/tiny@main" for word in SFT]
     done = start(hub, tmp_path, *words, "--resume")
     assert done.returncode == 2
-    assert "--resume with --model org/tiny@main, but this run began with org/tiny" in done.stderr
+    assert has_line(done.stderr, "--resume --model org/tiny@main org/tiny")
 
 
 def test_a_wrong_option_is_said_before_the_weights_are_fetched(hub, tmp_path):
@@ -92,7 +94,7 @@ def test_two_nodes_that_have_other_commits_do_not_train(hub, tiny, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(node, (0, 1), ("", older)))
     assert all(end.returncode != 0 for end in ends)
-    assert "commit of --model: " in ends[0].stderr + ends[1].stderr
+    assert has_line(ends[0].stderr + ends[1].stderr, "--model")
 
 
 def free_port() -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from swiftlite.model.context_parallel import causal_segments, shard_sequence, unshard_sequence
+from tests.messages import naming
 
 
 def cumulate(lengths: list[int]) -> torch.Tensor:
@@ -75,7 +76,7 @@ def test_a_dense_row_is_cut_as_megatron_core_does(device, monkeypatch, size):
 
 
 def test_lengths_that_cannot_be_cut():
-    with pytest.raises(ValueError, match=r"6 tokens does not divide by 2 \* context_parallel_size = 4"):
+    with pytest.raises(ValueError, match=naming("6 2 context_parallel_size = 4")):
         shard_sequence(torch.arange(10), 0, 0, 2, cumulate([4, 6]))
-    with pytest.raises(ValueError, match="cu_seqlens ends at 8, but the row has 10 tokens"):
+    with pytest.raises(ValueError, match=naming("cu_seqlens 8 10")):
         shard_sequence(torch.arange(10), 0, 0, 2, cumulate([4, 4]))

@@ -8,6 +8,7 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.open import open_model, read_hf_model
 from tests.engines.reference import convention
+from tests.messages import naming
 from tests.tiny import make_tiny_hf
 
 PROJECTION = "mtp.layers.0.eh_proj.weight"
@@ -24,7 +25,7 @@ def test_what_a_directory_says(hf_dir):
 
 
 def test_a_directory_without_a_model_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"no config\.json"):
+    with pytest.raises(UserError, match=naming("config.json")):
         read_hf_model(tmp_path)
 
 

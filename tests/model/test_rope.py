@@ -12,29 +12,36 @@ from swiftlite.model.compiled import MAX_VERSIONS, compiled
 from swiftlite.model.kernels import modules_of
 from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.plan.kernels import Kernels
+from tests.messages import naming
 
 CONFIG = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
 
 
 @pytest.mark.parametrize(
-    ("parameters", "problem"),
+    ("parameters", "named", "is_made"),
     [
-        (YARN | {"rope_type": "yran"}, "rope_type 'yran' is not known"),
-        (YARN | {"rope_type": ["yarn"]}, "rope_type"),
-        (YARN | {"factor": "a"}, "no rotary frequencies follow from it"),
-        (YARN | {"attention_factor": float("inf")}, "are not finite"),
-        (YARN | {"beta_fast": "b"}, "no rotary frequencies follow from it"),
-        ({"rope_type": "default", "rope_theta": 0.0}, "are not finite"),
-        ({"rope_type": "default", "rope_theta": "a"}, "no rotary frequencies follow from it"),
-        ({"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1, 2], "long_factor": [1, 2]}, "follow from it"),
-        ("a", "no rotary frequencies follow from it"),
-        ([1], "no rotary frequencies follow from it"),
+        (YARN | {"rope_type": "yran"}, "rope_type 'yran' yarn", True),
+        (YARN | {"rope_type": ["yarn"]}, "rope_type", True),
+        (YARN | {"factor": "a"}, "rope_parameters", False),
+        (YARN | {"attention_factor": float("inf")}, "rope_parameters", True),
+        (YARN | {"beta_fast": "b"}, "rope_parameters", False),
+        ({"rope_type": "default", "rope_theta": 0.0}, "rope_parameters", True),
+        ({"rope_type": "default", "rope_theta": "a"}, "rope_parameters", False),
+        (
+            {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1, 2], "long_factor": [1, 2]},
+            "rope_parameters",
+            False,
+        ),
+        ("a", "rope_parameters", False),
+        ([1], "rope_parameters", False),
     ],
 )
-def test_frequencies_that_do_not_exist_are_one_error(parameters, problem):
-    with pytest.raises(UserError, match=problem) as caught:
+def test_frequencies_that_do_not_exist_are_one_error(parameters, named, is_made):
+    """Some cannot be made, others are made and are not finite."""
+    with pytest.raises(UserError, match=naming(named)) as caught:
         RotaryEmbedding(CONFIG | {"rope_parameters": parameters}, torch.device("cpu"), torch.float32)
+    assert (caught.value.__cause__ is None) is is_made
     assert "config.json" in caught.value.problem
     assert "\n" not in caught.value.problem
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite.plan.facts import config_directory, model_of_run, near_path, read_hf_config, run_checkpoints
+from tests.messages import mentions
 
 
 @pytest.fixture
@@ -49,9 +50,9 @@ def test_a_config_json_that_cannot_be_read_is_empty(tmp_path, text):
 
 
 def test_near_paths(run):
-    assert near_path(run.parent / "modle") == f"did you mean {run.parent / 'model'}?"
+    assert mentions(near_path(run.parent / "modle"), f"{run.parent / 'model'}")
     assert near_path(run.parent / "xyz") == ""
     (run.parent / "ok.jsonl").touch()
     assert near_path(run.parent / "nosuch.jsonl") == ""  # the ending alone is no likeness
-    assert near_path(run.parent / "okk.jsonl") == f"did you mean {run.parent / 'ok.jsonl'}?"
-    assert near_path(run.parent / "no" / "such") == f"the directory {run.parent / 'no'} does not exist either"
+    assert mentions(near_path(run.parent / "okk.jsonl"), f"{run.parent / 'ok.jsonl'}")
+    assert mentions(near_path(run.parent / "no" / "such"), f"{run.parent / 'no'}")

@@ -278,7 +278,10 @@ def test_adapters_of_another_model_are_refused(options, mesh, tmp_path):
         (lambda files: files["config"].update(r=4), "A (8, B 8) r 4"),
         (lambda files: files["tensors"].clear(), "adapter_model.safetensors"),
         (lambda files: files["tensors"].update(wide(files["tensors"])), "9)"),
-        (lambda files: files["tensors"].update({"base_model.model.lm_head.weight": torch.zeros(3, 4)}), "lm_head.weight"),
+        (
+            lambda files: files["tensors"].update({"base_model.model.lm_head.weight": torch.zeros(3, 4)}),
+            "lm_head.weight",
+        ),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(options, mesh, tmp_path, hf_dir, changed, why):
