@@ -22,5 +22,5 @@ def test_a_server_that_refuses():
 
     halfway, _ = streamed({"choices": [{"text": "hi"}]}, {"error": {"message": "too long"}})
     for respond in (refuse, halfway):
-        with pytest.raises(UserError, match=r"the server refuses a prompt: .*too long"):
+        with pytest.raises(UserError, match="too long"):
             with_server("vllm", "/v1/completions", respond, lambda client: client.answer([5, 6], "s"))

@@ -13,6 +13,7 @@ from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
+from tests.messages import naming
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -24,9 +25,7 @@ def test_every_family_has_a_line(engine, family):
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_family_that_nobody_has_measured(engine):
     info = ENGINES[engine]
-    with pytest.raises(
-        UserError, match=f"how {info.label} drafts with the heads of a new has not been measured"
-    ) as error:
+    with pytest.raises(UserError, match=naming(f"{info.label} new")) as error:
         info.convention_for(replace(FAMILIES["qwen3"], name="new"))
     assert f"swiftlite.conventions.{engine}" in error.value.hint
 

@@ -6,6 +6,7 @@ import pytest
 
 from swiftlite.engines.draft_schedule import DraftSchedule, read_schedule, schedule_of
 from swiftlite.errors import UserError
+from tests.messages import naming
 
 
 def recommend(*chosen: tuple[int, int]) -> list[dict[str, int]]:
@@ -23,29 +24,29 @@ def test_a_file_of_bench(tmp_path):
     path = tmp_path / "bench.json"
     path.write_text(json.dumps({"options": {"infer_backend": "vllm"}, "recommendations": recommend((1, 2), (8, 0))}))
     assert read_schedule(path, "vllm") == DraftSchedule({1: 2, 8: 0})
-    with pytest.raises(UserError, match="was measured with --infer_backend vllm, and sglang is asked for"):
+    with pytest.raises(UserError, match=naming("--infer_backend vllm sglang")):
         read_schedule(path, "sglang")
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    "content",
     [
-        ({"options": {"infer_backend": "vllm"}, "recommendations": []}, "was cut short"),
-        ({"options": {"infer_backend": "vllm"}}, "is no bench.json"),
-        ({"options": {"infer_backend": "vllm"}, "recommendations": recommend((0, 2))}, "is no bench.json"),
-        ({"options": {"infer_backend": "vllm"}, "recommendations": recommend((1, -1))}, "is no bench.json"),
-        ({"options": {"infer_backend": "vllm"}, "recommendations": [1]}, "is no bench.json"),
-        ([], "is no bench.json"),
-        ("{", "is no bench.json"),
+        {"options": {"infer_backend": "vllm"}, "recommendations": []},
+        {"options": {"infer_backend": "vllm"}},
+        {"options": {"infer_backend": "vllm"}, "recommendations": recommend((0, 2))},
+        {"options": {"infer_backend": "vllm"}, "recommendations": recommend((1, -1))},
+        {"options": {"infer_backend": "vllm"}, "recommendations": [1]},
+        [],
+        "{",
     ],
 )
-def test_another_file_is_refused(tmp_path, content, problem):
+def test_another_file_is_refused(tmp_path, content):
     path = tmp_path / "bench.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(UserError, match=problem):
+    with pytest.raises(UserError, match=naming(f"--draft_schedule {path}")):
         read_schedule(path, "vllm")
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match=r"bench\.json cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"--draft_schedule .*bench\.json.*No such file"):
         read_schedule(tmp_path / "bench.json", "vllm")

@@ -13,6 +13,7 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.served_model import log_fed_otherwise, read_model, require_heads
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
+from tests.messages import mentions, naming
 from tests.tiny import CLASSES, make_tiny_hf
 
 
@@ -31,21 +32,19 @@ def test_whole_heads_pass(family, depth, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize(
-    ("family", "difference"), [("mimo", "the trunk's state"), ("glm4_moe", "their own state, the embedding")]
-)
-def test_an_engine_that_feeds_heads_otherwise_is_named(family, difference, engine, tmp_path, caplog):
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_an_engine_that_feeds_heads_otherwise_is_named(family, engine, tmp_path, caplog):
     for_sglang = ENGINES["sglang"].convention_for(FAMILIES[family]).drafting
     model = read_model(make_tiny_hf(tmp_path, family, 1, mtp_drafting=for_sglang.to_json()))
     log_fed_otherwise(model, ENGINES[engine])
-    warned = f"feeds the heads otherwise than these heads were trained: {difference}" in caplog.text
-    assert warned is (engine == "vllm")
+    difference = for_sglang.difference(ENGINES[engine].convention_for(FAMILIES[family]).drafting)
+    assert bool(difference) is bool(caplog.text) is (engine == "vllm")
+    assert difference in caplog.text
 
 
 def test_heads_for_vllm_in_another_engine(tmp_path, caplog):
     log_fed_otherwise(read_model(make_tiny_hf(tmp_path / "mimo", "mimo", 1)), ENGINES["sglang"])
-    said = "SGLang feeds the heads otherwise than sft trains heads without --draft_for: the trunk's state"
-    assert said in caplog.text
+    assert mentions(caplog.text, "SGLang --draft_for sglang")
     caplog.clear()
     log_fed_otherwise(read_model(make_tiny_hf(tmp_path / "qwen3", "qwen3", 1)), ENGINES["sglang"])
     log_fed_otherwise(read_model(make_tiny_hf(tmp_path / "none", "mimo", 0)), ENGINES["sglang"])
@@ -53,7 +52,7 @@ def test_heads_for_vllm_in_another_engine(tmp_path, caplog):
 
 
 def test_a_path_that_is_no_directory(tmp_path):
-    with pytest.raises(UserError, match="is not a directory"):
+    with pytest.raises(UserError, match=naming(f"--model {tmp_path / 'absent'}")):
         read_model(tmp_path / "absent")
 
 
@@ -63,7 +62,6 @@ def test_a_training_run_is_told_to_export(part, tmp_path):
     (tmp_path / "checkpoint-20").mkdir()
     with pytest.raises(UserError) as error:
         read_model(tmp_path / part)
-    assert "is a training run" in str(error.value)
     assert f"swiftlite export --to_hf --model {tmp_path / part}" in error.value.hint
 
 
@@ -81,14 +79,14 @@ def test_an_unknown_family(tmp_path):
 def test_a_file_cut_short(tmp_path):
     file = make_tiny_hf(tmp_path, "qwen3") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"model\.safetensors: cut short"):
+    with pytest.raises(UserError, match=naming("model.safetensors:")):
         read_model(tmp_path)
 
 
 def test_no_heads_promised(tmp_path):
     with pytest.raises(UserError) as error:
         require_heads(read_model(make_tiny_hf(tmp_path, "qwen3")))
-    assert "promises no MTP heads" in str(error.value)
+    assert mentions(str(error.value), "--speculative mtp config.json")
     assert "--mtp_num_layers 1" in error.value.hint
 
 
@@ -97,14 +95,13 @@ def test_a_missing_tensor_of_a_head_is_named(tmp_path):
     edit(directory, drop=["mtp.heads.1.fc.weight", "mtp.layers.0.mlp.up_proj.weight"])
     with pytest.raises(UserError) as error:
         require_heads(read_model(directory))
-    assert "missing: mtp.heads.1.fc.weight" in str(error.value)
-    assert "missing: mtp.layers.0.mlp.up_proj.weight" in str(error.value)
+    assert mentions(str(error.value), "mtp.heads.1.fc.weight mtp.layers.0.mlp.up_proj.weight")
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path):
     directory = make_tiny_hf(tmp_path, "qwen3", 1)
     edit(directory, add={"mtp.fc.weight": torch.zeros(64, 127)})
-    with pytest.raises(UserError, match=r"mtp\.fc\.weight has shape \[64, 127\], config\.json asks for \[64, 128\]"):
+    with pytest.raises(UserError, match=naming("mtp.fc.weight [64, 127] config.json [64, 128]")):
         require_heads(read_model(directory))
 
 
@@ -112,7 +109,7 @@ def test_all_heads_missing_although_promised(tmp_path):
     directory = make_tiny_hf(tmp_path, "mimo", 1)
     names = load_file(directory / "model.safetensors")
     edit(directory, drop=[name for name in names if "mtp" in name])
-    with pytest.raises(UserError, match=r"missing: model\.mtp_layers\.0\.input_proj\.weight"):
+    with pytest.raises(UserError, match=naming("model.mtp_layers.0.input_proj.weight")):
         require_heads(read_model(directory))
 
 
@@ -120,7 +117,7 @@ def test_a_head_beyond_the_promise_is_named(tmp_path):
     directory = make_tiny_hf(tmp_path, "qwen3", 1)
     extra = load_file(directory / "model.safetensors")["mtp.fc.weight"]
     edit(directory, add={"mtp.heads.1.fc.weight": extra})
-    with pytest.raises(UserError, match=r"unexpected: mtp\.heads\.1\.fc\.weight"):
+    with pytest.raises(UserError, match=naming("mtp.heads.1.fc.weight")):
         require_heads(read_model(directory))
 
 

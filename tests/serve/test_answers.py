@@ -15,6 +15,7 @@ from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import read_model
 from swiftlite.errors import UserError
 from swiftlite.serve.answers import AnswersFile, as_line, describe
+from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf
 
 SOURCES = ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
@@ -55,7 +56,7 @@ def test_every_line_is_there_at_once_and_the_end_is_in_order(tmp_path, open_file
     assert answers_in(path) == ["answer 2", "answer 0", "answer 1"]
     file.finish()
     assert answers_in(path) == ["answer 0", "answer 1", "answer 2"]
-    assert str(file) == f"3 of 3 answers are in {path}"
+    assert mentions(str(file), f"3 {path}")
 
 
 def test_a_link_stays_one(tmp_path, open_file):
@@ -90,18 +91,18 @@ def test_a_prompt_that_is_there_twice_has_two_answers(tmp_path, open_file):
     file.add(2, record(0))
     assert open_file(path, twice).missing == [1]
     file.add(2, record(0))
-    with pytest.raises(UserError, match=r"answers.jsonl:3 is no answer to one of the prompts, or a second one"):
+    with pytest.raises(UserError, match=naming("answers.jsonl:3 --result_path")):
         open_file(path, twice)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"options": {"temperature": 0.5}}, "--temperature: 0.0 then, 0.5 now"),
-        ({"options": {"temperature": 0.0, "system": "Be kind."}}, '--system: unset then, "Be kind." now'),
-        ({"prompts": "9"}, "the prompts, their files' names or the chat template are others now"),
-        ({"model": "9"}, "--model: its files are others now"),
-        ({"stop_token_ids": []}, "--model: its files are others now"),
+        ({"options": {"temperature": 0.5}}, "--temperature 0.0 0.5"),
+        ({"options": {"temperature": 0.0, "system": "Be kind."}}, "--system Be kind."),
+        ({"prompts": "9"}, "--result_path"),
+        ({"model": "9"}, "--model"),
+        ({"stop_token_ids": []}, "--model"),
     ],
 )
 def test_answers_that_were_made_otherwise_are_left_alone(tmp_path, change, told, open_file):
@@ -110,8 +111,8 @@ def test_answers_that_were_made_otherwise_are_left_alone(tmp_path, change, told,
     before = path.read_bytes()
     with pytest.raises(UserError) as error:
         open_file(path, SOURCES, MADE_WITH | change)
-    assert told in error.value.problem
-    assert "give the same options to go on, or name another --result_path, or delete it" in error.value.hint
+    assert mentions(error.value.problem, told)
+    assert mentions(error.value.hint, "--result_path")
     assert path.read_bytes() == before
 
 
@@ -121,7 +122,7 @@ def test_a_file_of_unknown_origin_is_left_alone(tmp_path, args, open_file):
     path.write_text("mine\n")
     if args is not None:
         (tmp_path / "answers.jsonl.args.json").write_text(args)
-    with pytest.raises(UserError, match=r"holds something, and .*answers.jsonl.args.json, .* cannot be read"):
+    with pytest.raises(UserError, match=naming("--result_path answers.jsonl.args.json")):
         open_file(path)
     assert path.read_text() == "mine\n"
 
@@ -132,14 +133,15 @@ def test_a_line_that_is_no_answer_is_named(tmp_path, line, open_file):
     open_file(path).add(0, record(0))
     with path.open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(UserError, match=r"answers.jsonl:2 is no answer"):
+    with pytest.raises(UserError, match=naming("answers.jsonl:2 --result_path")):
         open_file(path)
 
 
 def test_one_process_writes_at_a_time(tmp_path):
-    with AnswersFile(tmp_path / "answers.jsonl", SOURCES, MADE_WITH), pytest.raises(UserError, match="another process"):
-        AnswersFile(tmp_path / "answers.jsonl", SOURCES, MADE_WITH)
-    AnswersFile(tmp_path / "answers.jsonl", SOURCES, MADE_WITH).close()
+    path = tmp_path / "answers.jsonl"
+    with AnswersFile(path, SOURCES, MADE_WITH), pytest.raises(UserError, match=naming(f"--result_path {path}")):
+        AnswersFile(path, SOURCES, MADE_WITH)
+    AnswersFile(path, SOURCES, MADE_WITH).close()
 
 
 def test_no_room_leaves_whole_lines(tmp_path, open_file):
@@ -152,7 +154,7 @@ def test_no_room_leaves_whole_lines(tmp_path, open_file):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"--result_path .* cannot be written: .*\n.*run the same command"):
+        with pytest.raises(UserError, match=naming(f"--result_path {path}")):
             file.add(1, record(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -164,13 +166,13 @@ def test_no_room_leaves_whole_lines(tmp_path, open_file):
 
 @pytest.mark.parametrize("name", ["/proc/answers.jsonl", "/dev/null", "/sys/answers.jsonl"])
 def test_a_path_that_cannot_be_written_is_named(name, open_file):
-    with pytest.raises(UserError, match=f"--result_path {name} "):
+    with pytest.raises(UserError, match=naming(f"--result_path {name}")):
         open_file(Path(name))
 
 
 def test_a_pipe_is_no_file(tmp_path, open_file):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="is no regular file"):
+    with pytest.raises(UserError, match=naming(f"--result_path {tmp_path / 'pipe'}")):
         open_file(tmp_path / "pipe")
 
 

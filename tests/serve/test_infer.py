@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import logging
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ from swiftlite.data.sources import find_rows, read_rows
 from swiftlite.engines.engine import Completion
 from swiftlite.errors import UserError
 from swiftlite.serve.infer import Answers, run, summary
+from tests.messages import has_line, mention_each, mentions, naming
 from tests.tiny import make_tiny_hf
 
 ROWS = [
@@ -82,9 +84,9 @@ def test_comparison_acceptance_and_summary(model, dataset, tmp_path, said, capsy
     # accepted behind an answer's end counts as well, so at most one per answer (of one drafted token) is over.
     assert 0 <= engine["drafts"] + engine["accepted"] + 3 - num_tokens <= 3
     assert engine["mean_accepted_length"] == 1 + engine["accepted"] / engine["drafts"]
-    assert f"drafted {engine['drafted']}, accepted {engine['accepted']}" in said()
-    assert "answers equal: 3 of 3" in said()
-    assert "x as fast" in said()
+    assert has_line(said(), f"{engine['drafted']} {engine['accepted']}")
+    assert re.search(r"\b3\b[^\d\n]+\b3\b", said())  # so many answers are equal, of so many
+    assert re.search(r"\d\.\d\dx", said())
     assert capsys.readouterr().out == ""
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -93,13 +95,9 @@ def test_summary_counts_answers_that_differ():
     plain = Answers([Completion([1, 2], "length"), Completion([3], "stop")], 2.0, DraftCounts(0, 0, ()))
     result = Answers([Completion([1, 5], "length"), Completion([3], "stop")], 1.0, DraftCounts(4, 8, (3, 1)))
     lines = summary(result, plain)
-    assert lines == [
-        "2 answers, 3 tokens, 1.0 s, 3.0 tokens/s",
-        "drafted 8, accepted 4 (50.0%); by position 75.0%, 25.0%; mean accepted length 2.00",
-        "without speculation 1.5 tokens/s: speculation is 2.00x as fast",
-        "answers equal: 1 of 2; 1 differ",
-    ]
-    assert summary(result, plain, temperature=0.7)[-1].startswith("answers were drawn: ")
+    assert mention_each(lines, ["2 3 1.0 3.0 tokens/s", "8 4 50.0% 75.0% 25.0% 2.00", "1.5 tokens/s 2.00x", "1 2"])
+    assert summary(result, plain, temperature=0.7)[:-1] == lines[:-1]
+    assert summary(result, plain, temperature=0.7)[-1] != lines[-1]
 
 
 def test_a_ratio_that_cannot_be_is_doubted():
@@ -107,7 +105,9 @@ def test_a_ratio_that_cannot_be_is_doubted():
     plain = Answers([Completion([1, 2, 3], "stop")], 2.0, DraftCounts(0, 0, ()))
     result = Answers(plain.completions, 1.0, DraftCounts(2, 2, (1,)))
     line = summary(result, plain)[2]
-    assert "speculation is 2.00x as fast, more than its tokens per step can give" in line
+    assert mentions(line, "2.00x")
+    slower = Answers(plain.completions, 1.5, DraftCounts(2, 2, (1,)))
+    assert len(summary(slower, plain)[2]) < len(line)
 
 
 def test_chat_on_a_pipe_keeps_the_conversation(model, tmp_path, monkeypatch, capsys):
@@ -137,15 +137,14 @@ def test_a_prompt_that_is_too_long_names_its_row(model, tmp_path):
     path.write_text(json.dumps({"query": "short"}) + "\n" + json.dumps({"query": "long " * 600}) + "\n")
     with pytest.raises(UserError) as error:
         run(args(model, val_dataset=[str(path)]))
-    assert f"{path}:2: the prompt has" in str(error.value)
-    assert "max_position_embeddings 512" in str(error.value)
+    assert mentions(str(error.value), f"{path}:2 max_position_embeddings 512")
 
 
 def test_a_lone_surrogate_is_named_before_anything_is_answered(model, tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"query": "hello"}\n{"query": "hello", "channel": "a\\ud800b"}\n')
     monkeypatch.setattr("swiftlite.serve.infer.start_engine", lambda *_: pytest.fail("an engine was started"))
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: channel: half of a surrogate pair"):
+    with pytest.raises(UserError, match=naming("rows.jsonl:2 channel:")):
         run(args(model, val_dataset=[str(path)], result_path=str(tmp_path / "answers.jsonl")))
     assert not (tmp_path / "answers.jsonl").exists()
 
@@ -156,9 +155,9 @@ def test_the_same_command_again_starts_no_engine(model, dataset, tmp_path, said,
     before = (tmp_path / "answers.jsonl").read_bytes()
     monkeypatch.setattr("swiftlite.serve.infer.start_engine", lambda *_: pytest.fail("an engine was started"))
     run(given)
-    assert f"3 of 3 answers are in {tmp_path / 'answers.jsonl'}" in said()
+    assert has_line(said(), f"3 {tmp_path / 'answers.jsonl'}")
     assert (tmp_path / "answers.jsonl").read_bytes() == before
-    with pytest.raises(UserError, match="--max_new_tokens: 8 then, 9 now"):
+    with pytest.raises(UserError, match=naming("--max_new_tokens 8 9")):
         run(dataclasses.replace(given, max_new_tokens=9))
 
 
@@ -166,11 +165,11 @@ def test_a_chat_is_kept_after_each_turn(model, tmp_path, monkeypatch):
     """A second turn that cannot be answered, because it is too long, leaves the first."""
     path = tmp_path / "chat.jsonl"
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n" + "word " * 2000 + "\n"))
-    with pytest.raises(UserError, match="a prompt has"):
+    with pytest.raises(UserError, match=naming("--max_model_len 512")):
         run(args(model, result_path=str(path)))
     (record,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
-    with pytest.raises(UserError, match="holds something already"):
+    with pytest.raises(UserError, match=naming(f"--result_path {path}")):
         run(args(model, result_path=str(path)))
 
 
@@ -179,11 +178,11 @@ def test_result_path_is_checked_before_the_engine_starts(model, dataset, tmp_pat
     for files in ([], [str(dataset)]):
         with pytest.raises(UserError, match="--result_path /proc/answers"):
             run(args(model, val_dataset=files, result_path="/proc/answers.jsonl"))
-    with pytest.raises(UserError, match="is a file of --val_dataset"):
+    with pytest.raises(UserError, match=naming(f"--result_path {dataset} --val_dataset")):
         run(args(model, val_dataset=[f"{dataset}#2"], result_path=str(dataset)))
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match=naming(f"--result_path {tmp_path / 'absent'}")):
         run(args(model, val_dataset=[str(dataset)], result_path=str(tmp_path / "absent" / "answers.jsonl")))
-    with pytest.raises(UserError, match="is a directory"):
+    with pytest.raises(UserError, match=naming(f"--result_path {tmp_path} {tmp_path / 'answers.jsonl'}")):
         run(args(model, val_dataset=[str(dataset)], result_path=str(tmp_path)))
 
 
@@ -199,10 +198,10 @@ def test_a_file_that_is_no_acceptance_json_is_left_alone(model, dataset, tmp_pat
 def test_a_tokenizer_without_a_chat_template_is_told(tmp_path, dataset):
     directory = make_tiny_hf(tmp_path / "model", "qwen3", with_tokenizer=True)
     (directory / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="chat template"):
+    with pytest.raises(UserError, match=naming("chat_template.jinja")):
         run(args(directory, val_dataset=[str(dataset)]))
 
 
 def test_more_tokens_than_heads_says_what_happens(model, dataset, said):
     run(args(model, val_dataset=[str(dataset)], speculative="mtp", num_speculative_tokens=3))
-    assert "drafting 3 tokens with heads that were trained for 1: the last one goes on from its own state" in said()
+    assert has_line(said(), "3 1")

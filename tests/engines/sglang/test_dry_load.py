@@ -12,6 +12,7 @@ import pytest
 from swiftlite.engines.load_report import LoadReport
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection
 from tests.engines.reference import convention
+from tests.messages import mention_each, mentions
 from tests.published import library
 from tests.stand_ins import sglang_environment
 from tests.tiny import CLASSES, HYBRID
@@ -68,9 +69,7 @@ FED_OTHERWISE = ("mimo", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "hy_v3")
 def test_a_whole_checkpoint_passes(reports, family, depth):
     report = reports[family, depth]
     assert report.problems == []
-    assert ["feeds the heads otherwise" in note for note in report.notes] == [True] * (
-        depth == 1 and family in FED_OTHERWISE
-    )
+    assert mention_each(report.notes, ["SGLang --draft_for"] * (depth == 1 and family in FED_OTHERWISE))
     assert report.draft == (convention("sglang", family).draft if depth else None)
     assert (report.num_mtp_heads, report.num_drafting) == (depth, depth)
     assert report.target
@@ -92,32 +91,32 @@ def test_numbers_that_sglang_would_leave_random_are_counted(reports, family):
     """The classes of SGLang's own, which load what they find; those of our plugin refuse."""
     draft = convention("sglang", family).draft
     (problem,) = reports[family, "no projection"].problems
-    assert problem.startswith(f"{draft} is left with {64 * 128} random numbers in model.")
+    assert mentions(problem, f"{draft} {64 * 128}")
     assert problem.split(".")[-2:] == [projection(family).split(".")[-2], "weight"]
 
 
 @pytest.mark.parametrize(
     ("family", "name", "words"),
     [
-        ("mimo", "extra head", "MiMoMTP loads another tensor over model.mtp_layers.0.final_layernorm.weight"),
-        ("mimo", "promises too much", "loads all 2 MTP heads into one place"),
-        ("mimo", "promises nothing", "no class of SGLang reads model.mtp_layers.0.final_layernorm.weight"),
-        ("glm4_moe", "extra head", "no class of SGLang reads model.layers.3."),
-        ("glm4_moe", "promises too much", "refuses a checkpoint with 2 MTP heads"),
-        ("deepseek_v3", "promises too much", "refuses a checkpoint with 2 MTP heads"),
-        ("qwen3", "no projection", "missing: mtp.fc.weight"),
-        ("qwen3", "renamed", "unexpected: mtp.projection.weight"),
-        ("qwen3", "extra head", "unexpected: mtp.heads.1.fc.weight"),
-        ("qwen3", "promises too much", "refuses a checkpoint with 2 MTP heads"),
-        ("qwen3", "promises too much", "runs one MTP head; config.json promises 2"),
-        ("qwen3", "promises nothing", "Qwen3ForCausalLM stops at the checkpoint: KeyError: 'mtp."),
-        ("deepseek_v3", "wrong shape", "DeepseekV3ForCausalLMNextN stops at the checkpoint"),
+        ("mimo", "extra head", "MiMoMTP model.mtp_layers.0.final_layernorm.weight"),
+        ("mimo", "promises too much", "SGLang MiMoMTP 2"),
+        ("mimo", "promises nothing", "SGLang model.mtp_layers.0.final_layernorm.weight"),
+        ("glm4_moe", "extra head", "SGLang model.layers.3"),
+        ("glm4_moe", "promises too much", "SGLang 2"),
+        ("deepseek_v3", "promises too much", "SGLang 2"),
+        ("qwen3", "no projection", "mtp.fc.weight"),
+        ("qwen3", "renamed", "mtp.projection.weight"),
+        ("qwen3", "extra head", "mtp.heads.1.fc.weight"),
+        ("qwen3", "promises too much", "SGLang 2"),
+        ("qwen3", "promises too much", "config.json 2"),
+        ("qwen3", "promises nothing", "Qwen3ForCausalLM KeyError"),
+        ("deepseek_v3", "wrong shape", "DeepseekV3ForCausalLMNextN"),
     ],
 )
 def test_the_report_names_what_is_wrong(reports, family, name, words):
-    assert words in "\n".join(reports[family, name].problems)
+    assert mentions("\n".join(reports[family, name].problems), words)
 
 
 def test_a_target_that_drafts_for_itself(reports):
     problems = "\n".join(reports["itself"].problems)
-    assert "the target drafts for itself: the draft is another InternLM3ForCausalLM" in problems
+    assert mentions(problems, "InternLM3ForCausalLM")

@@ -16,6 +16,7 @@ from swiftlite.engines.served_model import read_model
 from swiftlite.engines.sglang.engine import draft_counts, engine_options
 from swiftlite.engines.sglang.options import cpu_variables
 from swiftlite.errors import UserError
+from tests.messages import naming
 from tests.tiny import make_tiny_hf
 
 
@@ -39,11 +40,11 @@ def test_drafting_is_derived_from_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "depth", "words"),
-    [("mimo", 0, "promises no MTP heads"), ("mimo", 2, "into one place"), ("qwen3", 2, "takes one")],
+    [("mimo", 0, "config.json --mtp_num_layers"), ("mimo", 2, "SGLang MiMoMTP 2"), ("qwen3", 2, "SGLang 2")],
 )
 def test_another_draft_than_the_heads_is_refused(tmp_path, family, depth, words):
     directory = make_tiny_hf(tmp_path, family, depth)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=naming(words)):
         speculative(directory, num_speculative_tokens=None)
 
 
@@ -77,7 +78,7 @@ def test_drafts_are_drawn_where_sglang_can_verify_them(tmp_path, monkeypatch, ha
     tree = {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
     given = {"num_speculative_tokens": None, "speculative_config": tree}
     assert speculative(mimo, **given, draws_drafts=True) == speculative(mimo, **given)
-    with nullcontext() if has_accelerator else pytest.raises(UserError, match="would verify drafts greedily"):
+    with nullcontext() if has_accelerator else pytest.raises(UserError, match=naming("SGLang CPU")):
         ENGINES["sglang"].check_temperature(0.5)
 
 
@@ -90,5 +91,5 @@ def test_counts_by_position_from_steps_by_hits():
 
 def test_a_plugin_that_would_not_be_loaded(monkeypatch):
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
-    with pytest.raises(UserError, match="SGLang would not find swiftlite's plugin"):
+    with pytest.raises(UserError, match=naming("SGLang swiftlite pip install")):
         require_plugin(ENGINES["sglang"])

@@ -14,6 +14,7 @@ from swiftlite.engines.served_model import read_model
 from swiftlite.engines.transformers.engine import load_trunk
 from swiftlite.errors import UserError
 from tests.bridge.test_fp8 import expected, make_fp8
+from tests.messages import mentions
 from tests.tiny import make_tiny_hf, memory_name, per_expert
 
 
@@ -80,7 +81,7 @@ def test_a_prompt_without_room_for_an_answer_is_refused(trained, length):
     directory, _ = trained("qwen3", 1)
     with pytest.raises(UserError) as error:
         start(directory, max_model_len=10).generate([[1], [1] * length], Sampling(5))
-    assert f"a prompt has {length} tokens" in str(error.value)
+    assert mentions(str(error.value), str(length))
     assert "--max_model_len" in error.value.hint
 
 

@@ -22,6 +22,7 @@ from swiftlite.engines.load_report import LoadReport
 from swiftlite.errors import UserError
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
 from tests.engines.reference import convention
+from tests.messages import has_line, mention_each, mentions, naming
 from tests.tiny import CLASSES
 
 pytestmark = [
@@ -91,43 +92,42 @@ def test_numbers_that_vllm_would_leave_random_are_counted(reports, family):
     """The classes of vLLM that load what they find; those of our plugin refuse."""
     draft = convention("vllm", family).draft
     (problem,) = reports[family, "no projection"].problems
-    assert problem.startswith(f"{draft} is left with {64 * 128} random numbers in ")
+    assert mentions(problem, f"{draft} {64 * 128}")
     assert problem.split(".")[-2:] == [projection(family).split(".")[-2], "weight"]
 
 
 @pytest.mark.parametrize(
     ("family", "name", "words"),
     [
-        ("qwen3", "no projection", "missing: mtp.fc.weight"),
-        ("qwen3", "renamed", "unexpected: mtp.projection.weight"),
-        ("qwen3", "extra head", "unexpected: mtp.heads.1.fc.weight"),
-        ("qwen3", "promises too much", "missing: mtp.heads.1.fc.weight"),
-        ("glm4_moe", "renamed", "stops at the checkpoint: KeyError: 'model.layers.2.mtp_block.projection.weight'"),
-        ("glm4_moe", "promises too much", "is left with"),
+        ("qwen3", "no projection", "mtp.fc.weight"),
+        ("qwen3", "renamed", "mtp.projection.weight"),
+        ("qwen3", "extra head", "mtp.heads.1.fc.weight"),
+        ("qwen3", "promises too much", "mtp.heads.1.fc.weight"),
+        ("glm4_moe", "renamed", "KeyError 'model.layers.2.mtp_block.projection.weight'"),
+        ("glm4_moe", "promises too much", str(64 * 128)),
         ("deepseek_v3", "promises too much", "DeepSeekMTP"),
-        ("mimo", "promises nothing", "no class of vLLM reads model.mtp_layers.0.final_layernorm.weight"),
+        ("mimo", "promises nothing", "vLLM model.mtp_layers.0.final_layernorm.weight"),
         ("mimo", "wrong shape", "[64, 64]"),
     ],
 )
 def test_the_report_names_what_is_wrong(reports, family, name, words):
-    assert words in "\n".join(reports[family, name].problems)
+    assert mentions("\n".join(reports[family, name].problems), words)
 
 
 def test_a_target_that_drafts_for_itself(reports):
     (problem,) = reports["self"].problems
-    assert "the target drafts for itself: the draft is another Qwen3ForCausalLM" in problem
+    assert mentions(problem, "Qwen3ForCausalLM")
 
 
 def test_a_step_that_no_head_was_trained_for(reports):
     report = reports["two steps"]
     assert report.draft == "Qwen2MTPModel"
-    assert ["the first head at every step" in problem for problem in report.problems] == [True]
+    assert mention_each(report.problems, ["num_speculative_tokens 2 1"])
 
 
 def test_an_option_that_vllm_does_not_know(reports):
     (problem,) = reports["unknown option"].problems
-    assert "vLLM refuses its options: TypeError" in problem
-    assert "max_modle_len" in problem
+    assert mentions(problem, "vLLM TypeError max_modle_len")
 
 
 def test_doctor_ends_with_what_the_engine_says(tmp_path, capsys):
@@ -135,8 +135,8 @@ def test_doctor_ends_with_what_the_engine_says(tmp_path, capsys):
     damage(directory, "mimo", 1, without_projection)
     assert doctor.run(DoctorArgs(model=str(directory), engine="vllm", torch_dtype="float32")) == 1
     report = capsys.readouterr().out
-    assert "drafts   MiMoMTP, 1 of 1 MTP heads" in report
-    assert "MiMoMTP is left with 8192 random numbers in model.mtp_layers.2.input_proj.weight" in report
+    assert has_line(report, "MiMoMTP 1")
+    assert has_line(report, "MiMoMTP 8192 model.mtp_layers.2.input_proj.weight")
 
 
 def test_doctor_ends_well_when_the_engine_would_serve_it_right(tmp_path, capsys, monkeypatch, reports):
@@ -152,7 +152,7 @@ def test_doctor_ends_well_when_the_engine_would_serve_it_right(tmp_path, capsys,
     args = DoctorArgs(model=str(directory), engine="vllm", num_speculative_tokens=3, vllm_engine_kwargs=kwargs)
     assert doctor.run(args) == 0
     assert asked == [("vllm", EngineConfig(directory, num_speculative_tokens=3, engine_kwargs=kwargs))]
-    assert "every tensor has its place" in capsys.readouterr().out
+    assert reports["mimo", 1].verdict in capsys.readouterr().out
 
 
 def test_a_vllm_that_does_not_run_here_is_told(tmp_path, monkeypatch):
@@ -160,25 +160,16 @@ def test_a_vllm_that_does_not_run_here_is_told(tmp_path, monkeypatch):
     python.write_text("#!/bin/sh\necho ImportError: libcuda.so.1 >&2\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(UserError, match=r"vLLM cannot be asked here:\nImportError: libcuda\.so\.1"):
+    with pytest.raises(UserError, match=naming("vLLM ImportError: libcuda.so.1")):
         dry_load(ENGINES["vllm"], EngineConfig(make(tmp_path / "model", "mimo", 1)))
 
 
 @pytest.mark.parametrize(
-    ("family", "depth", "words"),
-    [
-        ("mimo", 1, None),
-        ("mimo", 2, "loads all 2 MTP heads into one place"),
-        ("glm4_moe", 1, None),
-        ("glm4_moe", 2, "refuses a checkpoint with 2 MTP heads"),
-        ("qwen3", 1, None),
-        ("qwen3", 2, "refuses a checkpoint with 2 MTP heads"),
-        ("qwen3", 0, None),
-    ],
+    ("family", "depth"),
+    [("mimo", 1), ("mimo", 2), ("glm4_moe", 1), ("glm4_moe", 2), ("qwen3", 1), ("qwen3", 2), ("qwen3", 0)],
 )
-def test_what_is_known_of_sglang_without_it(tmp_path, monkeypatch, family, depth, words):
+def test_what_is_known_of_sglang_without_it(tmp_path, monkeypatch, family, depth):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     report = dry_load(ENGINES["sglang"], EngineConfig(make(tmp_path, family, depth)))
-    assert "it is not installed here, so its loader was not run" in report.engine
-    assert bool(report.problems) is bool(words)
-    assert (words or "") in "".join(report.problems)
+    assert mentions(report.engine, "sglang swiftlite")
+    assert mention_each(report.problems, [f"{report.draft} 2"] * (depth == 2))
