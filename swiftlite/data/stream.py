@@ -80,6 +80,7 @@ class Part(Iterator[UnparsedRow]):
 
     Attributes:
         rows_per_epoch: 0 until the end of the files was seen.
+        first: place in its epoch of the row that comes first; those before it are passed over.
 
     Args:
         num_read: rows that come no more.
@@ -92,10 +93,14 @@ class Part(Iterator[UnparsedRow]):
         self.files = files
         self.rows_per_epoch = rows_per_epoch
         self.num_read = num_read
-        self._rows = self._read()
+        self.first = num_read % rows_per_epoch if rows_per_epoch else num_read
+        self._num_to_pass = self.first
+        self._rows: Iterator[tuple[int, UnparsedRow]] = self._read()
 
     def __next__(self) -> UnparsedRow:
-        row = next(self._rows)
+        while self._num_to_pass:
+            self._pass()
+        _, row = next(self._rows)
         self.num_read += 1
         return row
 
@@ -109,21 +114,35 @@ class Part(Iterator[UnparsedRow]):
             for line, parse in file.unparsed_rows():
                 yield parse, f"{file.name}:{line}"
 
-    def _read(self) -> Iterator[UnparsedRow]:
-        """Example: a part of 5 rows of which 7 were read passes over two rows, gives the other three, then all five."""
-        passed_over = self.num_read % self.rows_per_epoch if self.rows_per_epoch else self.num_read
+    def up_to_first(self) -> Iterator[tuple[int, UnparsedRow]]:
+        """Give (place, row) while rows are passed over, each once, and of the first row, which comes all the same."""
+        while self._num_to_pass:
+            yield self._pass()
+        first = next(self._rows)
+        self._rows = itertools.chain([first], self._rows)
+        yield first
+
+    def _pass(self) -> tuple[int, UnparsedRow]:
+        self._num_to_pass -= 1
+        return next(self._rows)
+
+    def _read(self) -> Iterator[tuple[int, UnparsedRow]]:
+        """(place, row), from the beginning of an epoch.
+
+        Example: of a part of 5 rows of which 7 were read, places 0 and 1 are passed over, then 2, 3, 4, 0, ... come.
+        """
+        at_least = self.first
         while True:
             num_rows = 0
             for row in self.one_epoch():
+                yield num_rows, row
                 num_rows += 1
-                if num_rows > passed_over:
-                    yield row
-            if num_rows < passed_over or self.rows_per_epoch not in (0, num_rows):
+            if num_rows < at_least or self.rows_per_epoch not in (0, num_rows):
                 raise _changed("--dataset")
             if not num_rows:
                 raise UserError(f"{', '.join(file.name for file in self.files)} holds no rows")
             self.rows_per_epoch = num_rows
-            passed_over = 0
+            at_least = 0
 
 
 class Stream(Iterator[Entry]):
@@ -161,19 +180,21 @@ class Stream(Iterator[Entry]):
         state: dict[str, Any] | None = None,
     ):
         self._mixture = Mixture(probabilities, seed)
-        self._parts = _parts_of(files, self._mixture.num_parts)
         self._encoder = encoder
         self._readers = readers or Readers()
         self._max_bad_rows = max_bad_rows
         self._system = system
         self._has_warned = False
-        zeros = [0] * len(self._parts)
+        zeros = [0] * self._mixture.num_parts
         state = state or {"num_read": 0, "piece": 0, "rows_per_epoch": zeros, "num_kept": zeros, "num_bad": 0}
         self.num_read: int = state["num_read"]
         self._piece: int = state["piece"]  # samples that have come of row `num_read`
         self.rows_per_epoch: list[int] = list(state["rows_per_epoch"])
         self._num_kept: list[int] = list(state["num_kept"])
         self._num_bad: int = state["num_bad"]
+        counts = self._mixture.counts(self.num_read)
+        files_of_parts = _parts_of(files, self._mixture.num_parts)
+        self._parts = [Part(*of_part) for of_part in zip(files_of_parts, self.rows_per_epoch, counts, strict=True)]
         self._held: dict[tuple[int, int], Sample] = {}  # by row and piece
         self._entries = self._read()
 
@@ -202,6 +223,9 @@ class Stream(Iterator[Entry]):
     def hold(self, entries: Iterable[Entry]) -> None:
         """Read samples again that have come of an earlier stream and were not taken; only these are tokenized.
 
+        They are found while rows are passed over, before the first sample comes; where the last of them is of the
+        epoch before, that is read for itself.
+
         Raises:
             UserError: a row is not what it was.
         """
@@ -212,11 +236,11 @@ class Stream(Iterator[Entry]):
             part, number = self._mixture.place(entry.row)
             place = number % self.rows_per_epoch[part] if self.rows_per_epoch[part] else number
             wanted.setdefault((part, place), []).append(entry)
-        for part, files in enumerate(self._parts):
-            last = max((place for of_part, place in wanted if of_part == part), default=-1)
-            rows = itertools.islice(Part(files).one_epoch(), last + 1)
-            for place, (parse, source) in enumerate(rows):
-                for entry in wanted.pop((part, place), ()):
+        for number, part in enumerate(self._parts):
+            last = max((place for of_part, place in wanted if of_part == number), default=-1)
+            rows = part.up_to_first() if last <= part.first else enumerate(part.one_epoch())
+            for place, (parse, source) in itertools.islice(rows, last + 1):
+                for entry in wanted.pop((number, place), ()):
                     self._hold(entry, self._encode(parse(), source))
         if wanted:
             raise _changed("--dataset")
@@ -283,9 +307,9 @@ class Stream(Iterator[Entry]):
         raise UserError(self._readers.say(owner, problem), self._readers.say(owner, hint))
 
     def _check_all_parts_have_rows(self) -> None:
-        for files, num_rows, num_kept in zip(self._parts, self.rows_per_epoch, self._num_kept, strict=True):
+        for part, num_rows, num_kept in zip(self._parts, self.rows_per_epoch, self._num_kept, strict=True):
             if num_rows and not num_kept:
-                of_files = "--dataset" if len(self._parts) == 1 else f"--dataset {files[0].name}"
+                of_files = "--dataset" if len(self._parts) == 1 else f"--dataset {part.files[0].name}"
                 raise UserError(
                     f"{of_files}: of {num_rows} rows none is left to train on",
                     f"those over --max_length {self._encoder.max_length} are dropped: give more, "
@@ -296,19 +320,17 @@ class Stream(Iterator[Entry]):
 
     def _chunks(self) -> Iterator[Chunk]:
         """This reader's rows from where the stream stands."""
-        counts = self._mixture.counts(self.num_read)
-        parts = [Part(*of_part) for of_part in zip(self._parts, self.rows_per_epoch, counts, strict=True)]
         for first in itertools.count(self.num_read, CHUNK_ROWS * self._readers.size):
             own: list[Encoded] = []
             said: list[int] = []
             for row in range(first, first + CHUNK_ROWS * self._readers.size):
-                part = parts[self._mixture.part(row)]
+                part = self._parts[self._mixture.part(row)]
                 parse, source = next(part)
                 if self._readers.owns(row):
                     encoded = self._encode(parse(), source)
                     own.append(encoded)
                     said += self._outcome(encoded, part.is_first_epoch)
-            yield Chunk(first, own, said, [part.rows_per_epoch for part in parts])
+            yield Chunk(first, own, said, [part.rows_per_epoch for part in self._parts])
 
     def _outcome(self, encoded: Encoded, is_first_epoch: bool) -> list[int]:
         """What this reader says of a row."""

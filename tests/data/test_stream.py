@@ -15,7 +15,8 @@ from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.packing import Entry, RowStream
 from swiftlite.data.sample import Sample, digest
-from swiftlite.data.stream import Readers, Stream
+from swiftlite.data.sources import DataFile
+from swiftlite.data.stream import CHUNK_ROWS, CHUNKS_AHEAD, Readers, Stream
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from tests.data.templates import CHATML
@@ -202,6 +203,30 @@ def test_only_what_waits_is_tokenized_again(make_rows, write_jsonl, monkeypatch)
     assert len(encoded) == len(resumed.waiting) < 20 < state["num_read"]
 
 
+@pytest.mark.parametrize("num_read", [750, 1750], ids=["in the first epoch", "in the second"])
+def test_rows_that_have_come_are_passed_over_once(make_rows, write_jsonl, monkeypatch, num_read):
+    files = [write_jsonl([row(i) for i in range(500)], f"{name}.jsonl") for name in "ab"]
+    rows = make_rows(files)
+    while rows.stream.num_read < num_read:
+        rows.take(1)
+    passed = rows.stream.num_read % 1000
+    read = []
+    unparsed_rows = DataFile.unparsed_rows
+
+    def counted(file: DataFile):
+        for line, parse in unparsed_rows(file):
+            read.append(line)
+            yield line, parse
+
+    monkeypatch.setattr(DataFile, "unparsed_rows", counted)
+    resumed = make_rows(files, state=rows.state())
+    assert resumed.waiting
+    resumed.take(10)
+    read_ahead = CHUNK_ROWS * (CHUNKS_AHEAD + 2)
+    assert passed >= 750
+    assert passed < len(read) < passed + 100 + read_ahead < 2 * passed
+
+
 def test_a_row_is_bad_when_it_is_reached(make_rows, write_jsonl):
     rows = make_rows([write_jsonl([row(i) for i in range(20)] + ["{"])])
     rows.take(1)
@@ -251,6 +276,20 @@ def test_files_that_have_changed(make_rows, write_jsonl, now, named):
     with pytest.raises(UserError, match=naming(named)) as caught:
         make_rows([path], state=rows.state())
     assert not mentions(str(caught.value), "--max_bad_rows")
+
+
+def test_a_file_that_ends_before_a_row_that_waits(make_rows, write_jsonl):
+    """It ends where rows are no longer passed over, and row 0 is as long as the one that waits."""
+    all_rows = [row(i) for i in range(50)]
+    path = write_jsonl(all_rows)
+    rows = make_rows([path])
+    rows.take(1)
+    num_read = rows.stream.num_read
+    assert max(entry.row for entry in rows.waiting) == num_read < 10
+    assert rows.stream.rows_per_epoch == [0]
+    write_jsonl(all_rows[:num_read])
+    with pytest.raises(UserError, match="is not what this run has read before"):
+        make_rows([path], state=rows.state())
 
 
 def test_the_first_row_with_a_special_token_is_named(make_rows, write_jsonl, caplog):
