@@ -26,8 +26,8 @@ from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt
 from swiftlite.engines.vllm.served import ServedVllm
 from swiftlite.errors import UserError
-from swiftlite.train import sft
 from swiftlite.train.live_weights import LiveWeights
+from swiftlite.train.run import run
 
 ENGINE = os.environ.get("ENGINE", "vllm")
 MODEL = os.environ.get("MODEL", "out/tiny/hf")
@@ -86,7 +86,7 @@ def main() -> None:
             if service:
                 service.report(step)
 
-    sft.run(args, after_step=sync)
+    run(args, after_step=sync)
     if service:
         service.engine.close()
 

@@ -12,7 +12,7 @@ import yaml
 
 from swiftlite.args.docs import groups, title
 from swiftlite.cli.help import default_words, placeholder
-from swiftlite.cli.table import COMMANDS
+from swiftlite.cli.table import commands
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -56,7 +56,7 @@ HEADS = {"en": ("Option", "Value", "Meaning [default]"), "zh": ("选项", "取�
 def english_texts() -> list[str]:
     """Every text of the options that needs a translation, once."""
     texts = {}
-    for command in COMMANDS:
+    for command in commands():
         texts[title(command.args_class)] = None
         for heading, members in groups(command.args_class, command.choices()).items():
             texts |= {heading: None} | {option.doc: None for option in members}
@@ -72,7 +72,7 @@ def page(language: str) -> str:
     """The whole page in "en" or "zh"."""
     table = translations() if language == "zh" else {text: text for text in english_texts()}
     text = [INTRO[language]]
-    for command in COMMANDS:
+    for command in commands():
         text += [f"## swiftlite {command.words}\n", f"{table[title(command.args_class)]}\n"]
         for heading, members in groups(command.args_class, command.choices()).items():
             text += [f"### {table[heading]}\n", _row(HEADS[language]), _row(("---", "---", "---"))]

@@ -33,7 +33,8 @@ PRELOADED = [
     "swiftlite.regenerate.command",
     "swiftlite.serve.infer",
     "swiftlite.engines.transformers.engine",
-    "swiftlite.train.sft",
+    "swiftlite.train.run",
+    "swiftlite.train.methods.sft",
     "tests.parallel.packing",
     "tests.parallel.parity",
 ]

@@ -79,7 +79,7 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
     from swiftlite.plan.flops import training_flops
     from swiftlite.plan.run import make_plan, make_schedule
     from swiftlite.runtime.distributed import session
-    from swiftlite.train.objective import NextTokenObjective
+    from swiftlite.train.methods.next_token import NextTokenObjective
     from swiftlite.train.optim import make_optimizer, wrap_model
     from swiftlite.train.trainer import Trainer
 

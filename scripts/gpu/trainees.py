@@ -30,7 +30,7 @@ from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
-from swiftlite.train.objective import NextTokenObjective
+from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer
 

@@ -1,8 +1,7 @@
 """One class per command, composed of the groups in `fields.py`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from swiftlite.args import fields
 from swiftlite.args.bounds import Fraction, Length, NonNegativeInt, PositiveFloat, PositiveInt
@@ -34,17 +33,6 @@ class PtArgs(fields.DocumentArgs, SftArgs):
 @dataclass(frozen=True)
 class DpoArgs(fields.PreferenceArgs, SftArgs):
     """Tune a language model by pairs of answers of which one is preferred, with Multi-Token Prediction heads."""
-
-
-TRAINING: dict[type[SftArgs], str] = {SftArgs: "megatron sft", PtArgs: "megatron pt", DpoArgs: "megatron dpo"}
-"""The commands that train, and their words."""
-
-
-def training_command(options: Mapping[str, Any]) -> type[SftArgs]:
-    """The command whose run has these options in its args.json: one that none of the others has tells."""
-    if "loss_type" in options:
-        return DpoArgs
-    return PtArgs if "append_eos" in options else SftArgs
 
 
 @dataclass(frozen=True)

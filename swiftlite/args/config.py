@@ -14,6 +14,8 @@ from swiftlite.durable import write_durably
 from swiftlite.errors import OptionError, UserError, clip
 from swiftlite.json_file import MAX_DEPTH, parse_json
 
+COMMAND_KEY = "command"
+"""Key of a run's args.json that says whose options these are; no option has this name."""
 Args = TypeVar("Args")
 Problem = tuple[str, str]
 
@@ -264,13 +266,21 @@ def _is_larger(node: Any, limit: int) -> bool:
 
 
 def values_from_file(
-    args_class: type, path: str, choices: Choices | None = None
+    args_class: type, path: str, choices: Choices | None = None, command: str = ""
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The file's options as values of their types, and what is wrong with the others."""
+    """Return the file's options as values of their types, and what is wrong with the others.
+
+    Args:
+        command: words of the command that reads it; a file of another command is a problem. "": any command's.
+    """
     known = options(args_class, choices)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for key, (value, where) in read_file(path).items():
+        if key == COMMAND_KEY:
+            if command and value != command:
+                problems.append((f"{where}: these are options of {value}", f"swiftlite {value} {path}"))
+            continue
         name = str(key).replace("-", "_")
         if name not in known:
             suggestion = near(name, known)
@@ -296,7 +306,12 @@ def from_config(args_class: type[Args], path: str | Path) -> Args:
     return args_class(**values)
 
 
-def write_config(args: Any, path: str | Path) -> None:
-    """Write the arguments as a JSON file that runs again: `swiftlite COMMAND FILE`."""
-    content = json.dumps(dataclasses.asdict(args), indent=2, ensure_ascii=False) + "\n"
+def write_config(args: Any, path: str | Path, command: str = "") -> None:
+    """Write the arguments as a JSON file that runs again: `swiftlite COMMAND FILE`.
+
+    Args:
+        command: words of the command, which the file keeps; "" leaves them out.
+    """
+    entries = {COMMAND_KEY: command} if command else {}
+    content = json.dumps(entries | dataclasses.asdict(args), indent=2, ensure_ascii=False) + "\n"
     write_durably(Path(path), content.encode())

@@ -7,12 +7,12 @@ from typing import Any
 
 from swiftlite.args.config import split_type
 from swiftlite.args.docs import Option, groups, title
-from swiftlite.cli.table import COMMANDS, Command
+from swiftlite.cli.table import Command, commands
 
 
 def overview(prefix: str = "") -> str:
     """All commands that begin with `prefix`, one line each."""
-    chosen = [command for command in COMMANDS if command.words.startswith(prefix)]
+    chosen = [command for command in commands() if command.words.startswith(prefix)]
     width = max(len(command.words) for command in chosen)
     lines = [f"  swiftlite {command.words:<{width}}  {command.line}" for command in chosen]
     return "\n".join(

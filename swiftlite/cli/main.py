@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -19,12 +20,13 @@ from swiftlite.cli import failure, launch
 from swiftlite.cli.fetch import fetch, hold_commits
 from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
-from swiftlite.cli.table import COMMANDS, Command, find
+from swiftlite.cli.table import Command, commands, find
 from swiftlite.errors import UserError, is_of_memory, is_of_storage, reason_of
-from swiftlite.families.index import known_architecture
+from swiftlite.families.index import FAMILIES, known_architecture
 from swiftlite.heads import Heads
 from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule, render
 from swiftlite.redact import redact_text
@@ -106,7 +108,7 @@ def _run(argv: list[str]) -> int:
     if argv[0] in ("-V", "--version"):
         return _show(f"swiftlite {swiftlite.__version__}")
     prefix = argv[0] + " "
-    if any(command.words.startswith(prefix) for command in COMMANDS) and argv[1:2] in ([], ["-h"], ["--help"]):
+    if any(command.words.startswith(prefix) for command in commands()) and argv[1:2] in ([], ["-h"], ["--help"]):
         return _show(overview(prefix))
 
     command, rest = find(argv)
@@ -187,10 +189,16 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
 
 def _dry_run(args: SftArgs, world_size: int) -> str:
     hf_config = read_hf_config(description_of(args.model))
-    heads, head = Heads.from_config(hf_config), largest_head(known_architecture(hf_config))
+    checkpoint, head = Heads.from_config(hf_config), largest_head(known_architecture(hf_config))
+    family = FAMILIES.get(str(hf_config.get("model_type")))
+    heads = heads_for_engine(args, checkpoint, family) if family else None
+    if heads and heads.layers and args.draft_vocab:
+        # The plan shows how many tokens they can draft; which ones the run chooses from its rows.
+        heads = replace(heads, draft_vocab=tuple(range(args.draft_vocab)))
+    plan = make_plan(args, world_size, checkpoint, this_machine(sees_gpu()), head, heads=heads)
     num_rows = None if args.packing else _count_rows(args.dataset)
     schedule = make_schedule(args, num_rows) if num_rows else None
-    return render(args, make_plan(args, world_size, heads, this_machine(sees_gpu()), head), heads, schedule)
+    return render(args, plan, checkpoint, schedule)
 
 
 def _count_rows(dataset: list[str]) -> int | None:

@@ -36,7 +36,7 @@ def parse(
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     if argv and not argv[0].startswith("-"):
-        values, problems = values_from_file(args_class, argv[0], choices)
+        values, problems = values_from_file(args_class, argv[0], choices, command)
         argv = argv[1:]
     flags, strays = _split(argv)
     problems += [(f"{stray} belongs to no option", "write --option value") for stray in strays]

@@ -4,9 +4,9 @@ from typing import Any
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.hub.model import description_of
+from swiftlite.methods.dpo import WITHOUT_REFERENCE
 from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
-from swiftlite.plan.preference import WITHOUT_REFERENCE
 from swiftlite.plan.reference_memory import AskingMemory, estimate_asking
 from swiftlite.plan.setup import Setup
 from swiftlite.table import text_table

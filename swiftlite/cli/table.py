@@ -10,11 +10,9 @@ from swiftlite.args.commands import (
     BenchArgs,
     DeployArgs,
     DoctorArgs,
-    DpoArgs,
     EvaluateArgs,
     ExportArgs,
     InferArgs,
-    PtArgs,
     RegenerateArgs,
     ReportArgs,
     SftArgs,
@@ -23,6 +21,7 @@ from swiftlite.args.docs import Choices
 from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.engines.index import names_with
 from swiftlite.errors import UserError
+from swiftlite.methods.index import training_commands
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,9 @@ class Command:
     """An option that words before any flag belong to; without one, the first word is a file of options."""
 
     def choices(self) -> Choices:
-        """What its option that takes an engine's name takes, by the engines that there are now; {} without one."""
+        """Return the values of its option that takes an engine's name, from the index of engines; {} without one."""
+        if issubclass(self.args_class, SftArgs):
+            return {"draft_for": list(CONVENTIONS)}
         if self.args_class not in ENGINE_OPTIONS:
             return {}
         option, names = ENGINE_OPTIONS[self.args_class]
@@ -51,10 +52,15 @@ class Command:
         return getattr(importlib.import_module(module), function)
 
 
-COMMANDS = (
-    Command("megatron sft", SftArgs, "swiftlite.train.sft:run", "fine-tune, with MTP heads, on megatron-core", True),
-    Command("megatron pt", PtArgs, "swiftlite.train.pt:run", "learn from plain text, documents packed", True),
-    Command("megatron dpo", DpoArgs, "swiftlite.train.dpo:run", "learn from pairs of answers, one preferred", True),
+def commands() -> tuple[Command, ...]:
+    """Return all commands: those that train, from the index of methods, and the others."""
+    training = []
+    for words, method in training_commands().items():
+        training.append(Command(words, method.args_class, "swiftlite.train.run:run", method.line, True))
+    return (*training, *OTHERS)
+
+
+OTHERS = (
     Command("export", ExportArgs, "swiftlite.export.run:run", "a run to a Hugging Face model, or the other way", True),
     Command("infer", InferArgs, "swiftlite.serve.infer:run", "generate, heads drafting, count what is accepted", False),
     Command(
@@ -70,9 +76,6 @@ COMMANDS = (
 )
 # The option that takes an engine's name, and the names that it takes.
 ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
-    SftArgs: ("draft_for", lambda: list(CONVENTIONS)),
-    PtArgs: ("draft_for", lambda: list(CONVENTIONS)),
-    DpoArgs: ("draft_for", lambda: list(CONVENTIONS)),
     InferArgs: ("infer_backend", lambda: names_with("adapter")),
     RegenerateArgs: ("infer_backend", lambda: names_with("adapter")),
     DeployArgs: ("infer_backend", lambda: names_with("server")),
@@ -88,16 +91,16 @@ def find(argv: list[str]) -> tuple[Command, list[str]]:
     Raises:
         UserError: no command begins so; suggests a near one.
     """
-    for command in COMMANDS:
+    for command in commands():
         words = command.words.split()
         if argv[: len(words)] == words:
             return command, argv[len(words) :]
     given = " ".join(word for word in argv[:2] if not word.startswith("-"))
     # `sft` alone and `megatron stf` both mean `megatron sft`; `export model_dir` and `exprot model_dir` have one word.
-    spellings = {command.words.split()[-1]: command.words for command in COMMANDS}
-    spellings |= {command.words: command.words for command in COMMANDS}
+    spellings = {command.words.split()[-1]: command.words for command in commands()}
+    spellings |= {command.words: command.words for command in commands()}
     for attempt in (given, argv[0]):
         for near in difflib.get_close_matches(attempt, spellings, n=1):
             raise UserError(f"`{given}` is no command", f"did you mean swiftlite {spellings[near]}?", exit_code=2)
-    names = ", ".join(command.words for command in COMMANDS)
+    names = ", ".join(command.words for command in commands())
     raise UserError(f"`{given}` is no command", f"commands: {names}", exit_code=2)

@@ -4,20 +4,37 @@ to where they are predicted.
 A batch carries what each MTP depth sees and predicts as well, shifted here, inside each sequence and on whole rows:
 what comes later may cut the rows over context-parallel ranks.
 
-Shape suffixes: K the trunk and each MTP depth, B rows of the micro-batch, S tokens of a row, P pairs of answers.
+Shape suffixes: K the trunk and each MTP depth, B rows of the micro-batch, S tokens of a row, N sequences of the
+micro-batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 
 from swiftlite.data.sample import IGNORED, Sample
 
-NO_SAMPLE = Sample(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), source="padding")
-"""Fills a batch up where rows run out: nothing but padding, no label."""
+
+@dataclass(frozen=True)
+class Extra:
+    """A tensor that a training method adds to every batch, collated from `Sample.extras`.
+
+    Attributes:
+        name: of the entry in `Sample.extras` and in `Batch.extras`.
+        dtype: of the tensor.
+        per: `sequence` gives one value for each sequence of the micro-batch, [N], whole on every context-parallel rank.
+            `label` gives one value for each label of the trunk, [B, S], shifted and cut as the labels are: the value of
+            token t of a sample is where token t is predicted.
+        default: the value of sequences that have none, and of padding.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    per: Literal["sequence", "label"] = "sequence"
+    default: float = 0.0
 
 
 def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,10 +76,9 @@ class Batch:
         cu_seqlens: int32 [num_sequences + 1], where each sequence of a packed row starts, its padding counted, and
             last S. It is on the host, since shapes follow from it, and stays that of the whole row when the row is cut
             over ranks. None: the rows are padded.
-        reference_P2: float32, on the host; of pairs of answers, the log-probabilities by a reference model. Sequence
-            2p is the preferred answer of pair p, sequence 2p + 1 the other one. Of no pairs it is empty.
-        desirable_P: bool, on the host; of single answers, whether each is a good one. Sequence p is answer p, and of
-            `reference_P2` the second column is of its mismatched answer.
+        num_sequences: N, without those that are padding alone.
+        extras: tensors of the training method by name, see `Extra`. The sequences of one sample follow each other: of
+            pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the other one.
         on_host: the same batch before it was moved to a device; None: it was not moved.
     """
 
@@ -74,8 +90,8 @@ class Batch:
     num_tokens: int
     squares: int
     cu_seqlens: torch.Tensor | None = None
-    reference_P2: torch.Tensor = field(default_factory=partial(torch.zeros, 0, 2))
-    desirable_P: torch.Tensor = field(default_factory=partial(torch.zeros, 0, dtype=torch.bool))
+    num_sequences: int = 0
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     on_host: "Batch | None" = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
@@ -87,89 +103,69 @@ class Batch:
             loss_scale_KBS=function(self.loss_scale_KBS),
             position_ids_BS=function(self.position_ids_BS),
             sequence_KBS=function(self.sequence_KBS),
+            extras=self._map_extras(function, dims=2),
         )
 
+    def map_per_sequence(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Return the batch with its tensors of one entry per sequence replaced."""
+        return replace(self, extras=self._map_extras(function, dims=1))
 
-def collate(samples: Sequence[Sample], pad_token_id: int, *, num_drafts: int = 0, pad_to_multiple_of: int = 1) -> Batch:
-    """One row per sample, padded to the longest, rounded up to a multiple.
+    def _map_extras(self, function: Callable[[torch.Tensor], torch.Tensor], dims: int) -> dict[str, torch.Tensor]:
+        extras = dict(self.extras)
+        for name, tensor in extras.items():
+            if tensor.dim() == dims:
+                extras[name] = function(tensor)
+        return extras
+
+
+def collate(
+    sequences: Sequence[Sample],
+    pad_token_id: int,
+    *,
+    num_drafts: int = 0,
+    pad_to_multiple_of: int = 1,
+    extras: Sequence[Extra] = (),
+) -> Batch:
+    """Return one row per sequence, padded to the longest, rounded up to a multiple.
 
     Args:
-        samples: at least one.
+        sequences: none gives one row of padding.
         pad_token_id: any token of the vocabulary; causal attention keeps samples from seeing what follows them.
         pad_to_multiple_of: so that ranks can share rows by position (`plan.run.row_multiple_of`).
+        extras: tensors that the training method adds.
     """
-    length = _round_up(max(1, max(map(len, samples))), pad_to_multiple_of)
-    starts = range(0, len(samples) * length, length)
-    position_ids_BS = torch.arange(length).repeat(len(samples), 1)
-    return _lay_out(samples, starts, position_ids_BS, pad_token_id, num_drafts)
-
-
-def pair_up(batch: Batch, pairs: Sequence[Sample]) -> Batch:
-    """The batch of both answers of these pairs, one pair after the other, with what a reference says of them.
-
-    MTP heads learn from the preferred answers alone: of the others their labels are taken out.
-    """
-    is_rejected_BS = batch.sequence_KBS[0] % 2 == 1
-    reference_P2 = torch.tensor([pair.reference for pair in pairs], dtype=torch.float32)
-    return replace(_without_heads(batch, is_rejected_BS), reference_P2=reference_P2)
-
-
-def rate(batch: Batch, samples: Sequence[Sample]) -> Batch:
-    """Return the batch of these samples, with what is said of them.
-
-    MTP heads learn from the good answers alone.
-    """
-    reference_P2 = torch.tensor([sample.reference for sample in samples], dtype=torch.float32)
-    desirable_P = torch.tensor([bool(sample.desirable) for sample in samples])
-    sequence_BS = batch.sequence_KBS[0]
-    is_bad_BS = ~desirable_P[sequence_BS.clamp(min=0)] & (sequence_BS >= 0)
-    return replace(_without_heads(batch, is_bad_BS), reference_P2=reference_P2, desirable_P=desirable_P)
-
-
-def compare(batch: Batch, samples: Sequence[Sample]) -> Batch:
-    """Return the batch of the mismatched answers of these samples, with what a reference says of them.
-
-    It is only scored: without labels MTP heads compute no loss.
-    """
-    reference_P2 = torch.tensor([sample.reference for sample in samples], dtype=torch.float32).view(-1, 2)
-    is_idle_BS = torch.ones_like(batch.position_ids_BS, dtype=torch.bool)
-    return replace(_without_heads(batch, is_idle_BS), reference_P2=reference_P2)
-
-
-def _without_heads(batch: Batch, is_idle_BS: torch.Tensor) -> Batch:
-    """The batch without labels of MTP heads at these tokens."""
-    is_idle_KBS = is_idle_BS.repeat(len(batch.labels_KBS), 1, 1)
-    is_idle_KBS[0] = False
-    return replace(
-        batch,
-        labels_KBS=batch.labels_KBS.masked_fill(is_idle_KBS, IGNORED),
-        loss_scale_KBS=batch.loss_scale_KBS.masked_fill(is_idle_KBS, 0),
-    )
+    num_rows = max(1, len(sequences))
+    length = _round_up(max(1, *map(len, sequences)) if sequences else 1, pad_to_multiple_of)
+    starts = range(0, num_rows * length, length)
+    position_ids_BS = torch.arange(length).repeat(num_rows, 1)
+    return _lay_out(sequences, starts, position_ids_BS, pad_token_id, num_drafts, extras)
 
 
 def collate_packed(
-    samples: Sequence[Sample],
+    sequences: Sequence[Sample],
     pad_token_id: int,
     *,
     num_drafts: int = 0,
     pad_each_to_multiple_of: int = 1,
     pad_to_multiple_of: int = 1,
+    extras: Sequence[Extra] = (),
 ) -> Batch:
-    """One row of all samples, each a sequence padded for itself; what fills the row up is a sequence of its own.
+    """Return one row of all sequences, each padded for itself; what fills the row up is a sequence of its own.
 
     Args:
-        samples: none gives a row of padding.
+        sequences: none gives a row of padding.
         pad_token_id: any token of the vocabulary; no other sequence sees it.
         pad_each_to_multiple_of: so that context-parallel ranks can share each sequence
             (`plan.layout.sequence_multiple`).
         pad_to_multiple_of: what the length of the row divides by, a multiple of the former
             (`plan.run.row_multiple_of`).
+        extras: tensors that the training method adds.
 
-    Example: samples of 3 and 1 tokens, each padded to a multiple of 2, the row to one of 8. The sequences have 4, 2 and
-    2 tokens, the last of padding alone: `cu_seqlens` is 0, 4, 6, 8 and positions are 0, 1, 2, 3, 0, 1, 0, 1.
+    Example: sequences of 3 and 1 tokens, each padded to a multiple of 2, the row to one of 8. The sequences have 4, 2
+    and 2 tokens, the last of padding alone: `cu_seqlens` is 0, 4, 6, 8 and positions are 0, 1, 2, 3, 0, 1, 0, 1.
     """
     assert pad_to_multiple_of % pad_each_to_multiple_of == 0
-    lengths = [_round_up(len(sample), pad_each_to_multiple_of) for sample in samples]
+    lengths = [_round_up(len(sequence), pad_each_to_multiple_of) for sequence in sequences]
     num_tokens = sum(lengths)
     rest = _round_up(max(1, num_tokens), pad_to_multiple_of) - num_tokens
     if rest:
@@ -178,7 +174,7 @@ def collate_packed(
     starts = cu_seqlens[:-1]
     positions_in_row = torch.arange(sum(lengths))
     position_ids_BS = (positions_in_row - starts.repeat_interleave(cu_seqlens.diff()))[None]
-    return _lay_out(samples, starts.tolist(), position_ids_BS, pad_token_id, num_drafts, cu_seqlens.int())
+    return _lay_out(sequences, starts.tolist(), position_ids_BS, pad_token_id, num_drafts, extras, cu_seqlens.int())
 
 
 def _round_up(length: int, multiple: int) -> int:
@@ -186,38 +182,65 @@ def _round_up(length: int, multiple: int) -> int:
 
 
 def _lay_out(
-    samples: Sequence[Sample],
+    sequences: Sequence[Sample],
     starts: Sequence[int],
     position_ids_BS: torch.Tensor,
     pad_token_id: int,
     num_drafts: int,
+    extras: Sequence[Extra],
     cu_seqlens: torch.Tensor | None = None,
 ) -> Batch:
-    """Each sample at its start, counted over all rows one after the other, and padding around them."""
+    """Put each sequence at its start, counted over all rows one after the other, and padding around them."""
     num_tokens = position_ids_BS.numel()
     tokens = np.full(num_tokens, pad_token_id, np.int64)
     labels = np.full(num_tokens, IGNORED, np.int64)
     loss_scale = np.zeros(num_tokens, np.float32)
-    sequence = np.full(num_tokens, -1, np.int64)
-    # A packed row may have one more start, for its padding.
-    for number, (start, sample) in enumerate(zip(starts, samples, strict=False)):
-        here = slice(start, start + len(sample))
-        tokens[here] = sample.input_ids
-        labels[here] = sample.labels
-        loss_scale[here] = np.where(sample.labels == IGNORED, 0, sample.loss_scale)
-        sequence[here] = number
+    numbers = np.full(num_tokens, -1, np.int64)
+    is_idle = np.zeros(num_tokens, bool)
+    # A packed row may have one more start, for its padding; a batch of nothing has one row.
+    for number, (start, sequence) in enumerate(zip(starts, sequences, strict=False)):
+        here = slice(start, start + len(sequence))
+        tokens[here] = sequence.input_ids
+        labels[here] = sequence.labels
+        loss_scale[here] = np.where(sequence.labels == IGNORED, 0, sequence.loss_scale)
+        numbers[here] = number
+        is_idle[here] = not sequence.trains_heads
 
     def rows(array: np.ndarray, num_shifts: int, fill: float) -> torch.Tensor:
         """[1 + num_shifts, B, S]."""
         return ahead(torch.from_numpy(array).view_as(position_ids_BS), num_shifts, fill, cu_seqlens)
 
+    labels_KBS = rows(labels, num_drafts + 1, fill=IGNORED)[1:]  # the trunk itself predicts one token ahead
+    loss_scale_KBS = rows(loss_scale, num_drafts + 1, fill=0)[1:]
+    is_idle_BS = torch.from_numpy(is_idle).view_as(position_ids_BS)
+    # A label lies in the sequence that predicts it, so the mask is the same at every depth.
+    labels_KBS[1:].masked_fill_(is_idle_BS, IGNORED)
+    loss_scale_KBS[1:].masked_fill_(is_idle_BS, 0)
+    tensors = {}
+    for extra in extras:
+        if extra.per == "sequence":
+            values = [sequence.extras.get(extra.name, extra.default) for sequence in sequences]
+            tensors[extra.name] = torch.tensor(values, dtype=extra.dtype)
+        else:
+            values = _per_token(extra, sequences, starts, num_tokens)
+            tensors[extra.name] = rows(values, 1, fill=extra.default)[1].to(extra.dtype)
     return Batch(
         tokens_KBS=rows(tokens, num_drafts, fill=0),
-        labels_KBS=rows(labels, num_drafts + 1, fill=IGNORED)[1:],  # the trunk itself predicts one token ahead
-        loss_scale_KBS=rows(loss_scale, num_drafts + 1, fill=0)[1:],
+        labels_KBS=labels_KBS,
+        loss_scale_KBS=loss_scale_KBS,
         position_ids_BS=position_ids_BS,
-        sequence_KBS=rows(sequence, num_drafts, fill=-1),
-        num_tokens=sum(map(len, samples)),
-        squares=sum(len(sample) ** 2 for sample in samples),
+        sequence_KBS=rows(numbers, num_drafts, fill=-1),
+        num_tokens=sum(map(len, sequences)),
+        squares=sum(len(sequence) ** 2 for sequence in sequences),
         cu_seqlens=cu_seqlens,
+        num_sequences=len(sequences),
+        extras=tensors,
     )
+
+
+def _per_token(extra: Extra, sequences: Sequence[Sample], starts: Sequence[int], num_tokens: int) -> np.ndarray:
+    """Return the values of one extra, each at its own token: float64 [num_tokens]."""
+    values = np.full(num_tokens, extra.default, np.float64)
+    for start, sequence in zip(starts, sequences, strict=False):
+        values[start : start + len(sequence)] = sequence.extras.get(extra.name, extra.default)
+    return values

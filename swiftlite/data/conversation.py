@@ -7,6 +7,7 @@ Formats: `messages` (roles system, user, assistant, tool), ShareGPT `conversatio
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -74,7 +75,8 @@ class Conversation:
         channel: the row's own name for its domain.
         source: `file:line`; for Parquet the row's number instead of a line.
         rejected: the assistant's turn that the last one is preferred to; None where the row is no pair.
-        desirable: whether the last turn is a good one, where the row says so.
+        trains_heads: whether MTP heads learn from the last turn.
+        extras: values of the training method that the row brings, such as a label; see `Sample.extras`.
     """
 
     messages: list[Message]
@@ -83,7 +85,8 @@ class Conversation:
     channel: str | None = None
     source: str = ""
     rejected: Message | None = None
-    desirable: bool | None = None
+    trains_heads: bool = True
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     def prompt(self) -> "Conversation":
         """What a model is asked: the same without its last turn where that is the assistant's."""

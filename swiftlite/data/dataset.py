@@ -7,16 +7,17 @@ samples, whose `digest` ranks may compare.
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from swiftlite.data.conversation import BadRow, Conversation
+from swiftlite.data.conversation import BadRow, Conversation, parse_row
 from swiftlite.data.encoder import Encoded, Encoder, encode_all, special_token_note
 from swiftlite.data.mixture import Mixture, interleave
 from swiftlite.data.sample import Sample, digest
-from swiftlite.data.sources import RowKind, find_rows, read_rows
+from swiftlite.data.sources import RowParser, find_rows, read_rows
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 
@@ -122,8 +123,8 @@ def load_train_val(
     """
     report = DataReport()
     val_flag = "--val_dataset" if offered is None or "val_dataset" in offered else "--dataset"
-    train_rows = _read(dataset, report, system, seed, kind=encoder.kind)
-    val_rows = _read(val_dataset, report, system, seed, kind=encoder.kind)
+    train_rows = _read(dataset, report, system, seed, parse=encoder.parse)
+    val_rows = _read(val_dataset, report, system, seed, parse=encoder.parse)
     conversations = train_rows.conversations + val_rows.conversations
     encoded = list(encode_all(encoder, conversations, num_proc))
     bad_rows = train_rows.bad_rows + val_rows.bad_rows + [row.bad for row in encoded if row.bad]
@@ -182,7 +183,7 @@ def load_prompts(
     Raises:
         UserError: a file that cannot be read, more bad rows than allowed.
     """
-    rows = _read(files, DataReport(), system, seed, needs_answer=False)
+    rows = _read(files, DataReport(), system, seed, parse=partial(parse_row, needs_answer=False))
     _check_bad_rows(rows.bad_rows, max_bad_rows or 0, can_be_left_out=max_bad_rows is not None)
     for bad in rows.bad_rows:
         logger.warning("left out: %s", bad)
@@ -214,13 +215,12 @@ def _read(
     report: DataReport,
     system: str | None,
     seed: int,
-    needs_answer: bool = True,
-    kind: RowKind = "turns",
+    parse: RowParser,
 ) -> _Rows:
     rows = _Rows()
     files = [(spec, find_rows(spec)) for spec in specs]  # a misspelt last name shows before the first file is read
     for spec, file in files:
-        read = read_rows(file, system=system, needs_answer=needs_answer, kind=kind, seed=seed)
+        read = read_rows(file, system=system, parse=parse, seed=seed)
         rows.specs += [spec] * len(read.conversations)
         rows.conversations += read.conversations
         rows.bad_rows += read.bad_rows
@@ -241,7 +241,7 @@ def _count(row: Encoded, counts: Counts) -> None:
         counts.dropped_too_long += 1
     else:
         counts.kept += 1
-        answers = list(chain.from_iterable(sample.answers for sample in row.samples))
+        answers = list(chain.from_iterable(sample.sequences for sample in row.samples))
         counts.truncated += len(row.samples) == 1 and max(map(len, answers)) < row.length
         counts.tokens += sum(map(len, answers))
         counts.trained_tokens += sum(answer.num_trained_tokens for answer in answers)

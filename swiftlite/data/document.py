@@ -9,8 +9,12 @@ from typing import Any
 from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, RowError
 
 
-def parse_document(row: object, *, source: str = "") -> Conversation:
-    """The document as one turn of the assistant.
+def parse_document(row: object, *, system: str | None = None, source: str = "") -> Conversation:
+    """Return the document as one turn of the assistant.
+
+    Args:
+        row, source: as for `parse_row`.
+        system: not used: a document has no turns (`megatron pt` refuses --system).
 
     Raises:
         RowError: naming the field.

@@ -1,9 +1,13 @@
-"""Which tokens MTP heads are to draft: those that answers hold most often. See `swiftlite.draft_vocab`."""
+"""Choose the tokens that MTP heads can draft: those that answers hold most often. See `swiftlite.draft_vocab`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from swiftlite.data.dataset import Data
+from swiftlite.errors import UserError
+from swiftlite.log import logger
 
 
 @dataclass(frozen=True)
@@ -45,3 +49,27 @@ def count(labels: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
 def covered(counts_V: np.ndarray, ids: Sequence[int] | np.ndarray) -> float:
     """Share of the counted tokens that are among `ids`, 0 to 1."""
     return float(counts_V[np.asarray(ids)].sum() / max(1, counts_V.sum()))
+
+
+def choose_from(data: Data, size: int, vocab_size: int, num_ranks: int = 1) -> tuple[int, ...]:
+    """Return the `size` tokens that the answers of the training rows hold most often, and log how many they cover.
+
+    Args:
+        num_ranks: tensor-parallel ranks, which share the vocabulary evenly.
+
+    Raises:
+        UserError: a tensor-parallel rank holds none of these tokens.
+    """
+    chosen = choose(count((sample.labels for sample in data.train), vocab_size), size)
+    words = f"draft vocabulary: {size} of {vocab_size} tokens are {chosen.coverage:.2%} of the answers"
+    if data.val:
+        held_out = count((sample.labels for sample in data.val), vocab_size)
+        share = covered(held_out, chosen.ids)
+        words += f" to train on and {share:.2%} of those held out: no more drafts than that can be right"
+    logger.info("%s", words)
+    rows_per_rank = vocab_size // num_ranks
+    if len({token // rows_per_rank for token in chosen.ids}) < num_ranks:
+        raise UserError(
+            f"--draft_vocab {size}: a tensor-parallel rank holds none of these tokens", "choose more of them"
+        )
+    return chosen.ids

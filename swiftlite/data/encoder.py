@@ -11,9 +11,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.fields import TruncationStrategy
-from swiftlite.data.conversation import BadRow, Conversation, RowError
+from swiftlite.data.conversation import BadRow, Conversation, RowError, parse_row
+from swiftlite.data.document import parse_document
 from swiftlite.data.sample import Sample, join, make_sample, truncate
-from swiftlite.data.sources import RowKind
+from swiftlite.data.sources import RowParser
 from swiftlite.data.template import ChatTemplate, check_ids, special_tokens_of
 from swiftlite.errors import UserError
 
@@ -34,13 +35,13 @@ class Encoder(Protocol):
     """Everything that encoding one row depends on; travels to the worker processes once.
 
     Attributes:
-        kind: what rows are, see `sources.read_rows`.
+        parse: parses the rows that it encodes.
         max_length: in tokens.
         truncation_strategy: for rows over `max_length`. A row that keeps no label is too long.
     """
 
     @property
-    def kind(self) -> RowKind: ...
+    def parse(self) -> RowParser: ...
     @property
     def max_length(self) -> int: ...
     @property
@@ -55,7 +56,7 @@ class ConversationEncoder:
     template: ChatTemplate
     max_length: int
     truncation_strategy: TruncationStrategy
-    kind: RowKind = "turns"
+    parse: RowParser = parse_row
 
     def __call__(self, row: Conversation) -> Encoded:
         source = row.source
@@ -74,7 +75,8 @@ class ConversationEncoder:
         return Encoded(length, source=source)
 
     def _join(self, answers: Sequence[Sample], row: Conversation) -> tuple[Sample]:
-        return (replace(join(answers), desirable=row.desirable),)
+        sample = replace(join(answers), trains_heads=row.trains_heads)
+        return (sample.with_extras(**row.extras),)
 
     def _answers(self, row: Conversation) -> list[Sample]:
         """The sample of the row, or both of a pair.
@@ -84,7 +86,7 @@ class ConversationEncoder:
         """
         answers = [self.template.encode(row)]
         if row.rejected is not None:
-            answers.append(self.template.encode(row.other()))
+            answers.append(replace(self.template.encode(row.other()), trains_heads=False))
         if _are_equal(answers):
             raise RowError("row", "its two answers are the same tokens: a tie teaches nothing", "leave the row out")
         return answers
@@ -113,7 +115,7 @@ class DocumentEncoder:
     max_length: int
     truncation_strategy: TruncationStrategy = "split"
     append_eos: bool = True
-    kind: RowKind = "documents"
+    parse: RowParser = parse_document
 
     def __post_init__(self) -> None:
         if self.append_eos and self.tokenizer.eos_token_id is None:

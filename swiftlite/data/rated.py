@@ -21,7 +21,8 @@ FORMATS = '{"query": "...", "response": "...", "label": true}, or prompt, comple
 
 
 def parse_rated(row: object, *, system: str | None = None, source: str = "") -> Conversation:
-    """The conversation that ends with the answer; `desirable` is its label.
+    """Return the conversation that ends with the answer; its label is the extra `desirable`, and heads learn from good
+    answers only.
 
     Args:
         row, system, source: as for `parse_row`.
@@ -41,7 +42,7 @@ def parse_rated(row: object, *, system: str | None = None, source: str = "") -> 
     if "completion" in rest:
         rest = _from_completion(rest)
     conversation = parse_row(rest, system=system, source=source)
-    return replace(conversation.with_last_turn_alone(), desirable=label)
+    return replace(conversation.with_last_turn_alone(), trains_heads=label, extras={"desirable": label})
 
 
 def _label_of(value: object) -> bool:
@@ -70,7 +71,7 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> list[Sample]:
-    """Return the samples, each with its question before the answer of another one.
+    """Return the samples, each with a companion: its question before the answer of another sample.
 
     The pairing is drawn by the seed, so the order of the rows decides nothing: files often alternate between a good and
     a bad answer, where a neighbour would always be of one kind.
@@ -91,7 +92,8 @@ def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStr
     end = "left" if strategy == "left" else "right"
     found = []
     for sample, other in zip(samples, others(questions, seed).tolist(), strict=True):
-        found.append(replace(sample, mismatched=truncate(_join(sample, samples[other]), max_length, end)))
+        mismatched = truncate(_join(sample, samples[other]), max_length, end)
+        found.append(replace(sample, companion=replace(mismatched, trains_heads=False)))
     return found
 
 

@@ -1,9 +1,9 @@
 """`Sample`: one conversation as tokens, labels and weights. Plain numpy, so that workers need no torch."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,12 +22,11 @@ class Sample:
         loss_scale: float32; what the label weighs in the loss, 0 where it is ignored.
         source: `file:line`.
         channel: the row's own name for its domain.
-        rejected: the sample that this one is preferred to; None where it is no pair. A pair stays together: what counts
-            samples counts it as one.
-        desirable: whether the answer is a good one, where rows say so.
-        mismatched: of such a sample, its question before the answer of another one (`rated.py`).
-        reference: log-probabilities of the labels of both of a pair, or of the sample and `mismatched`, by a reference
-            model.
+        trains_heads: whether MTP heads learn from it; they do not imitate a rejected answer.
+        others: sequences that stay with this one, such as the rejected answer of a pair; they count as one sample.
+        companion: a sequence that is scored in micro-batches of its own and not trained on (`rated.py`).
+        extras: values of the training method, by the names that it declares (`batch.Extra`): a number, or an array of
+            one entry per token.
     """
 
     input_ids: np.ndarray
@@ -35,22 +34,26 @@ class Sample:
     loss_scale: np.ndarray
     source: str = ""
     channel: str | None = None
-    rejected: "Sample | None" = None
-    desirable: bool | None = None
-    mismatched: "Sample | None" = None
-    reference: tuple[float, float] = (0.0, 0.0)
+    trains_heads: bool = True
+    others: "tuple[Sample, ...]" = ()
+    companion: "Sample | None" = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     @property
-    def answers(self) -> "list[Sample]":
-        """The two of a pair, the preferred one first; else the sample alone."""
-        return [self] if self.rejected is None else [self, self.rejected]
+    def sequences(self) -> "list[Sample]":
+        """All sequences of the sample: itself and `others`; of a pair, the preferred answer first."""
+        return [self, *self.others]
 
     @property
     def num_trained_tokens(self) -> int:
         return int(np.count_nonzero(self.labels != IGNORED))
+
+    def with_extras(self, **extras: Any) -> "Sample":
+        """Return the sample with these values added."""
+        return replace(self, extras={**self.extras, **extras})
 
 
 def make_sample(
@@ -66,9 +69,9 @@ def make_sample(
     return Sample(ids, np.where(loss_scale > 0, ids, np.int32(IGNORED)), loss_scale, source, channel)
 
 
-def join(answers: Sequence[Sample]) -> Sample:
-    """The pair of two answers, or the one sample."""
-    return replace(answers[0], rejected=answers[1]) if len(answers) > 1 else answers[0]
+def join(sequences: Sequence[Sample]) -> Sample:
+    """Return one sample of all these sequences."""
+    return replace(sequences[0], others=tuple(sequences[1:]))
 
 
 def truncate(sample: Sample, max_length: int, strategy: Literal["left", "right"]) -> Sample:
@@ -76,17 +79,21 @@ def truncate(sample: Sample, max_length: int, strategy: Literal["left", "right"]
     if len(sample) <= max_length:
         return sample
     kept = slice(len(sample) - max_length, None) if strategy == "left" else slice(max_length)
-    return make_sample(sample.input_ids[kept], sample.loss_scale[kept], sample.source, sample.channel)
+    cut = make_sample(sample.input_ids[kept], sample.loss_scale[kept])
+    extras = {}
+    for name, value in sample.extras.items():
+        extras[name] = value[kept] if isinstance(value, np.ndarray) else value
+    return replace(sample, input_ids=cut.input_ids, labels=cut.labels, loss_scale=cut.loss_scale, extras=extras)
 
 
 def digest(samples: Iterable[Sample]) -> str:
     """sha256 over tokens, labels and weights in order: equal on two ranks only if they would train on the same data."""
     sha = hashlib.sha256()
-    for pair in samples:
-        if pair.desirable is not None:
-            sha.update(b"\1" if pair.desirable else b"\0")
-        for sample in pair.answers:
-            sha.update(len(sample).to_bytes(8, "little"))
-            for array in (sample.input_ids, sample.labels, sample.loss_scale):
+    for sample in samples:
+        for sequence in sample.sequences:
+            for name in sorted(sequence.extras):
+                sha.update(np.asarray(sequence.extras[name]).tobytes())
+            sha.update(len(sequence).to_bytes(8, "little"))
+            for array in (sequence.input_ids, sequence.labels, sequence.loss_scale):
                 sha.update(array.tobytes())
     return sha.hexdigest()

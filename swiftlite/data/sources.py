@@ -15,23 +15,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import numpy as np
 
 from swiftlite.args.data_file import is_number_of_rows, split_sample
 from swiftlite.data.conversation import BadRow, Conversation, RowError, parse_row
-from swiftlite.data.document import parse_document
 from swiftlite.data.hub_rows import HubRows
 from swiftlite.data.padding import padding_error
-from swiftlite.data.pair import parse_pair
-from swiftlite.data.rated import parse_rated
 from swiftlite.errors import UserError
 from swiftlite.hub.name import dataset_name
 from swiftlite.json_file import decode_json, parse_json, skip_space
 
-RowKind = Literal["turns", "pairs", "rated", "documents"]
-"""What rows are: turns; two answers of which one is preferred; an answer that is good or bad; plain text."""
+
+class RowParser(Protocol):
+    """Parses one row of a training method: `parse_row` (turns), `parse_pair`, `parse_rated`, `parse_document`.
+
+    Raises:
+        RowError: naming the field.
+    """
+
+    def __call__(self, row: object, *, system: str | None, source: str) -> Conversation: ...
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,7 @@ def read_rows(
     file: DataFile | HubRows,
     *,
     system: str | None = None,
-    needs_answer: bool = True,
-    kind: RowKind = "turns",
+    parse: RowParser = parse_row,
     seed: int = 42,
 ) -> FileRows:
     """Read, check and, for `FILE#N`, sample the rows of one file or dataset.
@@ -99,8 +102,7 @@ def read_rows(
     Args:
         file: from `find_rows`.
         system: system prompt for rows that bring none.
-        needs_answer: whether each row must end with the assistant's turn.
-        kind: what each row is; of other kinds than `turns` see `parse_pair`, `parse_rated` and `parse_document`.
+        parse: parses each row.
         seed: of the sample.
     Raises:
         UserError: a file that is not what its suffix says, or holds no rows.
@@ -109,7 +111,7 @@ def read_rows(
     for line, row in file.rows():
         rows.num_rows += 1
         where = f"{file.name}:{line}"
-        parsed = check_row(row, where, system=system, needs_answer=needs_answer, kind=kind)
+        parsed = check_row(row, where, system=system, parse=parse)
         if isinstance(parsed, BadRow):
             rows.bad_rows.append(parsed)
         else:
@@ -128,9 +130,9 @@ def read_rows(
 
 
 def check_row(
-    row: object, source: str, *, system: str | None = None, needs_answer: bool = True, kind: RowKind = "turns"
+    row: object, source: str, *, system: str | None = None, parse: RowParser = parse_row
 ) -> Conversation | BadRow:
-    """One row as a reader gives it.
+    """Parse one row as a reader gives it; a row that cannot be parsed is returned as its `BadRow`.
 
     Args:
         source: `file:line`.
@@ -138,13 +140,7 @@ def check_row(
     try:
         if isinstance(row, RowError):
             raise row
-        if kind == "pairs":
-            return parse_pair(row, system=system, source=source)
-        if kind == "rated":
-            return parse_rated(row, system=system, source=source)
-        if kind == "documents":
-            return parse_document(row, source=source)
-        return parse_row(row, system=system, needs_answer=needs_answer, source=source)
+        return parse(row, system=system, source=source)
     except RowError as error:
         return BadRow(source, error.problem, error.hint)
 

@@ -341,7 +341,7 @@ class Stream(Iterator[Entry]):
         return [len(encoded.samples), *map(len, encoded.samples)]
 
     def _encode(self, row: object, source: str) -> Encoded:
-        parsed = check_row(row, source, system=self._system, kind=self._encoder.kind)
+        parsed = check_row(row, source, system=self._system, parse=self._encoder.parse)
         if isinstance(parsed, BadRow):
             return Encoded(bad=parsed, source=source)
         encoded = self._encoder(parsed)

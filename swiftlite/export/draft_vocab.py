@@ -3,18 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
-from swiftlite.args.commands import ExportArgs, PtArgs, SftArgs, training_command
+from swiftlite.args.commands import ExportArgs, SftArgs
 from swiftlite.args.config import from_config
+from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.json_file import read_json
+from swiftlite.methods.index import command_of_run
 from swiftlite.model.open import HfModel
-from swiftlite.train.pt import make_document_encoder
+from swiftlite.train.methods.training import training_of
 from swiftlite.train.report import REPORT_FILE
-from swiftlite.train.rows import load_data, make_conversation_encoder
-from swiftlite.train.sft import choose_draft_vocab
 
 
 def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads) -> Heads:
@@ -34,7 +34,7 @@ def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads)
         return heads
     flag = f"--draft_vocab {args.draft_vocab} counts the answers that the run has learned from, and"
     try:
-        trained_with = from_config(_command_of(run / "args.json"), run / "args.json")
+        trained_with = _options_of(run / "args.json")
         data = _rows_of(trained_with, hf_model)
     except UserError as error:
         hint = "export where the run was started, with its data where it was; or train with --draft_vocab"
@@ -45,25 +45,29 @@ def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads)
         )
     if trained_with.streaming or trained_with.sft_mock_dataset_config_json:
         raise UserError(f"{flag} it has not read them as a whole", "train with --draft_vocab, from files")
-    asked = replace(
-        trained_with, draft_vocab=args.draft_vocab, tensor_model_parallel_size=args.tensor_model_parallel_size
-    )
-    return choose_draft_vocab(asked, hf_model, heads, data)
+    vocab_size = hf_model.config["vocab_size"]
+    chosen = draft_vocab.choose_from(data, args.draft_vocab, vocab_size, args.tensor_model_parallel_size)
+    return replace(heads, draft_vocab=chosen) if heads.layers else heads
 
 
-def _command_of(file: Path) -> type[SftArgs]:
+def _options_of(file: Path) -> SftArgs:
+    """Return the options of a run, from its args.json.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
-        return training_command(read_json(file))
+        args_class = command_of_run(read_json(file)).args_class
     except (OSError, ValueError, TypeError):
-        return SftArgs  # reading its options says what is wrong with the file
+        args_class = SftArgs  # reading its options says what is wrong with the file
+    return from_config(args_class, file)
 
 
 def _rows_of(args: SftArgs, hf_model: HfModel) -> Data:
+    training = training_of(args)
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
     vocab_size = hf_model.config["vocab_size"]
-    if isinstance(args, PtArgs):
-        return load_data(args, make_document_encoder(args, tokenizer, vocab_size), vocab_size)
-    return load_data(args, make_conversation_encoder(args, tokenizer, vocab_size), vocab_size)
+    return training.load(args, training.make_encoder(args, tokenizer, vocab_size), vocab_size)
 
 
 def _digest_of_run(run: Path) -> str | None:

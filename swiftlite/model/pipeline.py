@@ -1,6 +1,6 @@
 """megatron-core's schedules: micro-batches through the pipeline stages of a mesh, forward and backward."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from swiftlite.model.forward_step import ForwardStep
 from swiftlite.plan.layout import length_divisor, num_virtual_stages, states_sent
 from swiftlite.runtime.mesh import Mesh
-
-ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[Any, Callable]]
-"""What a schedule calls for each micro-batch and chunk: (iterator, chunk) -> (the chunk's output, a function of the
-model's output that gives what is to be minimised, its number of targets, and anything else)."""
-
 
 Shape = tuple[int, int, int]
 """Of the tensor that one stage sends to the next, `StageStates.to_wire`: positions of all states, rows, hidden size."""

@@ -1,5 +1,7 @@
 """What the ranks of a mesh report to each other around the pipeline: parts of rows put together, results of its end."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -25,6 +27,20 @@ def from_last_stage(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     if mesh.pp.size() > 1:
         dist.broadcast(tensor, group=mesh.pp, group_src=mesh.pp.size() - 1)
     return tensor
+
+
+def sum_up(parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: Mesh) -> torch.Tensor:
+    """Add up the statistics of all micro-batches of all ranks; the sum is on the CPU of every rank.
+
+    Args:
+        parts: those of this rank's micro-batches, on the last pipeline stage; elsewhere none.
+        shape: of each.
+    """
+    sums = torch.zeros(shape, dtype=torch.float64, device=mesh.device.torch_device)
+    for part in parts:
+        sums += part
+    dist.all_reduce(sums, group=mesh.dp_cp)
+    return from_last_stage(sums, mesh).cpu()
 
 
 def to_all_ranks(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:

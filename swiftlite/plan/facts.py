@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftlite.args.commands import DpoArgs, training_command
 from swiftlite.args.config import near
 from swiftlite.bridge.hf_config import as_asked
 from swiftlite.families.architecture import Architecture
@@ -14,6 +13,8 @@ from swiftlite.hub.commits import read_commits
 from swiftlite.hub.model import description_of
 from swiftlite.hub.name import model_name
 from swiftlite.json_file import read_json
+from swiftlite.methods.index import command_of_run
+from swiftlite.methods.method import Method
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,18 @@ def is_run(path: Path) -> bool:
     return (path / "source" / "config.json").is_file()
 
 
-def is_run_of_preferences(run: Path) -> bool:
-    """Whether this run, or the run of this checkpoint, is one of `megatron dpo`."""
+def method_of_run(run: Path) -> Method | None:
+    """Return the first method of the command that made this run, or the run of this checkpoint.
+
+    Returns:
+        None where args.json cannot be read.
+    """
     if run.name.startswith("checkpoint-"):
         run = run.parent
     try:
-        return training_command(read_json(run / "args.json")) is DpoArgs
+        return command_of_run(read_json(run / "args.json"))
     except (OSError, ValueError, TypeError):
-        return False
+        return None
 
 
 def near_path(path: Path) -> str:

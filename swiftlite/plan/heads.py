@@ -7,16 +7,15 @@ by a large step, and what they should say is known at every token: what the trun
 from dataclasses import replace
 from typing import Any
 
-from swiftlite.args.commands import DpoArgs, SftArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MtpInit, MtpLoss
+from swiftlite.conventions.index import CONVENTIONS
+from swiftlite.families import Family
 from swiftlite.heads import Heads
 from swiftlite.lora import HeadsTuner, Lora
+from swiftlite.methods.index import method_of
 from swiftlite.plan.layout import layout_of, mtp_is_with_last_layer
 
-LR = 1e-5
-"""Peak learning rate where the trunk learns."""
-LR_OF_PREFERENCES = 1e-6
-"""Peak learning rate where the trunk learns from pairs of answers; TRL's."""
 LR_OF_ADAPTERS = 1e-4
 """Peak learning rate of adapters."""
 LR_OF_NEW_HEADS = 1e-3
@@ -39,10 +38,16 @@ def heads_of(args: SftArgs, checkpoint: Heads) -> Heads:
     layers = checkpoint.layers if args.mtp_num_layers is None else args.mtp_num_layers
     if args.mtp_num_layers is None and args.mtp_mode == "heads_only":
         layers = layers or 1
-    # Which tokens --draft_vocab chooses is known once the data has been read, what --draft_for feeds them once the
-    # model's family is.
+    # `heads_for_engine` adds what --draft_for feeds them; which tokens --draft_vocab chooses the rows tell.
     drafted = checkpoint.draft_vocab if layers and args.draft_vocab is None else ()
     return Heads(layers, args.mtp_unroll, args.mtp_unroll_beta, drafted, checkpoint.drafting if layers else None)
+
+
+def heads_for_engine(args: SftArgs, checkpoint: Heads, family: Family) -> Heads:
+    """Return the heads of the run, with the inputs that the engine of --draft_for gives them."""
+    heads = heads_of(args, checkpoint)
+    convention = CONVENTIONS[args.draft_for](family) if args.draft_for and heads.layers else None
+    return replace(heads, drafting=convention.drafting) if convention else heads
 
 
 def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
@@ -113,7 +118,7 @@ def lr_of(args: SftArgs, checkpoint: Heads) -> float:
         return LR_OF_ADAPTERS
     if args.mtp_mode == "heads_only" and args.mtp_init == "graft":
         return LR_OF_GRAFTED_HEADS
-    return LR_OF_PREFERENCES if isinstance(args, DpoArgs) else LR
+    return method_of(args).lr
 
 
 def heads_defaults(args: SftArgs, checkpoint: Heads) -> dict[str, Any]:

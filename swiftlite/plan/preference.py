@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from swiftlite.args.commands import DoctorArgs, DpoArgs
+from swiftlite.args.commands import DoctorArgs, DpoArgs, SftArgs
 from swiftlite.args.fields import ParallelLayout, PreferenceLoss
+from swiftlite.methods.dpo import WITHOUT_REFERENCE
 
-WITHOUT_REFERENCE = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "robust", "simpo")
 """The losses that know --label_smoothing."""
 
@@ -37,8 +37,9 @@ class Preference:
         return {"simpo": self.cpo_alpha, "orpo": 1.0}.get(self.loss_type, 0.0)
 
 
-def preference_of(args: DpoArgs) -> Preference:
-    """The loss that the options ask for."""
+def preference_of(args: SftArgs) -> Preference:
+    """Return the loss that the options of `megatron dpo` ask for."""
+    assert isinstance(args, DpoArgs)
     return Preference(
         loss_type=args.loss_type,
         beta=args.beta,
@@ -48,11 +49,6 @@ def preference_of(args: DpoArgs) -> Preference:
         desirable_weight=args.desirable_weight,
         undesirable_weight=args.undesirable_weight,
     )
-
-
-def answers_of(loss_type: PreferenceLoss) -> int:
-    """Answers of one row of the data, which are in a micro-batch together."""
-    return 1 if loss_type == "kto" else 2
 
 
 def reference_layout(args: DpoArgs | DoctorArgs) -> ParallelLayout:

@@ -8,21 +8,21 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swiftlite.args.commands import TRAINING, DpoArgs, PtArgs, SftArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
+from swiftlite.methods.index import method_of
 from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
 from swiftlite.plan.kernels import Kernels, Machine, choose
 from swiftlite.plan.layout import data_parallel_size, group_of, layout_of, length_multiple
 from swiftlite.plan.low_precision import LowPrecision
-from swiftlite.plan.preference import WITHOUT_REFERENCE
 from swiftlite.plan.trainable import trainable_of
 
 Packing = Literal["none", "micro_batch", "rows", "step"]
-GPU_LENGTHS = 64
 """What is packed: nothing; the samples of each micro-batch; all samples, into rows that batches are made of; or the
 samples of each step."""
+GPU_LENGTHS = 64
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,25 @@ class Schedule:
     warmup_steps: int
 
 
-def make_plan(args: SftArgs, world_size: int, checkpoint: Heads, machine: Machine = Machine(), head: int = 0) -> Plan:
-    """Layout and batches for `world_size` processes; the options have passed `rules.check`.
+def make_plan(
+    args: SftArgs,
+    world_size: int,
+    checkpoint: Heads,
+    machine: Machine = Machine(),
+    head: int = 0,
+    *,
+    heads: Heads | None = None,
+) -> Plan:
+    """Return layout and batches for `world_size` processes; the options have passed `rules.check`.
 
     Args:
         checkpoint: the heads of the model directory.
         machine: what there is to compute with; unset: a CPU.
         head: `plan.kernels.largest_head` of the model.
+        heads: those of the run, with a draft vocabulary and the inputs that --draft_for asks for; unset: `heads_of`.
 
     Raises:
-        OptionError: kernels that cannot be had.
+        OptionError: kernels that are not available.
     """
     layout = layout_of(args)
     replicas = data_parallel_size(layout, world_size)
@@ -85,7 +94,7 @@ def make_plan(args: SftArgs, world_size: int, checkpoint: Heads, machine: Machin
         global_batch_size=args.global_batch_size,
         packing=packing_of(args),
         packing_length=args.packing_length or args.max_length,
-        heads=heads_of(args, checkpoint),
+        heads=heads_of(args, checkpoint) if heads is None else heads,
         mtp_init=mtp_init_of(args, checkpoint),
         mtp_loss=mtp_loss_of(args),
         row_multiple=row_multiple_of(layout, packing_of(args), machine.is_cuda, kernels.low_precision),
@@ -207,13 +216,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
         ("MTP depth", mtp),
         ("trains", trainable_of(args, heads, plan.lora).words),
     ]
-    if isinstance(args, PtArgs):
-        lines.append(("learns from", "plain text" + (", each document closed by eos" if args.append_eos else "")))
-    if isinstance(args, DpoArgs):
-        answers = "single answers" if args.loss_type == "kto" else "pairs of answers"
-        lines.append(("learns from", f"{answers}, {args.loss_type}, beta {args.beta:g}"))
-        if args.loss_type not in WITHOUT_REFERENCE:
-            lines.append(("reference", args.ref_model or "the model as it is before the first step"))
+    lines += method_of(args).describe(args)
     if heads.layers and heads.unroll > 1:
         weights = ", ".join(f"{weight:.3g}" for weight in heads.weights)
         lines.append(("drafts", f"{heads.drafts} tokens with the one MTP layer, losses weighted {weights}"))
@@ -323,7 +326,7 @@ def _step_lines(args: SftArgs, plan: Plan, schedule: Schedule | None) -> list[tu
 
 def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
     lines = [
-        ("args.json", f"these options; runs again: swiftlite {TRAINING[type(args)]} args.json --output_dir OTHER"),
+        ("args.json", f"these options; runs again: swiftlite {method_of(args).words} args.json --output_dir OTHER"),
         ("source/", "config, tokenizer and generation files of the model"),
         ("checkpoint-N/", "weights, optimizer, data position; `export --to_hf` and `--resume` read them"),
         ("metrics.jsonl", f"losses, every {args.logging_steps} steps"),

@@ -11,9 +11,10 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.rank import FLOAT32, Rank
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
+from swiftlite.methods.dpo import DPO, KTO
+from swiftlite.methods.sft import SFT
 from swiftlite.plan.layout import decoder_layers_per_stage, group_of, layout_of, layout_problems, parse_stages
 from swiftlite.plan.low_precision import LowPrecision, low_precision_of, model_problems
-from swiftlite.plan.preference import answers_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         recompute=group_of(args, RecomputeArgs),
         num_gpus=num_gpus,
         use_distributed_optimizer=has_replicas if shares is None else shares,
-        micro_batch_size=args.micro_batch_size * (answers_of(args.loss_type) if args.loss_type else 1),
+        micro_batch_size=args.micro_batch_size * _sequences_per_sample(args),
         max_length=args.max_length,
         parameter_bytes=2 if args.torch_dtype == "bfloat16" else FLOAT32,
         heads=_planned_heads(args, hf_config),
@@ -61,6 +62,13 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
         transformer_impl=args.transformer_impl,
         low_precision=low_precision_of(planned_kernels(args)),
     )
+
+
+def _sequences_per_sample(args: DoctorArgs) -> int:
+    """Return how many sequences a sample of the planned method has."""
+    if args.loss_type is None:
+        return SFT.sequences_per_sample
+    return (KTO if KTO.applies(args) else DPO).sequences_per_sample
 
 
 def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:

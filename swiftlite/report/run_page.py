@@ -8,9 +8,9 @@ from typing import Any
 
 from swiftlite.acceptance.report import in_words
 from swiftlite.args.command_line import as_typed, command_line
-from swiftlite.args.commands import TRAINING, training_command
 from swiftlite.args.docs import options
 from swiftlite.durable import write_durably
+from swiftlite.methods.index import command_of_run
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, number, share
 from swiftlite.report.metrics import curve
 from swiftlite.report.page import Answer, Figure, Page, Section, Table, Tile, render
@@ -260,13 +260,13 @@ def _run_section(run: RunFiles) -> Section:
     if tensors := run.report.get("tensors"):
         rows = [[name.replace("_", " "), _cell(value)] for name, value in tensors.items()]
         tables.append(Table("Tensors that learned, and those that stayed", ["what", "value"], rows))
-    args_class = training_command(run.options)
-    known = options(args_class)
+    method = command_of_run(run.options)
+    known = options(method.args_class)
     changed = {name: value for name, value in run.options.items() if name in known and value != known[name].default}
     if changed:
         rows = [[f"--{name}", as_typed(value)] for name, value in changed.items()]
         tables.append(Table("Options that are not the defaults", ["option", "value"], rows))
-    commands = [command_line(TRAINING[args_class], args_class, run.options)] if run.options else []
+    commands = [command_line(method.words, method.args_class, run.options)] if run.options else []
     return Section("The run", commands=commands, tables=tables)
 
 

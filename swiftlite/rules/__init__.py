@@ -5,18 +5,15 @@ of a command and reports every problem together. A setting that is merely withou
 file per command, `sft_*.py` for the subjects of the largest; `common.py` for what they share.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from swiftlite.args.commands import (
     BenchArgs,
     DeployArgs,
     DoctorArgs,
-    DpoArgs,
     EvaluateArgs,
     ExportArgs,
     InferArgs,
-    PtArgs,
     RegenerateArgs,
     ReportArgs,
     SftArgs,
@@ -24,8 +21,9 @@ from swiftlite.args.commands import (
 from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
+from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts, read_hf_config
-from swiftlite.rules import bench, common, deploy, doctor, dpo, evaluate, export, infer, pt, regenerate, report, sft
+from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, report
 
 
 def check(args: Any, world_size: int = 1) -> list[str]:
@@ -49,35 +47,32 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     if directory and (found := impossible_values(facts.hf_config)):  # nor can a rule count with these
         where = directory / "config.json"
         raise OptionError([(f"{where}: {problem}", "copy it from the model's source again") for problem in found])
-    for rule in _RULES[type(args)]:
+    module = rules_of(args)
+    for rule in module.RULES:
         problems += rule(args, facts)
     if problems:
         raise OptionError(problems)
     notes: list[str] = []
-    for rule in _NOTES.get(type(args), ()):
+    for rule in module.NOTES:
         notes += rule(args, facts)
     return notes
 
 
-_RULES: dict[type, tuple[Callable[[Any, Facts], Iterator[Problem]], ...]] = {
-    SftArgs: sft.RULES,
-    PtArgs: pt.RULES,
-    DpoArgs: dpo.RULES,
-    ExportArgs: export.RULES,
-    InferArgs: infer.RULES,
-    RegenerateArgs: regenerate.RULES,
-    DeployArgs: deploy.RULES,
-    EvaluateArgs: evaluate.RULES,
-    BenchArgs: bench.RULES,
-    DoctorArgs: doctor.RULES,
-    ReportArgs: report.RULES,
-}
-_NOTES: dict[type, tuple[Callable[[Any, Facts], Iterator[str]], ...]] = {
-    ExportArgs: export.NOTES,
-    SftArgs: sft.NOTES,
-    PtArgs: pt.NOTES,
-    DpoArgs: dpo.NOTES,
-    InferArgs: infer.NOTES,
-    RegenerateArgs: regenerate.NOTES,
-    EvaluateArgs: evaluate.NOTES,
+def rules_of(args: Any) -> Any:
+    """Return the module with RULES and NOTES of the command, or of the training method, that these options belong to.
+
+    RULES yield a problem and a hint, NOTES a line about a setting without effect; both take the options and `Facts`.
+    """
+    return method_of(args).load_rules() if isinstance(args, SftArgs) else _MODULES[type(args)]
+
+
+_MODULES: dict[type, Any] = {
+    ExportArgs: export,
+    InferArgs: infer,
+    RegenerateArgs: regenerate,
+    DeployArgs: deploy,
+    EvaluateArgs: evaluate,
+    BenchArgs: bench,
+    DoctorArgs: doctor,
+    ReportArgs: report,
 }

@@ -78,3 +78,4 @@ RULES = (
     speculative_config_leaves_the_number,
     deploy_would_start_them,
 )
+NOTES = ()

@@ -136,3 +136,4 @@ RULES = (
     engine.options_of_engines_agree,
     engine.engine_kwargs_leave_what_has_an_option,
 )
+NOTES = ()

@@ -11,12 +11,12 @@ from swiftlite.args.docs import options
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
 from swiftlite.hub.model import description_of
+from swiftlite.methods.dpo import WITHOUT_REFERENCE
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.gpus import GPUS
 from swiftlite.plan.kernels import Machine, kernel_problems
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.low_precision import low_precision_of, model_problems
-from swiftlite.plan.preference import WITHOUT_REFERENCE
 from swiftlite.plan.setup import planned_kernels, planned_setup
 from swiftlite.rules import common, dpo, engine, sft_lora
 
@@ -199,3 +199,4 @@ RULES = (
     kernels_are_planned,
     common.recompute_options_fit,
 )
+NOTES = ()

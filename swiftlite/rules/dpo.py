@@ -1,4 +1,4 @@
-"""Rules of `megatron dpo`: those of `megatron sft`, and what is said here of pairs and of the reference model."""
+"""Rules of `megatron dpo`: those of `megatron sft`, and those of pairs and of the reference model."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem
 
 def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
     """A packed row has to hold both answers of a pair."""
-    if not args.packing or args.loss_type == "kto" or out_of_bounds(args):
+    if not args.packing or out_of_bounds(args):
         return
     multiple = sequence_multiple(layout_of(args))
     longest = 2 * math.ceil(args.max_length / multiple) * multiple
@@ -85,33 +85,28 @@ def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Itera
             yield f"the reference model: {problem}", hint or "see --ref_tensor_model_parallel_size and its like"
 
 
-def reference_has_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
+def without_reference(args: DpoArgs) -> dict[str, tuple[bool, str]]:
+    """Return the options of the reference model, each with whether it has no effect, and why."""
+    idle = (not preference_of(args).needs_reference, f"--loss_type is {args.loss_type}, which has no reference model")
+    names = ("ref_model", "ref_tensor_model_parallel_size", "ref_pipeline_model_parallel_size", "ref_logprobs_cache")
+    return dict.fromkeys(names, idle)
+
+
+def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
     """Settings that --loss_type makes idle, when they were changed from their defaults."""
     loss = f"--loss_type is {args.loss_type}"
-    unused = (not preference_of(args).needs_reference, f"{loss}, which has no reference model")
     not_simpo = (args.loss_type != "simpo", loss)
-    not_kto = (args.loss_type != "kto", loss)
-    yield from common.without_effect(
-        args,
-        {
-            "ref_model": unused,
-            "ref_tensor_model_parallel_size": unused,
-            "ref_pipeline_model_parallel_size": unused,
-            "ref_logprobs_cache": unused,
-            "label_smoothing": (args.loss_type not in SMOOTHED, loss),
-            "desirable_weight": not_kto,
-            "undesirable_weight": not_kto,
-            "simpo_gamma": not_simpo,
-            "cpo_alpha": not_simpo,
-        },
-    )
+    idle = {
+        "label_smoothing": (args.loss_type not in SMOOTHED, loss),
+        "simpo_gamma": not_simpo,
+        "cpo_alpha": not_simpo,
+        "desirable_weight": (True, loss),
+        "undesirable_weight": (True, loss),
+    }
+    yield from common.without_effect(args, without_reference(args) | idle)
 
 
-RULES = (
-    *sft.RULES,
-    options_of_sft_are_left_out,
-    pairs_have_room,
-    reference_is_a_model,
-    reference_fits_its_layout,
-)
-NOTES = (*sft.NOTES, reference_has_an_effect)
+SHARED = (*sft.RULES, options_of_sft_are_left_out, reference_is_a_model, reference_fits_its_layout)
+"""Rules of all methods of the command."""
+RULES = (*SHARED, pairs_have_room)
+NOTES = (*sft.NOTES, settings_have_an_effect)

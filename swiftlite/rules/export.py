@@ -8,7 +8,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import Problem
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import has_token, is_offline
-from swiftlite.plan.facts import Facts, is_run, is_run_of_preferences, model_of_run, near_path, run_checkpoints
+from swiftlite.plan.facts import Facts, is_run, method_of_run, model_of_run, near_path, run_checkpoints
 from swiftlite.rules import common
 
 
@@ -106,11 +106,12 @@ def draft_vocab_can_be_chosen(args: ExportArgs, facts: Facts) -> Iterator[Proble
         return
     flag = f"--draft_vocab {args.draft_vocab}"
     size = facts.hf_config.get("vocab_size")
+    method = method_of_run(Path(args.model))
     if not args.to_hf:
         yield f"{flag} without --to_hf", "leave it out; megatron sft --draft_vocab trains with it"
-    elif is_run_of_preferences(Path(args.model)):
+    elif method and not method.imitates_rows:
         yield (
-            f"{flag} counts the answers that heads have learned from, and this run is one of megatron dpo, whose "
+            f"{flag} counts the answers that heads have learned from, and this run is one of {method.words}, whose "
             "rows are no such answers",
             "export without it, and train the heads of that: swiftlite megatron sft --mtp_mode heads_only "
             f"{flag} --dataset FILE",

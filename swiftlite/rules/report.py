@@ -35,3 +35,4 @@ def output_can_be(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
 
 
 RULES = (there_are_runs, output_can_be, common.numbers_are_in_range)
+NOTES = ()

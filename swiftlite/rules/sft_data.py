@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
-from swiftlite.args.commands import PtArgs, SftArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import split_sample
 from swiftlite.args.mock_config import FLAG, check_mock_config
 from swiftlite.errors import UserError
+from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import layout_of, sequence_multiple
 from swiftlite.plan.run import packing_of
@@ -58,7 +59,7 @@ def mock_dataset_is_described(args: SftArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def conversations_stay_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
-    if args.truncation_strategy == "split" and not isinstance(args, PtArgs):
+    if args.truncation_strategy == "split" and not method_of(args).splits_long_rows:
         yield (
             "--truncation_strategy split: the rest of a conversation would answer what it no longer holds",
             "delete, left or right; plain text is split by swiftlite megatron pt",

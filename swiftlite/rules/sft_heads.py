@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from swiftlite.args.commands import DpoArgs, SftArgs
+from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.families import FAMILIES
 from swiftlite.heads import Heads
 from swiftlite.hub.model import description_of
+from swiftlite.methods.index import method_of
 from swiftlite.plan.facts import Facts, read_hf_config
 from swiftlite.plan.heads import (
     LR_OF_NEW_HEADS,
@@ -85,7 +86,7 @@ def draft_vocab_can_be_learned(args: SftArgs, facts: Facts) -> Iterator[Problem]
         f"--draft_vocab {args.draft_vocab}" if args.draft_vocab else "the checkpoint's heads have a draft vocabulary"
     )
     size = facts.hf_config.get("vocab_size", 0)
-    if isinstance(args, DpoArgs):
+    if not method_of(args).imitates_rows:
         yield f"{asked}, which heads learn behind a trunk that stays", f"{whole}; swiftlite megatron sft trains others"
     elif args.mtp_mode != "heads_only":
         yield f"{asked}, which heads learn behind a trunk that stays", f"add --mtp_mode heads_only; {whole}"

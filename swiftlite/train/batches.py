@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from swiftlite.data.batch import NO_SAMPLE, Batch, collate, collate_packed, compare, pair_up, rate
+from swiftlite.data.batch import Batch, Extra, collate, collate_packed
 from swiftlite.data.packing import Rows, pack, padded
 from swiftlite.data.sample import Sample
 from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
@@ -26,14 +26,15 @@ def shard(batch: Batch, rank: int, size: int) -> Batch:
 
 
 def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
-    """The batches on the device, and of each row the part that this context-parallel rank computes.
+    """Move batches to the device, and of each row the part that this context-parallel rank computes.
 
     Labels stay on the host: how many there are decides how large the loss is (`loss.select`).
     """
     move = partial(on_device, device=mesh.device.torch_device)
     for batch in batches:
         part = shard(batch, mesh.cp.rank(), mesh.cp.size())
-        yield replace(part.map(move), labels_KBS=part.labels_KBS, on_host=part)
+        moved = part.map(move).map_per_sequence(move)
+        yield replace(moved, labels_KBS=part.labels_KBS, on_host=part)
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,12 @@ class MicroBatches(Sequence[Batch]):
     """A rank's micro-batches of one or several global batches.
 
     Attributes:
-        mismatched: micro-batches of mismatched answers (`data/rated.py`), of which it has as many as any rank; none
-            where samples have none.
+        companions: micro-batches of the samples' companions, as many as on any other rank; none where samples have
+            none.
     """
 
     batches: Sequence[Batch]
-    mismatched: Sequence[Batch] = ()
+    companions: Sequence[Batch] = ()
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -94,13 +95,15 @@ class Batches:
     Args:
         data_parallel_rank: the rank, `mesh.dp.rank()`.
         pad_token_id: any token of the vocabulary; what follows a sample is never seen.
-        flops: operations of a step, by which ranks are levelled where each step is packed anew.
+        flops: operations of a step, by which the work of ranks is balanced where each step is packed separately.
+        extras: tensors that the training method adds to batches.
     """
 
     plan: Plan
     data_parallel_rank: int
     pad_token_id: int
     flops: Flops
+    extras: Sequence[Extra] = ()
 
     def rows(self, samples: Sequence[Sample]) -> SampleRows:
         """Packed rows if the run packs all samples into rows, else a row for each sample."""
@@ -120,7 +123,7 @@ class Batches:
         """Return the micro-batches of a step; steps count from 0."""
         indices = sampler.global_batch(step)
         batches = [self.collate(samples) for samples in self._cut(rows, indices)]
-        return MicroBatches(batches, Collated(self.collate_mismatched, self._cut_mismatched(rows, indices)))
+        return MicroBatches(batches, Collated(self.collate_companions, self._cut_companions(rows, indices)))
 
     def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> MicroBatches:
         """Return this rank's share of the held-out samples, each once.
@@ -133,39 +136,37 @@ class Batches:
         """
         rows = self.rows(samples)
         cut: list[list[Sample]] = []
-        mismatched: list[list[Sample]] = []
+        companions: list[list[Sample]] = []
         for indices in evaluation_batches(len(rows), self.plan.global_batch_size)[:max_global_batches]:
             cut += self._cut(rows, indices)
-            mismatched += self._cut_mismatched(rows, indices)
-        return MicroBatches(Collated(self.collate, cut), Collated(self.collate_mismatched, mismatched))
+            companions += self._cut_companions(rows, indices)
+        return MicroBatches(Collated(self.collate, cut), Collated(self.collate_companions, companions))
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return one micro-batch; of pairs, both answers of each."""
-        answers = list(chain.from_iterable(sample.answers for sample in samples))
-        batch = self._lay_out(answers)
-        if samples and samples[0].desirable is not None:
-            return rate(batch, samples)
-        return pair_up(batch, samples) if len(answers) > len(samples) else batch
+        """Return one micro-batch of all sequences of these samples."""
+        return self._lay_out(list(chain.from_iterable(sample.sequences for sample in samples)))
 
-    def collate_mismatched(self, samples: Sequence[Sample]) -> Batch:
-        """Return one micro-batch of the mismatched answers of these samples."""
-        return compare(self._lay_out([sample.mismatched for sample in samples if sample.mismatched]), samples)
+    def collate_companions(self, samples: Sequence[Sample]) -> Batch:
+        """Return one micro-batch of the companions of these samples."""
+        return self._lay_out([sample.companion for sample in samples if sample.companion])
 
-    def _lay_out(self, samples: Sequence[Sample]) -> Batch:
+    def _lay_out(self, sequences: Sequence[Sample]) -> Batch:
         plan = self.plan
         if plan.packing == "none":
             return collate(
-                samples or [NO_SAMPLE],
+                sequences,
                 self.pad_token_id,
                 num_drafts=plan.heads.drafts,
                 pad_to_multiple_of=plan.row_multiple,
+                extras=self.extras,
             )
         return collate_packed(
-            samples,
+            sequences,
             self.pad_token_id,
             num_drafts=plan.heads.drafts,
             pad_each_to_multiple_of=sequence_multiple(plan.layout),
             pad_to_multiple_of=plan.row_multiple,
+            extras=self.extras,
         )
 
     def _cut(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
@@ -182,18 +183,18 @@ class Batches:
         mine = micro_batches(indices, plan.micro_batch_size, self.data_parallel_rank, plan.data_parallel_size)
         return [_samples(rows, chosen) for chosen in mine]
 
-    def _cut_mismatched(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
-        """Return the samples whose mismatched answers this rank scores, by micro-batch; `indices` as for `_cut`.
+    def _cut_companions(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
+        """Return the samples whose companions this rank scores, by micro-batch; `indices` as for `_cut`.
 
-        Where rows are packed to a length, they are packed again: a mismatched answer has another length than its
-        sample, and a row of short questions may get the long answers of others.
+        Where rows are packed to a length, companions are packed separately: their lengths differ from those of their
+        samples, so companions of one row might not fit into one row.
         """
         samples = _samples(rows, indices)
-        if not any(sample.mismatched for sample in samples):
+        if not any(sample.companion for sample in samples):
             return []
         if self.plan.packing in ("none", "micro_batch"):
             return self._cut(rows, indices)
-        lengths = [len(sample.mismatched or sample) for sample in samples]
+        lengths = [len(sample.companion or sample) for sample in samples]
         return [[samples[index] for index in group.tolist()] for group in self._share(lengths)]
 
     def _share(self, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -215,10 +216,10 @@ class Batches:
 
 
 def _length_of(sample: Sample, multiple: int) -> int:
-    """Tokens that a sample, or both answers of a pair, take in a packed row."""
-    if sample.rejected is None:
+    """Return the tokens that the sequences of a sample take in a packed row."""
+    if not sample.others:
         return len(sample)
-    return int(padded(np.array([len(answer) for answer in sample.answers]), multiple).sum())
+    return int(padded(np.array([len(sequence) for sequence in sample.sequences]), multiple).sum())
 
 
 def _samples(rows: SampleRows, indices: np.ndarray) -> list[Sample]:

@@ -25,6 +25,7 @@ from swiftlite.hub.commits import check_commits, write_commits
 from swiftlite.hub.model import identity_of, local_model, optional_model
 from swiftlite.hub.name import hub_names
 from swiftlite.log import logger
+from swiftlite.methods.index import method_of
 from swiftlite.model.open import HfModel
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
@@ -210,7 +211,7 @@ def restore(run: Run) -> dict[str, Any]:
     if run.checkpoint is None:
         if run.is_first_rank:
             write_source(run.hf_model, run.output_dir, run.plan.heads, optional_model(run.args.mtp_graft_from))
-            write_config(run.args, run.output_dir / "args.json")
+            write_config(run.args, run.output_dir / "args.json", method_of(run.args).words)
             write_commits(run.output_dir, hub_names(run.args))
         return {"step": 0}
     check_commits(run.output_dir)

@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
 from swiftlite.model.pipeline import run_pipeline
-from swiftlite.model.ranks import from_last_stage, largest
+from swiftlite.model.ranks import from_last_stage, largest, sum_up
 from swiftlite.model.router import take_load_balancing_loss
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.device import on_device
@@ -27,7 +27,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import on_this_rank
 from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.clipping import ClippedApart
-from swiftlite.train.objective import Objective, add_up
+from swiftlite.train.objective import Objective, PreparedObjective
 from swiftlite.train.sinks import Sink
 
 GetBatches = Callable[[int], Sequence[Batch]]
@@ -50,8 +50,6 @@ class Trainer:
         checkpointer: writes the checkpoints; None writes none.
         get_data_state: returns what a checkpoint keeps of the data, on the first rank.
         after_step: called on every rank with the number of each step, once it is taken and logged.
-        look_ahead: called with a global batch's micro-batches before they are run, without gradients; gives the
-            objective for them, where that depends on the batch as a whole.
         seed: of what is drawn while training, such as the dropout of adapters.
     """
 
@@ -70,7 +68,6 @@ class Trainer:
     checkpointer: Checkpointer | None
     get_data_state: Callable[[], Mapping[str, Any]] = dict
     after_step: Callable[[int], None] | None = None
-    look_ahead: Callable[[Sequence[Batch]], Objective] | None = None
     seed: int = 42
 
     def fit(self, first: int) -> int:
@@ -184,11 +181,11 @@ class Trainer:
         return {f"eval_{name}": value for name, value in objective.means(sums).items()}
 
     def _objective_for(self, batches: Sequence[Batch]) -> Objective:
-        """What is minimised over this global batch."""
-        if self.look_ahead is None:
+        """Return what is minimised over this global batch."""
+        if not isinstance(self.objective, PreparedObjective):
             return self.objective
         with self.evaluating():
-            return self.look_ahead(batches)
+            return self.objective.prepare(self.model, self.mesh, batches)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -222,7 +219,7 @@ class Trainer:
                 shapes=[batch.position_ids_BS.shape for batch in batches],
                 forward_only=forward_only,
             )
-        return add_up(parts, objective.sums_shape, self.mesh)
+        return sum_up(parts, objective.sums_shape, self.mesh)
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:
         total = on_device(torch.tensor(values), self.mesh.device.torch_device)

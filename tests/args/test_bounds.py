@@ -8,11 +8,11 @@ from swiftlite.args.bounds import bounds_of, in_words, out_of_bounds
 from swiftlite.args.commands import BenchArgs, DeployArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.cli.table import COMMANDS
+from swiftlite.cli.table import commands
 from tests.messages import mentions
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
+@pytest.mark.parametrize("command", commands(), ids=lambda command: command.words)
 def test_every_number_has_bounds(command):
     known = options(command.args_class)
     numbers = [name for name, option in known.items() if option.type in (int, float, int | None, float | None)]

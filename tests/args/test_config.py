@@ -11,7 +11,7 @@ import yaml
 from swiftlite.args.commands import BenchArgs, DeployArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import convert, from_config, near, read_file, write_config
 from swiftlite.args.docs import options
-from swiftlite.cli.table import COMMANDS
+from swiftlite.cli.table import commands
 from swiftlite.errors import OptionError, UserError
 from tests.messages import mention_each, mentions, naming
 
@@ -224,7 +224,7 @@ def test_a_list_of_numbers_with_a_point():
 
 
 def test_every_list_can_be_typed():
-    for command in COMMANDS:
+    for command in commands():
         for option in options(command.args_class).values():
             if typing.get_origin(option.type) is list:
                 assert len(convert(option, ["1"])) == 1

@@ -10,7 +10,7 @@ import pytest
 import swiftlite
 from swiftlite.args import fields
 from swiftlite.args.docs import options
-from swiftlite.cli.table import COMMANDS
+from swiftlite.cli.table import commands
 from swiftlite.engines.index import ENGINES
 
 PACKAGE = Path(swiftlite.__file__).parent
@@ -73,7 +73,7 @@ def groups_of_args(path: Path) -> set[str]:
     return {field.name for group in groups for field in dataclasses.fields(getattr(fields, group))}
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
+@pytest.mark.parametrize("command", commands(), ids=lambda command: command.words)
 def test_every_option_has_a_reader(command):
     readers = [PACKAGE / reader for reader in READERS[command.words]]
     read = set().union(*map(attributes_of_args, readers), *map(groups_of_args, readers))

@@ -7,7 +7,7 @@ import pytest
 
 from swiftlite.args.docs import options
 from swiftlite.cli.help import command_help, default_text, overview, placeholder
-from swiftlite.cli.table import COMMANDS
+from swiftlite.cli.table import commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +17,7 @@ def generator():
     return runpy.run_path(str(ROOT / "scripts" / "gen_options_doc.py"))
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
+@pytest.mark.parametrize("command", commands(), ids=lambda command: command.words)
 def test_help_is_complete(command):
     text = " ".join(command_help(command).split())
     for option in options(command.args_class, command.choices()).values():
@@ -26,11 +26,11 @@ def test_help_is_complete(command):
 
 def test_help_fits_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
-    assert [line for line in command_help(COMMANDS[0]).splitlines() if len(line) > 70] == []
+    assert [line for line in command_help(commands()[0]).splitlines() if len(line) > 70] == []
 
 
 def test_defaults_are_as_they_would_be_typed():
-    known = options(COMMANDS[0].args_class)
+    known = options(commands()[0].args_class)
     texts = {
         name: default_text(known[name])
         for name in ("adam_beta1", "adam_eps", "clip_grad", "resume", "seed", "mtp_mode")
@@ -46,7 +46,7 @@ def test_defaults_are_as_they_would_be_typed():
 
 
 def test_overview_lists_every_command():
-    for command in COMMANDS:
+    for command in commands():
         assert f"swiftlite {command.words} " in overview()
         assert command.line in overview()
     assert "export" not in overview("megatron ").split("COMMAND")[0].split("\n\n")[1]

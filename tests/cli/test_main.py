@@ -13,7 +13,7 @@ import torch
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import failure, table
 from swiftlite.cli.main import main
-from swiftlite.cli.table import COMMANDS
+from swiftlite.cli.table import commands
 from swiftlite.errors import UserError
 from tests.messages import has_line, mention_each, mentions
 from tests.rules.good import SIZES
@@ -36,7 +36,7 @@ def test_without_a_command_the_commands_are_listed(swiftlite):
     bare, asked = swiftlite(), swiftlite("--help")
     assert bare.stdout == asked.stdout
     assert (bare.returncode, asked.returncode) == (0, 0)
-    for command in COMMANDS:
+    for command in commands():
         assert f"swiftlite {command.words} " in bare.stdout
 
 
@@ -71,10 +71,10 @@ def test_unknown_command(swiftlite, argv, near):
 def test_a_command_like_no_other(swiftlite):
     result = swiftlite("xyzzy")
     assert result.returncode == 2
-    assert ", ".join(command.words for command in COMMANDS) in result.stderr
+    assert ", ".join(command.words for command in commands()) in result.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
+@pytest.mark.parametrize("command", commands(), ids=lambda command: command.words)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_of_a_command(swiftlite, command, flag):
     result = swiftlite(*command.words.split(), flag)
@@ -93,7 +93,7 @@ def test_a_reader_that_closes_early_is_no_error(tmp_path):
     ("argv", "code"),
     [
         (["--help"], 0),
-        *[([*command.words.split(), "--help"], 0) for command in COMMANDS],
+        *[([*command.words.split(), "--help"], 0) for command in commands()],
         (["megatron", "sft", "--lerning_rate", "1"], 2),
         (["megatron", "sft", "--model", "nowhere"], 2),
         (["megatron", "sft", "--model", "model", "--dataset", "train.jsonl", "--output_dir", "out", "--dry_run"], 0),
@@ -256,7 +256,7 @@ def end_with(monkeypatch, outcome):
 
     monkeypatch.setitem(sys.modules, "ending", types.SimpleNamespace(run=run))
     command = table.Command("end", DoctorArgs, "ending:run", "", False)
-    monkeypatch.setattr(table, "COMMANDS", (*COMMANDS, command))
+    monkeypatch.setattr(table, "OTHERS", (*table.OTHERS, command))
 
 
 def test_ranks_that_end_alike_speak_once(monkeypatch, capsys, tmp_path):

@@ -15,8 +15,12 @@ SOURCE = Path(__file__).with_name("runtime.cpp")
 
 
 def missing() -> str:
-    """Return why runtime.cpp cannot be compiled here; "" if it can."""
-    return "" if shutil.which("g++") else "g++ is not installed (on Debian and Ubuntu: apt-get install g++)"
+    """Return why a CUDA device cannot be emulated here; "" if it can."""
+    if not shutil.which("g++"):
+        return "g++ is not installed (on Debian and Ubuntu: apt-get install g++)"
+    if (torch_directory() / "lib" / "libtorch_cuda.so").exists():
+        return "torch is a CUDA build, which brings a CUDA device of its own; a CPU build can emulate one"
+    return ""
 
 
 def torch_directory() -> Path:

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftlite.data.batch import NO_SAMPLE, collate, collate_packed
+from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import Sample, make_sample
 
+EMPTY = make_sample([], [])
 LONG = make_sample([5, 6, 7, 8], np.array([0, 0, 0.5, 2]))
 SHORT = make_sample([9, 10], np.array([0, 1]))
 
@@ -53,11 +54,11 @@ def test_weight_of_an_ignored_label_is_zero():
 
 
 def test_no_sample_is_padding_alone():
-    batch = collate([NO_SAMPLE, SHORT], 3)
+    batch = collate([EMPTY, SHORT], 3)
     assert batch.tokens_KBS[0][0].tolist() == [3, 3]
     assert batch.labels_KBS[0][0].tolist() == [-100, -100]
     assert batch.num_tokens == 2
-    alone = collate([NO_SAMPLE, NO_SAMPLE], 3)
+    alone = collate([EMPTY, EMPTY], 3)
     assert (tuple(alone.tokens_KBS[0].shape), alone.num_tokens) == ((2, 1), 0)
 
 
@@ -136,7 +137,7 @@ def test_a_packed_row_is_its_samples_one_after_the_other(lengths, depth, each, t
 
 
 def test_a_packed_row_of_nothing():
-    for samples in ([], [NO_SAMPLE], [NO_SAMPLE, NO_SAMPLE]):
+    for samples in ([], [EMPTY], [EMPTY, EMPTY]):
         batch = collate_packed(samples, 3, num_drafts=1, pad_each_to_multiple_of=4, pad_to_multiple_of=8)
         assert batch.cu_seqlens is not None
         assert set(batch.cu_seqlens.tolist()) == {0, 8}

@@ -57,7 +57,7 @@ def test_formats(row):
     ],
 )
 def test_bad_rows(row, problem):
-    found = check_row(row, "f:1", kind="documents")
+    found = check_row(row, "f:1", parse=parse_document)
     assert isinstance(found, BadRow)
     assert mentions(str(found), f"f:1 {problem}")
 

@@ -75,7 +75,7 @@ def test_bad_pairs_have_their_line(tmp_path):
     path.write_text(
         '{"prompt": "q", "chosen": "a", "rejected": "b"}\n{"prompt": "q", "chosen": "a", "rejected": "a"}\n'
     )
-    rows = read_rows(find_rows(str(path)), kind="pairs")
+    rows = read_rows(find_rows(str(path)), parse=parse_pair)
     assert len(rows.conversations) == 1
     assert mentions(str(rows.bad_rows[0]), f"{path}:2 rejected: chosen")
 
@@ -89,17 +89,17 @@ TOOL_PROMPT = [ASKED, CALLED, {"role": "tool", "content": "2"}]
 def test_a_tool_call_before_the_answer_does_not_train(make_tokenizer, template, loss_scale):
     tokenizer = make_tokenizer(template)
     end = "<|im_end|>" if template is CHATML else "<|eot|>"
-    encode = ConversationEncoder(ChatTemplate(tokenizer, loss_scale), 2048, "delete", "pairs")
+    encode = ConversationEncoder(ChatTemplate(tokenizer, loss_scale), 2048, "delete", parse_pair)
     (pair,) = encode(parse_pair({"prompt": TOOL_PROMPT, "chosen": [GOOD], "rejected": [BAD]})).samples
     (good,) = encode(parse_rated({"prompt": TOOL_PROMPT, "completion": [GOOD], "label": True})).samples
     trained = [
-        tokenizer.decode(answer.labels[answer.labels != -100]).strip() for answer in (*pair.answers, *good.answers)
+        tokenizer.decode(answer.labels[answer.labels != -100]).strip() for answer in (*pair.sequences, *good.sequences)
     ]
     assert trained == [f"good{end}", f"bad{end}", f"good{end}"]
 
 
 def test_a_last_turn_that_does_not_train_is_named(make_tokenizer):
-    encode = ConversationEncoder(ChatTemplate(make_tokenizer(CHATML)), 2048, "delete", "pairs")
+    encode = ConversationEncoder(ChatTemplate(make_tokenizer(CHATML)), 2048, "delete", parse_pair)
     row = {"prompt": TOOL_PROMPT, "chosen": [{**GOOD, "loss": False}], "rejected": [BAD]}
     bad = encode(parse_pair(row)).bad
     assert bad is not None

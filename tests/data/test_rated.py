@@ -23,8 +23,8 @@ ASKED, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content
 )
 def test_every_format_is_the_same_answer(row):
     assert parse_rated(row).messages == [ASKED, ANSWER]
-    assert parse_rated(row).desirable is True
-    assert parse_rated({**row, "label": False}).desirable is False
+    assert parse_rated(row).extras["desirable"] is True
+    assert parse_rated({**row, "label": False}).extras["desirable"] is False
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_is_no_rated_answer_is_named(row, problem):
 def test_bad_rows_have_their_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"query": "q", "response": "a", "label": true}\n{"query": "q", "response": "a", "label": 3}\n')
-    rows = read_rows(find_rows(str(path)), kind="rated")
+    rows = read_rows(find_rows(str(path)), parse=parse_rated)
     assert mention_each([str(bad) for bad in rows.bad_rows], [f"{path}:2 label: 3 true false"])
 
 
@@ -64,9 +64,9 @@ def test_tables_of_text_hold_labels_as_words(tmp_path, writer):
         pytest.importorskip("pandas").DataFrame(labels).to_csv(path, index=False)
     else:
         pytest.importorskip("datasets").Dataset.from_dict(labels).to_csv(path)
-    rows = read_rows(find_rows(str(path)), kind="rated")
+    rows = read_rows(find_rows(str(path)), parse=parse_rated)
     assert not rows.bad_rows
-    assert [row.desirable for row in rows.conversations] == [True, False, True]
+    assert [row.extras["desirable"] for row in rows.conversations] == [True, False, True]
 
 
 def sample(question: list[int], answer: list[int]):
@@ -75,13 +75,13 @@ def sample(question: list[int], answer: list[int]):
 
 def test_an_answer_stands_behind_another_question():
     samples = [sample([1], [10, 11]), sample([2, 3], [20]), sample([2, 3], [30, 31, 32])]
-    first, *rest = [each.mismatched for each in mismatch(samples, max_length=4, strategy="right", seed=0)]
+    first, *rest = [each.companion for each in mismatch(samples, max_length=4, strategy="right", seed=0)]
     assert first is not None
     # The first row is the only one that has another question than the others.
     assert [list(each.input_ids) for each in rest if each] == [[2, 3, 10, 11]] * 2
     assert list(first.input_ids) in ([1, 20], [1, 30, 31, 32])
     assert np.array_equal(first.labels, [-100, *first.input_ids[1:]])
-    cut = mismatch(samples, max_length=3, strategy="left", seed=0)[1].mismatched
+    cut = mismatch(samples, max_length=3, strategy="left", seed=0)[1].companion
     assert cut is not None
     assert list(cut.input_ids) == [3, 10, 11]
 

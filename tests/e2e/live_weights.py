@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from swiftlite.args.commands import SftArgs
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.errors import UserError
-from swiftlite.train import sft
+from swiftlite.train import run as training
 from swiftlite.train.live_weights import LiveWeights
 from tests.gpu_links.gpu_links import install
 
@@ -90,7 +90,7 @@ def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> N
         mtp_loss_scaling_factor=1.0,
     )
     measure("before")
-    sft.run(args, sync)
+    training.run(args, sync)
     print(json.dumps({"prompts": prompts, "stages": stages, "refused": refused(engine, prompts)}), flush=True)
     engine.close()
 

@@ -39,7 +39,7 @@ from swiftlite.plan.flops import training_flops
 from swiftlite.plan.memory import estimate
 from swiftlite.plan.setup import Setup
 from swiftlite.runtime.distributed import session
-from swiftlite.train import sft
+from swiftlite.train import run as training
 from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back
 from tests.parallel.launch import launch
 from tests.parallel.test_memory import measure
@@ -269,7 +269,7 @@ def test_it_trains_on_a_pipeline_and_is_exported(model, rows, tmp_path):
         pipeline_model_parallel_size=2,
         decoder_first_pipeline_num_layers=1,
     )
-    launch(2, run, make_known, sft.run, args, 2)
+    launch(2, run, make_known, training.run, args, 2)
     first, *_, last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert last["eval_loss"] < 0.8 * first["loss"]
 

@@ -29,7 +29,7 @@ from swiftlite.plan.flops import training_flops
 from swiftlite.plan.memory import estimate
 from swiftlite.plan.setup import Setup
 from swiftlite.serve import infer
-from swiftlite.train import sft
+from swiftlite.train import run as training
 from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back
 from tests.parallel.launch import launch
 
@@ -153,7 +153,7 @@ def trained(model, rows, tmp_path_factory) -> Path:
         report_to=[],
         tensor_model_parallel_size=2,
     )
-    launch(2, run, make_known, sft.run, args, 2)
+    launch(2, run, make_known, training.run, args, 2)
     return output_dir
 
 

@@ -30,7 +30,7 @@ from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import shard
-from swiftlite.train.objective import NextTokenObjective
+from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import make_tiny_hf

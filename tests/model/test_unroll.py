@@ -22,7 +22,8 @@ from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.objective import NextTokenObjective, total_loss
+from swiftlite.train.methods.mtp_loss import head_coefficients
+from swiftlite.train.methods.next_token import NextTokenObjective, total_loss
 from tests.engines.reference import Reference, convention, follow
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
@@ -112,7 +113,9 @@ def our_gradients(model: GPTModel, batch, directory: Path, out_dir: Path) -> tup
         labels=batch.labels_KBS[0],
         packed_seq_params=describe_packed(batch.cu_seqlens),
     )
-    loss = total_loss(losses, batch.loss_scale_KBS, objective.coefficients(counts)) / int(counts[0, 0])
+    targets, *of_heads = counts[0].tolist()
+    coefficients = head_coefficients(objective.heads, objective.mtp_loss_scaling_factor, of_heads, targets)
+    loss = total_loss(losses, batch.loss_scale_KBS, coefficients) / int(counts[0, 0])
     loss.backward()
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -24,13 +24,13 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import Losses
 from swiftlite.model.pipeline import run_pipeline
-from swiftlite.model.ranks import from_last_stage, whole_rows
+from swiftlite.model.ranks import from_last_stage, sum_up, whole_rows
 from swiftlite.plan.layout import length_multiple, sequence_multiple
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.batches import shard
 from swiftlite.train.exchange import broadcast, stage_fields
-from swiftlite.train.objective import NextTokenObjective, add_up
+from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import save_gradients
@@ -215,4 +215,4 @@ def forward_backward(
         forward_only=False,
         **options,
     )
-    return losses, add_up(parts, objective.sums_shape, mesh)
+    return losses, sum_up(parts, objective.sums_shape, mesh)

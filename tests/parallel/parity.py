@@ -36,7 +36,7 @@ from swiftlite.plan.trainable import HEADS_ONLY, trainable_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.batches import Batches
 from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
-from swiftlite.train.objective import NextTokenObjective
+from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters
 from swiftlite.train.trunk_states import TrunkStates

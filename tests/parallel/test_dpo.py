@@ -17,8 +17,10 @@ from swiftlite.errors import UserError
 from swiftlite.plan.memory import estimate
 from swiftlite.plan.reference_memory import estimate_asking
 from swiftlite.plan.setup import planned_setup
-from swiftlite.train import dpo, phases, sft
-from swiftlite.train.reference import log_probabilities
+from swiftlite.train import phases
+from swiftlite.train import run as training
+from swiftlite.train.methods import reference
+from swiftlite.train.methods.reference import log_probabilities
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import OPTIONS, SIZES
 from tests.tiny import make_tiny_hf
@@ -66,7 +68,7 @@ def run_all(jobs: list[DpoArgs], ports: list[int], world_size: int) -> None:
     for args, port in zip(jobs, ports, strict=True):
         prepare_session(port)
         rules.check(args, world_size)
-        dpo.run(args)
+        training.run(args)
 
 
 def start(num_processes: int, jobs: list[DpoArgs]) -> list[list[dict[str, float]]]:
@@ -127,7 +129,7 @@ def prepare_with(args: list[DpoArgs]) -> str:
     """What a rank is told that has options of its own."""
     with phases.open_session(args[0]) as mesh:
         try:
-            dpo.prepare(args[dist.get_rank()], mesh)
+            training.prepare(args[dist.get_rank()], mesh)
         except UserError as error:
             return str(error)
     return ""
@@ -168,14 +170,14 @@ class Logits(TorchDispatchMode):
 def hold_both(args: DpoArgs) -> dict[str, int]:
     """Bytes of what this rank holds while the reference model is asked, by names of `AskingMemory`."""
     with phases.open_session(args) as mesh:
-        run = sft.prepare(args, mesh, dpo.make_pair_encoder, dpo.load_pairs)
-        reference = dpo.open_reference(args, run)
-        chunks = reference.open()
+        run = training.prepare(args, mesh)
+        model = reference.open_reference(run)
+        chunks = model.open()
         config = run.hf_model.config
-        logits = Logits(config["vocab_size"] // reference.mesh.tp.size(), config["hidden_size"])
+        logits = Logits(config["vocab_size"] // model.mesh.tp.size(), config["hidden_size"])
         with logits:
-            long = next(pair for pair in run.data.train if min(map(len, pair.answers)) == LENGTH)
-            log_probabilities(chunks, reference.mesh, reference.batches, [long])
+            long = next(pair for pair in run.data.train if min(map(len, pair.sequences)) == LENGTH)
+            log_probabilities(chunks, model.mesh, model.batches, [long])
         wrapped: Any = run.learner.wrapped  # `buffers` is taken for torch's method
         held = [parameter for chunk in run.learner.chunks for parameter in chunk.parameters()]
         held += [buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -186,7 +188,7 @@ def hold_both(args: DpoArgs) -> dict[str, int]:
             "model": sum(each_once.values()),
             "reference": sum(parameter.nbytes for parameter in frozen),
             # Logits are made where there are labels; a plan takes every token to have one.
-            "logits": sum(logits.largest.values()) * 2 * LENGTH // sum(a.num_trained_tokens for a in long.answers),
+            "logits": sum(logits.largest.values()) * 2 * LENGTH // sum(a.num_trained_tokens for a in long.sequences),
         }
 
 

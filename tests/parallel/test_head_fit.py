@@ -62,7 +62,7 @@ def fit(job: Job) -> None:
         mine = samples[mesh.dp.rank() :: mesh.dp.size()]
         pairs = [mine[start : start + 2] for start in range(0, len(mine), 2)]
         if job.is_packed:
-            packed = {"num_drafts": DEPTH, "pad_each_to_multiple_of": 4, "pad_to_multiple_of": 4}
+            packed: dict[str, Any] = {"num_drafts": DEPTH, "pad_each_to_multiple_of": 4, "pad_to_multiple_of": 4}
             batches = [collate_packed(pair, 0, **packed) for pair in pairs]
         else:
             batches = [collate(pair, 0, num_drafts=DEPTH, pad_to_multiple_of=4) for pair in pairs]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.train import sft
+from swiftlite.train import run as training
 from tests.parallel import parity
 from tests.parallel.launch import launch
 from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result
@@ -117,7 +117,7 @@ def train_on_a_slow_disk(args: SftArgs) -> int:
         fsync(descriptor)
 
     os.fsync = slow  # this process ends with the run
-    return sft.run(args)
+    return training.run(args)
 
 
 def options_of_a_cache(directory: Path) -> SftArgs:
@@ -152,7 +152,7 @@ def test_ranks_may_write_the_same_states(tmp_path):
 
 def train_with_room_for(free: int, args: SftArgs) -> int:
     shutil.disk_usage = lambda directory: shutil._ntuple_diskusage(10**9, 0, free)  # this process ends with the run
-    return sft.run(args)
+    return training.run(args)
 
 
 @pytest.mark.parametrize("name", ["TP2+SP", "CP2"])

@@ -19,7 +19,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.plan.layout import length_multiple
 from swiftlite.runtime.distributed import session
-from swiftlite.train.objective import NextTokenObjective
+from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.packing import ROWS, forward_backward, make_rows, pack

@@ -11,7 +11,9 @@ import pytest
 from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.bridge.adapter_files import digest_of
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.train import base_digest, dpo, reference, sft
+from swiftlite.train import base_digest
+from swiftlite.train import run as training
+from swiftlite.train.methods import reference
 from tests.parallel.launch import launch
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import write_pairs
@@ -50,7 +52,7 @@ def train_with_a_slow_disk(args: Any, seconds: float, round_seconds: float) -> i
 
     Checkpoint.chunks = slow  # pyright: ignore[reportAttributeAccessIssue]: this process ends with the run
     base_digest.ROUND_SECONDS = round_seconds
-    return dpo.run(args) if isinstance(args, DpoArgs) else sft.run(args)
+    return training.run(args)
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
@@ -71,15 +73,15 @@ def test_the_base_is_hashed_by_all_ranks(args, tmp_path, command):
 
 def train_with_a_slow_reference(args: DpoArgs, seconds: float) -> int:
     """The reference model takes these seconds for a pair, and a slice has 4 pairs."""
-    score = reference.score
+    log_probabilities_of = reference.log_probabilities_of
 
     def slow(*of_batch: Any) -> Any:
         time.sleep(seconds)
-        return score(*of_batch)
+        return log_probabilities_of(*of_batch)
 
-    reference.score = slow
+    reference.log_probabilities_of = slow
     reference.SLICE_PAIRS = 4
-    return dpo.run(args)
+    return training.run(args)
 
 
 def test_ranks_without_the_reference_model_do_not_wait_for_all_of_it(args, tmp_path):

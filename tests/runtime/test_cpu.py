@@ -22,7 +22,7 @@ from swiftlite.runtime import cpu
 from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
 from swiftlite.train.checkpoint import Checkpointer
-from swiftlite.train.objective import NextTokenObjective
+from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer
 from tests.parallel.launch import launch

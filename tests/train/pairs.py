@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from swiftlite.args.commands import DpoArgs
 from swiftlite.data.sample import Sample
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train import dpo, phases
+from swiftlite.train import phases
+from swiftlite.train import run as training
 from tests.parallel.parity import save_gradients
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
@@ -69,9 +70,9 @@ def write_rated(path: Path) -> Path:
 
 def train(args: DpoArgs, mesh: Mesh) -> Path:
     """All phases in order; returns the run's directory."""
-    run = dpo.prepare(args, mesh)
+    run = training.prepare(args, mesh)
     state = phases.restore(run)
-    trainer = dpo.make_trainer(args, run, state)
+    trainer = training.make_trainer(run, state)
     trainer.fit(state["step"])
     trainer.close()
     return run.output_dir
@@ -79,9 +80,9 @@ def train(args: DpoArgs, mesh: Mesh) -> Path:
 
 def first_step(args: DpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, torch.Tensor], list[Sample]]:
     """Metrics and gradients, by HF name, of one step over all training pairs, and those pairs."""
-    run = dpo.prepare(args, mesh)
+    run = training.prepare(args, mesh)
     run.output_dir.mkdir(exist_ok=True)
-    metrics = dpo.make_trainer(args, run, {"step": 0}).step(1)
+    metrics = training.make_trainer(run, {"step": 0}).step(1)
     out_dir, hf_model = Path(args.output_dir) / "gradients", run.hf_model
     save_gradients(run.learner.wrapped, run.learner.chunks, out_dir, hf_model.family, hf_model.config)
     return metrics, load_file(out_dir / "model.safetensors"), list(run.data.train)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.data.batch import Batch, collate_packed
+from swiftlite.data.batch import Batch, Extra, collate_packed
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sampler import Sampler
 from swiftlite.heads import Heads
@@ -43,7 +43,7 @@ def ranks(size: int, heads: Heads = Heads(), **options: Any) -> list[Batches]:
     """What cuts the batches on each data-parallel rank; -1 stands for padding."""
     args = SftArgs(**{"micro_batch_size": 2, "global_batch_size": 8, **options})
     plan = make_plan(args, size, heads)
-    return [Batches(plan, rank, -1, FLOPS) for rank in range(size)]
+    return [Batches(plan, rank, -1, FLOPS, (Extra("reference"),)) for rank in range(size)]
 
 
 def samples_in(batches: Sequence[Batch]) -> Counter[int]:
@@ -156,8 +156,9 @@ def test_each_mismatched_answer_is_scored_once_in_a_row_that_holds_it(packing):
     samples = []
     for number, sample in enumerate(make_samples(24), start=1):
         length = 16 if number % 2 else 3
-        other = make_sample(np.full(length, number), np.ones(length))
-        samples.append(dataclasses.replace(sample, desirable=True, mismatched=other, reference=(0.0, float(number))))
+        other = make_sample(np.full(length, number), np.ones(length)).with_extras(reference=number)
+        other = dataclasses.replace(other, trains_heads=False)
+        samples.append(dataclasses.replace(sample.with_extras(reference=number), companion=other))
     options = PACKINGS[packing] | {"global_batch_size": 4}
     parts = []
     for batches in ranks(2, Heads(1), **options):
@@ -165,12 +166,10 @@ def test_each_mismatched_answer_is_scored_once_in_a_row_that_holds_it(packing):
         steps = [batches.train(rows, Sampler(len(rows), 4, seed=0), step) for step in range(len(rows) // 4)]
         parts.append([*steps, batches.evaluation(samples, None)])
     for step, (one, other) in enumerate(zip(*parts, strict=True)):
-        assert len(one.mismatched) == len(other.mismatched), step
-        scored = sorted(
-            float(row[1]) for part in (one, other) for batch in part.mismatched for row in batch.reference_P2
-        )
-        trained = [batch.reference_P2[:, 1] for part in (one, other) for batch in part]
-        assert scored == sorted(torch.cat(trained).tolist())
-        for batch in (*one.mismatched, *other.mismatched):
+        assert len(one.companions) == len(other.companions), step
+        scored = [batch.extras["reference"] for batch in (*one.companions, *other.companions)]
+        trained = [batch.extras["reference"] for batch in (*one, *other)]
+        assert sorted(torch.cat(scored).tolist()) == sorted(torch.cat(trained).tolist())
+        for batch in (*one.companions, *other.companions):
             assert (batch.labels_KBS[1:] == -100).all()  # heads compute no loss
             assert batch.tokens_KBS.size(2) <= 16 * (2 if packing == "padding_free" else 1)

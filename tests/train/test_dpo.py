@@ -11,13 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import DpoArgs, ExportArgs
-from swiftlite.data.sample import make_sample
+from swiftlite.data.sample import Sample, make_sample
+from swiftlite.data.sampler import Sampler
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.report.run_page import write_run_page
-from swiftlite.train import dpo, phases, reference
+from swiftlite.train import phases
+from swiftlite.train import run as training
 from swiftlite.train.batches import Batches
-from swiftlite.train.reference import log_probabilities
+from swiftlite.train.methods import reference
+from swiftlite.train.methods.reference import log_probabilities
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import LOSSES, first_step, log_p, open_hf, train, write_pairs
@@ -100,9 +103,9 @@ def test_loss_and_gradients_are_those_of_the_formula(options, mesh, hf_dir, ref_
     losses, nll, tokens, rewards = [], torch.zeros(()), 0, []
     needs_reference = loss_type not in ("simpo", "orpo")
     for pair in pairs:
-        (chosen, length), (rejected, other_length) = (log_p(model, answer) for answer in pair.answers)
+        (chosen, length), (rejected, other_length) = (log_p(model, answer) for answer in pair.sequences)
         with torch.no_grad():
-            ref_chosen, ref_rejected = (log_p(reference, answer)[0] * needs_reference for answer in pair.answers)
+            ref_chosen, ref_rejected = (log_p(reference, answer)[0] * needs_reference for answer in pair.sequences)
         losses.append(formula(args, chosen, rejected, ref_chosen, ref_rejected, (length, other_length)))
         lengths = (1, 1) if needs_reference else (length, other_length)
         rewards.append(args.beta * float((chosen - ref_chosen) / lengths[0]))
@@ -118,12 +121,17 @@ def test_loss_and_gradients_are_those_of_the_formula(options, mesh, hf_dir, ref_
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-4 * largest, msg=name)
 
 
+def reference_of(pair: Sample) -> list[float]:
+    """What the reference model said of both answers."""
+    return [answer.extras["reference"] for answer in pair.sequences]
+
+
 def test_heads_learn_from_the_preferred_answers_alone(options, mesh):
     """Their loss is what `megatron sft` has on those answers."""
-    run = dpo.prepare(options(global_batch_size=16, micro_batch_size=16), mesh)
-    (batch,) = run.batches.train(run.rows, dpo.Sampler(16, 16, 0, shuffle=False), 0)
-    preferred = replace(run.data, train=[replace(pair, rejected=None) for pair in run.data.train])
-    (alone,) = run.batches.train(run.batches.rows(preferred.train), dpo.Sampler(16, 16, 0, shuffle=False), 0)
+    run = training.prepare(options(global_batch_size=16, micro_batch_size=16), mesh)
+    (batch,) = run.batches.train(run.rows, Sampler(16, 16, 0, shuffle=False), 0)
+    preferred = replace(run.data, train=[replace(pair, others=()) for pair in run.data.train])
+    (alone,) = run.batches.train(run.batches.rows(preferred.train), Sampler(16, 16, 0, shuffle=False), 0)
     length = alone.labels_KBS.size(2)
     assert batch.labels_KBS[1, ::2, :length].equal(alone.labels_KBS[1])
     assert (batch.labels_KBS[1, 1::2] == -100).all()
@@ -148,8 +156,8 @@ def test_at_the_first_step_the_model_is_its_own_reference(options, mesh):
 def test_an_export_says_what_the_run_has_learned(options, mesh, hf_dir, tmp_path, changed, merge_lora):
     """transformers, and PEFT where adapters stay apart, have the log-probabilities that the trained model has."""
     args = options(lr=1e-2, **changed)
-    run = dpo.prepare(args, mesh)
-    trainer = dpo.make_trainer(args, run, phases.restore(run))
+    run = training.prepare(args, mesh)
+    trainer = training.make_trainer(run, phases.restore(run))
     trainer.fit(0)
     trainer.close()
     ours = log_probabilities(run.learner.chunks, mesh, run.batches, run.data.val)
@@ -163,8 +171,8 @@ def test_an_export_says_what_the_run_has_learned(options, mesh, hf_dir, tmp_path
         heads = list(load_file(export / "mtp_heads.safetensors"))
     for pair, numbers in zip(run.data.val, ours, strict=True):
         with torch.no_grad():
-            theirs = torch.stack([log_p(model, answer)[0] for answer in pair.answers])
-        assert (theirs - torch.tensor(pair.reference)).abs().max() > 0.1  # something was learned
+            theirs = torch.stack([log_p(model, answer)[0] for answer in pair.sequences])
+        assert (theirs - torch.tensor(reference_of(pair))).abs().max() > 0.1  # something was learned
         torch.testing.assert_close(numbers, theirs, rtol=2e-5, atol=0)  # float32 sums in another order
     assert heads
 
@@ -183,25 +191,25 @@ def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_pat
 def test_the_cache_is_read_and_refused_by_name(options, mesh, tmp_path, ref_dir):
     cache = tmp_path / "cache"
     args = options(ref_model=str(ref_dir), ref_logprobs_cache=str(cache))
-    first = dpo.prepare(args, mesh)
+    first = training.prepare(args, mesh)
     numbers = load_file(cache / "reference.safetensors")["log_probabilities"]
     written = (cache / "reference.safetensors").stat().st_mtime_ns
-    again = dpo.prepare(args, mesh)
+    again = training.prepare(args, mesh)
     assert (cache / "reference.safetensors").stat().st_mtime_ns == written
-    assert [pair.reference for pair in first.data.train] == [pair.reference for pair in again.data.train]
+    assert [reference_of(pair) for pair in first.data.train] == [reference_of(pair) for pair in again.data.train]
     assert numbers.size(1) == 2
     with pytest.raises(UserError, match=naming(f"--ref_logprobs_cache {cache} model")):
-        dpo.prepare(replace(args, ref_model=None), mesh)
+        training.prepare(replace(args, ref_model=None), mesh)
     save_file({"other": numbers}, cache / "reference.safetensors")
     with pytest.raises(UserError, match=naming(f"{cache / 'reference.safetensors'}")):
-        dpo.prepare(args, mesh)
+        training.prepare(args, mesh)
     (cache / "reference.safetensors").rename(cache / "notes.txt")
     with pytest.raises(UserError, match=naming(f"--ref_logprobs_cache {cache} reference.safetensors")):
-        dpo.prepare(args, mesh)
+        training.prepare(args, mesh)
 
 
 def test_a_run_that_is_killed_keeps_what_was_scored(options, mesh, tmp_path, ref_dir, monkeypatch, caplog):
-    whole = dpo.prepare(options(ref_model=str(ref_dir), ref_logprobs_cache=str(tmp_path / "whole")), mesh)
+    whole = training.prepare(options(ref_model=str(ref_dir), ref_logprobs_cache=str(tmp_path / "whole")), mesh)
     cache = tmp_path / "cache"
     args = options(ref_model=str(ref_dir), ref_logprobs_cache=str(cache))
     monkeypatch.setattr(reference, "SLICE_PAIRS", 3)
@@ -215,13 +223,13 @@ def test_a_run_that_is_killed_keeps_what_was_scored(options, mesh, tmp_path, ref
 
     monkeypatch.setattr(reference, "log_probabilities", scored)
     with pytest.raises(KeyboardInterrupt):
-        dpo.prepare(args, mesh)
+        training.prepare(args, mesh)
     assert len(list(cache.iterdir())) == 3
     with caplog.at_level("INFO"):
-        again = dpo.prepare(args, mesh)
+        again = training.prepare(args, mesh)
     assert "scores 11 pairs" in caplog.text  # of 20
     assert [path.name for path in cache.iterdir()] == ["reference.safetensors"]
-    assert [pair.reference for pair in again.data.train] == [pair.reference for pair in whole.data.train]
+    assert [reference_of(pair) for pair in again.data.train] == [reference_of(pair) for pair in whole.data.train]
 
 
 def test_a_slice_is_small_in_pairs_and_tokens(monkeypatch):
@@ -234,7 +242,7 @@ def test_a_slice_is_small_in_pairs_and_tokens(monkeypatch):
 def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
     """Their digests are in a tensor: a safetensors header may have 100 MB, those of 1.4 million pairs."""
     args = options()
-    asked = replace(dpo.open_reference(args, dpo.prepare(args, mesh)), directory=tmp_path / "cache")
+    asked = replace(reference.open_reference(training.prepare(args, mesh)), directory=tmp_path / "cache")
     answers = {f"{n:064x}": (float(n), -float(n)) for n in range(100_000)}
     asked._check_directory()
     asked._write_all(answers, {"model": "one"})
@@ -246,7 +254,7 @@ def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
 def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
     """Held-out rows and pairs that a reference model scores: each is collated when it is run."""
     args = options(micro_batch_size=1, global_batch_size=1, split_dataset_ratio=0.5)
-    run = dpo.prepare(args, mesh)
+    run = training.prepare(args, mesh)
     alive: weakref.WeakSet = weakref.WeakSet()
     most = []
     collate = Batches.collate
@@ -258,7 +266,7 @@ def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
         return batch
 
     monkeypatch.setattr(Batches, "collate", counted)
-    trainer = dpo.make_trainer(args, run, phases.restore(run))
+    trainer = training.make_trainer(run, phases.restore(run))
     most.clear()
     trainer.evaluate()
     assert max(most) <= 3 < len(run.data.val)
@@ -271,4 +279,4 @@ def test_pairs_that_are_ties_as_tokens_or_too_long_are_named(options, mesh, tmp_
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"query": "a", "response": "b " * 40, "rejected_response": "c"}) + "\n")
     with pytest.raises(UserError, match=naming("long.jsonl:1 --max_length 48")):
-        dpo.prepare(options(dataset=[str(long)], max_length=48, truncation_strategy="error"), mesh)
+        training.prepare(options(dataset=[str(long)], max_length=48, truncation_strategy="error"), mesh)

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from swiftlite.data.rated import others
+from swiftlite.data.sampler import Sampler
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.report.run_page import write_run_page
-from swiftlite.train import dpo, phases
+from swiftlite.train import phases
+from swiftlite.train import run as training
 from tests.messages import naming
 from tests.train.pairs import RATED, first_step, open_hf, train, write_rated
 from tests.train.test_dpo import options, ref_dir  # noqa: F401, fixtures
@@ -93,9 +95,9 @@ def test_a_step_is_trls(rated, mesh, tmp_path, hf_dir, ref_dir, changed):  # noq
 
 
 def test_heads_learn_from_good_answers_alone(rated, mesh):
-    run = dpo.prepare(rated(global_batch_size=16, micro_batch_size=16), mesh)
-    (batch,) = run.batches.train(run.rows, dpo.Sampler(16, 16, 0, shuffle=False), 0)
-    good = batch.desirable_P
+    run = training.prepare(rated(global_batch_size=16, micro_batch_size=16), mesh)
+    (batch,) = run.batches.train(run.rows, Sampler(16, 16, 0, shuffle=False), 0)
+    good = batch.extras["desirable"]
     assert (batch.labels_KBS[1, ~good] == -100).all()
     assert (batch.labels_KBS[0] != -100).any(dim=1).all()
     assert (batch.labels_KBS[1, good] != -100).any(dim=1).all()
@@ -115,7 +117,7 @@ def test_one_question_has_no_other(rated, mesh, tmp_path):
     path = tmp_path / "one.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match=naming("--loss_type kto --dataset")):
-        dpo.prepare(rated(dataset=[str(path)]), mesh)
+        training.prepare(rated(dataset=[str(path)]), mesh)
 
 
 @pytest.mark.parametrize("packing", [{"packing": True}, {"packing": True, "sequence_packing_scheduler": "dp_balanced"}])
@@ -125,16 +127,16 @@ def test_kl_is_the_same_in_packed_rows(rated, mesh, tmp_path, ref_dir, packing):
     kl = []
     for name, more in {"padded": {"global_batch_size": 20}, "packed": {"packing_length": 192, **packing}}.items():
         args = rated(output_dir=str(tmp_path / name), **models, **more)
-        run = dpo.prepare(args, mesh)
+        run = training.prepare(args, mesh)
         if name == "packed":
             args = rated(output_dir=str(tmp_path / "all"), global_batch_size=len(run.rows), **models, **more)
-            run = dpo.prepare(args, mesh)
-        batches = run.batches.train(run.rows, dpo.Sampler(len(run.rows), len(run.rows), 0), 0)
+            run = training.prepare(args, mesh)
+        batches = run.batches.train(run.rows, Sampler(len(run.rows), len(run.rows), 0), 0)
         if name == "packed":
-            assert 1 < len(batches.mismatched) < 20
-            assert max(batch.tokens_KBS.size(2) for batch in batches.mismatched) <= 192
-        assert sum(len(batch.reference_P2) for batch in batches.mismatched) == 20
-        trainer = dpo.make_trainer(args, run, phases.restore(run))
+            assert 1 < len(batches.companions) < 20
+            assert max(batch.tokens_KBS.size(2) for batch in batches.companions) <= 192
+        assert sum(batch.num_sequences for batch in batches.companions) == 20
+        trainer = training.make_trainer(run, phases.restore(run))
         kl.append(trainer.step(1)["kl"])
     assert kl[0] > 0.1
     assert kl[1] == pytest.approx(kl[0], rel=2e-5)  # float32 sums in another order

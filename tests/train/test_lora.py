@@ -19,7 +19,8 @@ from swiftlite.lora import is_adapter
 from swiftlite.model.lora import Adapter, gather_adapters, merged
 from swiftlite.plan.kernels import Machine
 from swiftlite.serve.adapters import with_adapters
-from swiftlite.train import phases, sft
+from swiftlite.train import phases
+from swiftlite.train import run as training
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 from tests.train.test_sft import metrics, train
@@ -114,7 +115,7 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
     args = options(model=str(base), **LORA, **changed)
     model = peft_model(base, r=4, lora_alpha=6.0, **config)
 
-    run = sft.prepare(args, mesh)
+    run = training.prepare(args, mesh)
     begun = adapters_of(run)
     theirs = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {peft_name(key) for key in begun} == {name for name in theirs if "lora_" in name}
@@ -132,10 +133,10 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
         with torch.no_grad():
             parameter.copy_(tensor)
 
-    trainer = sft.make_trainer(run, phases.restore(run))
+    trainer = training.make_trainer(run, phases.restore(run))
     batches = trainer.train_batches
     expected = take_steps(model, batches, args)
-    phases.fit(run, trainer, 0, sft.make_held_out(run))
+    phases.fit(run, trainer, 0, training.make_held_out(run))
     losses = [line["loss"] for line in metrics(run.output_dir) if "loss" in line]
     # float32: the order of sums differs (fused products), and AdamW divides small numbers by small ones.
     assert losses == pytest.approx(expected, rel=2e-5)
@@ -163,7 +164,7 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "deepseek_v3", "qwen3_moe", "qwen3_5"])
 def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, family, use_dora):
     base = make_tiny_hf(tmp_path / "base", family, depth=1, with_tokenizer=True)
-    run = sft.prepare(options(model=str(base), tuner_type="lora", use_dora=use_dora), mesh)
+    run = training.prepare(options(model=str(base), tuner_type="lora", use_dora=use_dora), mesh)
     (chunk,) = run.learner.chunks
     assert any(name.startswith("mtp.") and is_adapter(name) for name, _ in chunk.named_parameters())
     logits = []
@@ -173,7 +174,7 @@ def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, 
         logits.append([made.main, *made.mtp])
     assert all(torch.equal(adapted, plain) for adapted, plain in zip(*logits, strict=True))
     weights = {name: tensor for name, tensor in chunk.state_dict().items() if ".adapter." not in name}
-    (other,) = sft.prepare(options(model=str(base)), mesh).learner.chunks
+    (other,) = training.prepare(options(model=str(base)), mesh).learner.chunks
     assert all(torch.equal(weights[name], parameter) for name, parameter in other.named_parameters())
 
 
@@ -188,7 +189,7 @@ def test_heads_beside_adapters(options, mesh, tmp_path, hf_dir, tuner, learns, u
     run = train(args, mesh)
     report = json.loads((run / "run_report.json").read_text())["tensors"]
     assert report["frozen_but_changed"] == report["trained_but_unchanged"] == []
-    chunk = sft.prepare(replace(args, output_dir=str(tmp_path / "other")), mesh).learner.chunks[0]
+    chunk = training.prepare(replace(args, output_dir=str(tmp_path / "other")), mesh).learner.chunks[0]
     parameters = dict(chunk.named_parameters())
     assert any(name.startswith("mtp.") and ".adapter." in name for name in parameters) == (tuner == "lora")
     for name, parameter in parameters.items():
@@ -206,7 +207,7 @@ def test_adapters_learn_the_same_beside_fused_kernels(options, mesh, tmp_path, m
     machines = {"plain": Machine(), "fused": Machine(is_cuda=True)}
     losses = {}
     for name, machine in machines.items():
-        monkeypatch.setattr(sft, "this_machine", lambda is_cuda, machine=machine: machine)
+        monkeypatch.setattr(training, "this_machine", lambda is_cuda, machine=machine: machine)
         run = train(options(model=str(base), output_dir=str(tmp_path / name), **LORA), mesh)
         report = json.loads((run / "run_report.json").read_text())
         assert (report["kernels"]["fused"] == "none") == (name == "plain")
@@ -245,7 +246,7 @@ def test_recomputed_layers_drop_the_same(options, mesh, tmp_path):
 
 def test_a_mask_takes_one_number_however_many_tokens_there_are(options, mesh):
     """Tensor-parallel ranks have different tokens of experts, and the same ones of the layers after these."""
-    run = sft.prepare(options(tuner_type="lora", lora_dropout=0.5), mesh)
+    run = training.prepare(options(tuner_type="lora", lora_dropout=0.5), mesh)
     (adapter, *_) = (module for module in run.learner.chunks[0].modules() if isinstance(module, Adapter))
     after = set()
     for num_tokens in (0, 3, 7):

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from swiftlite.acceptance.statistics import means, sum_up
-from swiftlite.data.batch import NO_SAMPLE, Batch, collate
+from swiftlite.data.batch import Batch, collate
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import Losses
 from swiftlite.model.stage_states import StageStates
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.objective import NextTokenObjective, total_loss
+from swiftlite.train.methods.mtp_loss import head_coefficients
+from swiftlite.train.methods.next_token import NextTokenObjective, total_loss
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 
@@ -33,11 +34,17 @@ def make_samples(num: int, seed: int = 0) -> list[Sample]:
     return samples
 
 
+def coefficients_of(objective: NextTokenObjective, counts: torch.Tensor) -> list[float]:
+    """What the loss of each MTP depth is multiplied by."""
+    trunk, *heads = counts[0].tolist()
+    return head_coefficients(objective.heads, SCALE, heads, trunk)
+
+
 def batch_loss_and_gradients(model, batches: list[Batch], depth: int, mesh: Mesh):
     """What a step computes: gradients of all micro-batches, divided by the trunk's targets as megatron-core does."""
     objective = NextTokenObjective(Heads(depth), SCALE)
     counts = objective.count_targets(batches)
-    coefficients = objective.coefficients(counts)
+    coefficients = coefficients_of(objective, counts)
     model.zero_grad()
     parts, total = [], 0.0
     for batch in batches:
@@ -123,7 +130,7 @@ def test_gradient_is_zero_where_the_target_is_not_a_label(tmp_path, mesh, depth)
     losses = model.forward_postprocess(states, list(batch.labels_KBS))
     assert isinstance(losses, Losses)
     objective = NextTokenObjective(Heads(depth), SCALE)
-    coefficients = objective.coefficients(objective.count_targets([batch]))
+    coefficients = coefficients_of(objective, objective.count_targets([batch]))
     total_loss(losses, batch.loss_scale_KBS, coefficients).backward()
     seen = 0
     for k, head in enumerate(heads, start=1):
@@ -142,7 +149,7 @@ def test_a_batch_without_labels_is_zero_not_nan(model_and_depth, mesh):
     model, depth = model_and_depth
     prompt_only = make_sample(np.arange(9), np.zeros(9, np.float32))
     loss, gradients, parts = batch_loss_and_gradients(
-        model, [collate([prompt_only, NO_SAMPLE], 0, num_drafts=depth)], depth, mesh
+        model, [collate([prompt_only, make_sample([], [])], 0, num_drafts=depth)], depth, mesh
     )
     assert loss == 0
     assert all(float(gradient.abs().max()) == 0 for gradient in gradients.values())

@@ -12,7 +12,8 @@ import torch
 
 from swiftlite.args.commands import PtArgs
 from swiftlite.data.sample import IGNORED
-from swiftlite.train import phases, pt, sft
+from swiftlite.train import phases
+from swiftlite.train import run as training
 from tests.train.pairs import open_hf
 from tests.train.test_sft import metrics
 
@@ -45,11 +46,11 @@ def options(hf_dir, tmp_path):
 
 def train(args: PtArgs, mesh) -> tuple[phases.Run, float]:
     """The run when all is done, and its evaluation before the first step."""
-    run = pt.prepare(args, mesh)
+    run = training.prepare(args, mesh)
     state = phases.restore(run)
-    trainer = sft.make_trainer(run, state)
+    trainer = training.make_trainer(run, state)
     before = trainer.evaluate()["eval_loss"]
-    phases.finish(run, phases.fit(run, trainer, state["step"], pt.make_held_out(run)))
+    phases.finish(run, phases.fit(run, trainer, state["step"], training.make_held_out(run)))
     return run, before
 
 
@@ -73,7 +74,7 @@ def test_packed_documents_learn_as_each_alone(options, mesh):
 
     measured = json.loads((run.output_dir / "acceptance.json").read_text())
     assert list(measured) == ["depths", "before", "after"]
-    prompts = pt.make_held_out(run).prompts
+    prompts = training.make_held_out(run).prompts
     assert [len(prompt) for prompt in prompts] == [48, 48, len(run.data.val[-8]) // 2]  # half of the first piece
     assert prompts[1].text.startswith(inspect.getsource(textwrap)[:20])
 

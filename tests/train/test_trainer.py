@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from swiftlite.errors import UserError
-from swiftlite.train import phases, sft
+from swiftlite.train import phases
+from swiftlite.train import run as training
 from swiftlite.train.trainer import Trainer, seed_of_step
 from tests.messages import mentions, naming
 
@@ -31,8 +32,8 @@ def make_trainer(options, mesh):
     """The trainer of a run that has not begun."""
 
     def make(after_step=None, **changed) -> Trainer:
-        run = sft.prepare(options(**changed), mesh)
-        trainer = sft.make_trainer(run, phases.restore(run))
+        run = training.prepare(options(**changed), mesh)
+        trainer = training.make_trainer(run, phases.restore(run))
         return replace(trainer, sinks=[Listed()], after_step=after_step)
 
     return make

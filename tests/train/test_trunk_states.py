@@ -8,7 +8,7 @@ import pytest
 from swiftlite.errors import UserError
 from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.kernels import Machine
-from swiftlite.train import sft
+from swiftlite.train import run as training
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 from tests.train.test_sft import metrics, train
@@ -48,7 +48,7 @@ def test_what_is_read_is_what_would_be_computed(options, mesh, tmp_path, passes,
 
 @pytest.mark.parametrize("more", [{}, {"mtp_loss": "kl", "draft_vocab": 40}], ids=["ce", "kl, draft vocabulary"])
 def test_nor_with_fused_kernels(options, mesh, tmp_path, passes, monkeypatch, more):
-    monkeypatch.setattr(sft, "this_machine", lambda is_cuda: ON_GPU)
+    monkeypatch.setattr(training, "this_machine", lambda is_cuda: ON_GPU)
     check_that_nothing_changes(options, mesh, tmp_path, passes, "qwen3", more)
     monkeypatch.undo()
     args = options(output_dir=str(tmp_path / "unfused"), **HEADS, cache_trunk_states=str(tmp_path / "cache"))
@@ -105,7 +105,7 @@ def test_a_run_that_was_stopped_while_it_wrote_goes_on(options, mesh, tmp_path, 
 @pytest.mark.parametrize("family", ["qwen3", "mimo"])
 def test_the_disk_must_have_room_for_padding(options, mesh, tmp_path, monkeypatch, family):
     """On a GPU rows are padded to multiples of 64 tokens: what is written is three times the tokens of the rows."""
-    monkeypatch.setattr(sft, "this_machine", lambda is_cuda: ON_GPU)
+    monkeypatch.setattr(training, "this_machine", lambda is_cuda: ON_GPU)
     model = make_tiny_hf(tmp_path / family, family, depth=1, with_tokenizer=True)
     rows = [json.dumps({"query": f"What is {n}?", "response": f"It is {n}."}) for n in (0, *range(11))]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

@@ -1,18 +1,20 @@
-"""The rows of a training command: what makes samples of them, and reading them."""
+"""What methods share: conversations encoded, files read, and prompts to measure acceptance on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder, Encoder
 from swiftlite.data.mock import MockSamples, mock_lengths
-from swiftlite.data.template import ChatTemplate
+from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.runtime.agreement import digest
+from swiftlite.train.phases import Run
 
 MakeEncoder = Callable[[Any, PreTrainedTokenizerBase, int], Encoder]
 """Makes what turns rows into samples, from the options, the tokenizer and the size of the vocabulary."""
@@ -56,3 +58,14 @@ def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
         )
     data.report.train_samples = len(samples)
     return replace(data, train=samples, digest=digest({"lengths": samples.lengths.tolist(), "val": data.digest}))
+
+
+def conversation_prompts(run: Run) -> tuple[Sequence[Prompt], Collection[int | None]]:
+    """Return the first held-out questions of the run, and the tokens that end an answer."""
+    template = ChatTemplate(run.tokenizer)
+    prompts = []
+    for conversation in run.data.val_conversations[: run.args.acceptance_samples]:
+        asked = conversation.prompt()
+        token_ids = template.encode_prompt(asked.messages, asked.tools)
+        prompts.append(Prompt(token_ids, asked.messages[-1]["content"], asked.channel or ""))
+    return prompts, stop_token_ids(template, run.hf_model.directory)

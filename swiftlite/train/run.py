@@ -1,11 +1,11 @@
-"""`swiftlite megatron sft`: a run, phase by phase. Those that every training command shares are in `phases.py`.
+"""A training run, phase by phase: `megatron sft`, `pt`, `dpo`. What a method adds is its `Training` (`methods/`).
 
 Three names to keep apart: a `Trainable` says which parameters learn, a `Learner` holds the model with its optimizer, a
 `Trainer` takes the steps.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,24 +13,21 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from swiftlite.acceptance.held_out import HeldOut, Prompt
+from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
 from swiftlite.bridge.adapter_files import Base
 from swiftlite.bridge.adapter_rows import saved_names
-from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data
 from swiftlite.data.sampler import Sampler
 from swiftlite.data.stream import Readers, Stream
-from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
-from swiftlite.errors import UserError
-from swiftlite.families import Family
-from swiftlite.heads import Heads
+from swiftlite.data.template import load_tokenizer
 from swiftlite.log import logger
 from swiftlite.model.build import check_computable
 from swiftlite.model.open import HfModel, read_hf_model
 from swiftlite.plan.flops import training_flops
+from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
@@ -43,8 +40,7 @@ from swiftlite.train.checkpoint import Checkpointer
 from swiftlite.train.exchange import gather
 from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.learner import Learner, make_learner
-from swiftlite.train.objective import NextTokenObjective, Objective
-from swiftlite.train.rows import LoadData, MakeEncoder, load_data, make_conversation_encoder
+from swiftlite.train.methods.training import training_of
 from swiftlite.train.sinks import open_sinks
 from swiftlite.train.source import check_model_links
 from swiftlite.train.streaming import StreamedBatches, StreamedSteps, reads
@@ -53,10 +49,13 @@ from swiftlite.train.trunk_states import TrunkStates, open_trunk_states
 
 
 def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
-    """Fine-tune; returns 0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
+    """Train with the method that the options choose.
 
     Args:
         after_step: called on every rank after each step with its number and the weights as they are then.
+
+    Returns:
+        0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
     """
     with phases.open_session(args) as mesh, phases.claim_output_dir(args):
         prepared = prepare(args, mesh)
@@ -66,31 +65,30 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
         return phases.finish(prepared, outcome)
 
 
-def prepare(
-    args: SftArgs, mesh: Mesh, make_encoder: MakeEncoder = make_conversation_encoder, load: LoadData = load_data
-) -> phases.Run:
-    """Read data and model, and make what trains it; nothing is written but the cache of --cache_trunk_states.
-
-    Args:
-        make_encoder, load: of the command's rows.
+def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
+    """Read data and model, and make what trains it; nothing is written but caches.
 
     Raises:
         UserError: data, model or checkpoint cannot be used, or the ranks do not agree.
     """
     hf_model = read_hf_model(args.model)
     check_model_links(hf_model.directory)
-    head = largest_head(hf_model.family.architecture(hf_model.config))
-    plan = make_plan(args, dist.get_world_size(), hf_model.heads, this_machine(mesh.device.is_cuda), head)
-    plan = replace(plan, heads=fed_as_asked(args, hf_model.family, plan.heads))
-    check_computable(plan.layout, mesh.device)
-    saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0)) if plan.lora else ()
-    trainable = trainable_of(args, plan.heads, plan.lora, saved)
-
+    check_computable(mesh.layout, mesh.device)
+    training = training_of(args)
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
     vocab_size = hf_model.config["vocab_size"]
-    encoder = make_encoder(args, tokenizer, vocab_size)
-    data = load(args, encoder, vocab_size)
-    plan = replace(plan, heads=choose_draft_vocab(args, hf_model, plan.heads, data))
+    encoder = training.make_encoder(args, tokenizer, vocab_size)
+    data = training.load(args, encoder, vocab_size)
+
+    heads = heads_for_engine(args, hf_model.heads, hf_model.family)
+    if args.draft_vocab and heads.layers:
+        chosen = draft_vocab.choose_from(data, args.draft_vocab, vocab_size, args.tensor_model_parallel_size)
+        heads = replace(heads, draft_vocab=chosen)
+    machine = this_machine(mesh.device.is_cuda)
+    largest = largest_head(hf_model.family.architecture(hf_model.config))
+    plan = make_plan(args, dist.get_world_size(), hf_model.heads, machine, largest, heads=heads)
+    saved = saved_names(plan.lora, hf_model.family.rows(hf_model.config, 0)) if plan.lora else ()
+    trainable = trainable_of(args, plan.heads, plan.lora, saved)
     flops = training_flops(
         hf_model.config,
         plan.heads,
@@ -98,7 +96,7 @@ def prepare(
         trunk_is_read=args.cache_trunk_states is not None,
         lora=plan.lora,
     )
-    batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops)
+    batches = Batches(plan, mesh.dp.rank(), cast(int, tokenizer.pad_token_id or 0), flops, training.extras)
     rows = batches.rows(data.train)
     schedule = make_schedule(args, len(rows))
 
@@ -109,11 +107,11 @@ def prepare(
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
         chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
-        rows_to_fit = batches.evaluation([replace(sample, rejected=None) for sample in chosen])
+        rows_to_fit = batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit)
     if checkpoint is None:  # so the weights of this report are those that training starts from
         logger.info("%s", learner.weights_report)
-    return phases.Run(
+    prepared = phases.Run(
         args=args,
         mesh=mesh,
         hf_model=hf_model,
@@ -129,6 +127,7 @@ def prepare(
         data_state=data_state,
         trunk_states=open_cache(args, mesh, hf_model, batches, learner, data),
     )
+    return training.prepare(prepared)
 
 
 def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,13 +148,11 @@ def make_trainer(
     run: phases.Run,
     state: Mapping[str, Any],
     after_step: phases.AfterStep | None = None,
-    objective: Objective | None = None,
 ) -> Trainer:
-    """The trainer of a run that has been restored.
+    """Return the trainer of a run that has been restored.
 
     Args:
         state: what `phases.restore` returned.
-        objective: what is minimised; unset: the next-token loss.
     """
     args, learner = run.args, run.learner
     train_batches, get_data_state = open_train_batches(run, state)
@@ -181,7 +178,7 @@ def make_trainer(
     return Trainer(
         mesh=run.mesh,
         model=learner.wrapped,
-        objective=objective or NextTokenObjective(run.plan.heads, args.mtp_loss_scaling_factor, run.trunk_states),
+        objective=training_of(args).make_objective(run),
         optimizer=learner.optimizer,
         scheduler=learner.scheduler,
         plan=run.plan,
@@ -220,19 +217,9 @@ def open_train_batches(run: phases.Run, state: Mapping[str, Any]) -> tuple[GetBa
 
 
 def make_held_out(run: phases.Run) -> HeldOut:
-    """The first held-out questions of the run, for acceptance.json."""
-    template = ChatTemplate(run.tokenizer)
-    prompts = []
-    for conversation in run.data.val_conversations[: run.args.acceptance_samples]:
-        asked = conversation.prompt()
-        token_ids = template.encode_prompt(asked.messages, asked.tools)
-        prompts.append(Prompt(token_ids, asked.messages[-1]["content"], asked.channel or ""))
-    return held_out(run, prompts, stop_token_ids(template, run.hf_model.directory))
-
-
-def held_out(run: phases.Run, prompts: Sequence[Prompt], eos_token_ids: Collection[int | None]) -> HeldOut:
-    """These prompts, to be continued as the run's options say."""
+    """Return the held-out prompts of the run, to be continued as its options say."""
     args = run.args
+    prompts, eos_token_ids = training_of(args).held_out_prompts(run)
     return HeldOut(
         path=run.output_dir / ACCEPTANCE_FILE,
         mesh=run.mesh,
@@ -243,38 +230,6 @@ def held_out(run: phases.Run, prompts: Sequence[Prompt], eos_token_ids: Collecti
         max_length=run.hf_model.config["max_position_embeddings"],
         tokenizer=run.tokenizer,
     )
-
-
-def fed_as_asked(args: SftArgs, family: Family, heads: Heads) -> Heads:
-    """The heads, fed what the engine of --draft_for feeds them."""
-    line = CONVENTIONS[args.draft_for](family) if args.draft_for and heads.layers else None
-    return replace(heads, drafting=line.drafting) if line else heads
-
-
-def choose_draft_vocab(args: SftArgs, hf_model: HfModel, heads: Heads, data: Data) -> Heads:
-    """The heads with the tokens that --draft_vocab lets them draft, chosen from the answers of the training rows.
-
-    Raises:
-        UserError: a tensor-parallel rank holds none of these tokens.
-    """
-    if not args.draft_vocab or not heads.layers:
-        return heads
-    vocab_size = hf_model.config["vocab_size"]
-    counts = draft_vocab.count((sample.labels for sample in data.train), vocab_size)
-    chosen = draft_vocab.choose(counts, args.draft_vocab)
-    words = f"draft vocabulary: {args.draft_vocab} of {vocab_size} tokens are {chosen.coverage:.2%} of the answers"
-    if data.val:
-        held_out = draft_vocab.count((sample.labels for sample in data.val), vocab_size)
-        share = draft_vocab.covered(held_out, chosen.ids)
-        words += f" to train on and {share:.2%} of those held out: no more drafts than that can be right"
-    logger.info("%s", words)
-    rows_per_rank = vocab_size // args.tensor_model_parallel_size
-    if len({token // rows_per_rank for token in chosen.ids}) < args.tensor_model_parallel_size:
-        raise UserError(
-            f"--draft_vocab {args.draft_vocab}: a tensor-parallel rank holds none of these tokens",
-            "choose more of them",
-        )
-    return replace(heads, draft_vocab=chosen.ids)
 
 
 def open_streamed_batches(run: phases.Run, state: dict[str, Any] | None) -> StreamedBatches:

@@ -1,4 +1,4 @@
-"""What `megatron dpo --loss_type kto` minimises: a loss of answers that are good or bad, one by one.
+"""`megatron dpo --loss_type kto`: a loss over single answers, each of which is good or bad.
 
 The distance between model and reference, KL, is estimated by answers behind other rows' questions. It is one number for
 a global batch, so it is measured before the batch, without gradients.
@@ -7,45 +7,58 @@ Shapes: P answers of a micro-batch, K, B and S as in `objective.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from swiftlite.acceptance import statistics
-from swiftlite.data.batch import Batch
+from swiftlite.args.commands import DpoArgs
+from swiftlite.data.batch import Batch, Extra
+from swiftlite.data.dataset import Data
+from swiftlite.data.encoder import ConversationEncoder, Encoder
+from swiftlite.data.rated import mismatch, parse_rated
+from swiftlite.data.sample import Sample
+from swiftlite.data.template import ChatTemplate
 from swiftlite.heads import Heads
 from swiftlite.model.balance import Balance
 from swiftlite.model.forward import forward
+from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
-from swiftlite.model.loss import IGNORE_INDEX
-from swiftlite.model.pipeline import ForwardStep, run_pipeline
-from swiftlite.plan.preference import Preference
-from swiftlite.runtime.device import on_device
+from swiftlite.model.pipeline import run_pipeline
+from swiftlite.model.ranks import sum_up
+from swiftlite.plan.preference import Preference, preference_of
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches import on_this_rank
-from swiftlite.train.objective import add_heads, add_up
-from swiftlite.train.preference import log_probabilities_of
+from swiftlite.train.batches import MicroBatches, on_this_rank
+from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums
+from swiftlite.train.methods.preference import REFERENCE, log_probabilities_of
+from swiftlite.train.methods.reference import score_with_reference
+from swiftlite.train.methods.rows import load_data
+from swiftlite.train.methods.training import Training
+from swiftlite.train.phases import Run
 
+DESIRABLE = Extra("desirable", torch.bool)
+"""Whether an answer is a good one."""
 SUMS = 8
 """All answers, their loss; of the good ones their number, rewards and log-probabilities; of the bad ones the same."""
 
 
-def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, mismatched: Sequence[Batch]) -> float:
+def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequence[Batch]) -> float:
     """The mean log(model / reference) of the mismatched answers of a global batch, at least 0; collective.
 
     Args:
         model: the chunks of this rank, in evaluation mode.
-        mismatched: this rank's micro-batches of them, as many as on any other.
+        companions: this rank's micro-batches of them, as many as on any other.
     """
     parts = run_pipeline(
         model,
         mesh,
         _ratios(mesh),
-        [on_this_rank(mismatched, mesh) for _ in model],
-        shapes=[batch.position_ids_BS.shape for batch in mismatched],
+        [on_this_rank(companions, mesh) for _ in model],
+        shapes=[batch.position_ids_BS.shape for batch in companions],
         forward_only=True,
     )
-    total, number = add_up(parts, (2,), mesh).tolist()
+    total, number = sum_up(parts, (2,), mesh).tolist()
     return max(total / number, 0.0) if number else 0.0
 
 
@@ -56,9 +69,8 @@ def _ratios(mesh: Mesh) -> Callable:
         batch = next(batches)
 
         def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            reference_P = on_device(batch.reference_P2[:, 1], losses.main.loss_BS.device)
-            log_p_P, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh, len(reference_P))
-            ratio_P = (log_p_P - reference_P).double()
+            log_p_P, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
+            ratio_P = (log_p_P - batch.extras[REFERENCE.name]).double()
             here = mesh.cp.rank() == 0  # context-parallel ranks have the same
             sums = torch.stack([ratio_P.sum(), torch.full_like(ratio_P, 1.0).sum()]) * here
             return ratio_P.sum(), torch.ones((), dtype=torch.int32, device=sums.device), sums
@@ -86,6 +98,11 @@ class KtoObjective:
     mtp_loss_scaling_factor: float
     kl: float = 0.0
 
+    def prepare(self, model: Sequence[torch.nn.Module], mesh: Mesh, batches: Sequence[Batch]) -> "KtoObjective":
+        """Return the objective with the KL of this global batch; see `PreparedObjective`."""
+        assert isinstance(batches, MicroBatches)  # streams are refused by the rules
+        return replace(self, kl=measure_kl(model, mesh, batches.companions))
+
     @property
     def remedy(self) -> str:
         return "lower --lr or --mtp_loss_scaling_factor"
@@ -98,19 +115,14 @@ class KtoObjective:
         """Valid targets of the trunk and of each MTP depth, all their tokens, and in each column the answers: int64
         [3, K]."""
         counts = torch.zeros(3, 1 + self.heads.drafts, dtype=torch.int64)
-        for batch in batches:
-            counts[0] += (batch.labels_KBS != IGNORE_INDEX).sum(dim=(1, 2)).cpu()
-            counts[1] += (batch.sequence_KBS >= 0).sum(dim=(1, 2)).cpu()
-            counts[2] += len(batch.desirable_P)
+        counts[:2] = count_labels(batches, self.heads)
+        counts[2] = sum(batch.num_sequences for batch in batches)
         return counts
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Each micro-batch's loss, its answers and its statistics."""
         targets, tokens, (num_answers, *_) = counts.tolist()
-        coefficients = [
-            self.mtp_loss_scaling_factor * weight * num_answers / count if count else 0.0
-            for weight, count in zip(self.heads.weights, targets[1:], strict=True)
-        ]
+        coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], num_answers)
         balance = Balance(tokens, divisor=num_answers)
         counts_here = mesh.cp.rank() == 0  # context-parallel ranks have the same scores
 
@@ -118,16 +130,15 @@ class KtoObjective:
             batch = next(batches)
 
             def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                loss_BS = losses.main.loss_BS
-                log_p_P, _ = log_probabilities_of(loss_BS, batch, mesh, len(batch.desirable_P))
-                ratio_P = log_p_P - on_device(batch.reference_P2[:, 0], loss_BS.device)
-                desirable_P = on_device(batch.desirable_P, loss_BS.device)
+                log_p_P, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
+                ratio_P = log_p_P - batch.extras[REFERENCE.name]
+                desirable_P = batch.extras[DESIRABLE.name]
                 losses_P = self._losses(ratio_P, desirable_P)
                 total = losses_P.sum()
                 total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
                 answers = torch.full((), len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
                 figures = self._figures(losses_P, ratio_P, log_p_P, desirable_P) * counts_here
-                heads = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)[1:].flatten()
+                heads = head_sums(losses, batch, mesh)
                 return total, answers, torch.cat([figures, heads])
 
             return forward(model, batch, balance), loss_func
@@ -165,7 +176,48 @@ class KtoObjective:
         }
         if good and bad:
             named["rewards/margins"] = named["rewards/chosen"] - named["rewards/rejected"]
-        of_heads = sums[SUMS:].view(-1, 3)
-        of_all = statistics.means(torch.cat([torch.zeros(1, 3, dtype=sums.dtype), of_heads]))
-        del of_all["loss"]  # the trunk's, of which nothing was given
-        return named | of_all
+        return named | head_means(sums[SUMS:])
+
+
+def make_rated_encoder(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
+    """Return the encoder of single answers with a label; only the last turn of a row trains."""
+    template = ChatTemplate(tokenizer, vocab_size=vocab_size)
+    return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse_rated)
+
+
+def load_rated(args: DpoArgs, encoder: Encoder, vocab_size: int) -> Data:
+    """Read the rows to train on and those held out, each with the answer to another question as its companion.
+
+    Raises:
+        UserError: files or rows that cannot be used.
+    """
+    data = load_data(args, encoder, vocab_size)
+    # All at once, so that a single held-out row finds another question too.
+    samples = mismatch([*data.train, *data.val], args.max_length, args.truncation_strategy, args.seed)
+    return replace(data, train=samples[: len(data.train)], val=samples[len(data.train) :])
+
+
+def kto_objective(run: Run) -> KtoObjective:
+    """Return the objective of a run."""
+    return KtoObjective(preference_of(run.args), run.plan.heads, run.args.mtp_loss_scaling_factor)
+
+
+def _with_companion(sample: Sample) -> Sample:
+    """Return the two sequences that the reference model scores: the answer and its companion."""
+    assert sample.companion is not None
+    return replace(sample, others=(sample.companion,), companion=None)
+
+
+def _scored(sample: Sample, log_p: float, companion_log_p: float) -> Sample:
+    assert sample.companion is not None
+    companion = sample.companion.with_extras(reference=companion_log_p)
+    return replace(sample.with_extras(reference=log_p), companion=companion)
+
+
+KTO = Training(
+    make_encoder=make_rated_encoder,
+    load=load_rated,
+    prepare=partial(score_with_reference, pair_of=_with_companion, scored=_scored),
+    make_objective=kto_objective,
+    extras=(REFERENCE, DESIRABLE),
+)

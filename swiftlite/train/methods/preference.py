@@ -1,4 +1,4 @@
-"""What `megatron dpo` minimises: a loss over pairs of answers, and the heads' own loss on the preferred ones.
+"""The losses of `megatron dpo` over pairs of answers, and the heads' own loss on the preferred ones.
 
 Shapes: P pairs of a micro-batch, 2 the answers of each (the preferred one first), N positions of all its rows, K, B
 and S as in `objective.py`.
@@ -11,19 +11,20 @@ import torch
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch.nn.functional import logsigmoid
 
-from swiftlite.acceptance import statistics
-from swiftlite.data.batch import Batch
+from swiftlite.data.batch import Batch, Extra
 from swiftlite.heads import Heads
 from swiftlite.model.balance import Balance
 from swiftlite.model.forward import forward
+from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss import IGNORE_INDEX
-from swiftlite.model.pipeline import ForwardStep
 from swiftlite.plan.preference import Preference
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.objective import add_heads
+from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums
 
+REFERENCE = Extra("reference")
+"""The log-probability of a sequence's labels by the reference model."""
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 FIGURES += ("logps/chosen", "logps/rejected")
 """Means over pairs, by TRL's names."""
@@ -66,20 +67,18 @@ def score(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> Scores:
         loss_BS: the trunk's loss of each label, 0 where there is none.
         batch: what this rank holds of it.
     """
-    log_p, tokens = log_probabilities_of(loss_BS, batch, mesh, 2 * len(batch.reference_P2))
-    return Scores(log_p.view(-1, 2), tokens.view(-1, 2), on_device(batch.reference_P2, loss_BS.device))
+    log_p_N, tokens_N = log_probabilities_of(loss_BS, batch, mesh)
+    return Scores(log_p_N.view(-1, 2), tokens_N.view(-1, 2), batch.extras[REFERENCE.name].view(-1, 2))
 
 
-def log_probabilities_of(
-    loss_BS: torch.Tensor, batch: Batch, mesh: Mesh, number: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probability of each sequence of a micro-batch, and its labels, the same on every context-parallel rank.
+def log_probabilities_of(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each sequence of a micro-batch and the number of its labels, both [N] and the same
+    on every context-parallel rank.
 
     Args:
         loss_BS, batch: as for `score`.
-        number: of sequences.
     """
-    numbers = torch.arange(number, device=loss_BS.device)
+    numbers = torch.arange(batch.num_sequences, device=loss_BS.device)
     # A product and not index_add, whose sums have another order each time on a GPU.
     is_of_answer = (batch.sequence_KBS[0].flatten() == numbers[:, None]).float()
     log_p = is_of_answer @ -(loss_BS * batch.loss_scale_KBS[0]).flatten()
@@ -118,7 +117,7 @@ def pair_losses(scores: Scores, preference: Preference) -> torch.Tensor:
             log_odds_P2 = scores.mean_P2 - torch.log1p(-scores.mean_P2.exp())
             return -beta * logsigmoid(log_odds_P2[:, 0] - log_odds_P2[:, 1])
         case "kto":
-            raise AssertionError("its answers are no pairs: kto.py")
+            raise AssertionError("kto.py has its loss: it learns from single answers")
 
 
 def _smoothed(logits_P: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -156,22 +155,18 @@ class PreferenceObjective:
         """Valid targets of the trunk and of each MTP depth, all their tokens, their targets in preferred answers, and
         in each column the pairs: int64 [4, K]."""
         counts = torch.zeros(4, 1 + self.heads.drafts, dtype=torch.int64)
+        counts[:2] = count_labels(batches, self.heads)
         for batch in batches:
             is_target_KBS = batch.labels_KBS != IGNORE_INDEX
-            counts[0] += is_target_KBS.sum(dim=(1, 2)).cpu()
-            counts[1] += (batch.sequence_KBS >= 0).sum(dim=(1, 2)).cpu()
             counts[2] += (is_target_KBS & _is_preferred(batch)).sum(dim=(1, 2)).cpu()
-            counts[3] += len(batch.reference_P2)
+            counts[3] += batch.num_sequences // 2
         return counts
 
     def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
         """Each micro-batch's loss, its pairs and its statistics."""
         _, tokens, targets, (num_pairs, *_) = counts.tolist()
         imitation = self.preference.imitation * num_pairs / max(targets[0], 1)
-        coefficients = [
-            self.mtp_loss_scaling_factor * weight * num_pairs / count if count else 0.0
-            for weight, count in zip(self.heads.weights, targets[1:], strict=True)
-        ]
+        coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], num_pairs)
         balance = Balance(tokens, divisor=num_pairs)
         counts_here = mesh.cp.rank() == 0  # context-parallel ranks have the same scores
 
@@ -189,7 +184,7 @@ class PreferenceObjective:
                 is_target_BS = losses.main.prediction_BS != -1
                 num_tokens = (is_target_BS & _is_preferred(batch)).sum()
                 imitated = torch.stack([preferred.detach().double(), num_tokens.double()])
-                heads = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)[1:].flatten()
+                heads = head_sums(losses, batch, mesh)
                 return total, pairs, torch.cat([pairs.double()[None], figures, imitated, heads])
 
             return forward(model, batch, balance), loss_func
@@ -215,10 +210,7 @@ class PreferenceObjective:
             loss, tokens = rest[len(FIGURES) : len(FIGURES) + 2]
             named["nll_loss"] = loss / tokens if tokens else 0.0
             named["loss"] += self.preference.imitation * named["nll_loss"]
-        of_heads = sums[1 + len(FIGURES) + 2 :].view(-1, 3)
-        of_all = statistics.means(torch.cat([torch.zeros(1, 3, dtype=sums.dtype), of_heads]))
-        del of_all["loss"]  # the trunk's, of which nothing was given
-        return named | of_all
+        return named | head_means(sums[1 + len(FIGURES) + 2 :])
 
 
 def _is_preferred(batch: Batch) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""What a reference model says of the pairs of `megatron dpo`: computed once, before the first step, and kept on disk.
+"""Log-probabilities of a reference model: computed once, before the first step, and kept on disk.
 
-A frozen model says the same of a pair in every epoch. So the reference model is opened before training on a mesh with
-a layout of its own, asked, and closed; what is left of it is two numbers for each pair, which go with the samples. The
-numbers are kept under the sha256 of the pair's tokens, so a run that resumes, or another one, reads the same bits.
+A frozen model gives the same log-probabilities for a pair in every epoch. So the reference model is opened before
+training on a mesh with a layout of its own, scores all pairs, and is closed; what remains is two numbers for each pair,
+which the samples carry. The numbers are kept under the sha256 of the pair's tokens, so a resumed run, or another one,
+reads the same bits.
 
 Pairs are scored in slices. After each one all ranks meet, so that those outside the reference model's mesh never wait
 longer than for a slice, and its numbers are written, so that a run that is killed keeps them.
@@ -13,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,24 +22,30 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
 from swiftlite.data.sample import Sample, digest
+from swiftlite.data.sampler import Sampler
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
-from swiftlite.hub.model import identity_of
+from swiftlite.hub.model import identity_of, local_model
 from swiftlite.log import logger
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel, Losses
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, to_all_ranks
+from swiftlite.plan.layout import data_parallel_size, ranks_of
+from swiftlite.plan.preference import reference_layout
+from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.base_digest import shared_digest_of
 from swiftlite.train.batches import Batches, Collated, on_this_rank
-from swiftlite.train.preference import score
+from swiftlite.train.methods.preference import log_probabilities_of
+from swiftlite.train.phases import Run
 
 FLAG = "--ref_logprobs_cache"
 FILE = "reference.safetensors"
@@ -66,8 +74,8 @@ class Reference:
     batches: Batches
     directory: Path
 
-    def of(self, pairs: Sequence[Sample]) -> list[Sample]:
-        """Return these pairs with what the reference model says of them; collective, each rank has all pairs.
+    def score(self, pairs: Sequence[Sample]) -> list[tuple[float, float]]:
+        """Return the log-probabilities of both sequences of each pair; collective, each rank has all pairs.
 
         Raises:
             UserError: the numbers that are kept are another model's or damaged, or cannot be written; the model cannot
@@ -86,7 +94,7 @@ class Reference:
             answers |= self._score(missing, manifest)
             if dist.get_rank() == 0:
                 self._write_all(answers, manifest)
-        return [replace(pair, reference=answers[key]) for key, pair in zip(keys, pairs, strict=True)]
+        return [answers[key] for key in keys]
 
     def _score(self, missing: Mapping[str, Sample], manifest: Mapping[str, str]) -> Answers:
         """Ask the model about these pairs, by digest, one slice after the other; collective over all ranks."""
@@ -203,7 +211,7 @@ def slices(pairs: Mapping[str, Sample]) -> Iterator[list[str]]:
     num_tokens = 0
     for key, pair in pairs.items():
         keys.append(key)
-        num_tokens += sum(map(len, pair.answers))
+        num_tokens += sum(map(len, pair.sequences))
         if len(keys) == SLICE_PAIRS or num_tokens >= SLICE_TOKENS:
             yield keys
             keys, num_tokens = [], 0
@@ -252,9 +260,75 @@ def _scoring(mesh: Mesh) -> Callable:
         batch = next(batches)
 
         def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            log_p_P2 = score(losses.main.loss_BS, batch, mesh).log_p_P2
+            log_p_N, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
+            log_p_P2 = log_p_N.view(-1, 2)
             return log_p_P2.sum(), torch.ones((), dtype=torch.int32, device=log_p_P2.device), log_p_P2
 
         return forward(model, batch), loss_func
 
     return forward_step
+
+
+def score_with_reference(
+    run: Run, pair_of: Callable[[Sample], Sample], scored: Callable[[Sample, float, float], Sample]
+) -> Run:
+    """Return the run, the samples of its steps with the log-probabilities of the reference model; collective.
+
+    Args:
+        pair_of: returns the two sequences of a sample that are scored, as one sample.
+        scored: returns the sample with the log-probabilities of the two.
+
+    Raises:
+        UserError: the reference model or its cache cannot be used.
+    """
+    used = samples_of_steps(run)
+    asked = [*(run.data.train[index] for index in used), *run.data.val]
+    # Without extras: the key of a pair is the digest of its tokens.
+    pairs = [replace(pair_of(sample), extras={}) for sample in asked]
+    numbers = open_reference(run).score(pairs)
+    found = [scored(sample, *both) for sample, both in zip(asked, numbers, strict=True)]
+    train = list(run.data.train)
+    for index, sample in zip(used, found, strict=False):  # those held out follow
+        train[index] = sample
+    data = replace(run.data, train=train, val=found[len(used) :])
+    return replace(run, data=data, rows=run.batches.rows(train))
+
+
+def samples_of_steps(run: Run) -> list[int]:
+    """Return the indices of the training samples that the steps of the run use."""
+    num_rows, batch_size = len(run.rows), run.plan.global_batch_size
+    if run.schedule.steps * batch_size >= num_rows:
+        return list(range(len(run.data.train)))
+    sampler = Sampler(num_rows, batch_size, run.args.seed, run.args.dataset_shuffle)
+    rows = np.concatenate([sampler.global_batch(step) for step in range(run.schedule.steps)])
+    indices = np.concatenate([run.rows.rows[row] for row in rows])
+    return sorted(indices.tolist())
+
+
+def open_reference(run: Run) -> Reference:
+    """Return the reference model on a mesh of its own layout, which may leave the last ranks out; collective."""
+    args: Any = run.args
+    layout = reference_layout(args)
+    model = args.ref_model or args.model
+    mesh = run.mesh
+    ranks = ranks_of(layout, run.plan.world_size)
+    if layout != mesh.layout:
+        tied = bool(read_config(local_model(model)).get("tie_word_embeddings"))
+        minutes = args.distributed_timeout_minutes
+        mesh = Mesh.create(mesh.device, layout, ranks=ranks, tied_embeddings=tied, timeout_minutes=minutes)
+    packing = "none" if run.plan.packing == "none" else "micro_batch"
+    plan = replace(
+        run.plan,
+        layout=layout,
+        data_parallel_size=data_parallel_size(layout, len(ranks)),
+        packing=packing,
+        row_multiple=row_multiple_of(layout, packing, mesh.device.is_cuda),
+        heads=Heads(),
+    )
+    return Reference(
+        model=model,
+        torch_dtype=args.torch_dtype,
+        mesh=mesh,
+        batches=Batches(plan, mesh.dp.rank() if mesh.is_here else 0, run.batches.pad_token_id, run.batches.flops),
+        directory=Path(args.ref_logprobs_cache or run.output_dir / "reference"),
+    )

@@ -1,0 +1,50 @@
+"""`megatron dpo`: preferences, from pairs of answers or, with `--loss_type kto`, from single answers with a label."""
+
+from dataclasses import replace
+
+from swiftlite.args.commands import DpoArgs
+from swiftlite.methods.method import Lines, Method
+
+WITHOUT_REFERENCE = ("simpo", "orpo")
+"""Losses that compare with no reference model."""
+
+
+def describe_pairs(args: DpoArgs) -> Lines:
+    """Return the kind of answers, the loss, and the reference model where there is one."""
+    return _describe("pairs of answers", args)
+
+
+def describe_single_answers(args: DpoArgs) -> Lines:
+    """Return the same for answers with a label."""
+    return _describe("single answers", args)
+
+
+def _describe(answers: str, args: DpoArgs) -> Lines:
+    lines = [("learns from", f"{answers}, {args.loss_type}, beta {args.beta:g}")]
+    if args.loss_type not in WITHOUT_REFERENCE:
+        lines.append(("reference", args.ref_model or "the model as it is before the first step"))
+    return lines
+
+
+DPO = Method(
+    name="dpo",
+    words="megatron dpo",
+    args_class=DpoArgs,
+    line="learn from pairs of answers, one preferred",
+    training="swiftlite.train.methods.dpo:DPO",
+    rules="swiftlite.rules.dpo",
+    describe=describe_pairs,
+    applies=lambda args: args.loss_type != "kto",
+    lr=1e-6,  # TRL's
+    sequences_per_sample=2,
+    imitates_rows=False,
+)
+KTO = replace(
+    DPO,
+    name="kto",
+    training="swiftlite.train.methods.kto:KTO",
+    rules="swiftlite.rules.kto",
+    describe=describe_single_answers,
+    applies=lambda args: args.loss_type == "kto",
+    sequences_per_sample=1,
+)

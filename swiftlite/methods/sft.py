@@ -1,0 +1,20 @@
+"""`megatron sft`: the next token of conversations."""
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.methods.method import Lines, Method
+
+
+def describe(args: SftArgs) -> Lines:
+    """Return no line: conversations are what a plan takes for granted."""
+    return []
+
+
+SFT = Method(
+    name="sft",
+    words="megatron sft",
+    args_class=SftArgs,
+    line="fine-tune, with MTP heads, on megatron-core",
+    training="swiftlite.train.methods.sft:SFT",
+    rules="swiftlite.rules.sft",
+    describe=describe,
+)

@@ -1,0 +1,1 @@
+"""The training methods: what each needs of torch. Their records are in `swiftlite/methods`."""

@@ -1,0 +1,67 @@
+"""The losses of the MTP heads, which every objective adds to its own.
+
+Shapes: K the trunk and each MTP depth, B batch, S sequence (this context-parallel rank's part in the pipeline).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from swiftlite.acceptance import statistics
+from swiftlite.data.batch import Batch
+from swiftlite.heads import Heads
+from swiftlite.model.gpt import Losses
+from swiftlite.model.loss import IGNORE_INDEX
+from swiftlite.runtime.mesh import Mesh
+
+
+def count_labels(batches: Sequence[Batch], heads: Heads) -> torch.Tensor:
+    """Count the valid targets of the trunk and of each MTP depth in these batches, and all their tokens: int64
+    [2, K]."""
+    counts = torch.zeros(2, 1 + heads.drafts, dtype=torch.int64)
+    for batch in batches:
+        counts[0] += (batch.labels_KBS != IGNORE_INDEX).sum(dim=(1, 2)).cpu()
+        counts[1] += (batch.sequence_KBS >= 0).sum(dim=(1, 2)).cpu()
+    return counts
+
+
+def head_coefficients(
+    heads: Heads, mtp_loss_scaling_factor: float, num_targets: Sequence[int], divisor: int
+) -> list[float]:
+    """Return what the summed loss of each MTP depth is multiplied by, given that gradients are divided by `divisor`.
+
+    The result makes each depth a mean over its own targets; a depth without a target has 0.
+
+    Example: one depth with weight 1, scaling factor 0.3, 50 targets, and gradients divided by 200 tokens: 0.3 * 200 /
+    50 = 1.2.
+
+    Args:
+        num_targets: of each MTP depth in the global batch.
+        divisor: what the objective's own loss is a mean over, in the global batch.
+    """
+    coefficients = []
+    for weight, count in zip(heads.weights, num_targets, strict=True):
+        coefficients.append(mtp_loss_scaling_factor * weight * divisor / count if count else 0.0)
+    return coefficients
+
+
+def add_heads(
+    total: torch.Tensor, losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]
+) -> torch.Tensor:
+    """Return the loss with those of the MTP heads added, each times its coefficient."""
+    for coefficient, head, weight_BS in zip(coefficients, losses.mtp, loss_scale_KBS[1:], strict=True):
+        total = total + coefficient * (head.loss_BS * weight_BS).sum()
+    return total
+
+
+def head_sums(losses: Losses, batch: Batch, mesh: Mesh) -> torch.Tensor:
+    """Return the statistics of the heads in one micro-batch: float64 [3 * drafts], see `acceptance/statistics.py`."""
+    return statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)[1:].flatten()
+
+
+def head_means(sums: torch.Tensor) -> dict[str, float]:
+    """Return `mtp_K_loss` and `mtp_K_acceptance` for each depth, from the summed `head_sums`."""
+    without_trunk = torch.zeros(1, 3, dtype=sums.dtype)
+    named = statistics.means(torch.cat([without_trunk, sums.view(-1, 3)]))
+    del named["loss"]  # the trunk's
+    return named

@@ -1,0 +1,92 @@
+"""The next-token loss of `megatron sft` and `megatron pt`.
+
+Shapes: K the trunk and each MTP depth, B batch, S sequence (this context-parallel rank's part in the pipeline).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swiftlite.acceptance import statistics
+from swiftlite.data.batch import Batch
+from swiftlite.heads import Heads
+from swiftlite.model.balance import Balance
+from swiftlite.model.forward import forward
+from swiftlite.model.forward_step import ForwardStep
+from swiftlite.model.gpt import Losses
+from swiftlite.model.loss import IGNORE_INDEX
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients
+from swiftlite.train.phases import Run
+from swiftlite.train.trunk_states import TrunkStates
+
+
+@dataclass(frozen=True)
+class NextTokenObjective:
+    """The next-token loss plus weighted MTP losses, each a mean over its own valid targets.
+
+    For depth k of D, with N_k the number of valid targets of that depth in the whole global batch (N_0: the trunk's)
+    and a_k the weight of the depth (`Heads.weights`: 1 / D, unless one layer is unrolled over D steps):
+
+        loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * CE_k) / N_k )
+
+    To this routers of a mixture add their load-balancing losses (`model/balance.py`), means over all tokens.
+
+    A depth with no target contributes exactly 0. megatron-core divides all gradients by N_0 at the end of the step
+    (`calculate_per_token_loss`), so what is summed here is `sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` with
+    `c_k = mtp_loss_scaling_factor * a_k * N_0 / N_k`.
+    """
+
+    heads: Heads
+    mtp_loss_scaling_factor: float
+    trunk_states: TrunkStates | None = None
+    """Cached hidden states of a frozen trunk; None computes them in each step."""
+
+    @property
+    def remedy(self) -> str:
+        return "lower --lr or --mtp_loss_scaling_factor"
+
+    @property
+    def sums_shape(self) -> tuple[int, int]:
+        return (1 + self.heads.drafts, 3)  # as `acceptance/statistics.py`
+
+    def count_targets(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """See `count_labels`."""
+        return count_labels(batches, self.heads)
+
+    def make_forward_step(self, counts: torch.Tensor, mesh: Mesh) -> ForwardStep:
+        """Return the step that gives `total_loss` of each micro-batch, the trunk's targets and its statistics."""
+        targets, tokens = counts.tolist()
+        coefficients = head_coefficients(self.heads, self.mtp_loss_scaling_factor, targets[1:], targets[0])
+        balance = Balance(tokens, divisor=targets[0])
+
+        def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
+            batch = next(batches)
+            trunk = self.trunk_states.output_of(model, batch) if self.trunk_states else None
+            output = forward(model, batch, balance, trunk)
+
+            def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                num_targets = int((batch.labels_KBS[0] != IGNORE_INDEX).sum())
+                sums = statistics.sum_up(losses, batch.loss_scale_KBS, mesh, batch.cu_seqlens)
+                number = torch.full((), num_targets, dtype=torch.int32, device=sums.device)
+                return total_loss(losses, batch.loss_scale_KBS, coefficients), number, sums
+
+            return output, loss_func
+
+        return forward_step
+
+    def means(self, sums: torch.Tensor) -> dict[str, float]:
+        """`loss`, and per depth `mtp_K_loss` and `mtp_K_acceptance`; 0 where there was no target."""
+        return statistics.means(sums)
+
+
+def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
+    """`sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` of one micro-batch, a scalar."""
+    total = (losses.main.loss_BS * loss_scale_KBS[0]).sum()
+    return add_heads(total, losses, loss_scale_KBS, coefficients)
+
+
+def next_token_objective(run: Run) -> NextTokenObjective:
+    """Return the objective of a run."""
+    return NextTokenObjective(run.plan.heads, run.args.mtp_loss_scaling_factor, run.trunk_states)

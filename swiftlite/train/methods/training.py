@@ -1,0 +1,44 @@
+"""`Training`: the part of a method that needs torch, which its record (`swiftlite/methods`) names."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from swiftlite.acceptance.held_out import Prompt
+from swiftlite.args.commands import SftArgs
+from swiftlite.data.batch import Extra
+from swiftlite.methods.index import method_of
+from swiftlite.train.methods.rows import LoadData, MakeEncoder, conversation_prompts, load_data
+from swiftlite.train.objective import Objective
+from swiftlite.train.phases import Run
+
+
+def unchanged(run: Run) -> Run:
+    """Return the run as it is: the method prepares nothing."""
+    return run
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a method trains on and what it minimises.
+
+    Attributes:
+        make_encoder: makes the encoder of its rows, from the options, the tokenizer and the size of the vocabulary.
+        make_objective: returns what is minimised, once the model is loaded and `prepare` was called.
+        load: reads the rows to train on and those held out.
+        prepare: called once before the first step; returns the run, its samples with what a reference model or a reward
+            says of them.
+        held_out_prompts: returns the prompts that acceptance.json continues, and the tokens that end an answer.
+        extras: tensors that samples carry into batches.
+    """
+
+    make_encoder: MakeEncoder
+    make_objective: Callable[[Run], Objective]
+    load: LoadData = load_data
+    prepare: Callable[[Run], Run] = unchanged
+    held_out_prompts: Callable[[Run], tuple[Sequence[Prompt], Collection[int | None]]] = conversation_prompts
+    extras: Sequence[Extra] = ()
+
+
+def training_of(args: SftArgs) -> Training:
+    """Return the `Training` of the method of a run with these options."""
+    return method_of(args).load_training()
