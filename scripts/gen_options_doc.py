@@ -50,6 +50,10 @@ A run saves its resolved options as `args.json`, which runs again in the same wa
     NPROC_PER_NODE=2 swiftlite megatron sft run.yaml
 """,
 }
+Row = tuple[str, str, str]
+COMMAND_HEADS = {"en": ("Command", "What it does"), "zh": ("命令", "作用")}
+TAKEN_BY = {"en": "Options of ", "zh": "用于 "}
+SEPARATOR = {"en": ", ", "zh": "、"}
 HEADS = {"en": ("Option", "Value", "Meaning [default]"), "zh": ("选项", "取值", "含义 [默认值]")}
 
 
@@ -69,18 +73,42 @@ def translations() -> dict[str, str]:
 
 
 def page(language: str) -> str:
-    """The whole page in "en" or "zh"."""
+    """Return the whole page in "en" or "zh": the commands, then each option once, under its group."""
     table = translations() if language == "zh" else {text: text for text in english_texts()}
-    text = [INTRO[language]]
+    text = [INTRO[language], _row(COMMAND_HEADS[language]), _row(("---", "---"))]
     for command in commands():
-        text += [f"## swiftlite {command.words}\n", f"{table[title(command.args_class)]}\n"]
+        text.append(_row((f"`swiftlite {command.words}`", table[title(command.args_class)])))
+    for heading, rows in rows_by_group(table).items():
+        text += ["", f"## {table[heading]}"]
+        for words, cells in _by_commands(rows).items():
+            named = SEPARATOR[language].join(f"`{each}`" for each in words)
+            text += ["", f"{TAKEN_BY[language]}{named}", "", _row(HEADS[language]), _row(("---", "---", "---"))]
+            text += [_row(cell) for cell in cells]
+    return "\n".join(text) + "\n"
+
+
+def rows_by_group(table: dict[str, str]) -> dict[str, dict[Row, list[str]]]:
+    """Return the rows of each group, each with the words of the commands that take the option so.
+
+    An option that has another default or meaning in one command has a row for each.
+    """
+    found: dict[str, dict[Row, list[str]]] = {}
+    for command in commands():
         for heading, members in groups(command.args_class, command.choices()).items():
-            text += [f"### {table[heading]}\n", _row(HEADS[language]), _row(("---", "---", "---"))]
+            rows = found.setdefault(heading, {})
             for option in members:
-                words = table[option.doc] + default_words(option)
-                text.append(_row((f"`--{option.name}`", f"`{_escape(placeholder(option.type))}`", _escape(words))))
-            text.append("")
-    return "\n".join(text)
+                meaning = _escape(table[option.doc] + default_words(option))
+                row = (f"`--{option.name}`", f"`{_escape(placeholder(option.type))}`", meaning)
+                rows.setdefault(row, []).append(command.words)
+    return found
+
+
+def _by_commands(rows: dict[Row, list[str]]) -> dict[tuple[str, ...], list[Row]]:
+    """Return the same rows by the commands that take them."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row, words in rows.items():
+        found.setdefault(tuple(words), []).append(row)
+    return found
 
 
 def _row(cells: tuple[str, ...]) -> str:
