@@ -101,7 +101,7 @@ def test_numbers_that_sglang_would_leave_random_are_counted(reports, family):
         ("mimo", "extra head", "MiMoMTP model.mtp_layers.0.final_layernorm.weight"),
         ("mimo", "promises too much", "SGLang MiMoMTP 2"),
         ("mimo", "promises nothing", "SGLang model.mtp_layers.0.final_layernorm.weight"),
-        ("glm4_moe", "extra head", "SGLang model.layers.3"),
+        ("glm4_moe", "extra head", "SGLang model.layers.3.eh_proj.weight"),
         ("glm4_moe", "promises too much", "SGLang 2"),
         ("deepseek_v3", "promises too much", "SGLang 2"),
         ("qwen3", "no projection", "mtp.fc.weight"),
