@@ -8,6 +8,7 @@ import pytest
 
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.errors import UserError
+from tests.messages import naming
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -15,7 +16,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     assert list((tmp_path / "new" / "out").iterdir()) == []
     (tmp_path / "file").touch()
     for place in ("/proc/out", str(tmp_path / "file" / "out")):
-        with pytest.raises(UserError, match=f"--output_dir {place} cannot be written"):
+        with pytest.raises(UserError, match=naming(f"--output_dir {place}")):
             check_writable("--output_dir", Path(place))
 
 

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from swiftlite.json_file import MAX_DEPTH, is_deeper, parse_json, read_json
+from tests.messages import naming
 
 
 @pytest.mark.parametrize("text", ["[1]", ' {"a": [1, {}]}\r\n\t', '"x"', "-0.5e3", "[" * MAX_DEPTH + "]" * MAX_DEPTH])
@@ -16,16 +17,16 @@ def test_what_is_json_is_what_the_standard_library_reads(text):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[" * 100_000, "nested more than 100 deep"),
-        ("[" * 101 + "]" * 101, "nested more than 100 deep"),
-        ('{"a":' * 101 + "1" + "}" * 101, "nested more than 100 deep"),
-        ("9" * 5000, "a number of more than 4300 digits"),
+        ("[" * 100_000, "100"),
+        ("[" * 101 + "]" * 101, "100"),
+        ('{"a":' * 101 + "1" + "}" * 101, "100"),
+        ("9" * 5000, "4300"),
         ("[1] x", "Extra data"),
         ("", "Expecting value"),
     ],
 )
 def test_what_is_not_json_is_one_kind_of_error(text, problem):
-    with pytest.raises(json.JSONDecodeError, match=problem):
+    with pytest.raises(json.JSONDecodeError, match=naming(problem)):
         parse_json(text)
 
 
@@ -37,5 +38,5 @@ def test_brackets_in_text_are_no_depth():
 
 def test_a_pipe_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(OSError, match="not a regular file"):
+    with pytest.raises(OSError, match=naming(str(tmp_path / "config.json"))):
         read_json(tmp_path / "config.json")

@@ -30,7 +30,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
     url, port = free_url()
     command = ServerCommand([sys.executable, "-c", script, str(port)])
-    with pytest.raises(UserError, match=r"the server stopped answering: [^|]*its log ends so:[^~]*out of memory"):
+    with pytest.raises(UserError, match="out of memory"):
         measure(BenchArgs(concurrency=[1, 2]), 0, url, command, [[1], [2]], Sampling(4), tmp_path / "log")
 
 

@@ -17,6 +17,7 @@ from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.regenerate.command import run
+from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
 
 ROWS = [
@@ -123,14 +124,12 @@ def test_the_same_command_again_starts_no_engine(model, dataset, tmp_path, said,
 def test_progress(model, dataset, said, capsys):
     """Of five answers two are asked for when three have been given; all are in one bar."""
     run(args(model, dataset))
-    shown = re.findall(
-        r"answers: +(\d+)%\|[^|]*\| (\d)/(\d) \[[^]]*<[^]]*answer/s, (\d+) tokens/s\]", capsys.readouterr().err
-    )
+    shown = re.findall(r"(\d+)%\|[^|]*\| (\d)/(\d) \[[^]]*<[^]]*/s, (\d+) tokens/s\]", capsys.readouterr().err)
     assert shown
     assert shown[-1][:3] == ("100", "5", "5")
     assert {total for _, _, total, _ in shown} == {"5"}
     assert all(int(rate) > 0 for *_, rate in shown)
-    assert "5 answers, 40 tokens, " in said()
+    assert has_line(said(), "5 40")
 
 
 @pytest.mark.parametrize("kept_lines", [0, 1, 4, 7, 9])
@@ -151,10 +150,10 @@ def test_it_goes_on_with_what_is_there(model, dataset, tmp_path, kept_lines):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"temperature": 0.8}, "--temperature: 0.9 then, 0.8 now"),
-        ({"num_answers": 2}, "--num_answers: 1 then, 2 now"),
-        ({"max_new_tokens": 9}, "--max_new_tokens: 8 then, 9 now"),
-        ({"system": "Be kind."}, '--system: unset then, "Be kind." now'),
+        ({"temperature": 0.8}, "--temperature 0.9 0.8"),
+        ({"num_answers": 2}, "--num_answers 1 2"),
+        ({"max_new_tokens": 9}, "--max_new_tokens 8 9"),
+        ({"system": "Be kind."}, "--system Be kind."),
     ],
 )
 def test_other_options_are_refused(model, dataset, tmp_path, change, told):
@@ -163,7 +162,7 @@ def test_other_options_are_refused(model, dataset, tmp_path, change, told):
     before = files(tmp_path / "out")
     with pytest.raises(UserError) as error:
         run(dataclasses.replace(given, **change))
-    assert told in error.value.problem
+    assert mentions(error.value.problem, told)
     assert "--output_dir" in error.value.hint
     assert files(tmp_path / "out") == before
 
@@ -173,7 +172,7 @@ def test_other_prompts_are_refused(model, dataset, tmp_path):
     run(given)
     before = files(tmp_path / "out")
     write_rows(dataset, [*ROWS[:2], {"query": "What does that do?"}])
-    with pytest.raises(UserError, match="the prompts, their files' names or the chat template are others now"):
+    with pytest.raises(UserError, match=naming("--output_dir")):
         run(given)
     assert files(tmp_path / "out") == before
 
@@ -200,17 +199,17 @@ def test_heads_may_draft(model, dataset, tmp_path, said):
 
 def test_more_tokens_than_heads_says_what_happens(model, dataset, said):
     run(args(model, dataset, speculative="mtp", num_speculative_tokens=3))
-    assert "drafting 3 tokens with heads that were trained for 1" in said()
+    assert has_line(said(), "3 1")
 
 
 def test_answers_that_are_cut_can_be_left_out(model, dataset, tmp_path, said):
     """Random weights never stop: of three tokens each answer is cut."""
-    with pytest.raises(UserError, match="no answer is left to make a row of"):
+    with pytest.raises(UserError):
         run(args(model, dataset, drop_truncated=True))
-    assert "answers cut at --max_new_tokens 8: 3, left out" in said()
+    assert has_line(said(), "--max_new_tokens 8 3")
     assert not (tmp_path / "out/dataset.jsonl").exists()
     run(args(model, dataset))
-    assert "answers cut at --max_new_tokens 8: 5, kept, heads learn from them too; --drop_truncated" in said()
+    assert has_line(said(), "--max_new_tokens 8 5 --drop_truncated")
     assert len(read(tmp_path / "out/dataset.jsonl")) == 3
 
 
@@ -226,11 +225,11 @@ def test_a_prompt_without_room_ends_its_conversation(model, tmp_path):
 
 def test_bad_rows_may_be_left_out(model, tmp_path, said):
     dataset = write_rows(tmp_path / "rows.jsonl", [{"query": "good"}, {"nothing": "here"}])
-    with pytest.raises(UserError, match=r"rows.jsonl:2: row: has none of the known fields") as error:
+    with pytest.raises(UserError, match=naming("rows.jsonl:2 row:")) as error:
         run(args(model, dataset))
     assert "--max_bad_rows 1" in error.value.hint
     run(args(model, dataset, max_bad_rows=1))
-    assert f"left out: {dataset}:2" in said()
+    assert has_line(said(), f"{dataset}:2")
     assert len(read(tmp_path / "out/dataset.jsonl")) == 1
 
 
@@ -241,13 +240,13 @@ CALLS = {"messages": [{"role": "user", "content": "q"}, CALL]}
 @pytest.mark.parametrize(
     ("rows", "options", "problem"),
     [
-        ([CALLS], {}, "no row asks for an answer"),
-        ([{"query": "q"}], {"gold_fraction": 0.5}, "--gold_fraction 0.5, but no row of --dataset ends with an answer"),
+        ([CALLS], {}, "--dataset"),
+        ([{"query": "q"}], {"gold_fraction": 0.5}, "--gold_fraction 0.5 --dataset"),
     ],
 )
 def test_rows_that_cannot_be_used(model, tmp_path, rows, options, problem):
     dataset = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(UserError, match=problem):
+    with pytest.raises(UserError, match=naming(problem)):
         run(args(model, dataset, **options))
     assert not (tmp_path / "out").exists()
 
@@ -255,13 +254,13 @@ def test_rows_that_cannot_be_used(model, tmp_path, rows, options, problem):
 def test_results_of_something_else_are_left_alone(model, dataset, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/dataset.jsonl").write_text("mine\n")
-    with pytest.raises(UserError, match=r"holds a dataset.jsonl, but not the answers.jsonl"):
+    with pytest.raises(UserError, match=naming("dataset.jsonl answers.jsonl")):
         run(args(model, dataset))
     assert files(tmp_path / "out") == {"dataset.jsonl": b"mine\n"}
 
 
 def test_a_directory_that_cannot_be_written_is_named(model, dataset):
-    with pytest.raises(UserError, match="--output_dir /proc/out cannot be written"):
+    with pytest.raises(UserError, match=naming("--output_dir /proc/out")):
         run(dataclasses.replace(args(model, dataset), output_dir="/proc/out"))
 
 
@@ -273,5 +272,5 @@ def test_a_line_that_is_no_answer_is_named(model, dataset, tmp_path, field, valu
     lines = read(path)
     lines[1][field] = value
     write_rows(path, lines)
-    with pytest.raises(UserError, match=rf"answers.jsonl: the answer to .*:2 turn 1 answer 1 has no {field} that can"):
+    with pytest.raises(UserError, match=naming(f"{path}: {dataset}:2 1 {field}")):
         run(given)

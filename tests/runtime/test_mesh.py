@@ -8,6 +8,7 @@ from swiftlite.args.fields import ParallelLayout
 from swiftlite.errors import OptionError
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
+from tests.messages import naming
 from tests.parallel.launch import launch
 
 
@@ -45,7 +46,7 @@ def test_an_error_leaves_the_mesh_before_active(mesh):
 
 
 def test_a_layout_that_the_processes_do_not_divide_into(mesh):
-    with pytest.raises(OptionError, match="--tensor_model_parallel_size 2 does not divide the number of processes, 1"):
+    with pytest.raises(OptionError, match=naming("--tensor_model_parallel_size 2 1")):
         Mesh.create(mesh.device, ParallelLayout(tensor_model_parallel_size=2))
     assert tensor_parallel_group() is mesh.tp
 
