@@ -71,7 +71,7 @@ class GatedDeltaNet:
             Row("conv1d.weight", {"conv1d.weight": (convolved, 1, self.kernel)}, by_group),
             Row("A_log", {"A_log": (self.value_heads,)}, is_exact=True),
             Row("dt_bias", {"dt_bias": (self.value_heads,)}, is_exact=True),
-            Row("norm.weight", {"norm.weight": (self.value_head_dim,)}),
+            Row("norm.weight", {"norm.weight": (self.value_head_dim,)}, is_exact=True),
             Row("out_proj.weight", {"out_proj.weight": (self.hidden, values)}),
         ]
         return lift(rows, "self_attention.", "linear_attn.")

@@ -28,8 +28,9 @@ from swiftlite.model.context_parallel import gather_sequence, shared_row, zigzag
 from swiftlite.model.delta_rule import gated_delta_rule
 from swiftlite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-_EXACT = ("A_log", "dt_bias")
-"""Parameters that stay in float32 in a model of 16 bits: what fades in a thousand tokens is made of them."""
+_EXACT = ("A_log", "dt_bias", "norm.weight")
+"""Parameters that stay in float32 in a model of 16 bits: what fades in a thousand tokens is made of the first two, and
+Qwen3.5 is published with the third in float32."""
 
 
 class GatedDeltaNet(MegatronModule):
@@ -84,12 +85,10 @@ class GatedDeltaNet(MegatronModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GatedDeltaNet":
         """Moves the parameters that stay in float32 without casting them."""
-        exact = {name: self._parameters[name] for name in _EXACT}
-        numbers = {name: parameter.data for name, parameter in exact.items() if parameter is not None}
+        numbers = {name: self.get_parameter(name).data for name in _EXACT}
         super()._apply(fn, recurse)
         for name, data in numbers.items():
-            parameter = self._parameters[name]
-            assert parameter is not None
+            parameter = self.get_parameter(name)
             parameter.data = data.to(parameter.device)
         return self
 
@@ -215,18 +214,22 @@ class GatedDeltaNet(MegatronModule):
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm of each value head, times SiLU of a gate; in the order of operations that transformers uses."""
+    """RMSNorm of each value head, times SiLU of a gate; in the order of operations that transformers uses.
+
+    The weight is float32, and rounded where it is used: transformers and engines round it when they load a model of 16
+    bits.
+    """
 
     def __init__(self, config: TransformerConfig, size: int, tp_group: Any):
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.tp_group = tp_group
-        self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
 
     def forward(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Both [T, N, E]; the result has the dtype of the first."""
         # Tensor-parallel ranks have other heads each, and one weight: its gradient is the sum of theirs.
-        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group).to(read.dtype)
         read_fp32 = read.float()
         variance = read_fp32.pow(2).mean(-1, keepdim=True)
         normed = weight * (read_fp32 * torch.rsqrt(variance + self.eps)).to(read.dtype)

@@ -100,13 +100,13 @@ def test_tokens_one_by_one_are_the_whole_row(mesh, hidden):
         torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_fades_stays_in_float32(mesh):
+def test_what_is_published_in_float32_stays_so(mesh):
     """Float16Module casts a model by `bfloat16()`."""
     layer = make_layer(mesh, torch.bfloat16)
-    exact = {name: getattr(layer, name).detach().clone() for name in ("A_log", "dt_bias")}
+    exact = {name: layer.get_parameter(name).detach().clone() for name in ("A_log", "dt_bias", "norm.weight")}
     layer.bfloat16()
     for name, numbers in exact.items():
-        assert torch.equal(getattr(layer, name), numbers)
+        assert torch.equal(layer.get_parameter(name), numbers)
         assert numbers.dtype is torch.float32
     assert layer.conv1d.weight.dtype is torch.bfloat16
 

@@ -30,6 +30,7 @@ STACKED = {"Qwen3.5-35B-A3B": "all", "Qwen3.6-35B-A3B": "trunk"}
 BLOCK = 128
 _QUANTISED = re.compile(r"(?<!eh)(_proj|_proj_with_mqa|in_proj_qkvz|in_proj_qkv|in_proj_z)\.weight$")
 _FLOAT32 = re.compile(r"(e_score_correction_bias|expert_bias)$")
+_FLOAT32_OF_QWEN3_5 = ("linear_attn.A_log", "linear_attn.norm.weight")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -154,9 +155,7 @@ def _drawn(model: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         drawn = 0.2 * drawn
     elif "embed_tokens" not in name:
         drawn = drawn / shape[-1] ** 0.5
-    if family(model) in WRAPPED and name.endswith("linear_attn.norm.weight"):
-        return drawn.bfloat16().float()  # models of 16 bits round it, in transformers too
-    is_float32 = _FLOAT32.search(name) or (family(model) in WRAPPED and name.endswith("linear_attn.A_log"))
+    is_float32 = _FLOAT32.search(name) or (family(model) in WRAPPED and name.endswith(_FLOAT32_OF_QWEN3_5))
     return drawn if is_float32 else drawn.bfloat16()
 
 
