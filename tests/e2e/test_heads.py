@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from swiftlite.heads import Heads
 from tests.e2e.conftest import Commands
 from tests.engines.reference import Reference, convention
+from tests.messages import mentions
 from tests.model.test_unroll import train_head
 from tests.tiny import make_tiny_hf
 
@@ -48,7 +49,7 @@ def test_graft_unroll_export_infer(commands: Commands, dataset):
         *"infer --model aligned --speculative mtp --val_dataset prompts.jsonl --torch_dtype float32 "
         "--max_new_tokens 8".split()
     ).stderr
-    assert "drafting 3 tokens per step" in log
+    assert re.search(r"[\d.]+%, [\d.]+%, [\d.]+%", log)  # of drafts accepted, by position
 
 
 @pytest.mark.gloo
@@ -63,9 +64,9 @@ def test_heads_for_an_engine_and_its_draft_vocabulary_from_the_data_to_the_engin
         "--torch_dtype float32 --mtp_mode heads_only --draft_for sglang --draft_vocab 6 --mtp_unroll 2 "
         "--global_batch_size 8 --train_iters 12 --acceptance_samples 3 --acceptance_max_new_tokens 12".split()
     ).stderr
-    said = re.search(r"draft vocabulary: 6 of \d+ tokens are (.*)% of the answers to train on and (.*)% of those", log)
-    assert said
-    assert 20 < float(said[2]) < 100
+    (line,) = [line for line in log.splitlines() if mentions(line, "6") and line.count("%") == 2]
+    said = re.findall(r"([\d.]+)%", line)
+    assert 20 < float(said[1]) < 100
     commands.ok(*"export --to_hf --model run --output_dir hf".split())
     hf_config = json.loads((directory / "hf" / "config.json").read_text())
     heads = Heads.from_config(hf_config)

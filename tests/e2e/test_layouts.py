@@ -36,4 +36,4 @@ def test_a_run_goes_from_layout_to_layout_as_if_it_were_one_process(commands, sf
     commands.ok(
         "export", "--to_hf", "--model", run, "--output_dir", exported, "--expert_model_parallel_size", 2, processes=2
     )
-    assert "whole: keys, shapes" in commands.ok("doctor", "--model", exported).stdout
+    commands.ok("doctor", "--model", exported)

@@ -14,6 +14,7 @@ from tests.e2e.conftest import Commands
 from tests.e2e.test_engines import HERE, expected_counts
 from tests.e2e.test_serve import ROWS
 from tests.engines.reference import Reference, convention, follow
+from tests.messages import mentions
 from tests.stand_ins import gpu_link_environment, sglang_environment
 from tests.tiny import make_tiny_hf
 
@@ -76,8 +77,8 @@ def test_acceptance_rises_in_the_engine_that_runs(commands: Commands, tmp_path, 
         assert stages[stage]["counts"] == [counts.drafts, counts.drafted, list(counts.accepted_per_position)]
     assert stages["target alone"]["completions"] == stages["both"]["completions"]  # heads change no token
 
-    assert "missing: model.embed_tokens.weight" in result["refused"][0]
-    assert "left this engine with half of them" in result["refused"][1]
+    assert mentions(result["refused"][0], "model.embed_tokens.weight")
+    assert not mentions(result["refused"][1], "model.embed_tokens.weight")
 
 
 @needs_vllm
@@ -113,6 +114,6 @@ def test_the_example_over_two_stages(tmp_path):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    shares = [float(share) for share in re.findall(r"step +\d+: +([\d.]+) % of drafts accepted", done.stdout)]
+    shares = [float(share) for share in re.findall(r"\d+: +([\d.]+) %", done.stdout)]
     assert len(shares) == 3, done.stdout
     assert shares[2] > shares[0] + 30

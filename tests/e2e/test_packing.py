@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import read_metrics
+from tests.messages import has_line
 
 pytestmark = pytest.mark.gloo
 
@@ -47,7 +48,7 @@ def test_a_streamed_run_is_the_same_at_other_layouts_and_goes_on_bit_for_bit(com
     assert stream_state(stopped / "checkpoint-8")["num_read"] >= 8 * 4 - 1  # the row of the last sample is not over
     # The warm-up is a part of the steps: 12 of them from here on.
     resumed = commands.ok(*here, "--resume", processes=processes)
-    assert "going on from" in resumed.stderr
+    assert has_line(resumed.stderr, "checkpoint-8")
     assert read_metrics(stopped)[8:] == read_metrics(tmp_path / whole)[8:]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.conftest import Commands
 from tests.e2e.test_infer import num_lines, run_until
+from tests.messages import has_line
 
 NUM_ROWS = 10
 
@@ -73,7 +74,7 @@ def test_vllm_stopped_and_gone_on_with(vllm_host, regenerate: list[str], tmp_pat
     assert vllm_host.call(run_until, argv, tmp_path, out, err, answers, 12) == 143  # in the second turns
     done = num_lines(answers)
     assert 12 <= done < 15
-    assert f"swiftlite: interrupted; {done} of 15 answers are in out/answers.jsonl" in err.read_text()
+    assert has_line(err.read_text(), f"swiftlite: {done} 15 out/answers.jsonl")
     again = commands.ok(*argv).stderr
-    assert f"{15 - done} answers, " in again
+    assert has_line(again, f"{15 - done}")
     assert files(tmp_path / "out") == unbroken

@@ -26,6 +26,7 @@ from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server_command import ServerCommand
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
+from tests.messages import all_of, mentions
 from tests.stand_ins import sglang_environment
 from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
 
@@ -127,8 +128,8 @@ def test_tokens_and_counts_equal_the_reference(served, family, num_tokens):
     stop = expected[0][5]
     assert result["stopped"] == [expected[0][: expected[0].index(stop) + 1], "stop"]
     too_long, random = result["refused"]
-    assert "a prompt has 256 tokens" in too_long
-    assert "--temperature 0.5 with speculation: SGLang on a CPU would verify drafts greedily" in random
+    assert mentions(too_long, "256 --max_model_len")
+    assert mentions(random, "--temperature 0.5 SGLang CPU")
 
 
 @pytest.mark.parametrize("family", WITH_VOCAB)
@@ -180,9 +181,9 @@ def test_another_convention_counts_otherwise(served, case, change):
 def test_what_sglang_refuses_is_told(served):
     """Both before and after its processes were started, and this one lives on."""
     (unknown,) = served["unknown option"]["refused"]
-    assert "SGLang refuses its options: Unexpected keyword argument 'max_modle_len'" in unknown
+    assert mentions(unknown, "SGLang 'max_modle_len'")
     (damaged,) = served["damaged"]["refused"]
-    assert damaged.startswith("a process of SGLang failed")
+    assert mentions(damaged, "SGLang")
 
 
 def test_infer_and_evaluate(talking, tmp_path):
@@ -200,9 +201,9 @@ def test_infer_and_evaluate(talking, tmp_path):
     jobs[2]["stop_at"] = [str(stopped), 1]
     done = do_all(jobs)
     assert [each["code"] for each in done] == [0, 0, 143, 0], done
-    assert re.search(r"interrupted; [1-5] of 6 answers are in .*\n.*run the same command again.*\n$", done[2]["stderr"])
+    assert re.search(rf"swiftlite: .*\b[1-5]\b.*\b6\b.*{stopped}.*\n.*\n$", done[2]["stderr"])
     assert stopped.read_bytes() == own.read_bytes()
-    assert "answers equal: 6 of 6" in done[0]["stderr"]
+    assert all_of(done[0]["stderr"], 6)
     assert json.loads(acceptance.read_text())["engines"]["sglang"]["drafted"] > 60
     counted = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]["sglang"]["all"]
     assert 0 < counted["accepted"] < counted["drafted"]  # few: it was not trained on chats

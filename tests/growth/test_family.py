@@ -31,6 +31,7 @@ from swiftlite.plan.setup import Setup
 from swiftlite.serve import infer
 from swiftlite.train import run as training
 from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back
+from tests.messages import naming
 from tests.parallel.launch import launch
 
 pytestmark = pytest.mark.gloo
@@ -124,7 +125,7 @@ def test_it_is_planned(model):
 
 def test_it_is_cut_only_where_it_has_a_seam(model):
     args = SftArgs(model=str(model), dataset=["rows.jsonl"], output_dir="run", tensor_model_parallel_size=4)
-    with pytest.raises(OptionError, match="4 does not divide the model's num_key_value_heads, 2"):
+    with pytest.raises(OptionError, match=naming("--tensor_model_parallel_size 4 num_key_value_heads 2")):
         rules.check(args, world_size=4)
 
 

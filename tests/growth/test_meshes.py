@@ -25,6 +25,7 @@ from swiftlite.model.gpt import GPTModel, Logits
 from swiftlite.model.ranks import from_last_stage, to_all_ranks
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
+from tests.messages import naming
 from tests.model.test_logits import load_transformers
 from tests.parallel import parity
 from tests.parallel.launch import launch
@@ -173,5 +174,5 @@ def test_meshes_over_parts_of_the_ranks(tmp_path, mesh):
 
 def test_ranks_that_are_no_part_of_the_job(mesh):
     for ranks in (range(1, 2), range(0), range(-1, 1)):
-        with pytest.raises(ValueError, match="no neighbours among the job's ranks"):
+        with pytest.raises(ValueError, match=naming(str(ranks))):
             Mesh.create(mesh.device, ParallelLayout(), ranks=ranks)

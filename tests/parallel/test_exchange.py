@@ -10,6 +10,7 @@ import torch.distributed as dist
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.data.sample import IGNORED, Sample
 from swiftlite.train.exchange import ALL, broadcast, exchange, gather, stage_fields
+from tests.messages import naming
 from tests.parallel.launch import launch
 from tests.parallel.packing import LONGEST, Job, run
 from tests.parallel.test_packing import assert_same_gradients, assert_same_losses
@@ -61,7 +62,7 @@ def exchange_many() -> int:
             assert_same(sample, everything[number])
     first = make_samples(0, 1)
     lengths = gather([len(first[0])], group, CPU)
-    with pytest.raises(ValueError, match="sample 4 is assigned, but there are 4, counted from 0"):
+    with pytest.raises(ValueError, match=naming("4 0")):
         exchange(first, lengths, [[4], [], [], []], group, CPU)
     return seed + 1
 

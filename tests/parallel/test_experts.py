@@ -24,6 +24,7 @@ from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
+from tests.messages import naming
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.tiny import make_tiny_hf
 
@@ -128,11 +129,11 @@ def transfer_all(root: Path, ports: Sequence[int]) -> dict[str, dict[str, Counte
 def check_what_lacks_an_expert(root: Path, mesh: Mesh) -> None:
     """Every rank says so, also those that do not hold it."""
     hf_config = read_config(root / "broken")
-    with pytest.raises(UserError, match=r"missing: model\.layers\.3\.mlp\.experts\.3\.up_proj\.weight"):
+    with pytest.raises(UserError, match=naming("model.layers.3.mlp.experts.3.up_proj.weight")):
         load_hf(build(root / "glm4_moe", mesh), root / "broken", families.get(hf_config), hf_config)
     # A model with fewer layers than the rows have: whoever holds the last stage cannot know, the counts can.
     hf_config = read_config(root / "glm4_moe") | {"num_hidden_layers": 5, "num_nextn_predict_layers": 0}
-    with pytest.raises(UserError, match=r"the Megatron model has no decoder\.layers\.4\."):
+    with pytest.raises(UserError, match=r"Megatron.* decoder\.layers\.4\."):
         save_hf(build(root / "glm4_moe", mesh), root / "never", families.get(hf_config), hf_config)
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.model.build import build_config
 from swiftlite.runtime.device import Device
+from tests.messages import mentions
 from tests.parallel import parity
 from tests.parallel.launch import launch
 from tests.parallel.parity import BOUNDS, CASES, FULL, Job, Result
@@ -179,12 +180,8 @@ def test_bfloat16_on_a_pipeline(computed, model):
 
 def test_refusals_are_the_rules(computed):
     dense, mixture = computed.models[QWEN3], computed.models[MIXTURE]
-    assert parity.refusal(Job(dense, Path(), CASES["EP2"].options), 2) == (
-        "--expert_model_parallel_size 2, but the model has no experts"
-    )
-    assert parity.refusal(Job(mixture, Path(), CASES["TP2"].options), 2) == (
-        "--tensor_model_parallel_size 2 of a model with experts needs sequence parallelism"
-    )
+    assert mentions(parity.refusal(Job(dense, Path(), CASES["EP2"].options), 2), "--expert_model_parallel_size 2")
+    assert mentions(parity.refusal(Job(mixture, Path(), CASES["TP2"].options), 2), "--tensor_model_parallel_size 2")
     assert not parity.refusal(Job(dense, Path(), CASES["TP2"].options), 2)
 
 
