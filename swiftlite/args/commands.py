@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftlite.args import fields
-from swiftlite.args.bounds import Fraction, Length, NonNegativeInt, PositiveFloat, PositiveInt
+from swiftlite.args.bounds import Fraction, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,6 @@ class ConversionArgs:
     the adapters alone, in a directory that PEFT reads, and MTP heads in a file beside them."""
     max_shard_size_gb: PositiveFloat = 5.0
     """Largest safetensors file, in GB (1e9 bytes)."""
-    distributed_timeout_minutes: PositiveInt = 10
-    """The same as for megatron sft."""
     val_dataset: list[str] = field(default_factory=list)
     """Files or datasets of the hub with rows for the next two options."""
     min_acceptance: Fraction | None = None
@@ -83,7 +81,7 @@ class ConversionArgs:
 
 
 @dataclass(frozen=True)
-class ExportArgs(fields.ParallelLayout, ConversionArgs):
+class ExportArgs(fields.TimeoutArgs, fields.ParallelLayout, ConversionArgs):
     """Turn a run or checkpoint into a Hugging Face model (--to_hf), or a Hugging Face model into one (--to_mcore)."""
 
 
@@ -180,63 +178,30 @@ class ExaminationArgs:
     """Rank the layouts that fit on --num_gpus of these, such as H100, by their estimated speed; what is given of the
     layout stays. Unset: only what is given is planned."""
     global_batch_size: PositiveInt | None = None
-    """With --gpu_type: the same as for megatron sft. Unset: 16."""
+    """With --gpu_type: samples per optimizer step. Unset: 16."""
     gpu_memory_gb: PositiveFloat | None = None
     """Memory of one GPU, in GB (1e9 bytes). Unset: that of --gpu_type, or 80."""
-    use_distributed_optimizer: bool | None = None
-    """The same as for megatron sft."""
-    micro_batch_size: PositiveInt = 1
-    """The same as for megatron sft."""
-    max_length: Length = 2048
-    """The same as for megatron sft; every row is taken to be as long, and every token to be learned."""
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """The same as for megatron sft, or for the engine."""
-    mtp_num_layers: NonNegativeInt | None = None
-    """The same as for megatron sft. Unset: what the checkpoint has."""
-    mtp_mode: fields.MtpMode = "joint"
-    """The same as for megatron sft."""
-    mtp_unroll: PositiveInt = 1
-    """The same as for megatron sft."""
-    draft_vocab: NonNegativeInt = 0
-    """The same as for megatron sft."""
-    fused_kernels: Literal["auto", "none"] = "auto"
-    """The same as for megatron sft, on GPUs."""
-    transformer_impl: fields.TransformerImpl = "local"
-    """The same as for megatron sft, on GPUs."""
-    fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
-    """The same as for megatron sft."""
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
-    """The same as for megatron sft."""
-    fp4_format: Literal["none", "e2m1"] = "none"
-    """The same as for megatron sft."""
-    num_layers_at_start_in_bf16: NonNegativeInt = 1
-    """The same as for megatron sft."""
-    num_layers_at_end_in_bf16: NonNegativeInt = 1
-    """The same as for megatron sft."""
-    tuner_type: fields.TunerType = "full"
-    """The same as for megatron sft."""
-    lora_rank: PositiveInt = 8
-    """The same as for megatron sft."""
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """The same as for megatron sft."""
-    use_dora: bool = False
-    """The same as for megatron sft."""
-    lora_modules_to_save: list[str] = field(default_factory=list)
-    """The same as for megatron sft."""
-    mtp_tuner: fields.MtpTuner | None = None
-    """The same as for megatron sft."""
+    """Precision of the planned run's parameters, as megatron sft has it, or of the engine's."""
     loss_type: fields.PreferenceLoss | None = None
     """With --plan: plan a run of megatron dpo with this loss, and its reference model. Unset: one of megatron sft."""
-    ref_model: str | None = None
-    """The same as for megatron dpo."""
-    ref_tensor_model_parallel_size: PositiveInt | None = None
-    """The same as for megatron dpo."""
-    ref_pipeline_model_parallel_size: PositiveInt | None = None
-    """The same as for megatron dpo."""
 
 
 @dataclass(frozen=True)
-class DoctorArgs(fields.RecomputeArgs, fields.ParallelLayout, fields.VllmArgs, fields.SpeculationArgs, ExaminationArgs):
+class DoctorArgs(
+    fields.RecomputeArgs,
+    fields.PrecisionArgs,
+    fields.MicroBatchArgs,
+    fields.OptimizerShareArgs,
+    fields.ParallelLayout,
+    fields.ReferenceModelArgs,
+    fields.RowLengthArgs,
+    fields.AdapterShapeArgs,
+    fields.HeadShapeArgs,
+    fields.VllmArgs,
+    fields.SpeculationArgs,
+    ExaminationArgs,
+):
     """Tell what is installed and needed, whether a model keeps its promises, to an engine too, what fits (--plan)."""
 
 

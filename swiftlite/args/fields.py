@@ -36,12 +36,26 @@ class ModelArgs:
 
 
 @dataclass(frozen=True)
-class MtpArgs:
+class HeadShapeArgs:
     """Multi-Token Prediction"""
 
     mtp_num_layers: bounds.NonNegativeInt | None = None
     """MTP depth: layers that predict tokens 2, 3, ... ahead. Unset: what the checkpoint has; with heads_only at
     least 1. 0: drop the heads."""
+    mtp_mode: MtpMode = "joint"
+    """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
+    mtp_unroll: bounds.PositiveInt = 1
+    """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
+    state. `infer` drafts as many."""
+    draft_vocab: bounds.NonNegativeInt | None = None
+    """Tokens that the heads can draft: so many, those that the answers of --dataset hold most often. Heads then compute
+    no other logits, in training and in engines. 0: the whole vocabulary. Unset: as the checkpoint has it."""
+
+
+@dataclass(frozen=True)
+class MtpArgs(HeadShapeArgs):
+    """Multi-Token Prediction"""
+
     mtp_init: MtpInit | None = None
     """Where MTP weights come from: the checkpoint, random numbers, a copy of the last decoder layer, the same behind a
     projection that is fitted to some training rows (fit_last_layer), or the model that --mtp_graft_from names. Unset:
@@ -49,8 +63,6 @@ class MtpArgs:
     mtp_graft_from: str | None = None
     """With --mtp_init graft: a Hugging Face model, as for --model, whose MTP heads are taken over, such as the one that
     the trunk was fine-tuned from. Same family and shapes."""
-    mtp_mode: MtpMode = "joint"
-    """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
     mtp_loss_scaling_factor: bounds.PositiveFloat = 0.1
     """Weight of the MTP loss (mean over depths) beside the main loss."""
     mtp_loss: MtpLoss | None = None
@@ -61,47 +73,47 @@ class MtpArgs:
     mtp_clip_grad: bounds.NonNegativeFloat | None = None
     """Largest norm of the MTP layers' gradients, which are then clipped apart from the trunk's; --clip_grad is the
     trunk's alone. 0 does not clip them. Unset: one norm over both."""
-    mtp_unroll: bounds.PositiveInt = 1
-    """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
-    state. `infer` drafts as many."""
     cache_trunk_states: str | None = None
     """Directory for the trunk's states, with heads_only: the first epoch writes them, later epochs and later runs over
     the same rows read them. Its size is logged before the first step."""
     draft_for: str | None = None
     """Engine that the heads are trained for: they are fed what it feeds them, which differs for MiMo, DeepSeek-V3, GLM
     and HY-V3. Unset: as the checkpoint says, else vllm."""
-    draft_vocab: bounds.NonNegativeInt | None = None
-    """Tokens that the heads can draft: so many, those that the answers of --dataset hold most often. Heads then compute
-    no other logits, in training and in engines. 0: the whole vocabulary. Unset: as the checkpoint has it."""
     mtp_unroll_beta: bounds.PositiveFraction = 0.6
     """With --mtp_unroll: weight of each drafted token's loss, relative to the one before."""
 
 
 @dataclass(frozen=True)
-class LoraArgs:
+class AdapterShapeArgs:
     """Low-rank adapters (LoRA)"""
 
     tuner_type: TunerType = "full"
     """full: the parameters of the model learn. lora: they stay, and adapters beside its linear layers learn."""
     lora_rank: bounds.PositiveInt = 8
     """Rank of the adapters."""
-    lora_alpha: bounds.PositiveFloat = 32.0
-    """Weight of the adapters: what they compute is multiplied by this number / --lora_rank."""
-    lora_dropout: bounds.ProperFraction = 0.0
-    """Share of the numbers an adapter takes in that are zero in training."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Linear layers that get adapters, by their names in Hugging Face's files as PEFT takes them: q_proj, k_proj,
     v_proj, o_proj, gate_proj, up_proj, down_proj, ... all-linear: all of them, experts too, but for the output
     layer."""
     lora_modules_to_save: list[str] = field(default_factory=list)
     """Modules of the trunk that learn in full beside the adapters: embed_tokens, lm_head, norm, input_layernorm, ..."""
-    use_rslora: bool = False
-    """Divide --lora_alpha by the root of --lora_rank (rank-stabilised LoRA), not by the rank."""
     use_dora: bool = False
     """Learn the length of each row of a weight beside its direction (DoRA), of every layer that gets an adapter."""
     mtp_tuner: MtpTuner | None = None
     """How MTP heads learn beside adapters. full: all of their parameters. lora: adapters of their own. frozen: not at
     all. Unset: lora where somebody has trained them before, full where they start anew."""
+
+
+@dataclass(frozen=True)
+class LoraArgs(AdapterShapeArgs):
+    """Low-rank adapters (LoRA)"""
+
+    lora_alpha: bounds.PositiveFloat = 32.0
+    """Weight of the adapters: what they compute is multiplied by this number / --lora_rank."""
+    lora_dropout: bounds.ProperFraction = 0.0
+    """Share of the numbers an adapter takes in that are zero in training."""
+    use_rslora: bool = False
+    """Divide --lora_alpha by the root of --lora_rank (rank-stabilised LoRA), not by the rank."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,15 @@ class AdapterArgs:
 
 
 @dataclass(frozen=True)
-class DataArgs:
+class RowLengthArgs:
+    """Data"""
+
+    max_length: bounds.Length = 2048
+    """Longest sample in tokens; longer ones follow --truncation_strategy."""
+
+
+@dataclass(frozen=True)
+class DataArgs(RowLengthArgs):
     """Data"""
 
     dataset: list[str] = field(default_factory=list)
@@ -125,8 +145,6 @@ class DataArgs:
     """Held-out files or datasets of the hub. Unset: split from --dataset by --split_dataset_ratio."""
     split_dataset_ratio: bounds.ProperFraction = 0.05
     """Part of --dataset held out for evaluation when --val_dataset is not given; 0 holds out nothing."""
-    max_length: bounds.Length = 2048
-    """Longest sample in tokens; longer ones follow --truncation_strategy."""
     truncation_strategy: TruncationStrategy = "delete"
     """What happens to samples over --max_length: delete them, cut left, cut right, or stop with an error. split is for
     megatron pt."""
@@ -183,7 +201,20 @@ class DocumentArgs:
 
 
 @dataclass(frozen=True)
-class PreferenceArgs:
+class ReferenceModelArgs:
+    """Preferences"""
+
+    ref_model: str | None = None
+    """A Hugging Face model, as for --model, that answers are compared with. Unset: --model as it is before the first
+    step."""
+    ref_tensor_model_parallel_size: bounds.PositiveInt | None = None
+    """Ranks that share each matrix of the reference model. Unset: as --tensor_model_parallel_size."""
+    ref_pipeline_model_parallel_size: bounds.PositiveInt | None = None
+    """Stages of the reference model. Unset: as --pipeline_model_parallel_size."""
+
+
+@dataclass(frozen=True)
+class PreferenceArgs(ReferenceModelArgs):
     """Preferences"""
 
     loss_type: PreferenceLoss = "sigmoid"
@@ -202,13 +233,6 @@ class PreferenceArgs:
     """With kto: weight of the loss of good answers."""
     undesirable_weight: bounds.NonNegativeFloat = 1.0
     """With kto: weight of the loss of bad answers."""
-    ref_model: str | None = None
-    """A Hugging Face model, as for --model, that answers are compared with. Unset: --model as it is before the first
-    step."""
-    ref_tensor_model_parallel_size: bounds.PositiveInt | None = None
-    """Ranks that share each matrix of the reference model. Unset: as --tensor_model_parallel_size."""
-    ref_pipeline_model_parallel_size: bounds.PositiveInt | None = None
-    """Stages of the reference model. Unset: as --pipeline_model_parallel_size."""
     ref_logprobs_cache: str | None = None
     """Directory for what the reference model says of the pairs; later runs over the same pairs read it. Unset:
     OUTPUT_DIR/reference."""
@@ -242,38 +266,42 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True)
-class DistributedArgs:
+class OptimizerShareArgs:
     """Distributed optimizer and communication"""
 
     use_distributed_optimizer: bool | None = None
     """Data-parallel ranks share the optimizer state instead of each holding all of it. Unset, here and below: on GPUs,
     where there are such ranks."""
-    overlap_grad_reduce: bool | None = None
-    """Sum gradients over data-parallel ranks while the backward pass still runs."""
-    overlap_param_gather: bool | None = None
-    """Gather updated parameters while the forward pass already runs; needs the two options above."""
+
+
+@dataclass(frozen=True)
+class TimeoutArgs:
+    """Distributed optimizer and communication"""
+
     distributed_timeout_minutes: bounds.PositiveInt = 10
     """Longest wait of one rank for another before the run ends with an error."""
 
 
 @dataclass(frozen=True)
-class KernelArgs:
+class DistributedArgs(OptimizerShareArgs, TimeoutArgs):
+    """Distributed optimizer and communication"""
+
+    overlap_grad_reduce: bool | None = None
+    """Sum gradients over data-parallel ranks while the backward pass still runs."""
+    overlap_param_gather: bool | None = None
+    """Gather updated parameters while the forward pass already runs; needs the two options above."""
+
+
+@dataclass(frozen=True)
+class PrecisionArgs:
     """Kernels"""
 
     transformer_impl: TransformerImpl = "local"
     """Whose linear layers and norms: torch's (local) or, on NVIDIA GPUs, Transformer Engine's. Checkpoints are the
     same."""
-    attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "te"] = "auto"
-    """sdpa: torch's, a call for each sequence. flash: one call for all sequences of a packed row, of flash-attn if it
-    is installed, else of torch. flash3, flash4: torch's over the kernels of flash-attn 3 (Hopper) or 4 (Hopper,
-    Blackwell), which must be installed. te: Transformer Engine's. auto: on GPUs in bfloat16 flash, where it is
-    there."""
     fused_kernels: Literal["auto", "none"] = "auto"
     """auto: on GPUs norms and activations are one kernel each, and losses never hold all logits. none: everything
     rounds where transformers does."""
-    deterministic_mode: bool = False
-    """On GPUs too, the same options make the same bits in every run, more slowly: sums are made in one order. What
-    torch has no such way for ends the run. A CPU computes so anyway."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
     """Train with linear layers and experts whose products are of 8 bits, on GPUs that have them. hybrid: gradients in
     e5m2, all else in e4m3. Needs --transformer_impl transformer_engine. What is saved and exported is not of 8 bits."""
@@ -286,6 +314,20 @@ class KernelArgs:
     """With --fp8_format or --fp4_format: the first decoder layers that stay in bfloat16."""
     num_layers_at_end_in_bf16: bounds.NonNegativeInt = 1
     """With --fp8_format or --fp4_format: the last decoder layers that stay in bfloat16."""
+
+
+@dataclass(frozen=True)
+class KernelArgs(PrecisionArgs):
+    """Kernels"""
+
+    attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "te"] = "auto"
+    """sdpa: torch's, a call for each sequence. flash: one call for all sequences of a packed row, of flash-attn if it
+    is installed, else of torch. flash3, flash4: torch's over the kernels of flash-attn 3 (Hopper) or 4 (Hopper,
+    Blackwell), which must be installed. te: Transformer Engine's. auto: on GPUs in bfloat16 flash, where it is
+    there."""
+    deterministic_mode: bool = False
+    """On GPUs too, the same options make the same bits in every run, more slowly: sums are made in one order. What
+    torch has no such way for ends the run. A CPU computes so anyway."""
 
 
 @dataclass(frozen=True)
@@ -316,11 +358,17 @@ class MoeArgs:
 
 
 @dataclass(frozen=True)
-class OptimArgs:
+class MicroBatchArgs:
     """Batches, optimizer and schedule"""
 
     micro_batch_size: bounds.PositiveInt = 1
     """Samples per forward pass on one rank."""
+
+
+@dataclass(frozen=True)
+class OptimArgs(MicroBatchArgs):
+    """Batches, optimizer and schedule"""
+
     global_batch_size: bounds.PositiveInt = 16
     """Samples per optimizer step over all ranks; gradients accumulate as needed."""
     num_train_epochs: bounds.PositiveFloat = 1.0

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.args.fields import KernelArgs, MtpMode, ParallelLayout, RecomputeArgs, TransformerImpl
+from swiftlite.args.fields import KernelArgs, MtpMode, ParallelLayout, PrecisionArgs, RecomputeArgs, TransformerImpl
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.rank import FLOAT32, Rank
@@ -76,20 +76,12 @@ def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:
     layers = args.mtp_num_layers
     if layers is None:
         layers = Heads.from_config(hf_config).layers or int(args.mtp_mode == "heads_only")
-    return Heads(layers, args.mtp_unroll, draft_vocab=tuple(range(args.draft_vocab)))
+    return Heads(layers, args.mtp_unroll, draft_vocab=tuple(range(args.draft_vocab or 0)))
 
 
 def planned_kernels(args: DoctorArgs) -> KernelArgs:
     """Those options of kernels that a plan has."""
-    return KernelArgs(
-        transformer_impl=args.transformer_impl,
-        fused_kernels=args.fused_kernels,
-        fp8_format=args.fp8_format,
-        fp8_recipe=args.fp8_recipe,
-        fp4_format=args.fp4_format,
-        num_layers_at_start_in_bf16=args.num_layers_at_start_in_bf16,
-        num_layers_at_end_in_bf16=args.num_layers_at_end_in_bf16,
-    )
+    return KernelArgs(**dataclasses.asdict(group_of(args, PrecisionArgs)))
 
 
 def _planned_lora(args: DoctorArgs) -> Lora | None:

@@ -38,7 +38,9 @@ def test_groups_are_the_declaring_classes_in_order():
         "torch_dtype",
         "trust_remote_code",
     ]
-    assert [*groups(ExportArgs)] == [title(ConversionArgs), title(fields.ParallelLayout)]
+    assert [*groups(ExportArgs)] == [
+        title(each) for each in (ConversionArgs, fields.ParallelLayout, fields.TimeoutArgs)
+    ]
 
 
 def test_the_same_name_has_each_command_s_own_words():
