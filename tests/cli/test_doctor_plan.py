@@ -1,6 +1,7 @@
 """`swiftlite doctor --plan` as a user reads it."""
 
 import json
+import re
 
 import pytest
 
@@ -148,11 +149,12 @@ def test_layouts_by_their_estimated_speed(model, capsys):
     speeds = [int(line.split()[0].replace(",", "")) for line in shown]
     assert speeds == sorted(speeds, reverse=True)
     assert len(speeds) == 6
-    start = lines.index("of each 100 seconds, in the same order") + 2
+    start = lines.index("", 4) + 3
     for line in lines[start : start + 6]:
         assert sum(float(share.rstrip("%")) for share in line.split()) == pytest.approx(100, abs=0.5)  # rounded
-    whole = float(next(line for line in lines if line.startswith("the first: 262144 tokens in ")).split()[-2])
-    parts = lines[lines.index(next(line for line in lines if line.startswith("the first: "))) + 1 : -2]
+    first = next(line for line in lines if mentions(line, "262144"))
+    whole = float(first.split()[-2])
+    parts = lines[lines.index(first) + 1 : -2]
     seconds = [float(line.split(" s ")[0].split()[-1]) for line in parts]
     assert sum(seconds) == pytest.approx(whole, abs=0.01)
     assert speeds[0] == pytest.approx(262144 / whole, rel=0.001)
@@ -172,7 +174,7 @@ def test_the_flags_of_the_fastest_need_the_memory_that_is_shown(model, capsys):
     is_shared = flags.get("--sequence_parallel") == "true"
     options = {"sequence_parallel": is_shared, "recompute_granularity": flags.get("--recompute_granularity", "none")}
     _, alone = plan(capsys, model=model, num_gpus=8, tuner_type="lora", **typed, **options)
-    memory = next(line for line in alone if line.startswith("fits: ")).split()[1]
+    memory, *_ = re.findall(r"([\d.]+) GB", alone[-1])
     assert memory == lines[4].split()[2]
 
 
@@ -257,7 +259,7 @@ def test_heads_alone_are_planned_as_they_are_trained(model, capsys):
     """At least one, as sft makes one where the checkpoint has none; and each draft keeps what a layer keeps."""
     options = {"model": model, "mtp_mode": "heads_only", "max_length": 8192, "num_gpus": 1}
     _, one = plan(capsys, **options)
-    assert one[1].endswith("MTP depth 1 (heads_only)")
+    assert mentions(one[1], "MTP 1 heads_only")
     _, stated = plan(capsys, **options, mtp_num_layers=1)
     assert stated == one
     _, three = plan(capsys, **options, mtp_unroll=3)

@@ -288,7 +288,7 @@ def test_a_file_that_ends_before_a_row_that_waits(make_rows, write_jsonl):
     assert max(entry.row for entry in rows.waiting) == num_read < 10
     assert rows.stream.rows_per_epoch == [0]
     write_jsonl(all_rows[:num_read])
-    with pytest.raises(UserError, match="is not what this run has read before"):
+    with pytest.raises(UserError, match=naming("--dataset")):
         make_rows([path], state=rows.state())
 
 

@@ -120,7 +120,7 @@ def test_a_server_takes_new_weights_or_answers_no_more(trained, tmp_path, monkey
             ServedVllm(URL)
 
         # End the transfer that the server still waits for, as nobody should, so that it takes one more.
-        with pytest.raises(UserError, match="refuses /update_weights"):
+        with pytest.raises(UserError, match=naming("/update_weights")):
             engine._server.call("POST", "/update_weights", {"update_info": {"path": "nowhere"}})
         engine._server.call("POST", "/resume")
 

@@ -7,6 +7,7 @@ import pytest
 
 from swiftlite.engines.devices import on_devices
 from swiftlite.errors import UserError
+from tests.messages import naming
 
 SEEN = [sys.executable, "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), end='')"]
 
@@ -32,5 +33,5 @@ def test_devices_count_from_0_among_those_that_are_visible(monkeypatch, visible,
 @pytest.mark.parametrize("visible", ["", "0,1"])
 def test_a_device_that_is_not_visible_is_refused(monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(UserError, match="on GPU 2"), on_devices((2,)):
+    with pytest.raises(UserError, match=naming("GPU 2")), on_devices((2,)):
         pass

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from swiftlite import rules
-from tests.messages import mentions
+from tests.messages import mention_each, mentions
 from tests.rules.good import CHAIN, DEPLOY, TREE, problems_of
 
 
@@ -119,7 +119,7 @@ def test_deploy_with_vllm(here, monkeypatch):
     assert mentions(problem, "--vllm_engine_kwargs 'speculative_config'")
     assert hint == """--vllm_speculative_config '{"a": 1}'"""
     problems = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm", **CHAIN))
-    assert [hint for _, hint in problems] == ["add --infer_backend sglang"] * 3
+    assert mention_each([hint for _, hint in problems], ["--infer_backend sglang"] * 3)
     twice = {"num_speculative_tokens": 1, "vllm_speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
     ((problem, _),) = problems_of(dataclasses.replace(DEPLOY, infer_backend="vllm", **twice))
     assert mentions(problem, "--num_speculative_tokens --vllm_speculative_config")

@@ -16,6 +16,7 @@ from swiftlite.errors import OptionError
 from swiftlite.plan.facts import Facts
 from swiftlite.plan.layout import data_parallel_size, layout_of
 from swiftlite.rules import common
+from tests.messages import mentions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SLURM, KUBERNETES = EXAMPLES / "slurm.sbatch", EXAMPLES / "kubernetes.yaml"
@@ -88,7 +89,7 @@ def test_slurm_says_what_is_missing():
         ["bash", SLURM], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
     )
     assert done.returncode != 0
-    assert "MODEL: a Hugging Face model directory" in done.stderr
+    assert mentions(done.stderr, "MODEL")
 
 
 def test_kubernetes_starts_every_node():
