@@ -1,7 +1,7 @@
 """How many small changes to the code the tests notice: a sample of its mutants.
 
     python scripts/mutants.py swiftlite/bridge --tests tests/bridge --then tests/parallel/test_bridge.py
-    python scripts/mutants.py swiftlite/data/sources.py:250 --tests tests/data      # all mutants of one line
+    python scripts/mutants.py swiftlite/data/rows/sources.py:250 --tests tests/data      # all mutants of one line
 
 A mutant is a copy of the checkout with one change: a comparison or an operator is another one, a number is one more or
 less, a condition is negated, a keyword argument or a statement is gone, a result is None, a loop runs over nothing, an

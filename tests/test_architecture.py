@@ -12,8 +12,8 @@ from swiftlite.engines.index import ENGINES
 ROOT = Path(swiftlite.__file__).parent
 # Lower levels first; names on one level do not know each other.
 LEVELS = (
-    {"chart", "errors", "json_file", "redact", "surroundings", "table"},
-    {"draft_vocab", "drafting", "durable", "log"},
+    {"errors", "json_file", "redact"},
+    {"durable", "log"},
     {"heads", "lora"},
     {"args"},
     {"methods"},
@@ -22,6 +22,7 @@ LEVELS = (
     {"families"},
     {"conventions"},
     {"plan"},
+    {"estimate"},
     {"runtime"},
     {"model"},
     {"acceptance"},
@@ -32,20 +33,18 @@ LEVELS = (
     {"cli"},
 )
 MEGATRON = ("runtime", "model", "acceptance", "train", "bridge/placement.py")
-DECLARED = ("bridge/join.py", "bridge/quantization.py", "bridge/rows.py")  # what families declare with
+DECLARED = ("bridge/join.py", "bridge/encoding/quantization.py", "bridge/rows.py")  # what families declare with
 WITHOUT_TORCH = (
-    "chart.py",
-    "draft_vocab.py",
-    "drafting.py",
     "durable.py",
     "errors.py",
-    "heads.py",
+    "heads",
     "json_file.py",
     "log.py",
     "lora.py",
     "redact.py",
-    "surroundings.py",
-    "table.py",
+    "report/chart.py",
+    "report/table.py",
+    "runtime/environment.py",
     "args",
     "methods",
     "hub",
@@ -53,6 +52,7 @@ WITHOUT_TORCH = (
     "families",
     "conventions",
     "plan",
+    "estimate",
     "rules",
     "cli",
 )

@@ -2,8 +2,8 @@
 
 import pytest
 
-from swiftlite import draft_vocab
 from swiftlite.errors import UserError
+from swiftlite.heads import draft_vocab
 
 
 @pytest.mark.parametrize(

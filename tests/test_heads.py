@@ -1,8 +1,8 @@
 import pytest
 
-from swiftlite.drafting import Drafting
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
+from swiftlite.heads.drafting import Drafting
 from tests.messages import naming
 
 FED = {"takes_before_norm": True, "recycles_before_norm": False, "zeroes_first_embedding": True}

@@ -1,6 +1,6 @@
 """Tables of text."""
 
-from swiftlite.table import text_table
+from swiftlite.report.table import text_table
 
 ROWS = [("name", "count", "what it is"), ("a", "12", "short"), ("longer", "3", "")]
 

@@ -20,14 +20,16 @@ from megatron.core.transformer.spec_utils import build_module
 from torch.autograd.graph import saved_tensors_hooks
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.families import deepseek_v3, dense
+from swiftlite.families import dense
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
-from swiftlite.model import context_parallel, mla
+from swiftlite.families.models import deepseek_v3
+from swiftlite.model import context_parallel
+from swiftlite.model.attention import mla
+from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.build import build_config
 from swiftlite.model.context_parallel import describe_packed, shard_sequence
-from swiftlite.model.kernels import modules_of
-from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.model.layers.kernels import modules_of
 from swiftlite.model.specs import attention_spec
 from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.distributed import session

@@ -45,8 +45,8 @@ def main() -> None:
 
 def losses(args: argparse.Namespace, learns: bool, group: Any) -> tuple[Compute, Compute]:
     """Forward and backward pass of each way, which give losses and gradients."""
-    from swiftlite.model.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
-    from swiftlite.model.loss import distillation_loss, select, token_loss
+    from swiftlite.model.loss.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
+    from swiftlite.model.loss.losses import distillation_loss, select, token_loss
 
     torch.manual_seed(0)
     weight = torch.randn(args.vocab, args.hidden, requires_grad=learns)

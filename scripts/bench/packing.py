@@ -20,9 +20,9 @@ from typing import Any
 import binpacking  # pyright: ignore[reportMissingImports]
 import numpy as np
 
-from swiftlite.data.packing import Entry, RowStream, pack
-from swiftlite.data.schedule import schedule
-from swiftlite.plan.flops import training_flops
+from swiftlite.data.packing.packing import Entry, RowStream, pack
+from swiftlite.data.packing.schedule import schedule
+from swiftlite.estimate.flops import training_flops
 
 ROW = 4096
 CHUNK = 1000

@@ -74,9 +74,9 @@ def swiftlite_steps(model_dir: Path, rows: int, steps: int) -> Iterator[None]:
     from swiftlite.bridge.transfer import load_hf
     from swiftlite.data.batch import collate
     from swiftlite.data.sample import make_sample
+    from swiftlite.estimate.flops import training_flops
     from swiftlite.heads import Heads
     from swiftlite.model.build import build_model
-    from swiftlite.plan.flops import training_flops
     from swiftlite.plan.run import make_plan, make_schedule
     from swiftlite.runtime.distributed import session
     from swiftlite.train.methods.next_token import NextTokenObjective

@@ -38,7 +38,7 @@ def write_rows(path: Path, number: int) -> None:
 def open_stream(model: str, file: str, readers=None):
     from swiftlite.bridge.hf_config import read_config
     from swiftlite.data.encoder import ConversationEncoder
-    from swiftlite.data.stream import Stream
+    from swiftlite.data.packing.stream import Stream
     from swiftlite.data.template import ChatTemplate, load_tokenizer
 
     template = ChatTemplate(load_tokenizer(model), vocab_size=read_config(Path(model))["vocab_size"])
@@ -60,10 +60,10 @@ def read_together(model: str, file: str, number: int, seconds: float) -> None:
     import torch.distributed as dist
 
     from swiftlite.bridge.hf_config import read_config
-    from swiftlite.data.schedule import schedule
-    from swiftlite.data.stream import Readers
-    from swiftlite.plan.flops import training_flops
-    from swiftlite.train.exchange import exchange, gather
+    from swiftlite.data.packing.schedule import schedule
+    from swiftlite.data.packing.stream import Readers
+    from swiftlite.estimate.flops import training_flops
+    from swiftlite.train.batches.exchange import exchange, gather
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -17,19 +17,19 @@ from torch.profiler import ProfilerActivity
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.bridge.transfer import load_hf
+from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.data.sampler import Sampler
+from swiftlite.estimate.flops import training_flops
 from swiftlite.families import index
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
-from swiftlite.model.lora import add_adapters
-from swiftlite.plan.flops import training_flops
+from swiftlite.model.layers.lora import add_adapters
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.layout import group_of, layout_of
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.runtime.distributed import session
-from swiftlite.train.batches import Batches
+from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer

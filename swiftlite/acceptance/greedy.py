@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from megatron.core.utils import unwrap_model
 
-from swiftlite.model.cache import Cache, Span
+from swiftlite.model.attention.cache import Cache, Span
 from swiftlite.model.decode import CachedPass, forward_cached
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.pipeline import run_pipeline

@@ -13,7 +13,7 @@ from swiftlite.acceptance import places
 from swiftlite.acceptance.counts import DraftCounts, replay
 from swiftlite.acceptance.statistics import sum_up
 from swiftlite.data.batch import collate_packed, shift_left
-from swiftlite.data.packing import pack
+from swiftlite.data.packing.packing import pack
 from swiftlite.data.sample import Sample
 from swiftlite.model.forward import forward
 from swiftlite.model.open import open_model, read_hf_model

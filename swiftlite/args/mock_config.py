@@ -4,7 +4,7 @@
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192, "mean_seq_len": 4096,
      "lognormal_sigma": 1.1}
 
-What they mean is in `data/mock.py`.
+What they mean is in `data/rows/mock.py`.
 """
 
 import json

@@ -13,8 +13,8 @@ from swiftlite.bench.measure import ServerResult
 from swiftlite.engines.client import Answer
 from swiftlite.engines.index import ENGINES
 from swiftlite.redact import redact
-from swiftlite.surroundings import describe_machine, versions_of
-from swiftlite.table import text_table
+from swiftlite.report.table import text_table
+from swiftlite.runtime.environment import describe_machine, versions_of
 
 BENCH_JSON = "bench.json"
 # Two servers that draft nothing differ by a few percent on a machine of their own.

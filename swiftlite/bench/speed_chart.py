@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from swiftlite.bench.measure import ServerResult, in_words
-from swiftlite.chart import as_svg
+from swiftlite.report.chart import as_svg
 
 
 def draw(servers: Sequence[ServerResult]) -> bytes:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from swiftlite.bridge.binding import compare_shapes, expected_shapes, whole_numbers
+from swiftlite.bridge.encoding.quantization import block_size
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import HfConfig, Row, RowTable
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan
 from swiftlite.errors import UserError

@@ -22,9 +22,9 @@ from typing import IO, Any, Self
 
 import torch
 
-from swiftlite.bridge import fp8
+from swiftlite.bridge.encoding import fp8
+from swiftlite.bridge.encoding.expert_stack import unfold
 from swiftlite.bridge.entry import Entry, TensorTypes
-from swiftlite.bridge.expert_stack import unfold
 from swiftlite.durable import sync, write_durably
 from swiftlite.errors import UserError
 from swiftlite.json_file import parse_json, read_json

@@ -22,9 +22,9 @@ from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
 from swiftlite.bridge.binding import Binding, Shard, bind, whole_numbers
-from swiftlite.bridge.expert_stack import fold, stack_name
+from swiftlite.bridge.encoding.expert_stack import fold, stack_name
+from swiftlite.bridge.encoding.quantization import block_size
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import HfConfig, HfPart, Row, RowTable, Shape
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
 from swiftlite.errors import UserError

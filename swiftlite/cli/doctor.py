@@ -16,18 +16,18 @@ from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.reference_plan import report_reference
 from swiftlite.engines.index import ENGINES
+from swiftlite.estimate import memory
+from swiftlite.estimate.flops import training_flops
+from swiftlite.estimate.setup import Setup, planned_setup
+from swiftlite.estimate.suggestion import suggest
 from swiftlite.families.index import FAMILIES, architecture_of
 from swiftlite.hub.model import description_of, local_model
-from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
-from swiftlite.plan.flops import training_flops
 from swiftlite.plan.kernels import automatic
 from swiftlite.plan.layout import data_parallel_size
-from swiftlite.plan.setup import Setup, planned_setup
-from swiftlite.plan.suggestion import suggest
 from swiftlite.redact import redact_text
-from swiftlite.surroundings import gpu_models, has_nvidia_driver, sees_gpu, torch_cuda
-from swiftlite.table import text_table
+from swiftlite.report.table import text_table
+from swiftlite.runtime.environment import gpu_models, has_nvidia_driver, sees_gpu, torch_cuda
 
 
 class Tested(NamedTuple):
@@ -240,8 +240,8 @@ def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]
 
 
 def _report_engine(args: DoctorArgs, directory: Path) -> bool:
-    from swiftlite.engines.dry_load import dry_load
     from swiftlite.engines.engine import EngineConfig
+    from swiftlite.engines.loading.dry_load import dry_load
     from swiftlite.errors import UserError
 
     assert args.engine is not None

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import DoctorArgs, SftArgs
-from swiftlite.data.hub_rows import fetch_rows
+from swiftlite.data.rows.hub_rows import fetch_rows
 from swiftlite.hub import commits
 from swiftlite.hub.model import local_model
 from swiftlite.hub.name import dataset_names, models_in

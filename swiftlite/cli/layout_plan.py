@@ -4,15 +4,15 @@ from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.args.docs import options
 from swiftlite.errors import UserError
+from swiftlite.estimate import memory, timing
+from swiftlite.estimate.flops import training_flops
+from swiftlite.estimate.gpus import GPUS, Gpu
+from swiftlite.estimate.search import DOUBLINGS, Candidate, global_batch_size, has_layout, larger, ranked
 from swiftlite.families.family import HfConfig
 from swiftlite.hub.model import description_of
-from swiftlite.plan import memory, timing
 from swiftlite.plan.facts import read_hf_config
-from swiftlite.plan.flops import training_flops
-from swiftlite.plan.gpus import GPUS, Gpu
-from swiftlite.plan.search import DOUBLINGS, Candidate, global_batch_size, has_layout, larger, ranked
+from swiftlite.report.table import text_table
 from swiftlite.rules.common import changed
-from swiftlite.table import text_table
 
 GB = 1e9
 _SHOWN = 6

@@ -30,8 +30,8 @@ from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule, render
 from swiftlite.redact import redact_text
+from swiftlite.runtime.environment import gpu_models, sees_gpu
 from swiftlite.runtime.parent import end_with_parent
-from swiftlite.surroundings import gpu_models, sees_gpu
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,13 +3,13 @@
 from typing import Any
 
 from swiftlite.args.commands import DoctorArgs
+from swiftlite.estimate import memory
+from swiftlite.estimate.reference_memory import AskingMemory, estimate_asking
+from swiftlite.estimate.setup import Setup
 from swiftlite.hub.model import description_of
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
-from swiftlite.plan import memory
 from swiftlite.plan.facts import read_hf_config
-from swiftlite.plan.reference_memory import AskingMemory, estimate_asking
-from swiftlite.plan.setup import Setup
-from swiftlite.table import text_table
+from swiftlite.report.table import text_table
 
 GB = 1e9
 _COLUMNS = ("ranks", "stage", "model", "reference stage", "weights", "a layer", "logits", "total", "in training")

@@ -8,8 +8,8 @@ those of an independent reference that follows it. docs/en/serving.md shows all 
 from dataclasses import dataclass
 from typing import Literal
 
-from swiftlite.drafting import Drafting
 from swiftlite.families import Family
+from swiftlite.heads.drafting import Drafting
 
 
 @dataclass(frozen=True)

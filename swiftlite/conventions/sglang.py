@@ -1,8 +1,8 @@
 """How SGLang 0.5.23 drafts, which is not always how heads are trained."""
 
 from swiftlite.conventions.convention import Convention
-from swiftlite.drafting import Drafting
 from swiftlite.families import Family
+from swiftlite.heads.drafting import Drafting
 
 # HF model_type -> convention. The classes of Llama, Mistral, Qwen2, Qwen3 and Seed-OSS are our plugin's
 # (models/dense.py).

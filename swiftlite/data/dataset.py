@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swiftlite.data.conversation import BadRow, Conversation, parse_row
 from swiftlite.data.encoder import Encoded, Encoder, encode_all, special_token_note
-from swiftlite.data.mixture import Mixture, interleave
+from swiftlite.data.packing.mixture import Mixture, interleave
+from swiftlite.data.rows.conversation import BadRow, Conversation, parse_row
+from swiftlite.data.rows.sources import RowParser, find_rows, read_rows
 from swiftlite.data.sample import Sample, digest
-from swiftlite.data.sources import RowParser, find_rows, read_rows
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 

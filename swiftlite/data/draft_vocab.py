@@ -1,4 +1,4 @@
-"""Choose the tokens that MTP heads can draft: those that answers hold most often. See `swiftlite.draft_vocab`."""
+"""Choose the tokens that MTP heads can draft: those that answers hold most often. See `swiftlite.heads.draft_vocab`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -11,10 +11,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.fields import TruncationStrategy
-from swiftlite.data.conversation import BadRow, Conversation, RowError, parse_row
-from swiftlite.data.document import parse_document
+from swiftlite.data.rows.conversation import BadRow, Conversation, RowError, parse_row
+from swiftlite.data.rows.document import parse_document
+from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.sample import Sample, join, make_sample, truncate
-from swiftlite.data.sources import RowParser
 from swiftlite.data.template import ChatTemplate, check_ids, special_tokens_of
 from swiftlite.errors import UserError
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from swiftlite.data.conversation import RowError
+from swiftlite.data.rows.conversation import RowError
 from swiftlite.errors import clip
 
 MAX_MEGABYTES = 1000

@@ -17,7 +17,7 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from swiftlite.data.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
+from swiftlite.data.rows.conversation import HALF_A_PAIR, SURROGATE, Conversation, Message, RowError
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.sandbox import check_length, running_the_template
 from swiftlite.errors import UserError, clip

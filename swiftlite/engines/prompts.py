@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from swiftlite.data.conversation import Conversation, RowError
+from swiftlite.data.rows.conversation import Conversation, RowError
 from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.errors import UserError

@@ -11,8 +11,8 @@ from typing import Any
 from swiftlite import families
 from swiftlite.bridge.audit import mtp_keys
 from swiftlite.bridge.binding import compare_shapes
+from swiftlite.bridge.encoding.quantization import block_size
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.quantization import block_size
 from swiftlite.bridge.rows import Shape
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.info import EngineInfo

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from swiftlite.chart import as_svg
 from swiftlite.evaluate.figures import ModelFigures, in_words, rates
+from swiftlite.report.chart import as_svg
 
 
 def draw(results: Mapping[str, ModelFigures]) -> bytes:

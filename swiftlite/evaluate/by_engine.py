@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.teacher_forced import ALL
-from swiftlite.data.conversation import Conversation
+from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.engine import Completion, Engine, EngineConfig, Sampling, start_engine

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from swiftlite.engines.engine import Engine, Sampling
-from swiftlite.table import text_table
+from swiftlite.report.table import text_table
 
 COLUMNS = ["draft_confidence", "drafted per step", "tokens per step", "tokens/s", "ratio"]
 

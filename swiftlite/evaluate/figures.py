@@ -3,7 +3,7 @@
 from typing import Any
 
 from swiftlite.acceptance import report
-from swiftlite.table import text_table
+from swiftlite.report.table import text_table
 
 ModelFigures = dict[str, dict[str, dict[str, Any]]]
 """Method (teacher_forced, replayed, an engine's name, that and `REPLAYED`, or that at a temperature, see

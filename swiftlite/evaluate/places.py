@@ -8,7 +8,7 @@ from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.evaluate.figures import ModelFigures, share_cells
 from swiftlite.report.figure import Bars, draw_bars, share
 from swiftlite.report.page import Section, Table
-from swiftlite.table import text_table
+from swiftlite.report.table import text_table
 
 WORDS = dict(zip(PLACES, ("tokens before", "tokens of the answer before"), strict=True))
 Bucket = Mapping[str, Any]

@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from swiftlite.bridge.adapter_files import Base, write_adapter, write_heads
-from swiftlite.bridge.adapter_rows import adapted_modules, adapted_rows, saved_names
+from swiftlite.bridge.adapters.files import Base, write_adapter, write_heads
+from swiftlite.bridge.adapters.rows import adapted_modules, adapted_rows, saved_names
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.transfer import stream_hf
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.lora import gather_adapters, gather_saved, merged
+from swiftlite.model.layers.lora import gather_adapters, gather_saved, merged
 from swiftlite.model.open import HfModel
 
 _MERGE = "leave --merge_lora out: the export then has the adapters in its weights"

@@ -14,7 +14,7 @@ from swiftlite.json_file import read_json
 from swiftlite.methods.index import command_of_run
 from swiftlite.model.open import HfModel
 from swiftlite.train.methods.training import training_of
-from swiftlite.train.report import REPORT_FILE
+from swiftlite.train.metrics.run_report import REPORT_FILE
 
 
 def restrict_heads(args: ExportArgs, run: Path, hf_model: HfModel, heads: Heads) -> Heads:

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
-from swiftlite.bridge.adapter_files import Base
+from swiftlite.bridge.adapters.files import Base
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
-from swiftlite.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.durable import flush_to_disk, sync
 from swiftlite.errors import UserError
 from swiftlite.export import adapter
@@ -25,13 +24,14 @@ from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.gate import check_acceptance
 from swiftlite.export.origin import origin_of
 from swiftlite.heads import Heads, depth_key
+from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.hub.model import identity_of, local_model, optional_model
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import push
 from swiftlite.log import logger
 from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.lora import add_adapters, merge
+from swiftlite.model.layers.lora import add_adapters, merge
 from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
@@ -39,8 +39,8 @@ from swiftlite.runtime.agreement import check_agreement
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
-from swiftlite.train.source import (
+from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
+from swiftlite.train.checkpoint.source import (
     CARRIED_FILE,
     TENSORS_FILE,
     carried_file,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from swiftlite.bridge.quantization import quantization_problem
+from swiftlite.bridge.encoding.quantization import quantization_problem
 from swiftlite.bridge.rows import Row
 from swiftlite.errors import UserError
 from swiftlite.families.architecture import Outside

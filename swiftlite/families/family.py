@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from swiftlite.bridge.rows import HfConfig, Row, lift
-from swiftlite.drafting import Drafting
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.layer import Layer
 from swiftlite.heads import Heads
+from swiftlite.heads.drafting import Drafting
 
 
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:

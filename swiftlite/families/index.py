@@ -4,22 +4,22 @@ from pathlib import Path
 
 from swiftlite.errors import UserError
 from swiftlite.families.architecture import Architecture
-from swiftlite.families.deepseek_v3 import DEEPSEEK_V3
 from swiftlite.families.dense import refuse
 from swiftlite.families.family import Family, HfConfig
-from swiftlite.families.glm4_moe import GLM4_MOE
-from swiftlite.families.glm4_moe_lite import GLM4_MOE_LITE
-from swiftlite.families.hy_v3 import HY_V3
-from swiftlite.families.llama import LLAMA
-from swiftlite.families.mimo import MIMO
-from swiftlite.families.mistral import MISTRAL
-from swiftlite.families.qwen2 import QWEN2
-from swiftlite.families.qwen3 import QWEN3
-from swiftlite.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
-from swiftlite.families.qwen3_moe import QWEN3_MOE
-from swiftlite.families.qwen3_next import QWEN3_NEXT
+from swiftlite.families.models.deepseek_v3 import DEEPSEEK_V3
+from swiftlite.families.models.glm4_moe import GLM4_MOE
+from swiftlite.families.models.glm4_moe_lite import GLM4_MOE_LITE
+from swiftlite.families.models.hy_v3 import HY_V3
+from swiftlite.families.models.llama import LLAMA
+from swiftlite.families.models.mimo import MIMO
+from swiftlite.families.models.mistral import MISTRAL
+from swiftlite.families.models.qwen2 import QWEN2
+from swiftlite.families.models.qwen3 import QWEN3
+from swiftlite.families.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
+from swiftlite.families.models.qwen3_moe import QWEN3_MOE
+from swiftlite.families.models.qwen3_next import QWEN3_NEXT
+from swiftlite.families.models.seed_oss import SEED_OSS
 from swiftlite.families.rank import Rank
-from swiftlite.families.seed_oss import SEED_OSS
 from swiftlite.families.values import value_problems
 
 FAMILIES: dict[str, Family] = {

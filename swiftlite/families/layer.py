@@ -1,8 +1,8 @@
 """A decoder layer as a value, and what is asked of the two kinds that it is made of.
 
 A new kind is a frozen dataclass with these answers (`attention.py`, `mlp.py` have the known ones) and a megatron-core
-spec in `model/specs.py`. Everything that counts layers (`plan/stage_memory.py`, `plan/flops.py`, `plan/layout.py`)
-asks here and knows no kind by name.
+spec in `model/specs.py`. Everything that counts layers (`estimate/stage_memory.py`, `estimate/flops.py`,
+`plan/layout.py`) asks here and knows no kind by name.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Linear attention, a kind of attention that keeps a state of fixed size in the place of keys and values.
 
-What computes it is `model/gated_delta_net.py`. Next: `attention.py`, the kinds that look back at every token.
+What computes it is `model/attention/gated_delta_net.py`. Next: `attention.py`, the kinds that look back at every token.
 """
 
 from dataclasses import dataclass

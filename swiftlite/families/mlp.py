@@ -69,7 +69,7 @@ class Mixture:
     """A mixture of experts: a router chooses some of many gated MLPs for each token; one more may see every token.
 
     Rows are written per expert, as the files of the hub have it; files that stack all experts in one tensor are
-    unfolded while reading (`bridge/expert_stack.py`).
+    unfolded while reading (`bridge/encoding/expert_stack.py`).
 
     Attributes:
         hidden: size of the model's states.
@@ -159,7 +159,7 @@ class Mixture:
         if rank.quantised and rank.is_fused:  # experts one by one are torch's
             narrow = choices * (self.hidden + ffn)
             experts -= narrow * rank.itemsize - int(narrow * rank.quantised.copy)
-            # Each pass quantises their weights anew and keeps them (`model/te.py`).
+            # Each pass quantises their weights anew and keeps them (`model/layers/te.py`).
             experts += int(self.experts // rank.ep * _matrices(self.hidden, ffn) * rank.quantised.weights)
         gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score, before they meet
         return scores + experts + _kept_gated(rank, self.shared_ffn // rank.tp) + gate

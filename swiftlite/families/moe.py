@@ -7,10 +7,10 @@ Next: `glm4_moe.py`.
 import re
 
 from swiftlite.bridge.rows import Row
-from swiftlite.drafting import Drafting
 from swiftlite.families import dense
 from swiftlite.families.family import HfConfig, MtpLayout
 from swiftlite.families.mlp import Mixture, Mlp
+from swiftlite.heads.drafting import Drafting
 
 _REQUIRED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 

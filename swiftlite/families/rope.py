@@ -1,4 +1,4 @@
-"""The keys of a config.json that fix the rotary frequencies; `model/rope.py` computes them."""
+"""The keys of a config.json that fix the rotary frequencies; `model/attention/rope.py` computes them."""
 
 ROPE_KEYS = (
     "hidden_size",

@@ -32,7 +32,7 @@ DPO = Method(
     args_class=DpoArgs,
     line="learn from pairs of answers, one preferred",
     training="swiftlite.train.methods.dpo:DPO",
-    rules="swiftlite.rules.dpo",
+    rules="swiftlite.rules.training.dpo",
     describe=describe_pairs,
     applies=lambda args: args.loss_type != "kto",
     lr=1e-6,  # TRL's
@@ -43,7 +43,7 @@ KTO = replace(
     DPO,
     name="kto",
     training="swiftlite.train.methods.kto:KTO",
-    rules="swiftlite.rules.kto",
+    rules="swiftlite.rules.training.kto",
     describe=describe_single_answers,
     applies=lambda args: args.loss_type == "kto",
     sequences_per_sample=1,

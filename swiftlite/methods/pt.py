@@ -15,7 +15,7 @@ PT = Method(
     args_class=PtArgs,
     line="learn from plain text, documents packed",
     training="swiftlite.train.methods.pt:PT",
-    rules="swiftlite.rules.pt",
+    rules="swiftlite.rules.training.pt",
     describe=describe,
     splits_long_rows=True,
 )

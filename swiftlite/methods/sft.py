@@ -15,6 +15,6 @@ SFT = Method(
     args_class=SftArgs,
     line="fine-tune, with MTP heads, on megatron-core",
     training="swiftlite.train.methods.sft:SFT",
-    rules="swiftlite.rules.sft",
+    rules="swiftlite.rules.training.sft",
     describe=describe,
 )

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MoeArgs, MtpLoss, ParallelLayout, RecomputeArgs
-from swiftlite.drafting import Drafting
 from swiftlite.errors import OptionError
 from swiftlite.families.architecture import Architecture
 from swiftlite.heads import Heads
+from swiftlite.heads.drafting import Drafting
+from swiftlite.model.attention.mla import MLATransformerConfig
+from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.kernels import Modules, modules_of
-from swiftlite.model.mla import MLATransformerConfig
-from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.model.layers.kernels import Modules, modules_of
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.plan.kernels import Kernels, automatic, largest_head
 from swiftlite.plan.layout import (
@@ -102,7 +102,7 @@ def build_config(
         calculate_per_token_loss=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Whose it is: the activation that the spec names (model/swiglu.py), or one that megatron-core compiles.
+        # Whose it is: the activation that the spec names (model/layers/swiglu.py), or one that megatron-core compiles.
         use_te_activation_func=not kernels.is_fused,
         bias_activation_fusion=kernels.is_fused,
         # These fusions need Transformer Engine or CUDA kernels, or change the order of operations.

@@ -19,9 +19,9 @@ import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
 from swiftlite.errors import UserError
-from swiftlite.model.cache import Cache
+from swiftlite.model.attention.cache import Cache
 from swiftlite.model.gpt import GPTModel, OutputMatrix
-from swiftlite.model.loss import MAX_POSITIONS, sharing, vocab_parallel_argmax
+from swiftlite.model.loss.losses import MAX_POSITIONS, sharing, vocab_parallel_argmax
 
 HEAD_INPUT = "head_input"
 """The name under which a cache keeps the trunk's states that the heads read."""

@@ -3,9 +3,9 @@
 import torch
 
 from swiftlite.data.batch import Batch
-from swiftlite.model.balance import Balance
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import TrunkOutput
+from swiftlite.model.loss.balance import Balance
 
 
 def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None, trunk: TrunkOutput | None = None):

@@ -32,23 +32,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.data.batch import ahead
-from swiftlite.drafting import Drafting
 from swiftlite.heads import Heads
-from swiftlite.model.balance import Balance, RoutedTokens, routed_tokens
-from swiftlite.model.cache import Cache
-from swiftlite.model.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
+from swiftlite.heads.drafting import Drafting
+from swiftlite.model.attention.cache import Cache
+from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.context_parallel import (
     gather_sequence,
     padded_cu_seqlens,
     sequence_lengths,
     zigzag_positions,
 )
-from swiftlite.model.loss import IGNORE_INDEX, Selected, TokenLoss, distillation_loss, select, token_loss
+from swiftlite.model.layers.recompute import TransformerBlock
+from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from swiftlite.model.loss.balance import Balance, RoutedTokens, routed_tokens
+from swiftlite.model.loss.chunked_loss import LabelTarget, TrunkTarget, chunked_loss
+from swiftlite.model.loss.losses import IGNORE_INDEX, Selected, TokenLoss, distillation_loss, select, token_loss
 from swiftlite.model.mtp import UnrolledLayer
-from swiftlite.model.recompute import TransformerBlock
-from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.model.stage_states import StageStates
-from swiftlite.model.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 
 
 @dataclass(frozen=True)

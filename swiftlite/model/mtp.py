@@ -24,10 +24,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as McoreMultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.model.balance import RoutedTokens
-from swiftlite.model.cache import Cache
-from swiftlite.model.draft_attention import Draft
-from swiftlite.model.recompute import checkpoint
+from swiftlite.model.attention.cache import Cache
+from swiftlite.model.attention.draft_attention import Draft
+from swiftlite.model.layers.recompute import checkpoint
+from swiftlite.model.loss.balance import RoutedTokens
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 
 

@@ -25,18 +25,18 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from swiftlite.drafting import Drafting
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
 from swiftlite.families.mlp import Mixture, Mlp
-from swiftlite.model.gated_delta_net import GatedDeltaNet
-from swiftlite.model.kernels import Modules, modules_of
-from swiftlite.model.mla import MLASelfAttention, latent_norm
+from swiftlite.heads.drafting import Drafting
+from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
+from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
+from swiftlite.model.attention.self_attention import SelfAttention
+from swiftlite.model.layers.kernels import Modules, modules_of
+from swiftlite.model.layers.router import MoELayer, TopKRouter
+from swiftlite.model.layers.swiglu import SwiGLU
 from swiftlite.model.mtp import MultiTokenPredictionLayer, UnrolledLayer
-from swiftlite.model.router import MoELayer, TopKRouter
-from swiftlite.model.self_attention import SelfAttention
-from swiftlite.model.swiglu import SwiGLU
 from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.compat import MTP_INNER_LAYER
 

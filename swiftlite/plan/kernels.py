@@ -1,6 +1,7 @@
 """What computes a model's layers: options, and what this machine has, made into one frozen `Kernels`. No torch.
 
-`model/kernels.py` turns it into modules. On a CPU everything but the default is refused; tests build the value itself.
+`model/layers/kernels.py` turns it into modules. On a CPU everything but the default is refused; tests build the value
+itself.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ FlashImpl = Literal["FA3", "FA4"]
 _IMPLS: dict[str, FlashImpl] = {"flash3": "FA3", "flash4": "FA4"}
 _PACKAGES = {"FA3": "flash_attn_interface of flash-attn 3", "FA4": "flash-attn-4"}
 CHUNK = 1024
-"""Positions whose logits `model/chunked_loss.py` has in memory at one time, in float32."""
+"""Positions whose logits `model/loss/chunked_loss.py` has in memory at one time, in float32."""
 LARGEST_HEAD = 256
 """Channels of a head that these take."""
 _WORDS = {

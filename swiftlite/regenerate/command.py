@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swiftlite.args.commands import RegenerateArgs
-from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import load_prompts
+from swiftlite.data.rows.conversation import Conversation
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt, sequence_length

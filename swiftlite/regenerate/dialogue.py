@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swiftlite.data.conversation import Conversation
+from swiftlite.data.rows.conversation import Conversation
 
 End = Literal["last_turn", "truncated", "empty", "no_room"]
 """Where a conversation ends: behind its last turn, at an answer that was cut, at an empty one, or where what was said

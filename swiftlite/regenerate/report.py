@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from swiftlite.args.commands import RegenerateArgs
-from swiftlite.data.conversation import Conversation
+from swiftlite.data.rows.conversation import Conversation
 from swiftlite.regenerate.dialogue import Dialogues
 from swiftlite.regenerate.rows import Rows
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftlite.data.conversation import Conversation
+from swiftlite.data.rows.conversation import Conversation
 from swiftlite.log import logger
 from swiftlite.regenerate.dialogue import Dialogues, prompt_behind
 

@@ -17,8 +17,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from swiftlite.chart import as_svg
 from swiftlite.errors import clip
+from swiftlite.report.chart import as_svg
 from swiftlite.report.page import Figure, Table
 
 Points = Sequence[tuple[float, float]]

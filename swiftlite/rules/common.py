@@ -12,7 +12,7 @@ from swiftlite.args.commands import BenchArgs, DoctorArgs, EvaluateArgs, ExportA
 from swiftlite.args.config import Problem
 from swiftlite.args.data_file import DATA_SUFFIXES, is_number_of_rows, split_sample
 from swiftlite.args.docs import options
-from swiftlite.data.hub_rows import commit_of_dataset
+from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
 from swiftlite.heads import Heads, depth_key

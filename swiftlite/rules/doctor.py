@@ -10,15 +10,16 @@ from swiftlite.args.config import Problem
 from swiftlite.args.docs import options
 from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
+from swiftlite.estimate.gpus import GPUS
+from swiftlite.estimate.setup import planned_kernels, planned_setup
 from swiftlite.hub.model import description_of
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
 from swiftlite.plan.facts import Facts, near_path
-from swiftlite.plan.gpus import GPUS
 from swiftlite.plan.kernels import Machine, kernel_problems
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 from swiftlite.plan.low_precision import low_precision_of, model_problems
-from swiftlite.plan.setup import planned_kernels, planned_setup
-from swiftlite.rules import common, dpo, engine, sft_lora
+from swiftlite.rules import common, engine
+from swiftlite.rules.training import dpo, sft_lora
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from swiftlite.errors import UserError
-from swiftlite.plan.gpus import gpu_named
+from swiftlite.estimate.gpus import gpu_named
 
 
 @dataclass(frozen=True)

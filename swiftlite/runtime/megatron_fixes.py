@@ -35,7 +35,7 @@ def disbelieve_mocked_te() -> None:
 
 def let_blocks_recompute() -> None:
     """transformer/transformer_block.py:625 of 0.19 calls a function where up to 0.17 it called the block's own method,
-    `_checkpointed_forward`; model/recompute.py has one. Blocks without go on to the function."""
+    `_checkpointed_forward`; model/layers/recompute.py has one. Blocks without go on to the function."""
     stock = getattr(transformer_block, "checkpointed_forward", None)
     if stock is None or stock is _checkpointed_forward:
         return
@@ -53,7 +53,7 @@ def _checkpointed_forward(block: torch.nn.Module, **inputs: Any) -> Any:
 
 def start_no_results_server() -> None:
     """dist_checkpointing/strategies/filesystem_async.py:49 starts a server process before the first save, to which
-    writers report; a signal to the process group ends it, and the save with it. train/checkpoint_files.py has the
+    writers report; a signal to the process group ends it, and the save with it. train/checkpoint/files.py has the
     writers report to a file, but is asked only after the server was started, unless something is here already."""
     filesystem_async._results_queue = filesystem_async._results_queue or object()
 

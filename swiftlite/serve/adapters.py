@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from swiftlite.bridge.adapter_files import read_adapter
-from swiftlite.bridge.adapter_merge import write_merged
+from swiftlite.bridge.adapters.files import read_adapter
+from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.served_model import read_model
 from swiftlite.log import logger
 

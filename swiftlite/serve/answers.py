@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from swiftlite.args.commands import GenerationCommand
-from swiftlite.data.conversation import Conversation
+from swiftlite.data.rows.conversation import Conversation
 from swiftlite.durable import write_durably
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import ServedModel

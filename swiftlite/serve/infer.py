@@ -18,8 +18,8 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.acceptance.report import add_engine_acceptance, read_acceptance
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.data_file import split_sample
-from swiftlite.data.conversation import Conversation
 from swiftlite.data.dataset import load_prompts
+from swiftlite.data.rows.conversation import Conversation
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.durable import write_durably
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, start_engine

@@ -28,11 +28,11 @@ from swiftlite.log import logger
 from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.loss import IGNORE_INDEX
+from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import whole_rows
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches import on_this_rank
+from swiftlite.train.batches.micro_batches import on_this_rank
 
 TOKENS_PER_INPUT = 50
 """Tokens to fit to, for each of the projection's 2H inputs: some 60,000 for a hidden size of 576."""

@@ -17,15 +17,15 @@ from swiftlite.heads import depth_key
 from swiftlite.hub.model import optional_model
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.lora import add_adapters
+from swiftlite.model.layers.lora import add_adapters
 from swiftlite.model.open import HfModel, open_model
 from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.plan.trainable import Trainable
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.head_fit import fit_heads
+from swiftlite.train.metrics.run_report import hash_tensors
 from swiftlite.train.optim import make_optimizer, wrap_model
-from swiftlite.train.report import hash_tensors
 
 
 @dataclass(frozen=True)

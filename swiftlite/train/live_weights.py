@@ -1,6 +1,6 @@
 """The weights of a run during training, for an engine that is running: `sft.run(args, after_step=...)` hands them out.
 
-The engine's side is `engines/weight_update.py`; neither knows the other.
+The engine's side is `engines/loading/weight_update.py`; neither knows the other.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from swiftlite.bridge.placement import is_first_rank
 from swiftlite.bridge.rows import HfPart
 from swiftlite.bridge.transfer import Dtypes, stream_hf, streamed_tensors
-from swiftlite.model.lora import merged
+from swiftlite.model.layers.lora import merged
 from swiftlite.model.open import HfModel
 from swiftlite.train.trainer import whole_parameters
 

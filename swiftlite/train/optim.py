@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.tensor_parallel import add_gradients_in_place
+from swiftlite.model.layers.tensor_parallel import add_gradients_in_place
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.clipping import ClippedApart, heads_in_groups_of_their_own

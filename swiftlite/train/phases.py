@@ -32,15 +32,15 @@ from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule, layout_lines
 from swiftlite.runtime.agreement import check_agreement, digest
 from swiftlite.runtime.distributed import session
+from swiftlite.runtime.environment import describe_machine, versions_of
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.surroundings import describe_machine, versions_of
-from swiftlite.train.batches import Batches, SampleRows
-from swiftlite.train.checkpoint import load_checkpoint, read_state
+from swiftlite.train.batches.micro_batches import Batches, SampleRows
+from swiftlite.train.checkpoint.checkpointer import load_checkpoint, read_state
+from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of, source_tensors, write_source
 from swiftlite.train.learner import Learner
 from swiftlite.train.live_weights import LiveWeights
-from swiftlite.train.report import check_frozen, compare_tensors, write_report
-from swiftlite.train.source import describe_tensors, dtypes_of, source_tensors, write_source
+from swiftlite.train.metrics.run_report import check_frozen, compare_tensors, write_report
 from swiftlite.train.trainer import Trainer, whole_parameters
 from swiftlite.train.trunk_states import TrunkStates
 

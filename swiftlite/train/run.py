@@ -16,17 +16,17 @@ import torch.distributed as dist
 from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
-from swiftlite.bridge.adapter_files import Base
-from swiftlite.bridge.adapter_rows import saved_names
+from swiftlite.bridge.adapters.files import Base
+from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data
-from swiftlite.data.sampler import Sampler
-from swiftlite.data.stream import Readers, Stream
+from swiftlite.data.packing.sampler import Sampler
+from swiftlite.data.packing.stream import Readers, Stream
 from swiftlite.data.template import load_tokenizer
+from swiftlite.estimate.flops import training_flops
 from swiftlite.log import logger
 from swiftlite.model.build import check_computable
 from swiftlite.model.open import HfModel, read_hf_model
-from swiftlite.plan.flops import training_flops
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule
@@ -34,16 +34,16 @@ from swiftlite.plan.trainable import trainable_of
 from swiftlite.redact import redact
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
-from swiftlite.train.base_digest import shared_digest_of
-from swiftlite.train.batches import Batches
-from swiftlite.train.checkpoint import Checkpointer
-from swiftlite.train.exchange import gather
+from swiftlite.train.batches.exchange import gather
+from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.batches.streaming import StreamedBatches, StreamedSteps, reads
+from swiftlite.train.checkpoint.base_digest import shared_digest_of
+from swiftlite.train.checkpoint.checkpointer import Checkpointer
+from swiftlite.train.checkpoint.source import check_model_links
 from swiftlite.train.head_fit import samples_to_fit
 from swiftlite.train.learner import Learner, make_learner
 from swiftlite.train.methods.training import training_of
-from swiftlite.train.sinks import open_sinks
-from swiftlite.train.source import check_model_links
-from swiftlite.train.streaming import StreamedBatches, StreamedSteps, reads
+from swiftlite.train.metrics.sinks import open_sinks
 from swiftlite.train.trainer import GetBatches, Trainer
 from swiftlite.train.trunk_states import TrunkStates, open_trunk_states
 

@@ -18,17 +18,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
+from swiftlite.model.layers.router import take_load_balancing_loss
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, largest, sum_up
-from swiftlite.model.router import take_load_balancing_loss
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches import on_this_rank
-from swiftlite.train.checkpoint import Checkpointer
+from swiftlite.train.batches.micro_batches import on_this_rank
+from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.clipping import ClippedApart
+from swiftlite.train.metrics.sinks import Sink
 from swiftlite.train.objective import Objective, PreparedObjective
-from swiftlite.train.sinks import Sink
 
 GetBatches = Callable[[int], Sequence[Batch]]
 

@@ -33,7 +33,7 @@ from swiftlite.json_file import read_json
 from swiftlite.log import logger
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, TrunkOutput
-from swiftlite.model.loss import TokenLoss
+from swiftlite.model.loss.losses import TokenLoss
 from swiftlite.model.open import HfModel
 from swiftlite.model.ranks import largest
 from swiftlite.model.stage_states import StageStates
@@ -42,7 +42,7 @@ from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_of_heads
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches import Batches
+from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.learner import Learner
 
 FLAG = "--cache_trunk_states"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite import families
 from swiftlite.bridge.audit import audit_hf
-from swiftlite.bridge.expert_stack import stack
+from swiftlite.bridge.encoding.expert_stack import stack
 from swiftlite.bridge.hf_config import read_config
 from tests.bridge.test_transfer import (
     assert_same_tensors,

@@ -14,7 +14,7 @@ from swiftlite.bridge.hf_config import read_config, write_patched
 from swiftlite.export.run import to_hf, to_mcore
 from swiftlite.heads import Heads
 from swiftlite.plan.facts import read_hf_config
-from swiftlite.train.source import CARRIED_FILE
+from swiftlite.train.checkpoint.source import CARRIED_FILE
 from tests.tiny import VISION, WRAPPED, make_tiny_hf
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
 from swiftlite.cli.doctor import TESTED
-from swiftlite.surroundings import torch_cuda
+from swiftlite.runtime.environment import torch_cuda
 from tests.messages import has_line, mention_each, mentions
 from tests.tiny import make_tiny_hf, make_tiny_tokenizer
 

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from swiftlite.data.conversation import RowError, parse_row
+from swiftlite.data.rows.conversation import RowError, parse_row
 from tests.messages import mentions
 
 

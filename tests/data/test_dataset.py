@@ -3,9 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from swiftlite.data.conversation import parse_row
 from swiftlite.data.dataset import load_prompts, load_train_val, split
 from swiftlite.data.encoder import ConversationEncoder
+from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.sample import digest
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError

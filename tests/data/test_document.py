@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from swiftlite.args.fields import TruncationStrategy
-from swiftlite.data.conversation import BadRow
 from swiftlite.data.dataset import load_train_val
-from swiftlite.data.document import parse_document
 from swiftlite.data.encoder import DocumentEncoder, split
+from swiftlite.data.rows.conversation import BadRow
+from swiftlite.data.rows.document import parse_document
+from swiftlite.data.rows.sources import check_row
 from swiftlite.data.sample import IGNORED, make_sample
-from swiftlite.data.sources import check_row
 from swiftlite.errors import UserError
 from tests.messages import mentions, naming
 

@@ -51,7 +51,7 @@ def read(spec: str) -> tuple[str, str]:
 
 def shown(spec: str) -> str:
     """What `read_rows` makes of a name, as JSON."""
-    from swiftlite.data.sources import find_rows, read_rows
+    from swiftlite.data.rows.sources import find_rows, read_rows
 
     rows = read_rows(find_rows(spec))
     found = [[chat.source, chat.messages[0]["content"]] for chat in rows.conversations]

@@ -6,7 +6,7 @@ import pytest
 
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import DocumentEncoder
-from swiftlite.data.mixture import BLOCK, Mixture, interleave
+from swiftlite.data.packing.mixture import BLOCK, Mixture, interleave
 
 
 def test_places_count_the_rows_of_a_part():

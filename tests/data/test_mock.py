@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from swiftlite.data.mock import MockSamples, mock_lengths
+from swiftlite.data.rows.mock import MockSamples, mock_lengths
 from swiftlite.data.sample import digest
 from swiftlite.errors import UserError
 from tests.messages import mentions

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftlite.data.packing import Entry, Rows, RowStream, pack, padded
+from swiftlite.data.packing.packing import Entry, Rows, RowStream, pack, padded
 from swiftlite.errors import UserError
 from tests.messages import mentions
 

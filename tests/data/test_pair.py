@@ -2,11 +2,11 @@
 
 import pytest
 
-from swiftlite.data.conversation import RowError
 from swiftlite.data.encoder import ConversationEncoder
-from swiftlite.data.pair import parse_pair
-from swiftlite.data.rated import parse_rated
-from swiftlite.data.sources import find_rows, read_rows
+from swiftlite.data.rows.conversation import RowError
+from swiftlite.data.rows.pair import parse_pair
+from swiftlite.data.rows.rated import parse_rated
+from swiftlite.data.rows.sources import find_rows, read_rows
 from swiftlite.data.template import ChatTemplate
 from tests.data.templates import CHATML, LLAMA3
 from tests.messages import mentions, naming

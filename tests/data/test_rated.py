@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from swiftlite.data.conversation import RowError
-from swiftlite.data.rated import mismatch, others, parse_rated
+from swiftlite.data.rows.conversation import RowError
+from swiftlite.data.rows.rated import mismatch, others, parse_rated
+from swiftlite.data.rows.sources import find_rows, read_rows
 from swiftlite.data.sample import make_sample
-from swiftlite.data.sources import find_rows, read_rows
 from tests.messages import mention_each, naming
 
 ASKED, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

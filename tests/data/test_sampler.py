@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 
-from swiftlite.data.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
+from swiftlite.data.packing.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
 from tests.messages import mentions
 
 

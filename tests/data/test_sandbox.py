@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from swiftlite.data.conversation import RowError, parse_row
+from swiftlite.data.rows.conversation import RowError, parse_row
 from swiftlite.data.sandbox import run_templates_unbounded, running_the_template
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError

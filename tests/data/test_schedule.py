@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftlite.data.packing import padded
-from swiftlite.data.schedule import Schedule, schedule
+from swiftlite.data.packing.packing import padded
+from swiftlite.data.packing.schedule import Schedule, schedule
 from swiftlite.errors import UserError
 
 

@@ -5,7 +5,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from swiftlite.data.sources import find_rows, read_rows
+from swiftlite.data.rows.sources import find_rows, read_rows
 from swiftlite.errors import UserError
 from tests.messages import mention_each, mentions, naming
 

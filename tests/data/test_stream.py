@@ -13,10 +13,10 @@ import pytest
 from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import ConversationEncoder
-from swiftlite.data.packing import Entry, RowStream
+from swiftlite.data.packing.packing import Entry, RowStream
+from swiftlite.data.packing.stream import CHUNK_ROWS, CHUNKS_AHEAD, Readers, Stream
+from swiftlite.data.rows.sources import DataFile
 from swiftlite.data.sample import Sample, digest
-from swiftlite.data.sources import DataFile
-from swiftlite.data.stream import CHUNK_ROWS, CHUNKS_AHEAD, Readers, Stream
 from swiftlite.data.template import ChatTemplate
 from swiftlite.errors import UserError
 from tests.data.templates import CHATML

@@ -12,8 +12,8 @@ import torch
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.bench.server import free_url, serve
-from swiftlite.bridge.adapter_files import Base, digest_of, read_adapter, write_adapter
-from swiftlite.bridge.adapter_merge import write_merged
+from swiftlite.bridge.adapters.files import Base, digest_of, read_adapter, write_adapter
+from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.client import read_metrics
 from swiftlite.lora import Lora

@@ -24,11 +24,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftlite.drafting import Drafting
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
+from swiftlite.heads.drafting import Drafting
 from tests.e2e.conftest import Commands
 from tests.e2e.vllm_here import drafted_by_load, load_draft, prefix_hits
 from tests.engines.chi_square import FALSE_ALARM, probability

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from swiftlite.conventions.convention import Convention
-from swiftlite.drafting import Drafting
 from swiftlite.engines.index import ENGINES
 from swiftlite.families import FAMILIES
+from swiftlite.heads.drafting import Drafting
 from tests.tiny import (
     HEADS_WITH_COPIES,
     hub_name,

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from swiftlite.engines.index import ENGINES
-from swiftlite.engines.load_report import Loading
+from swiftlite.engines.loading.load_report import Loading
 from swiftlite.engines.served_model import read_model
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf

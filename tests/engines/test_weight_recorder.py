@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.engines.weight_filling import Filling
-from swiftlite.engines.weight_recorder import WeightRecorder
+from swiftlite.engines.loading.weight_filling import Filling
+from swiftlite.engines.loading.weight_recorder import WeightRecorder
 from tests.tiny import make_tiny_hf
 
 

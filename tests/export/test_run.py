@@ -23,7 +23,7 @@ from swiftlite.export.run import run, to_hf, to_mcore
 from swiftlite.heads import Heads
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.runtime.lock import only_run_in
-from swiftlite.train.source import describe_tensors, dtypes_of
+from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from tests.messages import mentions, naming
 from tests.tiny import make_tiny_hf, make_tiny_model, promise, random_mtp_tensors
 

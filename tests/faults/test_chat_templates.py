@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given
 from transformers import PreTrainedTokenizerFast
 
-from swiftlite.data.conversation import parse_row
 from swiftlite.data.encoder import ConversationEncoder
+from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.template import ChatTemplate
 from tests.data.templates import CHATML, train_bytes
 from tests.faults.fuzzing import answer, fuzz

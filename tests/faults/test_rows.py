@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 from hypothesis import example, given
 
-from swiftlite.data.conversation import FIELDS, ORDER, SHAREGPT_ROLES
 from swiftlite.data.encoder import ConversationEncoder
-from swiftlite.data.sources import FileRows, find_rows, read_rows
+from swiftlite.data.rows.conversation import FIELDS, ORDER, SHAREGPT_ROLES
+from swiftlite.data.rows.sources import FileRows, find_rows, read_rows
 from swiftlite.data.template import ChatTemplate
 from tests.data.templates import CHATML, QWEN3, train_bytes
 from tests.faults.fuzzing import answer, damaged, fuzz, junk, texts

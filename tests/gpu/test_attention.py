@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swiftlite.model.context_parallel import causal_segments
-from swiftlite.model.kernels import varlen_kernel
+from swiftlite.model.layers.kernels import varlen_kernel
 from swiftlite.plan.kernels import automatic
 from tests.model.test_attention import SHAPES, make_attention, make_inputs
 

@@ -82,7 +82,7 @@ def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
-    from swiftlite.engines.vllm import weight_transport
+    from swiftlite.engines.vllm.live import weight_transport
 
     replace(weight_transport, "own_gpu", lambda: _CPU)
     one_gpu = _TorchOfOneGpu()

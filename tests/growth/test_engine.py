@@ -33,7 +33,7 @@ from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts, start_engine
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
-from swiftlite.engines.load_report import LoadReport
+from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import ServedModel, read_model, require_heads
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.engines.transformers.engine import load_trunk

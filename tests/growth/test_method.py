@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from swiftlite.args.commands import SftArgs
 from swiftlite.cli.main import main
 from swiftlite.data.batch import Batch, Extra
-from swiftlite.data.conversation import Conversation, RowError, parse_row
 from swiftlite.data.encoder import ConversationEncoder, Encoder
+from swiftlite.data.rows.conversation import Conversation, RowError, parse_row
 from swiftlite.data.template import ChatTemplate
 from swiftlite.heads import Heads
 from swiftlite.methods.index import METHODS
@@ -30,7 +30,8 @@ from swiftlite.methods.method import Lines, Method
 from swiftlite.model.forward import forward
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
-from swiftlite.rules import common, sft
+from swiftlite.rules import common
+from swiftlite.rules.training import sft
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums
 from swiftlite.train.methods.preference import log_probabilities_of

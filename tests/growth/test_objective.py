@@ -23,21 +23,21 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import Batch
+from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.data.sampler import Sampler
+from swiftlite.estimate.flops import training_flops
 from swiftlite.heads import Heads
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import Losses
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.model.pipeline import ForwardStep
-from swiftlite.plan.flops import training_flops
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches import Batches
+from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.metrics.sinks import MetricsFile
 from swiftlite.train.objective import Objective
 from swiftlite.train.optim import make_optimizer, wrap_model
-from swiftlite.train.sinks import MetricsFile
 from swiftlite.train.trainer import Trainer
 from tests.parallel.launch import launch
 from tests.tiny import make_tiny_hf

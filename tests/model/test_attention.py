@@ -8,9 +8,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.model.attention import CoreAttention, for_each_query_head
+from swiftlite.model.attention.attention import CoreAttention, for_each_query_head
+from swiftlite.model.attention.head_size import fill_values
 from swiftlite.model.context_parallel import causal_segments
-from swiftlite.model.head_size import fill_values
 from swiftlite.runtime.mesh import Mesh
 from tests.messages import naming
 

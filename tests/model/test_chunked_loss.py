@@ -10,9 +10,10 @@ from torch._inductor.utils import run_and_get_code
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.heads import Heads
-from swiftlite.model import chunked_loss, loss
-from swiftlite.model.chunked_loss import CHUNK, LabelTarget, TrunkTarget
 from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.loss import chunked_loss
+from swiftlite.model.loss import losses as loss
+from swiftlite.model.loss.chunked_loss import CHUNK, LabelTarget, TrunkTarget
 from swiftlite.plan.kernels import Kernels
 from tests.model.test_distillation import make_batch, peak_bytes
 from tests.model.test_logits import load_megatron

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swiftlite.families.linear_attention import CHUNK
-from swiftlite.model.delta_rule import by_kernel, gated_delta_rule, starts_of
+from swiftlite.model.attention.delta_rule import by_kernel, gated_delta_rule, starts_of
 
 HEADS, KEYS, VALUES = 3, 8, 12
 

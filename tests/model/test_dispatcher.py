@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swiftlite.model.dispatcher import LocalTokenDispatcher
+from swiftlite.model.layers.dispatcher import LocalTokenDispatcher
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 

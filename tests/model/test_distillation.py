@@ -11,9 +11,9 @@ import torch
 from swiftlite.data.batch import Batch, collate, collate_packed
 from swiftlite.data.sample import make_sample
 from swiftlite.heads import Heads
-from swiftlite.model import loss
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import Logits
+from swiftlite.model.loss import losses as loss
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 

@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite.args.fields import DistributedArgs
-from swiftlite.model.experts import GroupedMLP, together
+from swiftlite.model.layers.experts import GroupedMLP, together
+from swiftlite.model.layers.swiglu import SwiGLU
+from swiftlite.model.layers.tensor_parallel import AddsGradients
 from swiftlite.model.open import open_model, read_hf_model
-from swiftlite.model.swiglu import SwiGLU
-from swiftlite.model.tensor_parallel import AddsGradients
 from swiftlite.plan.kernels import Kernels
 from swiftlite.train.optim import wrap_model
 from tests.model.test_logits import load_megatron

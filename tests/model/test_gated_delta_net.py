@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.spec_utils import build_module
 
 from swiftlite.families.linear_attention import GatedDeltaNet as Sizes
+from swiftlite.model.attention.cache import Cache, Span
+from swiftlite.model.attention.gated_delta_net import GatedDeltaNet, causal_conv1d
 from swiftlite.model.build import build_config
-from swiftlite.model.cache import Cache, Span
 from swiftlite.model.context_parallel import describe_packed
-from swiftlite.model.gated_delta_net import GatedDeltaNet, causal_conv1d
 from swiftlite.model.specs import attention_spec
 
 SIZES = Sizes(hidden=32, key_heads=2, value_heads=4, key_head_dim=8, value_head_dim=12, kernel=4)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.transformer import mlp
 
-from swiftlite.model import norm as norm_module
-from swiftlite.model import rope
-from swiftlite.model.attention import CoreAttention, offsets, slices_of
+from swiftlite.model.attention import rope
+from swiftlite.model.attention.attention import CoreAttention, offsets, slices_of
 from swiftlite.model.context_parallel import causal_segments, describe_packed
+from swiftlite.model.layers import norm as norm_module
 from swiftlite.plan.kernels import Kernels
 from tests.model.test_attention import varlen
 from tests.model.test_distillation import make_batch
@@ -68,7 +68,7 @@ def test_a_fused_norm_rounds_once(mesh):
     """In bfloat16 transformers rounds before it multiplies by the weight, and after; the fused norm after alone."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from swiftlite.model.norm import FusedRMSNorm, RMSNorm
+    from swiftlite.model.layers.norm import FusedRMSNorm, RMSNorm
 
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, params_dtype=torch.bfloat16)
     hidden = torch.randn(50, 64, dtype=torch.bfloat16)

@@ -6,10 +6,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swiftlite import families
 from swiftlite.bridge.hf_config import read_config
+from swiftlite.estimate.adapters import kept_products
 from swiftlite.families.rank import Rank
 from swiftlite.lora import Lora, is_adapter
-from swiftlite.model.lora import add_adapters
-from swiftlite.plan.adapters import kept_products
+from swiftlite.model.layers.lora import add_adapters
 from tests.model.test_logits import ids_and_positions, load_megatron
 from tests.tiny import make_tiny_hf
 

@@ -11,12 +11,13 @@ from megatron.core.transformer.spec_utils import build_module
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from swiftlite.families import deepseek_v3, dense
+from swiftlite.families import dense
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
+from swiftlite.families.models import deepseek_v3
+from swiftlite.model.attention.mla import MLASelfAttention
+from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.build import build_config
-from swiftlite.model.mla import MLASelfAttention
-from swiftlite.model.rope import RotaryEmbedding
 from swiftlite.model.specs import attention_spec
 from swiftlite.runtime import megatron_fixes
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftlite.model.norm import FusedRMSNorm, RMSNorm
+from swiftlite.model.layers.norm import FusedRMSNorm, RMSNorm
 
 SIZE = 300  # not a power of 2
 

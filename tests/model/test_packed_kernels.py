@@ -17,14 +17,14 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.data.batch import collate_packed
 from swiftlite.data.sample import make_sample
 from swiftlite.heads import Heads
-from swiftlite.model import attention as attention_module
-from swiftlite.model import kernels as kernels_module
+from swiftlite.model.attention import attention as attention_module
+from swiftlite.model.attention.draft_attention import Draft, DraftAttention
+from swiftlite.model.attention.head_size import fill_values, fill_values_in_halves
+from swiftlite.model.attention.merged_attention import PrefixKernel
 from swiftlite.model.context_parallel import causal_segments
-from swiftlite.model.draft_attention import Draft, DraftAttention
 from swiftlite.model.forward import forward
-from swiftlite.model.head_size import fill_values, fill_values_in_halves
-from swiftlite.model.kernels import modules_of, prefix_kernel, varlen_kernel
-from swiftlite.model.merged_attention import PrefixKernel
+from swiftlite.model.layers import kernels as kernels_module
+from swiftlite.model.layers.kernels import modules_of, prefix_kernel, varlen_kernel
 from swiftlite.plan.kernels import FlashImpl, Kernels, PackedKernel
 from swiftlite.runtime.distributed import session
 from tests import flash_stand_ins

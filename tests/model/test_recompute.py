@@ -19,9 +19,10 @@ from packaging.version import Version
 from swiftlite import families
 from swiftlite.args.fields import RecomputeArgs
 from swiftlite.heads import Heads
-from swiftlite.model import gpt, mtp, recompute
+from swiftlite.model import gpt, mtp
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
+from swiftlite.model.layers import recompute
 from swiftlite.model.mtp import MultiTokenPredictionLayer
 from swiftlite.plan.trainable import HEADS_ONLY
 from swiftlite.runtime.compat import MCORE_VERSION, MTP_INNER_LAYER

@@ -7,10 +7,10 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from swiftlite.errors import UserError
-from swiftlite.model import rope
-from swiftlite.model.compiled import MAX_VERSIONS, compiled
-from swiftlite.model.kernels import modules_of
-from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.model.attention import rope
+from swiftlite.model.attention.rope import RotaryEmbedding
+from swiftlite.model.layers.compiled import MAX_VERSIONS, compiled
+from swiftlite.model.layers.kernels import modules_of
 from swiftlite.plan.kernels import Kernels
 from tests.messages import naming
 

@@ -8,7 +8,7 @@ from megatron.core.transformer.moe.router import TopKRouter as McoreTopKRouter
 from swiftlite.data.batch import collate
 from swiftlite.data.sample import make_sample
 from swiftlite.model.forward import forward
-from swiftlite.model.router import TopKRouter
+from swiftlite.model.layers.router import TopKRouter
 from tests.model.test_logits import load_megatron
 from tests.tiny import make_tiny_hf
 

@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.model.norm import RMSNorm, keeping
+from swiftlite.model.layers.norm import RMSNorm, keeping
 from swiftlite.model.stage_states import StageStates
 from swiftlite.plan.layout import states_sent
 

@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 
-from swiftlite.model.swiglu import SwiGLU
+from swiftlite.model.layers.swiglu import SwiGLU
 
 
 def test_values_and_gradients_are_autograds_to_the_bit():

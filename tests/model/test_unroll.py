@@ -16,7 +16,7 @@ from swiftlite.data.batch import collate, collate_packed, shift_left
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.families import index
 from swiftlite.heads import Heads
-from swiftlite.model import draft_attention
+from swiftlite.model.attention import draft_attention
 from swiftlite.model.build import build_model
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, Logits

@@ -28,8 +28,8 @@ from swiftlite.model.ranks import from_last_stage, sum_up, whole_rows
 from swiftlite.plan.layout import length_multiple, sequence_multiple
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches import shard
-from swiftlite.train.exchange import broadcast, stage_fields
+from swiftlite.train.batches.exchange import broadcast, stage_fields
+from swiftlite.train.batches.micro_batches import shard
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import wrap_model
 from tests.parallel.launch import launch, open_store, prepare_session

@@ -21,21 +21,21 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf, save_hf
+from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.data.sampler import Sampler
+from swiftlite.estimate.flops import training_flops
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.lora import add_adapters, gather_adapters
-from swiftlite.plan.flops import training_flops
+from swiftlite.model.layers.lora import add_adapters, gather_adapters
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.layout import group_of, layout_of, layout_problems, process_problems
 from swiftlite.plan.run import make_plan, make_schedule, row_multiple_of
 from swiftlite.plan.trainable import HEADS_ONLY, trainable_of
 from swiftlite.runtime.distributed import session
-from swiftlite.train.batches import Batches
-from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
+from swiftlite.train.batches.micro_batches import Batches
+from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer, whole_parameters

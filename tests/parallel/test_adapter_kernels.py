@@ -15,7 +15,7 @@ from swiftlite.bridge.transfer import load_hf, stream_hf
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora, is_adapter
 from swiftlite.model.build import build_model
-from swiftlite.model.lora import add_adapters, merged
+from swiftlite.model.layers.lora import add_adapters, merged
 from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.distributed import session
 from tests import te_stand_ins

@@ -10,10 +10,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.model import attention as attention_module
-from swiftlite.model.attention import CoreAttention
+from swiftlite.model.attention import attention as attention_module
+from swiftlite.model.attention.attention import CoreAttention
+from swiftlite.model.attention.head_size import fill_values
 from swiftlite.model.context_parallel import shard_sequence, unshard_sequence
-from swiftlite.model.head_size import fill_values
 from swiftlite.runtime.distributed import session
 from tests.messages import naming
 from tests.model.test_attention import SHAPES, make_attention, make_inputs, make_packed, varlen

@@ -26,7 +26,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.plan.layout import layout_problems
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
+from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
 from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import sensitivity
 from tests.tiny import CLASSES, WRAPPED, make_tiny_hf

@@ -21,16 +21,16 @@ from swiftlite import families
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
-from swiftlite.drafting import Drafting
 from swiftlite.heads import Heads
+from swiftlite.heads.drafting import Drafting
 from swiftlite.model.build import build_config, build_model
-from swiftlite.model.experts import SequentialMLP
+from swiftlite.model.layers.experts import SequentialMLP
 from swiftlite.model.specs import decoder_spec, mtp_spec
 from swiftlite.runtime import mesh as mesh_module
 from swiftlite.runtime.compat import MCORE_VERSION, MTP_INNER_LAYER
 from swiftlite.runtime.distributed import session
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.checkpoint import Checkpointer
+from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from tests.parallel import parity
 from tests.parallel.launch import launch
 from tests.tiny import make_tiny_hf

@@ -14,9 +14,9 @@ from swiftlite import rules
 from swiftlite.args.commands import DoctorArgs, DpoArgs
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.errors import UserError
-from swiftlite.plan.memory import estimate
-from swiftlite.plan.reference_memory import estimate_asking
-from swiftlite.plan.setup import planned_setup
+from swiftlite.estimate.memory import estimate
+from swiftlite.estimate.reference_memory import estimate_asking
+from swiftlite.estimate.setup import planned_setup
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.methods import reference

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.data.sample import IGNORED, Sample
-from swiftlite.train.exchange import ALL, broadcast, exchange, gather, stage_fields
+from swiftlite.train.batches.exchange import ALL, broadcast, exchange, gather, stage_fields
 from tests.messages import naming
 from tests.parallel.launch import launch
 from tests.parallel.packing import LONGEST, Job, run

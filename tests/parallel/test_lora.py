@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.model.lora import Adapter, add_adapters
+from swiftlite.model.layers.lora import Adapter, add_adapters
 from swiftlite.model.open import open_model, read_hf_model
 from swiftlite.plan.heads import lora_of
 from swiftlite.plan.layout import layout_of

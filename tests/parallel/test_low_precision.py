@@ -15,13 +15,13 @@ from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.batch import collate
 from swiftlite.errors import OptionError
+from swiftlite.estimate.memory import estimate
+from swiftlite.estimate.setup import Setup
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.forward import forward
 from swiftlite.plan.kernels import Kernels
 from swiftlite.plan.low_precision import LowPrecision
-from swiftlite.plan.memory import estimate
-from swiftlite.plan.setup import Setup
 from swiftlite.runtime.distributed import session
 from tests import te_stand_ins
 from tests.messages import naming
@@ -226,7 +226,7 @@ def test_what_a_gpu_has_no_kernels_for_is_refused(models):
 
 def available() -> dict[str, bool]:
     """Recipes, and whether Transformer Engine has them on this GPU."""
-    from swiftlite.model import te  # imports Transformer Engine
+    from swiftlite.model.layers import te  # imports Transformer Engine
 
     found = {}
     for name, low in PRECISIONS.items():

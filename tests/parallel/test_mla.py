@@ -17,14 +17,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig as
 from packaging.version import Version
 
 from swiftlite.args.fields import ParallelLayout
-from swiftlite.families import deepseek_v3, dense
+from swiftlite.families import dense
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.layer import Layer
-from swiftlite.model import mla
+from swiftlite.families.models import deepseek_v3
+from swiftlite.model.attention import mla
+from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.build import build_config
 from swiftlite.model.context_parallel import describe_packed, shard_sequence, unshard_sequence
-from swiftlite.model.kernels import modules_of
-from swiftlite.model.rope import RotaryEmbedding
+from swiftlite.model.layers.kernels import modules_of
 from swiftlite.model.specs import attention_spec
 from swiftlite.plan.kernels import Kernels
 from swiftlite.runtime.compat import MCORE_VERSION

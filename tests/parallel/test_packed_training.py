@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swiftlite.data.schedule import schedule
+from swiftlite.data.packing.schedule import schedule
 from tests.parallel import parity
 from tests.parallel.parity import BOUNDS, CASES, FULL, STEPS, TP2_SP, Job, Result
 

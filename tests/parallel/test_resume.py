@@ -14,9 +14,9 @@ from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
 from swiftlite.runtime.distributed import session
-from swiftlite.train.checkpoint import sharded_model
+from swiftlite.train.checkpoint.checkpointer import sharded_model
+from swiftlite.train.checkpoint.optimizer_state import slots_of, state_to_load
 from swiftlite.train.learner import make_learner
-from swiftlite.train.optimizer_state import slots_of, state_to_load
 from tests.parallel import parity
 from tests.parallel.launch import launch
 from tests.parallel.parity import BOUNDS, CASES, TP2_SP, Job, Result

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from swiftlite.args.commands import DpoArgs, SftArgs
-from swiftlite.bridge.adapter_files import digest_of
+from swiftlite.bridge.adapters.files import digest_of
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.train import base_digest
 from swiftlite.train import run as training
+from swiftlite.train.checkpoint import base_digest
 from swiftlite.train.methods import reference
 from tests.parallel.launch import launch
 from tests.tiny import make_tiny_hf

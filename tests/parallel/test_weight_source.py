@@ -62,7 +62,7 @@ def send_both_parts(layout: ParallelLayout, hf_dir: Path) -> dict[str, dict[str,
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
     from vllm.utils.network_utils import get_open_port
 
-    from swiftlite.engines.vllm.weight_source import MegatronSource
+    from swiftlite.engines.vllm.live.weight_source import MegatronSource
 
     install()
     received = {}

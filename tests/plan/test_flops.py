@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftlite.errors import UserError
-from swiftlite.plan.flops import Flops, training_flops
+from swiftlite.estimate.flops import Flops, training_flops
 from tests.plan.test_memory import CONFIGS
 
 CASES = {

@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.errors import UserError
+from swiftlite.estimate import memory
+from swiftlite.estimate.memory import estimate
+from swiftlite.estimate.setup import Setup
+from swiftlite.estimate.stage_memory import ModelOnRank
+from swiftlite.estimate.suggestion import suggest
 from swiftlite.families.index import architecture_of
 from swiftlite.heads import Heads
-from swiftlite.plan import memory
-from swiftlite.plan.memory import estimate
-from swiftlite.plan.setup import Setup
-from swiftlite.plan.stage_memory import ModelOnRank
-from swiftlite.plan.suggestion import suggest
 
 DENSE: dict[str, Any] = {
     "vocab_size": 1000,

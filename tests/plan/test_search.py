@@ -3,9 +3,9 @@
 import pytest
 
 from swiftlite.args.commands import DoctorArgs
-from swiftlite.plan.gpus import GPUS
-from swiftlite.plan.memory import usable_bytes
-from swiftlite.plan.search import has_layout, larger, ranked
+from swiftlite.estimate.gpus import GPUS
+from swiftlite.estimate.memory import usable_bytes
+from swiftlite.estimate.search import has_layout, larger, ranked
 from tests.cli.test_doctor_plan import QWEN3_8B
 
 H100 = GPUS["H100"]

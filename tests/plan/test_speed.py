@@ -9,6 +9,13 @@ import pytest
 
 from swiftlite.args.fields import ParallelLayout, RecomputeArgs
 from swiftlite.bridge.rows import Row
+from swiftlite.estimate.gpus import GPUS, gpu_named
+from swiftlite.estimate.memory import largest, usable_bytes
+from swiftlite.estimate.products import Product, products_of
+from swiftlite.estimate.setup import Setup
+from swiftlite.estimate.software import Software
+from swiftlite.estimate.speed import Step
+from swiftlite.estimate.timing import bandwidth, collective_seconds, exchange_seconds, product_seconds
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.index import architecture_of
@@ -16,14 +23,7 @@ from swiftlite.families.layer import Layer
 from swiftlite.families.mlp import Mlp
 from swiftlite.families.rank import ParameterCount, Rank
 from swiftlite.heads import Heads
-from swiftlite.plan.gpus import GPUS, gpu_named
 from swiftlite.plan.low_precision import LowPrecision
-from swiftlite.plan.memory import largest, usable_bytes
-from swiftlite.plan.products import Product, products_of
-from swiftlite.plan.setup import Setup
-from swiftlite.plan.software import Software
-from swiftlite.plan.speed import Step
-from swiftlite.plan.timing import bandwidth, collective_seconds, exchange_seconds, product_seconds
 from tests.plan.test_memory import CONFIGS
 
 H100 = GPUS["H100"]

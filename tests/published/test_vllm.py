@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swiftlite.engines.load_report import LoadReport
+from swiftlite.engines.loading.load_report import LoadReport
 from tests.engines.reference import convention
 from tests.published import library
 from tests.stand_ins import torchvision_environment

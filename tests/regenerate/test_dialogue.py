@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from swiftlite.data.conversation import Conversation, parse_row
+from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.regenerate.dialogue import Answer, Dialogues, Request, answered_turns, distinct, prompt_behind
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from swiftlite.args.commands import RegenerateArgs
-from swiftlite.data.conversation import parse_row
+from swiftlite.data.rows.conversation import parse_row
 from swiftlite.regenerate.dialogue import Answer, Dialogues, Request
 from swiftlite.regenerate.report import in_words, lengths, make_report
 from swiftlite.regenerate.rows import make_rows

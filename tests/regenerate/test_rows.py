@@ -2,7 +2,7 @@
 
 import pytest
 
-from swiftlite.data.conversation import Conversation, parse_row
+from swiftlite.data.rows.conversation import Conversation, parse_row
 from swiftlite.regenerate.dialogue import Answer, Dialogues, Request
 from swiftlite.regenerate.rows import gold_rows, make_rows
 from tests.messages import has_line

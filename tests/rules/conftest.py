@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftlite.drafting import Drafting
+from swiftlite.heads.drafting import Drafting
 from tests.rules.good import SIZES
 
 

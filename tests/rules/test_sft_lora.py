@@ -7,7 +7,7 @@ import pytest
 from swiftlite import rules
 from swiftlite.args.commands import DpoArgs, PtArgs
 from swiftlite.plan.kernels import Machine
-from swiftlite.rules import sft
+from swiftlite.rules.training import sft
 from tests.messages import mentions
 from tests.rules.good import SFT, problems_of
 

@@ -13,15 +13,15 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import collate
 from swiftlite.data.sample import make_sample
+from swiftlite.estimate.flops import training_flops
 from swiftlite.families import index
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
-from swiftlite.plan.flops import training_flops
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime import cpu
 from swiftlite.runtime.compat import MCORE_VERSION
 from swiftlite.runtime.distributed import session
-from swiftlite.train.checkpoint import Checkpointer
+from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.methods.next_token import NextTokenObjective
 from swiftlite.train.optim import make_optimizer, wrap_model
 from swiftlite.train.trainer import Trainer
@@ -120,7 +120,7 @@ def test_no_compiler_is_needed(tmp_path):
     """In processes of their own from the start: torch reads the compiler's name as it is imported."""
     nowhere = {"CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     # The stock router's count, in whose place ours is, is among what megatron-core compiles.
-    stock = "from swiftlite.model.router import TopKRouter; del TopKRouter._apply_expert_bias; "
+    stock = "from swiftlite.model.layers.router import TopKRouter; del TopKRouter._apply_expert_bias; "
     for shim, first, code in (("", "", 0), ("", stock, 0), ("run_eagerly", stock, 1)):
         program = f"{first}from tests.runtime.test_cpu import *; step_and_save({shim!r}, Path({str(tmp_path)!r}))"
         done = subprocess.run(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swiftlite.data.conversation import parse_row
+from swiftlite.data.rows.conversation import parse_row
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swiftlite.args.commands import InferArgs
-from swiftlite.data.conversation import Conversation
+from swiftlite.data.rows.conversation import Conversation
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.served_model import read_model
 from swiftlite.errors import UserError

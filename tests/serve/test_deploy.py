@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite import log
 from swiftlite.args.commands import DeployArgs
 from swiftlite.bench.server import free_url
-from swiftlite.bridge.adapter_files import Base, digest_of, write_adapter, write_heads
+from swiftlite.bridge.adapters.files import Base, digest_of, write_adapter, write_heads
 from swiftlite.engines.served_model import read_model
 from swiftlite.errors import UserError
 from swiftlite.lora import Lora

@@ -10,7 +10,7 @@ import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.commands import InferArgs
-from swiftlite.data.sources import find_rows, read_rows
+from swiftlite.data.rows.sources import find_rows, read_rows
 from swiftlite.engines.engine import Completion
 from swiftlite.errors import UserError
 from swiftlite.serve.infer import Answers, run, summary

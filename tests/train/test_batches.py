@@ -12,13 +12,13 @@ import torch
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.batch import Batch, Extra, collate_packed
+from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.data.sampler import Sampler
+from swiftlite.estimate.flops import Flops
 from swiftlite.heads import Heads
-from swiftlite.plan.flops import Flops
 from swiftlite.plan.run import make_plan
 from swiftlite.runtime.device import Device
-from swiftlite.train.batches import Batches, on_this_rank, shard
+from swiftlite.train.batches.micro_batches import Batches, on_this_rank, shard
 
 FLOPS = Flops(linear=1.0, square=0.01, targets=(0.0,))
 PACKINGS: dict[str, dict[str, Any]] = {

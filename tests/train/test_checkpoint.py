@@ -20,7 +20,7 @@ from swiftlite.heads import Heads
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import open_model, read_hf_model
-from swiftlite.train.checkpoint import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
+from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from tests.evil import Evil
 from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf

@@ -5,7 +5,7 @@ import queue
 
 import pytest
 
-from swiftlite.train.checkpoint_files import WriterReport
+from swiftlite.train.checkpoint.files import WriterReport
 
 
 def test_a_report_reaches_the_process_that_the_writer_was_forked_from():

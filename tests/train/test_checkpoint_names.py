@@ -9,7 +9,7 @@ from swiftlite import families
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
-from swiftlite.train.checkpoint import STATE_FILE, Checkpointer, load_checkpoint, sharded_model
+from swiftlite.train.checkpoint.checkpointer import STATE_FILE, Checkpointer, load_checkpoint, sharded_model
 from tests.tiny import make_tiny_hf
 
 # Written down from 0.16.1; since 0.17 the attribute of an MTP layer that holds its decoder layer is `mtp_model_layer`.

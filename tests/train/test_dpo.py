@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftlite.args.commands import DpoArgs, ExportArgs
+from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
-from swiftlite.data.sampler import Sampler
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
 from swiftlite.report.run_page import write_run_page
 from swiftlite.train import phases
 from swiftlite.train import run as training
-from swiftlite.train.batches import Batches
+from swiftlite.train.batches.micro_batches import Batches
 from swiftlite.train.methods import reference
 from swiftlite.train.methods.reference import log_probabilities
 from tests.messages import has_line, naming

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftlite.data.rated import others
-from swiftlite.data.sampler import Sampler
+from swiftlite.data.packing.sampler import Sampler
+from swiftlite.data.rows.rated import others
 from swiftlite.data.template import ChatTemplate, load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.report.run_page import write_run_page

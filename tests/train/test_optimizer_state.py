@@ -18,7 +18,7 @@ from swiftlite.model.gpt import GPTModel
 from swiftlite.model.open import HfModel, open_model, read_hf_model
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.checkpoint import Checkpointer, load_checkpoint
+from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
 from swiftlite.train.optim import make_optimizer, wrap_model
 from tests.tiny import make_tiny_hf
 

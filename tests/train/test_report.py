@@ -11,7 +11,7 @@ from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.dataset import Data, DataReport
 from swiftlite.errors import UserError
 from swiftlite.plan.trainable import HEADS_ONLY, JOINT, Trainable
-from swiftlite.train.report import check_frozen, compare_tensors, hash_tensors, write_report
+from swiftlite.train.metrics.run_report import check_frozen, compare_tensors, hash_tensors, write_report
 from tests.messages import naming
 
 

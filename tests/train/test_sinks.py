@@ -10,7 +10,7 @@ import pytest
 
 from swiftlite.errors import UserError
 from swiftlite.log import logger
-from swiftlite.train.sinks import MetricsFile, ProgressBar, TensorBoard, open_sinks
+from swiftlite.train.metrics.sinks import MetricsFile, ProgressBar, TensorBoard, open_sinks
 from tests.messages import has_line, naming
 
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.model.open import read_hf_model
-from swiftlite.train.source import check_model_links, check_source, dtypes_of, source_tensors, write_source
+from swiftlite.train.checkpoint.source import check_model_links, check_source, dtypes_of, source_tensors, write_source
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 

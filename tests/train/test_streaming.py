@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftlite.train.streaming import number_samples
+from swiftlite.train.batches.streaming import number_samples
 
 
 def test_by_hand():

@@ -15,7 +15,7 @@ from swiftlite.log import logger
 from swiftlite.redact import redact
 from swiftlite.train import phases
 from swiftlite.train import run as training
-from swiftlite.train.trackers import TRACKERS, PatientTracker, TrackedRun, open_trackers
+from swiftlite.train.metrics.trackers import TRACKERS, PatientTracker, TrackedRun, open_trackers
 from tests.messages import has_line
 
 CONFIG = redact({"lr": 1e-3, "model": "a model", "nothing": None, "kwargs": {"api_key": "sesame"}})

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from result import Results, Settings
 
-from swiftlite.model.chunked_loss import LabelTarget, chunked_loss
-from swiftlite.model.experts import fused_add_reversed_, grouped_linear
-from swiftlite.model.kernels import modules_of, varlen_kernel
-from swiftlite.model.loss import select
-from swiftlite.model.norm import fused_zero_centered_norm
-from swiftlite.model.rope import fused_rotate, rotate
-from swiftlite.model.tensor_parallel import add_product_, sums_products_in_float32
+from swiftlite.model.attention.rope import fused_rotate, rotate
+from swiftlite.model.layers.experts import fused_add_reversed_, grouped_linear
+from swiftlite.model.layers.kernels import modules_of, varlen_kernel
+from swiftlite.model.layers.norm import fused_zero_centered_norm
+from swiftlite.model.layers.tensor_parallel import add_product_, sums_products_in_float32
+from swiftlite.model.loss.chunked_loss import LabelTarget, chunked_loss
+from swiftlite.model.loss.losses import select
 from swiftlite.plan.kernels import automatic, this_machine
 from swiftlite.runtime.distributed import session
 

@@ -9,7 +9,7 @@ from result import Results, Settings
 from swiftlite.cli.doctor import installed_version
 from swiftlite.plan.kernels import automatic
 from swiftlite.runtime.device import current_device
-from swiftlite.surroundings import describe_machine
+from swiftlite.runtime.environment import describe_machine
 
 PACKAGES = (
     ("torch",),

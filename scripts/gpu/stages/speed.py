@@ -154,8 +154,8 @@ def plain(case: Case, settings: Settings, results: Results, compiles: bool = Fal
 
 def loss_alone(case: Case, settings: Settings, results: Results) -> None:
     """Milliseconds of the cross-entropy with its products, forward and backward, of one micro-batch."""
-    from swiftlite.model.chunked_loss import LabelTarget, chunked_loss
-    from swiftlite.model.loss import select, token_loss
+    from swiftlite.model.loss.chunked_loss import LabelTarget, chunked_loss
+    from swiftlite.model.loss.losses import select, token_loss
     from swiftlite.runtime.distributed import session
 
     positions, hidden, vocab = (64, 64, 499) if settings.tiny else (8192, 2048, 151_936)

@@ -13,14 +13,14 @@ from result import Results, Settings
 from trainees import free_memory, medians, profiled, shape, slowest, trainee, waits, whole_rows
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.estimate.gpus import gpu_named
+from swiftlite.estimate.setup import Setup
+from swiftlite.estimate.speed import Step
 from swiftlite.families.index import architecture_of
 from swiftlite.heads import Heads
-from swiftlite.plan.gpus import gpu_named
-from swiftlite.plan.setup import Setup
-from swiftlite.plan.speed import Step
 
 DEMANDED = 0.8
-"""Of the estimate of `plan/speed.py`, whose constants nobody has measured for these kernels."""
+"""Of the estimate of `estimate/speed.py`, whose constants nobody has measured for these kernels."""
 
 
 def run(settings: Settings, results: Results) -> None:

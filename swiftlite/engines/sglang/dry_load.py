@@ -1,6 +1,6 @@
 """What SGLang would do with a checkpoint, found out by its own configuration and weight loaders, without an engine.
 
-Imported in a process of its own (`engines/dry_load.py`).
+Imported in a process of its own (`engines/loading/dry_load.py`).
 """
 
 import os
@@ -25,7 +25,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 
 from swiftlite.bridge.tensors import some
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.load_report import Loading, LoadReport, one_rank, stage
+from swiftlite.engines.loading.load_report import Loading, LoadReport, one_rank, stage
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG

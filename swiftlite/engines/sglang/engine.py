@@ -17,11 +17,11 @@ import torch
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.devices import on_devices
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.options import cpu_options, cpu_variables, is_on_cpu, speculative_options
-from swiftlite.engines.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.errors import UserError
 
 

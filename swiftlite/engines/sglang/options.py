@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from swiftlite.draft_vocab import TOKEN_MAP_FILE
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.draft_schedule import DraftSchedule
-from swiftlite.engines.load_report import LoadReport
+from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.engines.served_model import ServedModel, fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.errors import UserError
+from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
 
 
 def depth_problem(model: ServedModel, num_steps: int | None = None) -> str | None:

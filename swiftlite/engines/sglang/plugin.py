@@ -15,7 +15,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from transformers import AutoConfig
 
-from swiftlite.engines.head_weights import heads_of
+from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 from swiftlite.engines.sglang.weight_transfer import load_at_once, take
 

@@ -6,8 +6,8 @@ import torch
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.utils import MultiprocessingSerializer
 
+from swiftlite.engines.loading.weight_update import Bucket, Part, bucket_file
 from swiftlite.engines.sglang.weight_transfer import FINISH, KEEP, LOAD
-from swiftlite.engines.weight_update import Bucket, Part, bucket_file
 from swiftlite.errors import UserError
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from swiftlite.engines.weight_filling import Filling
+from swiftlite.engines.loading.weight_filling import Filling
 
 LOAD, KEEP, FINISH = "swiftlite_load", "swiftlite_keep", "swiftlite_finish"
 """Read a file into the model; keep what a file has; load what was kept, and say what the transfer left out."""

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bridge.quantization import block_size
+from swiftlite.bridge.encoding.quantization import block_size
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.served_model import ServedModel, read_model, require_heads

@@ -19,13 +19,13 @@ from transformers import DynamicCache, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
-from swiftlite.bridge.expert_stack import stack
-from swiftlite.bridge.quantization import block_size
+from swiftlite.bridge.encoding.expert_stack import stack
+from swiftlite.bridge.encoding.quantization import block_size
 from swiftlite.bridge.rows import Row, renamed
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.drafting import Drafting
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.transformers.verification import draw
+from swiftlite.heads.drafting import Drafting
 
 
 class MtpHead(nn.Module):

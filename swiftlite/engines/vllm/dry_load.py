@@ -1,6 +1,6 @@
 """What vLLM would do with a checkpoint, found out by its own configuration and weight loaders, without an engine.
 
-Imported in a process of its own (`engines/dry_load.py`).
+Imported in a process of its own (`engines/loading/dry_load.py`).
 """
 
 import os
@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.load_report import Loading, LoadReport, one_rank, stage
+from swiftlite.engines.loading.load_report import Loading, LoadReport, one_rank, stage
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.options import num_drafting_heads, num_tokens_to_draft

@@ -15,9 +15,12 @@ import torch
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.devices import on_devices
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
 from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.vllm.info import VLLM
+from swiftlite.engines.vllm.live.weight_channel import LlmClient, VllmChannel
+from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
 from swiftlite.engines.vllm.options import (
     attention_options,
     is_on_cpu,
@@ -25,9 +28,6 @@ from swiftlite.engines.vllm.options import (
     speculative_config,
     with_backend_of_trunk,
 )
-from swiftlite.engines.vllm.weight_channel import LlmClient, VllmChannel
-from swiftlite.engines.vllm.weight_transport import BACKENDS, check_gpus, make_transport
-from swiftlite.engines.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.errors import UserError
 
 

@@ -26,7 +26,7 @@ from vllm.model_executor.models import llama, mistral, qwen2, qwen3, qwen3_moe, 
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from swiftlite.engines.head_weights import ExpertMapping, Trunk, Weights, fill, heads_of
+from swiftlite.engines.loading.head_weights import ExpertMapping, Trunk, Weights, fill, heads_of
 from swiftlite.engines.vllm.plugin import check_draft_steps
 
 

@@ -19,10 +19,10 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.triton_utils import HAS_TRITON
 
 from swiftlite.args.fields import WeightTransport
-from swiftlite.engines.head_weights import heads_of
+from swiftlite.engines.loading.head_weights import heads_of
 from swiftlite.engines.mimo_config import MiMoConfig
 from swiftlite.engines.vllm import cpu_sampling
-from swiftlite.engines.vllm.weight_transport import BACKENDS
+from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 
 _MODELS = "swiftlite.engines.vllm.models"
 # architecture of the trunk -> architecture of its draft; both are classes of _MODELS
@@ -34,7 +34,7 @@ DRAFTS = {
     "Qwen3MoeForCausalLM": "Qwen3MoeMTPModel",
     "SeedOssForCausalLM": "SeedOssMTPModel",
 }
-_TRANSFER = "swiftlite.engines.vllm.weight_transfer"
+_TRANSFER = "swiftlite.engines.vllm.live.weight_transfer"
 # how weights travel to a running engine -> what takes them in its workers; all are classes of _TRANSFER
 _RECEIVERS: dict[WeightTransport, str] = {"file": "FileTransfer", "nccl": "NcclTransfer", "ipc": "IpcTransfer"}
 _vllm_hf_config_override = SpeculativeConfig.hf_config_override

@@ -15,11 +15,11 @@ import torch
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_prompts
+from swiftlite.engines.loading.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.client import read_metrics
-from swiftlite.engines.vllm.weight_channel import VllmChannel
-from swiftlite.engines.vllm.weight_transport import BACKENDS, check_gpus, make_transport
-from swiftlite.engines.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
+from swiftlite.engines.vllm.live.weight_channel import VllmChannel
+from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
 from swiftlite.errors import UserError
 
 _Result = TypeVar("_Result")

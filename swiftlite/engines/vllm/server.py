@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.args.commands import DeployArgs
-from swiftlite.bridge.adapter_files import SavedAdapter, read_adapter
+from swiftlite.bridge.adapters.files import SavedAdapter, read_adapter
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
@@ -14,12 +14,12 @@ from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.vllm import options
 from swiftlite.engines.vllm.info import VLLM
-from swiftlite.engines.vllm.weight_transport import BACKENDS
+from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from swiftlite.errors import UserError
 from swiftlite.hub.name import served_name
 from swiftlite.log import logger
 
-GUARD = "swiftlite.engines.vllm.guard.KeyOnEveryRoute"
+GUARD = "swiftlite.engines.vllm.live.guard.KeyOnEveryRoute"
 
 
 def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:

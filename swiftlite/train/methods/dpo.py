@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import DpoArgs
 from swiftlite.data.encoder import ConversationEncoder, Encoder
-from swiftlite.data.pair import parse_pair
+from swiftlite.data.rows.pair import parse_pair
 from swiftlite.data.sample import Sample
 from swiftlite.data.template import ChatTemplate
 from swiftlite.plan.preference import preference_of

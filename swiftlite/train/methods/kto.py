@@ -17,19 +17,19 @@ from swiftlite.args.commands import DpoArgs
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import ConversationEncoder, Encoder
-from swiftlite.data.rated import mismatch, parse_rated
+from swiftlite.data.rows.rated import mismatch, parse_rated
 from swiftlite.data.sample import Sample
 from swiftlite.data.template import ChatTemplate
 from swiftlite.heads import Heads
-from swiftlite.model.balance import Balance
 from swiftlite.model.forward import forward
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
+from swiftlite.model.loss.balance import Balance
 from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import sum_up
 from swiftlite.plan.preference import Preference, preference_of
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches import MicroBatches, on_this_rank
+from swiftlite.train.batches.micro_batches import MicroBatches, on_this_rank
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums
 from swiftlite.train.methods.preference import REFERENCE, log_probabilities_of
 from swiftlite.train.methods.reference import score_with_reference

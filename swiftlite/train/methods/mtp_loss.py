@@ -11,7 +11,7 @@ from swiftlite.acceptance import statistics
 from swiftlite.data.batch import Batch
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import Losses
-from swiftlite.model.loss import IGNORE_INDEX
+from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.runtime.mesh import Mesh
 
 

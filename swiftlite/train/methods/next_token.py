@@ -11,11 +11,11 @@ import torch
 from swiftlite.acceptance import statistics
 from swiftlite.data.batch import Batch
 from swiftlite.heads import Heads
-from swiftlite.model.balance import Balance
 from swiftlite.model.forward import forward
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
-from swiftlite.model.loss import IGNORE_INDEX
+from swiftlite.model.loss.balance import Balance
+from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients
 from swiftlite.train.phases import Run
@@ -31,7 +31,7 @@ class NextTokenObjective:
 
         loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * CE_k) / N_k )
 
-    To this routers of a mixture add their load-balancing losses (`model/balance.py`), means over all tokens.
+    To this routers of a mixture add their load-balancing losses (`model/loss/balance.py`), means over all tokens.
 
     A depth with no target contributes exactly 0. megatron-core divides all gradients by N_0 at the end of the step
     (`calculate_per_token_loss`), so what is summed here is `sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` with

@@ -13,11 +13,11 @@ from torch.nn.functional import logsigmoid
 
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.heads import Heads
-from swiftlite.model.balance import Balance
 from swiftlite.model.forward import forward
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
-from swiftlite.model.loss import IGNORE_INDEX
+from swiftlite.model.loss.balance import Balance
+from swiftlite.model.loss.losses import IGNORE_INDEX
 from swiftlite.plan.preference import Preference
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh

@@ -25,8 +25,8 @@ from safetensors.torch import save
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
+from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, digest
-from swiftlite.data.sampler import Sampler
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -42,8 +42,8 @@ from swiftlite.plan.preference import reference_layout
 from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.base_digest import shared_digest_of
-from swiftlite.train.batches import Batches, Collated, on_this_rank
+from swiftlite.train.batches.micro_batches import Batches, Collated, on_this_rank
+from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.methods.preference import log_probabilities_of
 from swiftlite.train.phases import Run
 

@@ -10,7 +10,7 @@ from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder, Encoder
-from swiftlite.data.mock import MockSamples, mock_lengths
+from swiftlite.data.rows.mock import MockSamples, mock_lengths
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.runtime.agreement import digest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swiftlite.engines.load_report import LoadReport
+from swiftlite.engines.loading.load_report import LoadReport
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection
 from tests.engines.reference import convention
 from tests.messages import mention_each, mentions

@@ -22,8 +22,8 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
-from swiftlite.engines.load_report import one_rank
-from swiftlite.engines.vllm.weight_transfer import FileInfo, FileTransfer
+from swiftlite.engines.loading.load_report import one_rank
+from swiftlite.engines.vllm.live.weight_transfer import FileInfo, FileTransfer
 from tests.weights_of import trunk_and_heads
 
 torch.accelerator.empty_cache = lambda: None  # which raises where there is no accelerator

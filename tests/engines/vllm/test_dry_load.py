@@ -14,11 +14,11 @@ import pytest
 
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli import doctor
-from swiftlite.engines.dry_load import dry_load
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
-from swiftlite.engines.load_report import LoadReport
+from swiftlite.engines.loading.dry_load import dry_load
+from swiftlite.engines.loading.load_report import LoadReport
 from swiftlite.errors import UserError
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
 from tests.engines.reference import convention
@@ -147,7 +147,7 @@ def test_doctor_ends_well_when_the_engine_would_serve_it_right(tmp_path, capsys,
         asked.append((info.name, config))
         return reports["mimo", 1]
 
-    monkeypatch.setattr("swiftlite.engines.dry_load.dry_load", answer)
+    monkeypatch.setattr("swiftlite.engines.loading.dry_load.dry_load", answer)
     kwargs = {"max_num_seqs": 2}
     args = DoctorArgs(model=str(directory), engine="vllm", num_speculative_tokens=3, vllm_engine_kwargs=kwargs)
     assert doctor.run(args) == 0

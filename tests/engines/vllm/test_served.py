@@ -13,8 +13,8 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from swiftlite.engines.engine import Sampling
+from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from swiftlite.engines.vllm.served import ServedVllm
-from swiftlite.engines.vllm.weight_transport import BACKENDS
 from swiftlite.errors import UserError
 from tests.engines.small_server import serving
 from tests.messages import mentions

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from swiftlite.engines.vllm import weight_transport
-from swiftlite.engines.vllm.ipc_handle import as_arguments, as_plain_values
-from swiftlite.engines.vllm.weight_channel import VllmChannel
-from swiftlite.engines.vllm.weight_transport import Nccl, check_gpus, make_transport
-from swiftlite.engines.weight_update import Part
+from swiftlite.engines.loading.weight_update import Part
+from swiftlite.engines.vllm.live import weight_transport
+from swiftlite.engines.vllm.live.ipc_handle import as_arguments, as_plain_values
+from swiftlite.engines.vllm.live.weight_channel import VllmChannel
+from swiftlite.engines.vllm.live.weight_transport import Nccl, check_gpus, make_transport
 from swiftlite.errors import UserError
 from tests.gpu_links.gpu_links import install, reduce_tensor
 from tests.messages import naming
@@ -81,7 +81,7 @@ class Worker:
 
 @pytest.fixture(params=["file", "nccl", "ipc"])
 def worker_and_channel(request, monkeypatch):
-    from swiftlite.engines.vllm import weight_transfer
+    from swiftlite.engines.vllm.live import weight_transfer
     from swiftlite.engines.vllm.plugin import _RECEIVERS
 
     install(monkeypatch.setattr)

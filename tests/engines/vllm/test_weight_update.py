@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swiftlite.engines.loading.weight_update import WeightUpdate, unsupported_layout
 from swiftlite.engines.served_model import read_model
-from swiftlite.engines.vllm.weight_channel import LlmClient, VllmChannel
-from swiftlite.engines.vllm.weight_transport import Files
-from swiftlite.engines.weight_update import WeightUpdate, unsupported_layout
+from swiftlite.engines.vllm.live.weight_channel import LlmClient, VllmChannel
+from swiftlite.engines.vllm.live.weight_transport import Files
 from swiftlite.errors import UserError
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf

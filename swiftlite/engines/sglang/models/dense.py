@@ -20,7 +20,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models import llama, mistral, qwen2, qwen3
 from torch import nn
 
-from swiftlite.engines.head_weights import Trunk, Weights, fill, heads_of
+from swiftlite.engines.loading.head_weights import Trunk, Weights, fill, heads_of
 
 
 class LlamaForCausalLM(Trunk, llama.LlamaForCausalLM):

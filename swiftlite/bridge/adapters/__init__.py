@@ -1,0 +1,1 @@
+"""LoRA adapters between megatron-core and PEFT."""

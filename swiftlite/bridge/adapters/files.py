@@ -1,0 +1,273 @@
+"""Directories of adapters as PEFT writes and reads them: `adapter_config.json` and `adapter_model.safetensors`.
+
+Beside these, ours have `mtp_heads.safetensors`: the MTP heads whole, which PEFT has no place for; and the digest of the
+base in the metadata of the adapters, so that no other model is taken for it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from swiftlite.bridge.adapters.rows import HF_MAGNITUDE, leaf_of
+from swiftlite.bridge.hf_config import digest_of_trunk, read_config
+from swiftlite.bridge.tensors import ADAPTER_CONFIG, Checkpoint, some
+from swiftlite.durable import write_durably
+from swiftlite.errors import UserError
+from swiftlite.heads import Heads
+from swiftlite.json_file import read_json
+from swiftlite.lora import Lora
+
+TENSORS_FILE = "adapter_model.safetensors"
+HEADS_FILE = "mtp_heads.safetensors"
+_PREFIX = "base_model.model."
+_A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", f".{HF_MAGNITUDE}"
+_DIGEST = "base_sha256"
+_PROMISE = "config"
+# What PEFT's LoRA can be asked for beside A and B, with what it is where nobody asks.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "lora_bias": (False, None),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that adapters belong to.
+
+    Attributes:
+        model: where it is, a directory or a name of the hub.
+        sha256: `digest_of` it.
+    """
+
+    model: str
+    sha256: str
+
+
+def digest_of(hf_dir: str | Path) -> str:
+    """Return one sha256 of all tensors of a Hugging Face directory, however they are spread over files, and of its
+    trunk's settings."""
+    with Checkpoint(hf_dir) as checkpoint:
+        return combine_digests(hf_dir, {key: digest_of_tensor(checkpoint, key) for key in checkpoint.entries})
+
+
+def digest_of_tensor(checkpoint: Checkpoint, key: str) -> str:
+    """Return the sha256 of a tensor's dtype, shape and bytes."""
+    entry = checkpoint.entries[key]
+    digest = hashlib.sha256(f"{entry.dtype} {list(entry.shape)}\n".encode())
+    for chunk in checkpoint.chunks(key):
+        digest.update(chunk.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def combine_digests(hf_dir: str | Path, digests: Mapping[str, str]) -> str:
+    """Return `digest_of` a directory from the digests of its tensors, which several processes may have computed."""
+    digest = hashlib.sha256(digest_of_trunk(read_config(hf_dir)).encode())
+    for key in sorted(digests):
+        digest.update(f"{key} {digests[key]}\n".encode())
+    return digest.hexdigest()
+
+
+def write_adapter(
+    directory: Path,
+    lora: Lora,
+    base: Base,
+    tensors: Mapping[str, torch.Tensor],
+    saved: Mapping[str, torch.Tensor],
+) -> None:
+    """Write the two files that PEFT reads.
+
+    Args:
+        tensors: A's, B's and magnitudes by HF name, as `adapter_rows` has them.
+        saved: what learned in full beside them, by HF name.
+    """
+    modules = {key.removesuffix(_A) for key in tensors if key.endswith(_A)}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.is_rank_stabilised,
+        "use_dora": lora.has_magnitudes,
+        "target_modules": sorted({leaf_of(module) for module in modules}),
+        # Whole names: PEFT compares ends of names, and many end in "norm".
+        "modules_to_save": sorted({key.rpartition(".")[0] for key in saved}) or None,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    write_durably(directory / ADAPTER_CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+    content = {_PREFIX + key: tensor.contiguous() for key, tensor in (*tensors.items(), *saved.items())}
+    write_durably(directory / TENSORS_FILE, save(content, metadata={"format": "pt", _DIGEST: base.sha256}))
+
+
+def write_heads(
+    directory: Path, base: Base, tensors: Mapping[str, torch.Tensor], heads: Heads, model_type: str
+) -> None:
+    """Write MTP heads, tensors by their HF names."""
+    promise = heads.config_change({"model_type": model_type})
+    metadata = {"format": "pt", _DIGEST: base.sha256, _PROMISE: json.dumps(promise)}
+    write_durably(directory / HEADS_FILE, save(dict(tensors), metadata=metadata))
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """A directory of adapters, read.
+
+    Attributes:
+        rank: rows of each A.
+        scaling: what B A is multiplied by.
+        pairs: A and B of each module, by its HF name.
+        magnitudes: of each module where it is DoRA, else none.
+        saved: whole tensors of the trunk, by HF name.
+        heads: whole MTP heads, by HF name; empty where there are none.
+        promise: what a config.json says of them.
+        base_sha256: of the base; empty where nobody noted it.
+    """
+
+    directory: Path
+    rank: int
+    scaling: float
+    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    magnitudes: Mapping[str, torch.Tensor]
+    saved: Mapping[str, torch.Tensor]
+    heads: Mapping[str, torch.Tensor]
+    promise: Mapping[str, Any]
+    base_sha256: str
+
+    def heads_of(self, hf_config: Mapping[str, Any]) -> Heads:
+        """The MTP heads that a base has with these adapters.
+
+        Args:
+            hf_config: content of its config.json.
+        """
+        if not self.heads:
+            return Heads.from_config(hf_config)
+        return Heads.from_config({"model_type": hf_config.get("model_type"), **self.promise})
+
+    def check_base(self, hf_dir: Path) -> None:
+        """Compare the base with the digest that the adapters were written with.
+
+        Raises:
+            UserError: it is another one.
+        """
+        if self.base_sha256 and digest_of(hf_dir) != self.base_sha256:
+            made_for = read_json(self.directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+            raise UserError(
+                f"--adapters {self.directory} belong to another model than {hf_dir}: tensors or config.json differ",
+                f"give the model that they were trained on, which was {made_for}",
+            )
+
+    def apply(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the base as it is with these adapters, in its precision; summed in float32."""
+        if key in self.saved:
+            return self.saved[key].to(tensor.dtype)
+        module = key.removesuffix(".weight")
+        pair = self.pairs.get(module)
+        if pair is None:
+            return tensor
+        a, b = (each.float() for each in pair)
+        whole = tensor.float() + (b @ a) * self.scaling
+        magnitude = self.magnitudes.get(module)
+        if magnitude is not None:
+            lengths = torch.linalg.norm(whole, dim=1).to(magnitude.dtype).float()
+            whole = whole * (magnitude.float() / lengths)[:, None]
+        return whole.to(tensor.dtype)
+
+    def check_places(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Every adapter has a tensor of the base of its shape.
+
+        Args:
+            shapes: of the base's tensors.
+
+        Raises:
+            UserError: one has none.
+        """
+        wanted = {key: tuple(tensor.shape) for key, tensor in self.saved.items()}
+        wanted |= {f"{module}.weight": (b.size(0), a.size(1)) for module, (a, b) in self.pairs.items()}
+        problems = []
+        for key, shape in wanted.items():
+            if key not in shapes:
+                problems.append(f"the model has no {key}")
+            elif tuple(shapes[key]) != shape:
+                problems.append(f"{key} is {tuple(shapes[key])} in the model, and {shape} here")
+        if problems:
+            raise UserError(
+                f"--adapters {self.directory}:\n  " + "\n  ".join(some(problems)),
+                "give the model that the adapters were trained on",
+            )
+
+
+def read_adapter(directory: Path) -> SavedAdapter:
+    """Read a directory of PEFT's, ours or another's.
+
+    Raises:
+        UserError: it is none, is damaged, or asks for more than an A and a B for each linear layer.
+    """
+    try:
+        config = read_json(directory / ADAPTER_CONFIG)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        if rank < 1:
+            raise ValueError(f"r is {rank}")
+        with safe_open(directory / TENSORS_FILE, "pt") as file:
+            digest = (file.metadata() or {}).get(_DIGEST, "")
+            tensors = {key.removeprefix(_PREFIX): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        heads, promise, of_heads = _read_heads(directory / HEADS_FILE)
+        if digest and of_heads and digest != of_heads:
+            raise ValueError(f"{HEADS_FILE} is of another base than {TENSORS_FILE}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(
+            f"--adapters {directory} cannot be read: {type(error).__name__}: {error}",
+            f"give a directory with {ADAPTER_CONFIG} and {TENSORS_FILE}, as export --merge_lora false or PEFT writes",
+        ) from None
+    if unknown := [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]:
+        raise UserError(
+            f"--adapters {directory}: {', '.join(unknown)} is not supported", "merge them with PEFT: merge_and_unload()"
+        )
+    lora = Lora(rank, alpha, is_rank_stabilised=bool(config.get("use_rslora")))
+    modules = [key.removesuffix(_A) for key in tensors if key.endswith(_A)]
+    if lost := [module for module in modules if module + _B not in tensors]:
+        raise UserError(f"--adapters {directory}: {lost[0]} has no B", "export the adapters again")
+    pairs = {module: (tensors.pop(module + _A), tensors.pop(module + _B)) for module in modules}
+    has_magnitudes = bool(config.get("use_dora"))
+    if has_magnitudes and (lost := [module for module in modules if module + _MAGNITUDE not in tensors]):
+        raise UserError(
+            f"--adapters {directory}: {lost[0]} has no magnitudes, and use_dora is true", "export them again"
+        )
+    magnitudes = {module: tensors.pop(module + _MAGNITUDE) for module in modules if has_magnitudes}
+    if not pairs:
+        raise UserError(f"--adapters {directory}: {TENSORS_FILE} has no adapter", "export the adapters again")
+    for module, (a, b) in pairs.items():
+        if a.dim() != 2 or b.dim() != 2 or (a.size(0), b.size(1)) != (rank, rank):
+            shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
+            raise UserError(f"--adapters {directory}: {module} has {shapes}, and r is {rank}", "export them again")
+        if has_magnitudes and magnitudes[module].shape != (b.size(0),):
+            shape = tuple(magnitudes[module].shape)
+            raise UserError(
+                f"--adapters {directory}: {module} has magnitudes {shape} for {b.size(0)} rows", "export them again"
+            )
+    return SavedAdapter(directory, rank, lora.scaling, pairs, magnitudes, tensors, heads, promise, digest or of_heads)
+
+
+def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
+    """Heads, what config.json says of them, and the digest of their base; all empty where there are none."""
+    if not path.exists():
+        return {}, {}, ""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        promise, digest = json.loads(metadata[_PROMISE]), metadata.get(_DIGEST, "")
+        return {key: file.get_tensor(key) for key in file.keys()}, promise, digest  # noqa: SIM118

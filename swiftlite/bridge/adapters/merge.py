@@ -1,0 +1,73 @@
+"""The weights of a Hugging Face model with adapters added to them, from files to files, a tensor at a time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from swiftlite.bridge.adapters.files import SavedAdapter
+from swiftlite.bridge.encoding.expert_stack import fold
+from swiftlite.bridge.encoding.quantization import block_size
+from swiftlite.bridge.hf_config import write_patched
+from swiftlite.bridge.rows import HfConfig, RowTable
+from swiftlite.bridge.tensors import Checkpoint, ShardedFiles
+from swiftlite.errors import UserError
+
+_SHARD_BYTES = 5_000_000_000
+
+
+class _Mtp(Protocol):
+    """What a family says of its heads' names."""
+
+    def copies(self, hf_config: HfConfig, head: int, /) -> dict[str, str]:
+        """HF keys of a head that repeat a tensor of the trunk, each with the trunk's key."""
+        ...
+
+
+class _Family(RowTable, Protocol):
+    @property
+    def mtp(self) -> _Mtp: ...
+
+
+def write_merged(base: Path, hf_config: HfConfig, family: _Family, adapter: SavedAdapter, out_dir: Path) -> None:
+    """Write config.json and the safetensors files of the base with the adapters.
+
+    Args:
+        hf_config: content of the base's config.json.
+        out_dir: exists, and has no safetensors file.
+
+    Raises:
+        UserError: the adapters do not fit, or the base is quantised.
+    """
+    if block_size(hf_config):
+        raise UserError(f"{base} is quantised, and adapters are added to whole numbers of it", "give the model in BF16")
+    heads = adapter.heads_of(hf_config)
+    with Checkpoint(base) as checkpoint:
+        adapter.check_places({key: entry.shape for key, entry in checkpoint.entries.items()})
+        dropped = {key for key in checkpoint.entries if adapter.heads and family.is_mtp(hf_config, key)}
+        copies: dict[str, str] = {}
+        if adapter.heads:
+            for head in range(heads.layers):
+                copies |= family.mtp.copies(hf_config, head)
+        origin = {key: key for key in checkpoint.entries if key not in dropped} | copies
+        types = {key: (checkpoint.entries[of].dtype, checkpoint.entries[of].shape) for key, of in origin.items()}
+        types |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in adapter.heads.items()}
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for key, of in origin.items():
+                yield key, adapter.apply(of, checkpoint.read(of))
+            yield from adapter.heads.items()
+
+        files = ShardedFiles(out_dir, fold(types, checkpoint.stored), _SHARD_BYTES)
+        files.create()
+        try:
+            for key, tensor in tensors():
+                files.write(key, (slice(None),) * tensor.dim(), tensor)
+            files.flush()
+            files.publish()
+        except BaseException:
+            files.discard()
+            raise
+    (out_dir / "config.json").unlink(missing_ok=True)
+    write_patched(base, out_dir, heads.config_change(hf_config))

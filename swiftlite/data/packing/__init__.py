@@ -1,0 +1,1 @@
+"""Which samples a micro-batch holds: packing, scheduling, sampling, streams."""

@@ -1,0 +1,39 @@
+"""Rows that a table has padded: what they say is not what their author wrote."""
+
+from typing import Any
+
+from swiftlite.data.rows.conversation import RowError
+
+
+def padding_error(row: dict[str, Any]) -> RowError | None:
+    """Tables give every struct of a column the same fields, so fields of other rows' tools come as nulls in this one.
+
+    Returns:
+        The error of a row that holds such nulls.
+    """
+    nested = [("tools", row.get("tools"))]
+    for number, message in enumerate(_list(row.get("messages"))):
+        for call in _list(_dict(message).get("tool_calls")):
+            function = _dict(_dict(call).get("function"))
+            nested.append((f"messages[{number}].tool_calls", function.get("arguments")))
+    for path, value in nested:
+        if value is not None and _holds_null(value):
+            problem = "has nulls: Parquet has padded it with fields of other rows"
+            return RowError(path, problem, "store it as JSON text (json.dumps) in a text column")
+    return None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_null, value.values()))
+    if isinstance(value, list):
+        return any(map(_holds_null, value))
+    return value is None

@@ -1,0 +1,378 @@
+"""`--streaming`: samples from files that are never held in memory, epoch after epoch, read by one rank or by several.
+
+Rows are numbered in the order in which they come, through all epochs. Each reader parses and tokenizes the rows whose
+numbers are its own, row n on reader n modulo their number, in a thread that is a little ahead; all readers then tell
+each other the lengths. So each knows every sample by its length, has a part of them, and decides as the others do what
+comes next. What comes depends neither on the number of readers nor on what was read ahead.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftlite.data.encoder import Encoded, Encoder, special_token_note
+from swiftlite.data.packing.mixture import Mixture
+from swiftlite.data.packing.packing import Entry
+from swiftlite.data.rows.conversation import BadRow
+from swiftlite.data.rows.hub_rows import HubRows
+from swiftlite.data.rows.sources import DataFile, check_row, find_rows
+from swiftlite.data.sample import Sample
+from swiftlite.data.sandbox import run_templates_unbounded
+from swiftlite.errors import UserError
+from swiftlite.log import logger
+
+CHUNK_ROWS = 32
+"""Rows that a reader reads before the readers tell each other the lengths."""
+CHUNKS_AHEAD = 4
+
+Gather = Callable[[list[int]], list[list[int]]]
+"""Gives every reader the numbers of each, by rank; collective."""
+UnparsedRow = tuple[Callable[[], Any], str]
+"""What parses a row, and where it stands."""
+
+# What a reader says of a row, in the place of its number of samples.
+BAD = -1
+BAD_AGAIN = -2  # in an epoch after the first, which has counted it
+TOO_LONG = -3  # where that is an error
+
+
+@dataclass
+class Readers:
+    """Who reads: this reader's number, how many there are, and how they tell each other numbers."""
+
+    rank: int = 0
+    size: int = 1
+    gather: Gather = field(default=lambda numbers: [numbers])
+
+    def owns(self, row: int) -> bool:
+        return self.owner(row) == self.rank
+
+    def owner(self, row: int) -> int:
+        return row % self.size
+
+    def say(self, owner: int, text: str) -> str:
+        """The text of one reader, on all of them."""
+        return bytes(self.gather(list(text.encode()) if owner == self.rank else [])[owner]).decode()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that came one after the other, as one reader has read them.
+
+    Attributes:
+        first: number of the first row.
+        own: this reader's rows among them.
+        said: of each of these `BAD` or the like, or the number of its samples and their lengths.
+        rows_per_epoch: of each part, where its end has been seen.
+    """
+
+    first: int
+    own: list[Encoded]
+    said: list[int]
+    rows_per_epoch: list[int]
+
+
+class Part(Iterator[UnparsedRow]):
+    """The rows of some files, one file after the other, without end.
+
+    Attributes:
+        rows_per_epoch: 0 until the end of the files was seen.
+        first: place in its epoch of the row that comes first; those before it are passed over.
+
+    Args:
+        num_read: rows that come no more.
+
+    Raises:
+        UserError: while iterating: files that hold no rows, or fewer or more than before.
+    """
+
+    def __init__(self, files: Sequence[DataFile], rows_per_epoch: int = 0, num_read: int = 0):
+        self.files = files
+        self.rows_per_epoch = rows_per_epoch
+        self.num_read = num_read
+        self.first = num_read % rows_per_epoch if rows_per_epoch else num_read
+        self._num_to_pass = self.first
+        self._rows: Iterator[tuple[int, UnparsedRow]] = self._read()
+
+    def __next__(self) -> UnparsedRow:
+        while self._num_to_pass:
+            self._pass()
+        _, row = next(self._rows)
+        self.num_read += 1
+        return row
+
+    @property
+    def is_first_epoch(self) -> bool:
+        """Whether the row that came last comes for the first time."""
+        return not self.rows_per_epoch or self.num_read <= self.rows_per_epoch
+
+    def one_epoch(self) -> Iterator[UnparsedRow]:
+        for file in self.files:
+            for line, parse in file.unparsed_rows():
+                yield parse, f"{file.name}:{line}"
+
+    def up_to_first(self) -> Iterator[tuple[int, UnparsedRow]]:
+        """Give (place, row) while rows are passed over, each once, and of the first row, which comes all the same."""
+        while self._num_to_pass:
+            yield self._pass()
+        first = next(self._rows)
+        self._rows = itertools.chain([first], self._rows)
+        yield first
+
+    def _pass(self) -> tuple[int, UnparsedRow]:
+        self._num_to_pass -= 1
+        return next(self._rows)
+
+    def _read(self) -> Iterator[tuple[int, UnparsedRow]]:
+        """(place, row), from the beginning of an epoch.
+
+        Example: of a part of 5 rows of which 7 were read, places 0 and 1 are passed over, then 2, 3, 4, 0, ... come.
+        """
+        at_least = self.first
+        while True:
+            num_rows = 0
+            for row in self.one_epoch():
+                yield num_rows, row
+                num_rows += 1
+            if num_rows < at_least or self.rows_per_epoch not in (0, num_rows):
+                raise _changed("--dataset")
+            if not num_rows:
+                raise UserError(f"{', '.join(file.name for file in self.files)} holds no rows")
+            self.rows_per_epoch = num_rows
+            at_least = 0
+
+
+class Stream(Iterator[Entry]):
+    """Samples without end, by their lengths; `take` gives those that this reader has read.
+
+    Attributes:
+        num_read: rows that all of their samples have come of.
+        rows_per_epoch: of each part, 0 until it is known.
+
+    Args:
+        files: of formats that are read row by row, each as a whole.
+        encoder: not used by anyone else, since a thread uses it.
+        readers: who shares the work; unset: nobody.
+        probabilities: of each file, to draw rows from; unset: the files come one after the other.
+        seed: of the draws.
+        max_bad_rows: that an epoch may leave out.
+        system: system prompt for rows that bring none.
+        state: of a stream of the same files and options, by whatever readers, to be continued bit for bit.
+
+    Raises:
+        UserError: no such file; while iterating, on every reader: more bad rows than allowed, a row that is too long
+            where that is an error, files that keep no row, files that have changed.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        encoder: Encoder,
+        *,
+        readers: Readers | None = None,
+        probabilities: Sequence[float] = (),
+        seed: int = 0,
+        max_bad_rows: int = 0,
+        system: str | None = None,
+        state: dict[str, Any] | None = None,
+    ):
+        self._mixture = Mixture(probabilities, seed)
+        self._encoder = encoder
+        self._readers = readers or Readers()
+        self._max_bad_rows = max_bad_rows
+        self._system = system
+        self._has_warned = False
+        zeros = [0] * self._mixture.num_parts
+        state = state or {"num_read": 0, "piece": 0, "rows_per_epoch": zeros, "num_kept": zeros, "num_bad": 0}
+        self.num_read: int = state["num_read"]
+        self._piece: int = state["piece"]  # samples that have come of row `num_read`
+        self.rows_per_epoch: list[int] = list(state["rows_per_epoch"])
+        self._num_kept: list[int] = list(state["num_kept"])
+        self._num_bad: int = state["num_bad"]
+        counts = self._mixture.counts(self.num_read)
+        files_of_parts = _parts_of(files, self._mixture.num_parts)
+        self._parts = [Part(*of_part) for of_part in zip(files_of_parts, self.rows_per_epoch, counts, strict=True)]
+        self._held: dict[tuple[int, int], Sample] = {}  # by row and piece
+        self._entries = self._read()
+
+    def __next__(self) -> Entry:
+        return next(self._entries)
+
+    def take(self, entries: Iterable[Entry]) -> list[Sample]:
+        """The samples among these that this reader has; it forgets them."""
+        return [self._held.pop((entry.row, entry.piece)) for entry in entries if self._readers.owns(entry.row)]
+
+    def owner(self, entry: Entry) -> int:
+        """The reader that has the sample."""
+        return self._readers.owner(entry.row)
+
+    def state(self) -> dict[str, Any]:
+        """What a stream that continues this one needs, for JSON; samples that have come and were not taken, `hold`
+        brings back."""
+        return {
+            "num_read": self.num_read,
+            "piece": self._piece,
+            "rows_per_epoch": list(self.rows_per_epoch),
+            "num_kept": list(self._num_kept),
+            "num_bad": self._num_bad,
+        }
+
+    def hold(self, entries: Iterable[Entry]) -> None:
+        """Read samples again that have come of an earlier stream and were not taken; only these are tokenized.
+
+        They are found while rows are passed over, before the first sample comes; where the last of them is of the
+        epoch before, that is read for itself.
+
+        Raises:
+            UserError: a row is not what it was.
+        """
+        wanted: dict[tuple[int, int], list[Entry]] = {}  # by part and place: a row may wait in several epochs
+        for entry in entries:
+            if not self._readers.owns(entry.row):
+                continue
+            part, number = self._mixture.place(entry.row)
+            place = number % self.rows_per_epoch[part] if self.rows_per_epoch[part] else number
+            wanted.setdefault((part, place), []).append(entry)
+        for number, part in enumerate(self._parts):
+            last = max((place for of_part, place in wanted if of_part == number), default=-1)
+            rows = part.up_to_first() if last <= part.first else enumerate(part.one_epoch())
+            for place, (parse, source) in itertools.islice(rows, last + 1):
+                for entry in wanted.pop((number, place), ()):
+                    self._hold(entry, self._encode(parse(), source))
+        if wanted:
+            raise _changed("--dataset")
+
+    def _hold(self, entry: Entry, encoded: Encoded) -> None:
+        if entry.piece >= len(encoded.samples) or len(encoded.samples[entry.piece]) != entry.length:
+            raise _changed(encoded.source)
+        self._held[entry.row, entry.piece] = encoded.samples[entry.piece]
+
+    def _read(self) -> Iterator[Entry]:
+        """Samples from where the stream stands, as the readers tell each other their lengths."""
+        for chunk in _ahead(self._chunks()):
+            own = iter(chunk.own)
+            said = [iter(numbers) for numbers in self._readers.gather(chunk.rows_per_epoch + chunk.said)]
+            for numbers in said:
+                if list(itertools.islice(numbers, len(self._parts))) != chunk.rows_per_epoch:
+                    raise UserError(
+                        "--dataset differs between the nodes of this run", "give all of them the same files"
+                    )
+            self.rows_per_epoch = chunk.rows_per_epoch
+            for row in range(chunk.first, chunk.first + CHUNK_ROWS * self._readers.size):
+                encoded = next(own) if self._readers.owns(row) else Encoded()
+                yield from self._samples_of(row, encoded, said[self._readers.owner(row)])
+            self._check_all_parts_have_rows()
+
+    def _samples_of(self, row: int, encoded: Encoded, said: Iterator[int]) -> Iterator[Entry]:
+        """The samples of a row that have not come yet.
+
+        Args:
+            said: what the reader of the row says of it comes next.
+        """
+        num_samples = next(said)
+        if num_samples in (BAD, TOO_LONG):
+            self._leave_out(row, encoded, num_samples)
+        lengths = list(itertools.islice(said, max(0, num_samples)))
+        for piece in range(self._piece, len(lengths)):
+            if self._readers.owns(row):
+                self._held[row, piece] = encoded.samples[piece]
+            self._num_kept[self._mixture.part(row)] += piece == 0
+            self._piece = piece + 1
+            yield Entry(row, piece, lengths[piece])
+        self.num_read = row + 1
+        self._piece = 0
+
+    def _leave_out(self, row: int, encoded: Encoded, why: int) -> None:
+        """Count a bad row, on every reader.
+
+        Raises:
+            UserError: there is one too many, or the row is too long where that is an error.
+        """
+        problem, hint = "", ""
+        if why == TOO_LONG:
+            problem = f"{encoded.source} has {encoded.length} tokens, over --max_length {self._encoder.max_length}"
+            hint = f"--max_length {encoded.length} or more; or --truncation_strategy delete, left or right"
+        else:
+            self._num_bad += 1
+            if self._num_bad <= self._max_bad_rows:
+                return
+            allowed = f"; {self._max_bad_rows} before it were left out" if self._max_bad_rows else ""
+            skip = f"--max_bad_rows {self._num_bad} leaves it out, but no more after it"
+            problem = f"{encoded.bad}{allowed}"
+            hint = "\n    ".join(line for line in (encoded.bad.hint if encoded.bad else "", skip) if line)
+        owner = self._readers.owner(row)
+        raise UserError(self._readers.say(owner, problem), self._readers.say(owner, hint))
+
+    def _check_all_parts_have_rows(self) -> None:
+        for part, num_rows, num_kept in zip(self._parts, self.rows_per_epoch, self._num_kept, strict=True):
+            if num_rows and not num_kept:
+                of_files = "--dataset" if len(self._parts) == 1 else f"--dataset {part.files[0].name}"
+                raise UserError(
+                    f"{of_files}: of {num_rows} rows none is left to train on",
+                    f"those over --max_length {self._encoder.max_length} are dropped: give more, "
+                    "or --truncation_strategy right",
+                )
+
+    # In the thread
+
+    def _chunks(self) -> Iterator[Chunk]:
+        """This reader's rows from where the stream stands."""
+        for first in itertools.count(self.num_read, CHUNK_ROWS * self._readers.size):
+            own: list[Encoded] = []
+            said: list[int] = []
+            for row in range(first, first + CHUNK_ROWS * self._readers.size):
+                part = self._parts[self._mixture.part(row)]
+                parse, source = next(part)
+                if self._readers.owns(row):
+                    encoded = self._encode(parse(), source)
+                    own.append(encoded)
+                    said += self._outcome(encoded, part.is_first_epoch)
+            yield Chunk(first, own, said, [part.rows_per_epoch for part in self._parts])
+
+    def _outcome(self, encoded: Encoded, is_first_epoch: bool) -> list[int]:
+        """What this reader says of a row."""
+        if encoded.bad:
+            return [BAD if is_first_epoch else BAD_AGAIN]
+        if not encoded.samples and self._encoder.truncation_strategy == "error":
+            return [TOO_LONG]
+        return [len(encoded.samples), *map(len, encoded.samples)]
+
+    def _encode(self, row: object, source: str) -> Encoded:
+        parsed = check_row(row, source, system=self._system, parse=self._encoder.parse)
+        if isinstance(parsed, BadRow):
+            return Encoded(bad=parsed, source=source)
+        encoded = self._encoder(parsed)
+        if encoded.special_token and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s; no further row is named", special_token_note(encoded))
+        return encoded
+
+
+def _parts_of(files: Sequence[str], num_parts: int) -> list[list[DataFile]]:
+    """All files as one part, or each as a part of its own."""
+    found = []
+    for name in files:
+        file = find_rows(name)
+        assert not isinstance(file, HubRows), "rules let no dataset of the hub be streamed"
+        found.append(file)
+    return [found] if num_parts == 1 else [[file] for file in found]
+
+
+def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The same chunks, each read in a thread before it is asked for."""
+    pool = ThreadPoolExecutor(1, "reads --dataset", initializer=run_templates_unbounded)
+    pending = deque(pool.submit(next, chunks) for _ in range(CHUNKS_AHEAD))
+    try:
+        while True:
+            chunk = pending.popleft().result()
+            pending.append(pool.submit(next, chunks))
+            yield chunk
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _changed(what: str) -> UserError:
+    return UserError(f"{what} is not what this run has read before", "resume with the same files, or start anew")

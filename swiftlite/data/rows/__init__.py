@@ -1,0 +1,1 @@
+"""Files to rows, and rows to conversations or documents."""

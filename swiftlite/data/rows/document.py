@@ -1,0 +1,49 @@
+"""One row with plain text, for `megatron pt`.
+
+Formats: `text`; ms-swift's one turn of the assistant, `{"messages": [{"role": "assistant", "content": "..."}]}`. A .txt
+file is one such row.
+"""
+
+from typing import Any
+
+from swiftlite.data.rows.conversation import HALF_A_PAIR, SURROGATE, Conversation, RowError
+
+
+def parse_document(row: object, *, system: str | None = None, source: str = "") -> Conversation:
+    """Return the document as one turn of the assistant.
+
+    Args:
+        row, source: as for `parse_row`.
+        system: not used: a document has no turns (`megatron pt` refuses --system).
+
+    Raises:
+        RowError: naming the field.
+    """
+    hint = 'rows are {"text": "..."}'
+    if not isinstance(row, dict):
+        raise RowError("row", "is no object", hint)
+    field, text = _text_of(row, hint)
+    if not isinstance(text, str):
+        raise RowError(field, f"is {type(text).__name__}, not text", hint)
+    if not text.strip():
+        raise RowError(field, "is empty")
+    if SURROGATE.search(text):
+        raise RowError(field, HALF_A_PAIR)
+    channel = row.get("channel")
+    if channel is not None and not isinstance(channel, str):
+        raise RowError("channel", "is no text")
+    return Conversation([{"role": "assistant", "content": text}], [1.0], channel=channel, source=source)
+
+
+def _text_of(row: dict[str, Any], hint: str) -> tuple[str, Any]:
+    """The name of the field that holds the text, and what it holds."""
+    messages = row.get("messages")
+    if row.get("text") is None and isinstance(messages, list) and len(messages) == 1:
+        turn = messages[0]
+        if isinstance(turn, dict) and turn.get("role") == "assistant":
+            return "messages[0].content", turn.get("content")
+    if row.get("text") is None:
+        if messages or row.get("query") or row.get("conversations") or row.get("instruction"):
+            raise RowError("row", "is a conversation, not a document", f"swiftlite megatron sft learns from it; {hint}")
+        raise RowError("text", "is missing", hint)
+    return "text", row["text"]

@@ -1,0 +1,108 @@
+"""Rows of a dataset of the hub, through the optional package `datasets`: `org/name:subset/split@revision#500`.
+
+`datasets` keeps a dataset as Arrow files. Which files belong to which commit is noted beside them, so that ranks, a
+resumed run and a machine without network read the same rows and ask nobody.
+"""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from swiftlite.data.packing.padding import padding_error
+from swiftlite.durable import write_durably
+from swiftlite.errors import UserError, clip
+from swiftlite.hub.name import HubName
+from swiftlite.hub.refusal import refusals
+from swiftlite.hub.snapshot import snapshot
+from swiftlite.json_file import read_json
+
+INSTALL = "pip install datasets"
+_CARD = ("README.md", ".gitattributes")
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """A split of a dataset, and how many of its rows to take (None: all)."""
+
+    dataset: HubName
+    sample: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What stands before the number of a row."""
+        return str(self.dataset)
+
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        """(number from 1, row).
+
+        Raises:
+            UserError: the dataset cannot be had.
+        """
+        files = fetch_rows(self.dataset)
+        from datasets import Dataset
+
+        number = 0
+        for file in files:
+            for row in Dataset.from_file(str(file)):
+                number += 1
+                row = cast(dict[str, Any], row)
+                yield number, padding_error(row) or row
+
+
+def commit_of_dataset(name: HubName) -> str:
+    """The commit that the name stands for; of the dataset only its card is fetched.
+
+    Raises:
+        UserError: there is no such dataset, or nobody can say so.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise UserError(f"{name} is a dataset of the hub, which the package datasets reads", INSTALL)
+    return snapshot(replace(name, subset="", split="train"), _CARD).name
+
+
+def fetch_rows(name: HubName) -> list[Path]:
+    """The Arrow files of the split, in order; fetched if they are not here.
+
+    Raises:
+        UserError: the dataset cannot be had, or has no such subset or split.
+    """
+    commit = commit_of_dataset(name)
+    from datasets import config
+
+    cache = Path(config.HF_DATASETS_CACHE)
+    digest = hashlib.sha256(str(name.at(commit)).encode()).hexdigest()[:16]
+    note = cache / f"swiftlite-{digest}.json"
+    try:
+        files = [cache / file for file in read_json(note)]
+    except (OSError, ValueError, TypeError):
+        files = []
+    if not files or not all(file.is_file() for file in files):
+        files = _load(name, commit)
+        listed = [str(file.relative_to(cache)) for file in files]  # so that a cache may be moved
+        write_durably(note, json.dumps(listed).encode())
+    return files
+
+
+def _load(name: HubName, commit: str) -> list[Path]:
+    """Let `datasets` fetch a split and write its Arrow files."""
+    from datasets import Dataset, DownloadConfig, load_dataset_builder
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with refusals(name):
+        try:
+            builder = load_dataset_builder(name.repository, name.subset or None, revision=commit)
+            if builder.hash != commit:  # without network, `datasets` takes whatever it had last
+                raise LocalEntryNotFoundError("it is not in the cache")
+            builder.download_and_prepare(download_config=DownloadConfig(max_retries=5))
+            dataset = cast(Dataset, builder.as_dataset(split=name.split))
+        # Of a subset or split that is not there, of files that are no rows, of a script: the first line says which.
+        except (ValueError, RuntimeError, DatasetsError) as error:
+            reason = clip(" ".join(str(error.__cause__ or error).split()), 400)
+            hint = "ORG/NAME:SUBSET/SPLIT names both, ORG/NAME:/SPLIT the split alone"
+            raise UserError(f"{name} cannot be read: {reason}", hint) from None
+    return [Path(file["filename"]) for file in cast(list[dict[str, str]], dataset.cache_files)]

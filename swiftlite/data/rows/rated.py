@@ -1,0 +1,144 @@
+"""One row with one answer that is good or bad, and each answer set behind another row's question.
+
+Formats: any of `conversation.py` with `label` beside it, as in ms-swift; `prompt` and `completion`, texts or lists of
+messages, with `label`, as in TRL.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from swiftlite.args.fields import TruncationStrategy
+from swiftlite.data.rows.conversation import Conversation, RowError, parse_row, shown
+from swiftlite.data.rows.pair import SHARED
+from swiftlite.data.sample import IGNORED, Sample, make_sample, truncate
+from swiftlite.errors import UserError
+
+FORMATS = '{"query": "...", "response": "...", "label": true}, or prompt, completion and label'
+
+
+def parse_rated(row: object, *, system: str | None = None, source: str = "") -> Conversation:
+    """Return the conversation that ends with the answer; its label is the extra `desirable`, and heads learn from good
+    answers only.
+
+    Args:
+        row, system, source: as for `parse_row`.
+
+    Raises:
+        RowError: naming the field.
+    """
+    if not isinstance(row, dict):
+        return parse_row(row, system=system, source=source)  # which says what it is
+    for name in ("chosen", "rejected", "rejected_response", "rejected_messages"):
+        if row.get(name):
+            raise RowError(
+                name, "makes this row a pair", f"--loss_type sigmoid learns from pairs; here rows are {FORMATS}"
+            )
+    label = _label_of(row.get("label"))
+    rest = {name: value for name, value in row.items() if name != "label"}
+    if "completion" in rest:
+        rest = _from_completion(rest)
+    conversation = parse_row(rest, system=system, source=source)
+    return replace(conversation.with_last_turn_alone(), trains_heads=label, extras={"desirable": label})
+
+
+def _label_of(value: object) -> bool:
+    """Return the label; in tables of text, such as .csv, it is a word, which pandas writes with a capital."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    problem = "is missing" if value is None or value == "" else f"is {shown(value)}, not true or false"
+    raise RowError("label", problem, f"rows are {FORMATS}")
+
+
+def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as `parse_row` knows it, of a row as TRL has it."""
+    prompt, completion = row.get("prompt"), row["completion"]
+    shared = {name: row[name] for name in SHARED if row.get(name)}
+    for name, value in (("prompt", prompt), ("completion", completion)):
+        if not value or not isinstance(value, str | list):
+            raise RowError(name, "is missing, or neither a text nor a list of messages", f"rows are {FORMATS}")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return {"query": prompt, "response": completion, **shared}
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    assert isinstance(before, list)
+    return {"messages": [*before, *answer], **shared}
+
+
+def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> list[Sample]:
+    """Return the samples, each with a companion: its question before the answer of another sample.
+
+    The pairing is drawn by the seed, so the order of the rows decides nothing: files often alternate between a good and
+    a bad answer, where a neighbour would always be of one kind.
+
+    Args:
+        max_length: of the result, in tokens.
+        strategy: `left` cuts its beginning, all else its end.
+
+    Raises:
+        UserError: there are no two questions.
+    """
+    questions = [_question_of(sample).tobytes() for sample in samples]
+    if len(set(questions)) < 2:
+        raise UserError(
+            "--loss_type kto compares with answers to other questions, and all rows have the same one",
+            "give more rows, with --dataset or --val_dataset",
+        )
+    end = "left" if strategy == "left" else "right"
+    found = []
+    for sample, other in zip(samples, others(questions, seed).tolist(), strict=True):
+        mismatched = truncate(_join(sample, samples[other]), max_length, end)
+        found.append(replace(sample, companion=replace(mismatched, trains_heads=False)))
+    return found
+
+
+def others(questions: Sequence[Hashable], seed: int) -> np.ndarray:
+    """Return for each row the number of a row with another question: each row once, in an order drawn by the seed.
+
+    Rows of one question stand next to each other, the questions in a random order, the most frequent one first. Moved
+    on by the size of the largest group no row meets its own group. Where one question has more than half of the rows,
+    its rows share those of the others.
+
+    Example: questions `a a b c`, drawn in the order `1 0 3 2`: the groups are `1 0`, `3`, `2`, the largest has 2 rows,
+    so rows 1, 0, 3, 2 get rows 3, 2, 1, 0.
+
+    Args:
+        questions: at least two different ones.
+    """
+    # RandomState: its stream never changes, so a resumed run pairs the same rows under any numpy.
+    groups: dict[Hashable, list[int]] = {}
+    for row in np.random.RandomState(seed).permutation(len(questions)).tolist():
+        groups.setdefault(questions[row], []).append(row)
+    largest = max(groups, key=lambda question: len(groups[question]))
+    rows = np.array([*groups.pop(largest), *chain.from_iterable(groups.values())])
+    num_largest = len(rows) - sum(map(len, groups.values()))
+    num_rest = len(rows) - num_largest
+    places = np.arange(len(rows))
+    if num_largest <= num_rest:
+        partners = (places + num_largest) % len(rows)
+    else:
+        partners = np.where(places < num_largest, num_largest + places % num_rest, places - num_largest)
+    found = np.empty(len(rows), np.int64)
+    found[rows] = rows[partners]
+    return found
+
+
+def _start_of_answer(sample: Sample) -> int:
+    return int(np.argmax(sample.labels != IGNORED))
+
+
+def _question_of(sample: Sample) -> np.ndarray:
+    return sample.input_ids[: _start_of_answer(sample)]
+
+
+def _join(asked: Sample, answered: Sample) -> Sample:
+    """The question of one sample before the answer of the other."""
+    end, start = _start_of_answer(asked), _start_of_answer(answered)
+    ids = np.concatenate([asked.input_ids[:end], answered.input_ids[start:]])
+    weights = np.concatenate([asked.loss_scale[:end], answered.loss_scale[start:]])
+    return make_sample(ids, weights, asked.source, asked.channel)

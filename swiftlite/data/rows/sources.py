@@ -1,0 +1,322 @@
+"""Data files to conversations: .jsonl, .json, .parquet, .csv, .txt, and `FILE#500` for a random sample of 500 rows.
+Datasets of the hub (`hub_rows.py`) come the same way.
+
+Every row knows its `file:line`. A bad row is returned beside the good ones, never dropped in silence; how many are
+allowed is decided in `dataset.py`. What a row may hold is in `conversation.py`.
+"""
+
+import csv
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from swiftlite.args.data_file import is_number_of_rows, split_sample
+from swiftlite.data.packing.padding import padding_error
+from swiftlite.data.rows.conversation import BadRow, Conversation, RowError, parse_row
+from swiftlite.data.rows.hub_rows import HubRows
+from swiftlite.errors import UserError
+from swiftlite.hub.name import dataset_name
+from swiftlite.json_file import decode_json, parse_json, skip_space
+
+
+class RowParser(Protocol):
+    """Parses one row of a training method: `parse_row` (turns), `parse_pair`, `parse_rated`, `parse_document`.
+
+    Raises:
+        RowError: naming the field.
+    """
+
+    def __call__(self, row: object, *, system: str | None, source: str) -> Conversation: ...
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file a user named, and how many of its rows to take (None: all)."""
+
+    path: Path
+    sample: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What stands before the line of a row."""
+        return str(self.path)
+
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        """(line, row), as its reader gives them."""
+        return READERS[self.path.suffix.lower()](self.path)
+
+    def unparsed_rows(self) -> Iterator[tuple[int, Callable[[], Any]]]:
+        """(line, what parses that row), for a reader that needs few of the rows; of .jsonl and .parquet files."""
+        return UNPARSED_READERS[self.path.suffix.lower()](self.path)
+
+
+@dataclass
+class FileRows:
+    """What one file held: `num_rows == len(conversations) + len(bad_rows) + num_not_sampled`."""
+
+    num_rows: int = 0
+    conversations: list[Conversation] = field(default_factory=list)
+    bad_rows: list[BadRow] = field(default_factory=list)
+    num_not_sampled: int = 0
+    note: str = ""
+
+
+def find_rows(spec: str) -> DataFile | HubRows:
+    """Take `FILE`, `FILE#N` or a name of the hub apart. Whether one can write it so, rules have looked at, on the first
+    rank.
+
+    Raises:
+        UserError: no such file.
+    """
+    name, sample = split_sample(spec)
+    path = Path(name)
+    dataset = dataset_name(name)
+    if dataset is not None and (not sample or is_number_of_rows(sample)):
+        return HubRows(dataset, int(sample) if sample else None)
+    if not path.is_file() or (sample and not is_number_of_rows(sample)):
+        raise UserError(f"{spec} does not exist", "every node reads the files of its own disk")
+    return DataFile(path, int(sample) if sample else None)
+
+
+def read_rows(
+    file: DataFile | HubRows,
+    *,
+    system: str | None = None,
+    parse: RowParser = parse_row,
+    seed: int = 42,
+) -> FileRows:
+    """Read, check and, for `FILE#N`, sample the rows of one file or dataset.
+
+    The sample is drawn from the good rows and keeps their order; it depends on the seed and the file alone, not on
+    the other files of the run.
+
+    Args:
+        file: from `find_rows`.
+        system: system prompt for rows that bring none.
+        parse: parses each row.
+        seed: of the sample.
+    Raises:
+        UserError: a file that is not what its suffix says, or holds no rows.
+    """
+    rows = FileRows()
+    for line, row in file.rows():
+        rows.num_rows += 1
+        where = f"{file.name}:{line}"
+        parsed = check_row(row, where, system=system, parse=parse)
+        if isinstance(parsed, BadRow):
+            rows.bad_rows.append(parsed)
+        else:
+            rows.conversations.append(parsed)
+    if not rows.num_rows:
+        raise UserError(f"{file.name} holds no rows")
+    if file.sample is not None:
+        num_good = len(rows.conversations)
+        if file.sample > num_good:
+            rows.note = f"{file.name}#{file.sample}: it has {num_good} good rows; all are taken"
+        # RandomState, because numpy promises its stream for good and Generator's only within a version.
+        order = np.random.RandomState(seed).permutation(num_good)[: file.sample]
+        rows.conversations = [rows.conversations[i] for i in np.sort(order)]
+        rows.num_not_sampled = num_good - len(rows.conversations)
+    return rows
+
+
+def check_row(
+    row: object, source: str, *, system: str | None = None, parse: RowParser = parse_row
+) -> Conversation | BadRow:
+    """Parse one row as a reader gives it; a row that cannot be parsed is returned as its `BadRow`.
+
+    Args:
+        source: `file:line`.
+    """
+    try:
+        if isinstance(row, RowError):
+            raise row
+        return parse(row, system=system, source=source)
+    except RowError as error:
+        return BadRow(source, error.problem, error.hint)
+
+
+def _check_columns(where: str, names: list[str]) -> None:
+    """Of two columns of one name, a row would have the last in silence."""
+    for name, number in Counter(names).items():
+        if number > 1:
+            raise UserError(f"{where}: {number} columns are called {name!r}", "rename or remove all but one")
+
+
+# Readers yield (line, row), counting lines from 1; a row that cannot be read alone comes as its RowError.
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, parse in _lines_of_jsonl(path):
+        yield number, parse()
+
+
+def _lines_of_jsonl(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+    with path.open("rb") as file:  # bytes: text mode would also split at a lone \r
+        for number, raw in enumerate(file, start=1):
+            raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if raw.strip():
+                yield number, partial(_parse_line, raw, path)
+
+
+def _parse_line(raw: bytes, path: Path) -> Any:
+    try:
+        return parse_json(raw.decode("utf-8").rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        return RowError(f"column {error.colno}", f"not JSON: {error.msg}")
+    except UnicodeDecodeError as error:
+        return RowError(f"byte {error.start + 1}", "not UTF-8", _encoding_hint(path))
+
+
+def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
+    """One array of rows, or rows one after the other."""
+    text = _decode(path)
+    position = skip_space(text, 0)
+    is_array = text.startswith("[", position)
+    if is_array:
+        position = skip_space(text, position + 1)
+    line = 1
+    counted = 0  # characters whose lines are counted in `line`
+    while position < len(text) and not (is_array and text[position] == "]"):
+        line += text.count("\n", counted, position)
+        counted = position
+        try:
+            row, position = decode_json(text, position)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{error.lineno}: column {error.colno}: not JSON: {error.msg}") from None
+        yield line, row
+        position = skip_space(text, position)
+        if is_array and text.startswith(",", position):
+            position = skip_space(text, position + 1)
+        elif is_array and not text.startswith("]", position):
+            raise _not_json(path, text, position, "expected , or ]")
+    if not is_array:
+        return
+    if position >= len(text):
+        raise _not_json(path, text, position, "the array is not closed by ]")
+    rest = skip_space(text, position + 1)
+    if rest < len(text):
+        raise _not_json(path, text, rest, "something follows the array")
+
+
+def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
+    # By the standard library and not pyarrow.csv, which does not know the line of a row behind one that spans lines.
+    reader = csv.reader(io.StringIO(_decode(path), newline=""), strict=True)
+    limit = csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than many a document
+    rows: list[tuple[int, Any]] = []
+    try:
+        header = next(reader, [])
+        _check_columns(f"{path}:1", header)
+        start = reader.line_num + 1
+        for values in reader:
+            if values and len(values) != len(header):
+                rows.append((start, RowError("row", f"has {len(values)} columns, the header has {len(header)}")))
+            elif values:
+                rows.append((start, dict(zip(header, values, strict=True))))
+            start = reader.line_num + 1  # a quoted value may span lines
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: not CSV: {error}") from None
+    finally:
+        csv.field_size_limit(limit)  # the module has one limit for the whole process
+    return iter(rows)
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, batch in _batches_of_parquet(path):
+        with _naming_parquet(path, number - 1):
+            rows = batch.to_pylist()
+        for index, row in enumerate(rows):
+            yield number + index, padding_error(row) or row
+
+
+def _rows_of_parquet(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+    for number, batch in _batches_of_parquet(path):
+        for index in range(batch.num_rows):
+            yield number + index, partial(_row_of_batch, batch, index, path, number)
+
+
+def _row_of_batch(batch: Any, index: int, path: Path, number: int) -> Any:
+    with _naming_parquet(path, number - 1):
+        (row,) = batch.slice(index, 1).to_pylist()
+    return padding_error(row) or row
+
+
+def _batches_of_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number of its first row, batch)."""
+    import pyarrow.parquet
+
+    number = 1
+    with _naming_parquet(path, 0):
+        file = pyarrow.parquet.ParquetFile(path)
+    with file:
+        _check_columns(str(path), file.schema_arrow.names)
+        batches = file.iter_batches(batch_size=1024)
+        while True:
+            with _naming_parquet(path, number - 1):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield number, batch
+            number += batch.num_rows
+
+
+@contextmanager
+def _naming_parquet(path: Path, num_read: int) -> Iterator[None]:
+    """What goes wrong in here becomes a UserError that names the file and the rows before."""
+    import pyarrow
+
+    try:
+        yield
+    # Damage shows as an error of pyarrow or of the disk, text that is not UTF-8 and dates before the year 1 as these.
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        place = f"{path}: after row {num_read}" if num_read else f"{path}"
+        raise UserError(f"{place}: not Parquet: {error}", "write or copy the file again") from None
+
+
+def _read_txt(path: Path) -> Iterator[tuple[int, Any]]:
+    """All of the file is one document."""
+    yield 1, {"text": _decode(path)}
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".txt": _read_txt,
+}
+
+
+UNPARSED_READERS: dict[str, Callable[[Path], Iterator[tuple[int, Callable[[], Any]]]]] = {
+    ".jsonl": _lines_of_jsonl,
+    ".parquet": _rows_of_parquet,
+}
+
+
+def _decode(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes().count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: not UTF-8", _encoding_hint(path)) from None
+
+
+def _encoding_hint(path: Path) -> str:
+    with path.open("rb") as file:
+        is_utf16 = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    return f"convert it: iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t UTF-8 {path} > new{path.suffix}"
+
+
+def _not_json(path: Path, text: str, position: int, problem: str) -> UserError:
+    line = text.count("\n", 0, position) + 1
+    column = position - (text.rfind("\n", 0, position) + 1) + 1
+    return UserError(f"{path}:{line}: column {column}: not JSON: {problem}")

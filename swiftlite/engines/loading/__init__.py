@@ -1,0 +1,1 @@
+"""Weights in engines: what loads, what stays random, what a live update writes."""

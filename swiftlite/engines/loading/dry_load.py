@@ -1,0 +1,50 @@
+"""`swiftlite doctor --engine`: an engine's own loaders run on a checkpoint; no engine, no number read.
+
+    python -m swiftlite.engines.loading.dry_load MODULE:FUNCTION MODEL_DIR < JSON
+
+calls the function of an engine's folder with an `EngineConfig`, whose other fields are in JSON, and prints its
+`LoadReport` as JSON on the last line of stdout. It is a process of its own, because engines want process groups.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from pkgutil import resolve_name
+
+from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.info import EngineInfo
+from swiftlite.engines.loading.load_report import LoadReport
+from swiftlite.engines.served_model import read_model
+from swiftlite.errors import UserError
+
+
+def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
+    """What an engine would make of a checkpoint; takes the engine's imports and a second.
+
+    Raises:
+        UserError: no model of a known family is there, or the engine itself does not start to work here.
+    """
+    model = read_model(config.model)
+    if info.known_report and not info.is_installed:
+        return resolve_name(info.known_report)(model)
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name != "model"}
+    words = [sys.executable, "-W", "ignore", "-m", "swiftlite.engines.loading.dry_load"]
+    command = [*words, info.dry_load, str(config.model)]
+    # Options go by stdin, because everybody on the machine sees a command line, and one may be a key.
+    done = subprocess.run(command, input=json.dumps(options), capture_output=True, text=True)
+    if done.returncode != 0:
+        problem = f"{info.label} cannot be asked here:\n{done.stderr.strip()[-2000:]}"
+        raise UserError(problem, "the last line says why")
+    return LoadReport(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(target: str, directory: str) -> None:
+    """Print the report of one engine, with the options that stdin brings as JSON."""
+    report = resolve_name(target)(EngineConfig(Path(directory), **json.load(sys.stdin)))
+    print(json.dumps(dataclasses.asdict(report)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

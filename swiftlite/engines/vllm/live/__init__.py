@@ -1,0 +1,1 @@
+"""Live weights for vLLM: channel, transports, the worker's side."""

@@ -1,0 +1,82 @@
+"""How a running vLLM is told of new weights: its weight-transfer API, with the backends of `weight_transfer.py`."""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swiftlite.engines.loading.weight_update import Bucket, Part
+from swiftlite.engines.vllm.live.weight_transport import Transport
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+class Client(Protocol):
+    """The calls of vLLM's weight-transfer API, in this process or to a server.
+
+    The first four are vLLM's own protocol of a client, `VLLMWeightSyncClient`, so its senders take one too.
+
+    Attributes:
+        part: which model the next transfer is for.
+    """
+
+    part: Part
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def reset_prefix_cache(self) -> bool: ...
+
+
+class LlmClient:
+    """The `Client` of an engine that this process started.
+
+    Args:
+        llm: started with one of our backends.
+    """
+
+    part: Part = "target"
+
+    def __init__(self, llm: "LLM"):
+        self._llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        if self.part == "target":
+            self._llm.start_weight_update()
+        else:
+            self._llm.start_draft_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._llm.finish_weight_update(weight_version)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._llm.reset_prefix_cache()
+
+
+class VllmChannel:
+    """See `Channel`."""
+
+    def __init__(self, client: Client, transport: Transport):
+        self._client, self._transport = client, transport
+
+    def start(self, part: Part) -> None:
+        self._client.part = part
+        self._client.start_weight_update()
+
+    def send(self, bucket: Bucket) -> None:
+        self._transport.send(bucket)
+
+    def finish(self) -> None:
+        self._client.finish_weight_update()
+
+    def forget_cached(self) -> bool:
+        return self._client.reset_prefix_cache()

@@ -1,0 +1,106 @@
+"""Floating-point operations of training, from config.json and real lengths. Arithmetic, no torch. What a layer counts
+is the layer's own answer (`families/layer.py`).
+
+Counted is what a step asks for: each multiply-add of a matrix or of attention as two operations; attention for the
+pairs of tokens that see each other, n * (n + 1) / 2 of a sequence of n; of the experts those that the router chooses;
+the vocabulary for tokens that are learned (`model.loss` computes no other logits). Not counted: padding, recomputation,
+and what is no matrix product (norms, rotary angles, softmax, optimizer).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swiftlite.bridge.adapters.rows import saved_names
+from swiftlite.bridge.rows import lift
+from swiftlite.estimate.adapters import adapter_macs
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.family import HfConfig
+from swiftlite.families.index import architecture_of
+from swiftlite.heads import Heads
+from swiftlite.lora import Lora
+
+_PER_MAC = 2
+"""Operations of a multiply-add."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of a forward and backward pass, over all ranks of a replica.
+
+    Attributes:
+        linear: per token, without the vocabulary.
+        square: per token of a sequence squared.
+        targets: per token that is learned, by the trunk and by each MTP depth.
+    """
+
+    linear: float
+    square: float
+    targets: tuple[float, ...]
+
+    @property
+    def per_token(self) -> float:
+        """Per token where all are learned; with `square`, what `data.schedule` levels."""
+        return self.linear + sum(self.targets)
+
+    def step(self, num_tokens: int, squares: int, num_targets: Sequence[int]) -> float:
+        """Operations of a step.
+
+        Args:
+            num_tokens: sum of the lengths of its sequences.
+            squares: sum of their squares.
+            num_targets: labels of the trunk and of each MTP depth that are not ignored.
+        """
+        vocabulary = sum(each * number for each, number in zip(self.targets, num_targets, strict=True))
+        return self.linear * num_tokens + self.square * squares + vocabulary
+
+
+def training_flops(
+    hf_config: HfConfig,
+    heads: Heads = Heads(),
+    *,
+    heads_only: bool = False,
+    trunk_is_read: bool = False,
+    lora: Lora | None = None,
+) -> Flops:
+    """Operations of training the trunk, MTP layers, and the output layer of each.
+
+    A backward pass is twice the forward pass: gradients of inputs and of weights. With `heads_only` the trunk has none,
+    its loss neither, and the output layer none of its weights. With adapters there are gradients of weights only for
+    them, and for what learns in full beside them.
+
+    Args:
+        hf_config: config.json.
+        trunk_is_read: from disk, so that it costs nothing; with `heads_only`.
+
+    Raises:
+        UserError: a model_type that is not known.
+    """
+    architecture = architecture_of(hf_config)
+    hidden, block, num_drafts = architecture.outside.hidden, architecture.mtp_block, heads.drafts
+    of_trunk, of_output_layer = (1, 2) if heads_only else (3, 3)
+    if trunk_is_read:
+        of_trunk = 0
+    of_matrices, of_heads = of_trunk, 3
+    trunk = _PER_MAC * sum(layer.macs_per_token() for layer in architecture.layers)
+    mtp_layer = _PER_MAC * (block.macs_per_token() + 2 * hidden**2)  # and its projection
+    adapters, head_adapters = 0, 0
+    if lora is not None:
+        of_matrices, of_heads = min(of_trunk, 2), 3 if lora.heads == "full" else 2
+        of_output_layer = 3 if not heads_only and _output_layer_learns(architecture, lora) else 2
+        for number, layer in enumerate(architecture.layers):
+            adapters += 3 * _PER_MAC * adapter_macs(layer, architecture.layer_rows(number), lora)
+        head_adapters = 3 * _PER_MAC * adapter_macs(block, lift(block.rows(), "mtp.", ""), lora)
+    # Of n * (n + 1) / 2 pairs, at two operations: n ** 2 and n times the same number.
+    trunk_pairs = sum(layer.attention.macs_per_pair() for layer in architecture.layers)
+    square = of_trunk * trunk_pairs + 3 * block.attention.macs_per_pair() * num_drafts
+    vocabulary = _PER_MAC * architecture.outside.vocab * hidden
+    drafted = _PER_MAC * len(heads.draft_vocab) * hidden or vocabulary
+    return Flops(
+        linear=of_matrices * trunk + adapters + (of_heads * mtp_layer + head_adapters) * num_drafts + square,
+        square=square,
+        targets=((of_trunk if heads_only else of_output_layer) * vocabulary, *[of_output_layer * drafted] * num_drafts),
+    )
+
+
+def _output_layer_learns(architecture: Architecture, lora: Lora) -> bool:
+    return "output_layer.weight" in saved_names(lora, architecture.outside.rows())

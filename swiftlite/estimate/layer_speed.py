@@ -1,0 +1,181 @@
+"""How long a decoder layer or an MTP layer takes for one micro-batch. What it multiplies and keeps is its own answer
+(`families/layer.py`).
+
+Constants as in `timing.py`. Next: `speed.py`, what a step is made of.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from swiftlite.estimate.gpus import Gpu
+from swiftlite.estimate.products import Product, in_low_precision, products_of
+from swiftlite.estimate.setup import Setup, held_by_stages, rank_of
+from swiftlite.estimate.software import Software
+from swiftlite.estimate.timing import collective_seconds, exchange_seconds, memory_seconds
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.layer import Layer
+from swiftlite.plan.low_precision import LowPrecision
+
+_BYTES_MOVED = 4.5
+"""Bytes that elementwise kernels move, forward and backward, for each byte that autograd keeps of a layer. Counted as
+`tests/model/test_kernels.py` does, a layer of Qwen3 8B has 3.6; of 3 and 4.5, Megatron's figures fit this better."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds by what they are spent on."""
+
+    products: float = 0
+    attention: float = 0
+    elementwise: float = 0
+    vocabulary: float = 0
+    recompute: float = 0
+    tensor_parallel: float = 0
+    context_parallel: float = 0
+    expert_parallel: float = 0
+    launches: float = 0
+    pipeline: float = 0
+    data_parallel: float = 0
+    optimizer: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __mul__(self, times: float) -> "Seconds":
+        return Seconds(*(times * each for each in vars(self).values()))
+
+
+class LayerSpeed:
+    """One micro-batch of a model's layers on a rank."""
+
+    def __init__(self, architecture: Architecture, setup: Setup, gpu: Gpu, software: Software):
+        self.architecture, self.setup, self.gpu, self.software = architecture, setup, gpu, software
+        # What is recomputed is counted as such; here a rank that keeps all.
+        self.rank = dataclasses.replace(rank_of(architecture, setup), recomputed=frozenset())
+        # Experts with adapters are computed one by one (`model/layers/experts.py`).
+        self.has_grouped_experts = setup.is_fused and setup.lora is None
+        self.is_trunk_frozen = setup.mtp_mode == "heads_only"
+
+    def trunk_layer(self, layer: Layer, low: LowPrecision | None) -> Seconds:
+        """Forward and backward of a decoder layer; of a trunk that stays the forward pass alone."""
+        products = self._products(layer, low)
+        forward = self._forward(layer, products)
+        if self.is_trunk_frozen:
+            return forward
+        backward = self._backward(layer, products, learns=self.setup.lora is None)
+        return forward + backward + Seconds(recompute=self._recomputed(layer, products, forward))
+
+    def mtp_layer(self) -> Seconds:
+        """Forward and backward of an MTP layer: a decoder layer behind a projection."""
+        block, hidden, low = self.architecture.mtp_block, self.architecture.outside.hidden, self.setup.low_precision
+        learns = self.setup.lora is None or self.setup.lora.heads == "full"
+        projection = Product(self.rank.tokens, hidden // self.rank.tp, 2 * hidden)
+        if low:
+            projection = in_low_precision(projection, low, self.rank, is_split_by_columns=False)
+        products = self._products(block, low)
+        forward = self._forward(block, products)
+        backward = self._backward(block, products, learns)
+        of_projection = Seconds(
+            products=projection.forward(self.gpu) + projection.backward(self.gpu, learns),
+            elementwise=memory_seconds(self.gpu, sum(projection.quantising())),
+        )
+        return forward + backward + of_projection + Seconds(recompute=self._recomputed(block, products, forward))
+
+    def _forward(self, layer: Layer, products: list[Product]) -> Seconds:
+        gather, exchange = self._tensor_collective(), self._expert_exchange(layer)
+        # Of the two of a half layer, one gathers what is quantised, the other scatters sums.
+        exposed = self.software.exposed_tp[0] * (self._gather_of(products) + gather) / 2
+        quantising = sum(product.quantising()[0] for product in products)
+        return Seconds(
+            products=sum(product.forward(self.gpu) for product in products),
+            attention=self._attention(layer),
+            elementwise=self._elementwise(layer) / 3 + memory_seconds(self.gpu, quantising),
+            tensor_parallel=exposed * _shared_halves(layer),
+            context_parallel=self._context_gather(layer),
+            expert_parallel=2 * exchange,
+        )
+
+    def _backward(self, layer: Layer, products: list[Product], learns: bool) -> Seconds:
+        exchange = self._expert_exchange(layer)
+        weights = sum(product.weights for product in products) if learns else 0
+        quantising = sum(product.quantising()[1] for product in products)
+        added = memory_seconds(self.gpu, weights * self.software.gradient_bytes)
+        return Seconds(
+            products=sum(product.backward(self.gpu, learns) for product in products),
+            attention=2.5 * self._attention(layer),  # five products of scores where forward has two
+            elementwise=2 / 3 * self._elementwise(layer) + added + memory_seconds(self.gpu, quantising),
+            tensor_parallel=self.software.exposed_tp[1] * self._gather_of(products) * _shared_halves(layer),
+            context_parallel=self._context_gather(layer),
+            expert_parallel=2 * exchange,
+        )
+
+    def _products(self, layer: Layer, low: LowPrecision | None) -> list[Product]:
+        return list(products_of(layer, self.rank, self.has_grouped_experts, self.software.stack_bytes, low))
+
+    def _attention(self, layer: Layer) -> float:
+        """Seconds of attention itself, forward: each token of a row with those before it."""
+        length = self.setup.max_length
+        pairs = self.setup.micro_batch_size * length * (length + 1) / 2
+        flops = 2 * layer.attention.macs_per_pair() * pairs / (self.rank.tp * self.rank.cp)
+        return flops / (self.gpu.peak_flops * self.software.attention)
+
+    def _elementwise(self, layer: Layer) -> float:
+        """Seconds of what is no product, forward and backward: passes over memory."""
+        return memory_seconds(self.gpu, _BYTES_MOVED * layer.kept(self.rank))
+
+    def _tensor_collective(self, low: LowPrecision | None = None) -> float:
+        """Seconds of gathering, or summing and scattering, a layer's states over tensor-parallel ranks."""
+        itemsize = low.quantised.copy if low else self.rank.itemsize
+        num_bytes = self.rank.tokens * self.architecture.outside.hidden * itemsize
+        return collective_seconds(self.gpu, self.rank.tp, 1, num_bytes)
+
+    def _gather_of(self, products: list[Product]) -> float:
+        """Seconds of gathering states that a half layer's products take, which are quantised first."""
+        low = next((product.low for product in products if product.low), None)
+        return self._tensor_collective(low if self.rank.sequence_parallel else None)
+
+    def _context_gather(self, layer: Layer) -> float:
+        """Seconds of gathering keys and values, or what they are made of, from the ranks that share a row."""
+        of_row = layer.attention.gathered(self.rank) * self.rank.cp
+        return collective_seconds(self.gpu, self.rank.cp, self.rank.tp, of_row)
+
+    def _expert_exchange(self, layer: Layer) -> float:
+        """Seconds of sending each token to the ranks of its experts, or back."""
+        if not layer.mlp.experts:
+            return 0
+        states = self.rank.kept_states(self.architecture.outside.hidden)
+        return exchange_seconds(self.gpu, self.rank.ep, self.rank.etp, states * layer.mlp.topk)
+
+    def _recomputed(self, layer: Layer, products: list[Product], forward: Seconds) -> float:
+        """Seconds of computing a layer's forward pass, or modules of it, a second time."""
+        recompute = self.setup.recompute
+        if recompute.recompute_granularity == "none":
+            return 0
+        if recompute.recompute_granularity == "full":
+            return forward.total * self._recomputed_part()
+        modules = set(recompute.recompute_modules)
+        seconds = forward.attention if "core_attn" in modules else 0
+        for product in products:
+            if product.module in modules:
+                seconds += product.forward(self.gpu) + memory_seconds(self.gpu, product.quantising()[0])
+        if modules & set(layer.mlp.recompute_modules):
+            seconds += memory_seconds(self.gpu, _BYTES_MOVED * layer.mlp.kept(self.rank)) / 3
+            seconds += forward.tensor_parallel / 2 + forward.expert_parallel
+        return seconds
+
+    def _recomputed_part(self) -> float:
+        """The share of layers that full recomputation computes again."""
+        if self.setup.recompute.recompute_method == "uniform":
+            return 1
+        held = held_by_stages(self.setup, self.architecture.outside.num_layers)
+        most = max(each.count("t") for each in held)
+        return min(1, self.setup.recompute.recompute_num_layers / max(most, 1))
+
+
+def _shared_halves(layer: Layer) -> int:
+    """Halves of a layer whose matrices tensor-parallel ranks share."""
+    return bool(layer.attention.tensor_split) + bool(layer.mlp.tensor_split)

@@ -1,0 +1,164 @@
+"""How much memory a rank of a training run needs: `doctor --plan`. Arithmetic on config.json and options, no torch.
+
+Parameters, gradients and optimizer state are counted exactly (but for the padding of the distributed optimizer's
+buffers, a few kilobytes). Activations are the tensors that autograd keeps in our own model (`swiftlite/model`), written
+down module by module as `saved_tensors_hooks` shows them; `scripts/bench/memory.py` measures both. What fused kernels
+keep is read from torch's and megatron-core's sources: on a CPU torch has no fused norm.
+
+What a virtual stage holds and keeps is in `stage_memory.py`; here, how many are in flight. Not counted: the CUDA
+context, NCCL's buffers, the allocator's fragments (`RESERVE`), and one layer's gradients in the backward pass. With
+adapters, activations are counted as if every weight learned, which is more than there are: a norm that stays keeps
+less. What DoRA keeps beside is counted (`estimate/adapters.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swiftlite.estimate.setup import Setup, held_by_stages
+from swiftlite.estimate.stage_memory import ModelOnRank, VirtualStage, share
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.family import HfConfig
+from swiftlite.families.index import architecture_of
+from swiftlite.families.rank import FLOAT32, ParameterCount
+from swiftlite.plan.layout import data_parallel_size
+
+# Part of a GPU's memory that is left for the CUDA context, NCCL's buffers and what the allocator cannot use.
+RESERVE = 0.08
+USUAL_GPU_MEMORY_GB = 80.0
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One rank of one pipeline stage. Everything but `parameters` and `trained`, those that learn, is in bytes."""
+
+    holds: str
+    """Its virtual stages, as in a layout string: "E t*4" or "t*2 | t*2 m L"."""
+    parameters: int
+    trained: ParameterCount
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of all micro-batches that are in flight when their number is highest, without the logits."""
+    in_flight: int
+    """Forward passes of a virtual stage that wait for their backward pass then."""
+    recomputed: int
+    """What one backward pass computes again at one time."""
+    quantised: int
+    """Copies of weights in low precision."""
+    logits: int
+    """What the loss keeps of the vocabulary for each head, and the largest copy beside it."""
+
+    @property
+    def total(self) -> int:
+        state = self.weights + self.quantised + self.gradients + self.optimizer
+        return state + self.activations + self.recomputed + self.logits
+
+
+def estimate(hf_config: HfConfig, setup: Setup) -> list[StageMemory]:
+    """The memory of a rank on each pipeline stage; the layout has passed `layout_problems` and `process_problems`.
+
+    Args:
+        hf_config: config.json.
+
+    Raises:
+        UserError: a model_type that is not known.
+    """
+    return estimate_of(architecture_of(hf_config), setup)
+
+
+def estimate_of(architecture: Architecture, setup: Setup) -> list[StageMemory]:
+    """`estimate` of a model that is read already."""
+    model = ModelOnRank(architecture, setup)
+    virtual_stages, first_layer = [], 0
+    for holds in held_by_stages(setup, architecture.outside.num_layers):
+        virtual_stages.append(VirtualStage(model, holds, first_layer))
+        first_layer += holds.count("t")
+    pp = setup.layout.pipeline_model_parallel_size
+    return [_stage_memory(model, virtual_stages[rank::pp], rank) for rank in range(pp)]
+
+
+def _stage_memory(model: "ModelOnRank", virtual_stages: Sequence["VirtualStage"], rank: int) -> StageMemory:
+    """One rank of pipeline stage `rank`, which computes these virtual stages."""
+    setup, pp = model.setup, model.setup.layout.pipeline_model_parallel_size
+    parameters = sum((stage.parameters() for stage in virtual_stages), ParameterCount())
+    trained = sum((stage.trained_parameters() for stage in virtual_stages), ParameterCount())
+    passes = [stage.forward_pass() for stage in virtual_stages]
+    waiting = _most_waiting([each.kept + each.logits for each in passes], rank, pp)
+    logits = _bytes_in_flight(waiting, [each.logits for each in passes])
+    return StageMemory(
+        holds=" | ".join(stage.describe() for stage in virtual_stages),
+        parameters=parameters.total,
+        trained=trained,
+        weights=parameters.total * setup.parameter_bytes,
+        gradients=trained.total * FLOAT32,
+        optimizer=_optimizer_bytes(trained, setup),
+        activations=_bytes_in_flight(waiting, [each.kept for each in passes]),
+        in_flight=sum(waiting),
+        recomputed=max(each.recomputed for each in passes),
+        quantised=sum(stage.quantised_weights() for stage in virtual_stages),
+        logits=logits + max(each.passing_logits for each in passes),
+    )
+
+
+def _optimizer_bytes(trained: ParameterCount, setup: Setup) -> int:
+    """AdamW's two moments, and float32 weights where the model's are not; shared out by a distributed optimizer."""
+    per_parameter = 3 * FLOAT32 if setup.parameter_bytes < FLOAT32 else 2 * FLOAT32
+    if not setup.use_distributed_optimizer:
+        return trained.total * per_parameter
+    layout = setup.layout
+    # Ranks that have the same parameters; the same experts are on fewer, or on more, than the rest.
+    dense_ranks = data_parallel_size(layout, setup.num_gpus) * layout.context_parallel_size
+    per_replica = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
+    expert_ranks = setup.num_gpus // (per_replica * layout.pipeline_model_parallel_size)
+    return (share(trained.dense, dense_ranks) + share(trained.expert, expert_ranks)) * per_parameter
+
+
+def _most_waiting(sizes: Sequence[int], rank: int, pp: int) -> list[int]:
+    """Forward passes of each virtual stage that wait for their backward pass when their bytes are highest.
+
+    megatron-core's schedules. 1F1B: stage `rank` of `pp` runs pp - rank forward passes before its first backward pass.
+    Interleaved: micro-batches pass in groups of `pp` through one virtual stage after another, and their backward passes
+    in the opposite order; after some forward passes (the warm-up) each is followed by a backward pass. With enough
+    micro-batches, that is: a step that has fewer needs less.
+
+    The first of 2 ranks with 2 virtual stages, A and B, warms up with 2 * (2 - 0 - 1) + (2 - 1) * 2 = 4 passes:
+
+        forward    A  A  B  B  A  A  B  B
+        backward               B  B  A  A
+        waiting A  1  2  2  2  3  4  4  3      counted before the backward pass of the same column
+        waiting B  0  0  1  2  2  1  1  2
+
+    Five passes wait at most, 3 of A and 2 of B; but 4 and 1 are more bytes if A keeps more than B.
+
+    Args:
+        sizes: bytes that one forward pass of each virtual stage keeps.
+    """
+    virtual = len(sizes)
+    if virtual == 1:
+        return [pp - rank]
+    warmup = 2 * (pp - rank - 1) + (virtual - 1) * pp
+    waiting, most = [0] * virtual, [0] * virtual
+    for step in range(warmup + 2 * pp * virtual):
+        forward = step // pp % virtual
+        waiting[forward] += 1
+        if _bytes_in_flight(waiting, sizes) > _bytes_in_flight(most, sizes):
+            most = list(waiting)
+        if step >= warmup:
+            backward = virtual - 1 - (step - warmup) // pp % virtual
+            waiting[backward] -= 1
+    return most
+
+
+def _bytes_in_flight(waiting: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(number * size for number, size in zip(waiting, sizes, strict=True))
+
+
+def usable_bytes(gpu_memory_gb: float) -> int:
+    """Of a GPU's memory, what a run can count on."""
+    return int(gpu_memory_gb * 1e9 * (1 - RESERVE))
+
+
+def largest(memory: Sequence[StageMemory]) -> StageMemory:
+    """The stage that needs most."""
+    return max(memory, key=lambda stage: stage.total)

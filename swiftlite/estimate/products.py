@@ -1,0 +1,129 @@
+"""The matrix products of a decoder layer on a rank, and how long each takes."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from swiftlite.estimate.adapters import is_split_by_columns
+from swiftlite.estimate.gpus import Gpu
+from swiftlite.estimate.timing import memory_seconds, product_seconds
+from swiftlite.families.layer import Layer
+from swiftlite.families.rank import Rank
+from swiftlite.plan.low_precision import LowPrecision, takes_low_precision
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer's product on a rank.
+
+    Attributes:
+        module: what --recompute_modules calls the part that it belongs to; empty for none.
+        number: how often there is one like it.
+        is_grouped: whether those are one kernel.
+        stack_bytes: as `Software.stack_bytes`, where they are.
+        is_expert: whether the matrices are an expert's.
+        low: of which precision it is; None for bfloat16.
+        tokens_in, tokens_out: those whose states and whose gradients are quantised here; fewer than `tokens` where
+            ranks gather what each has quantised.
+    """
+
+    tokens: float
+    size_out: int
+    size_in: int
+    module: str = ""
+    number: int = 1
+    is_grouped: bool = False
+    stack_bytes: float = 0
+    is_expert: bool = False
+    low: LowPrecision | None = None
+    tokens_in: float = 0
+    tokens_out: float = 0
+
+    @property
+    def weights(self) -> int:
+        """Numbers in the matrices."""
+        return self.number * self.size_out * self.size_in
+
+    def forward(self, gpu: Gpu) -> float:
+        """Seconds of the forward pass."""
+        return self._seconds(gpu, self.tokens, self.size_out, self.size_in) + self._stacking(gpu)
+
+    def backward(self, gpu: Gpu, learns: bool = True) -> float:
+        """Seconds of the gradients of inputs, and of weights that learn."""
+        seconds = self._seconds(gpu, self.tokens, self.size_in, self.size_out) + self._stacking(gpu)
+        if learns:
+            seconds += self._seconds(gpu, self.size_out, self.size_in, self.tokens)
+        return seconds
+
+    def quantising(self) -> tuple[float, float]:
+        """Bytes moved to quantise what the forward pass takes, and the gradients that the backward pass does. Weights
+        are quantised once a step, but those of experts each time (`model/layers/te.py`)."""
+        if self.low is None:
+            return 0, 0
+        forward = self.number * self.tokens_in * self.size_in + self.is_expert * self.weights
+        return self.low.moved * forward, self.low.moved * self.number * self.tokens_out * self.size_out
+
+    def _stacking(self, gpu: Gpu) -> float:
+        return memory_seconds(gpu, self.stack_bytes * self.weights) if self.is_grouped else 0
+
+    def _seconds(self, gpu: Gpu, rows: float, columns: int, inner: float) -> float:
+        faster, itemsize = (self.low.speedup, self.low.quantised.copy) if self.low else (1, 2)
+        if not self.is_grouped:
+            return self.number * product_seconds(gpu, rows, columns, inner, faster=faster, itemsize=itemsize)
+        return product_seconds(gpu, rows, columns, inner, self.number, faster, itemsize)
+
+
+def products_of(
+    layer: Layer,
+    rank: Rank,
+    has_grouped_experts: bool = False,
+    stack_bytes: float = 0,
+    low: LowPrecision | None = None,
+) -> Iterator[Product]:
+    """The products of a decoder layer on a rank; every expert gets the same number of tokens.
+
+    Args:
+        low: of those that take it; of experts, where they are grouped.
+    """
+    experts, of_mlp = layer.mlp.experts, layer.mlp.recompute_modules[0]
+    for name, size_out, size_in in layer.matrices:
+        module = of_mlp if name.startswith("mlp.") else "mla_up_proj" if "_up_proj." in name else ""
+        tokens, ranks, number = float(rank.tokens), rank.tp, 1
+        if ".router." in name or name.endswith(".gate_weight"):
+            tokens, ranks = rank.sequence_tokens, 1
+        elif name.endswith(".linear_kv_up_proj.weight"):
+            tokens *= rank.cp  # context-parallel ranks each unfold all of a row
+        elif ".local_experts." in name:
+            tokens = rank.sequence_tokens * rank.etp * rank.ep * layer.mlp.topk / experts
+            ranks, number = rank.etp, experts // rank.ep
+        if is_split_by_columns(name):
+            size_in //= ranks
+        else:
+            size_out //= ranks
+        is_expert, is_grouped = ".local_experts." in name, has_grouped_experts and number > 1
+        product = Product(tokens, size_out, size_in, module, number, is_grouped, stack_bytes, is_expert)
+        if low and takes_low_precision(name) and (has_grouped_experts or not is_expert):
+            product = in_low_precision(product, low, rank, is_split_by_columns(name))
+        yield product
+
+
+def in_low_precision(product: Product, low: LowPrecision, rank: Rank, is_split_by_columns: bool) -> Product:
+    """The same product, of this precision.
+
+    Args:
+        is_split_by_columns: whether tensor-parallel ranks share what it takes in, else what it makes.
+    """
+    here = there = product.tokens
+    if not product.is_expert:
+        there = float(rank.sequence_tokens)
+    tokens_in, tokens_out = (here, there) if is_split_by_columns else (there, here)
+    return dataclasses.replace(product, low=low, tokens_in=tokens_in, tokens_out=tokens_out)
+
+
+def low_precision_weights(layer: Layer, rank: Rank) -> int:
+    """Numbers in the matrices of a layer on a rank that take low precision, without experts."""
+    number = 0
+    for name, size_out, size_in in layer.matrices:
+        if takes_low_precision(name) and ".local_experts." not in name:
+            number += size_out * size_in // rank.tp
+    return number

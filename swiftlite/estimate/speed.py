@@ -1,0 +1,189 @@
+"""How long a training step takes on a parallel layout: an estimate, to put layouts in order. Arithmetic, no torch.
+
+A step is what the slowest pipeline stage computes for all its micro-batches, what its GPU waits for meanwhile, and what
+stands before and behind: the pipeline's bubble, the sum of gradients, the optimizer. Constants as in `timing.py`.
+Next: `search.py`, which layouts are tried.
+
+Not counted: adapters' own products, uneven lengths, uneven experts, clocks, the file system.
+"""
+
+import functools
+import math
+
+from swiftlite.estimate.gpus import Gpu
+from swiftlite.estimate.layer_speed import LayerSpeed, Seconds
+from swiftlite.estimate.memory import estimate_of, largest
+from swiftlite.estimate.products import Product
+from swiftlite.estimate.setup import Setup, held_by_stages
+from swiftlite.estimate.software import Software, software_of
+from swiftlite.estimate.timing import STARTS, bandwidth, collective_seconds, memory_seconds
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.layer import Layer
+from swiftlite.families.rank import FLOAT32
+from swiftlite.plan.layout import data_parallel_size, num_virtual_stages
+
+_LAUNCH = 6e-6
+"""Seconds between two kernels that Python starts: the least of each, however small. Assumed."""
+_KERNELS = 43
+"""Kernels of a dense layer, forward and backward. Counted (`tests/cuda_emulated`)."""
+_MIXTURE_KERNELS = 46
+"""Those that a layer of experts adds on one rank, its experts in one product: router, sorting, sums. Counted there."""
+_EXPERT_KERNELS = 20
+"""Those of an expert that is computed for itself. Counted, roughly."""
+_UNFUSED_LOGIT_BYTES = 54
+"""As `Software.logit_bytes`, of a loss over all logits at one time, counted pass by pass."""
+_OPTIMIZER_BYTES = 30
+"""Bytes moved for each parameter by AdamW: gradient, two moments, main weight in float32, the weight. Counted."""
+_GRADIENT_BYTES = 8
+"""Bytes moved for each gradient to measure its norm and set it to zero. Counted."""
+_HIDDEN_REDUCTION = 0.9
+"""Part of the sums of gradients and gathers of weights that can hide; the last bucket cannot. Assumed."""
+
+
+class Step:
+    """A training step of a model on a layout."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        setup: Setup,
+        gpu: Gpu,
+        global_batch_size: int,
+        software: Software | None = None,
+    ):
+        software = software or software_of(setup.transformer_impl)
+        self.architecture, self.setup, self.gpu, self.software = architecture, setup, gpu, software
+        self.layout, self.memory = setup.layout, estimate_of(architecture, setup)
+        self.replicas = data_parallel_size(setup.layout, setup.num_gpus)
+        self.num_micro_batches = global_batch_size / (self.replicas * setup.micro_batch_size)
+        self.layers = LayerSpeed(architecture, setup, gpu, software)
+        self.rank, self.is_trunk_frozen = self.layers.rank, self.layers.is_trunk_frozen
+        self.tokens_per_step = global_batch_size * setup.max_length
+
+    @functools.cached_property
+    def seconds(self) -> Seconds:
+        """Seconds of the step, by what the slowest pipeline stage spends them on."""
+        pp = self.layout.pipeline_model_parallel_size
+        held = held_by_stages(self.setup, self.architecture.outside.num_layers)
+        firsts = [sum(each.count("t") for each in held[:number]) for number in range(len(held))]
+        stages = []
+        for rank in range(pp):
+            numbers = range(rank, len(held), pp)
+            parts = [self._virtual_stage(held[number], firsts[number]) for number in numbers]
+            stages.append(sum(parts, Seconds()))
+        slowest = max(stages, key=lambda stage: stage.total)
+        of_step = slowest * self.num_micro_batches
+        of_step += Seconds(pipeline=self._bubble(slowest.total) + self._sends())
+        return of_step + self._gradients(slowest.total) + self._optimizer() + self._quantised_weights()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.tokens_per_step / self.seconds.total
+
+    def _virtual_stage(self, holds: str, first_layer: int) -> Seconds:
+        """One micro-batch, forward and backward, of a virtual stage."""
+        last_layer = first_layer + holds.count("t")
+        seconds = sum(self._trunk_layers[first_layer:last_layer], Seconds())
+        if "m" in holds:
+            seconds += self.layers.mtp_layer() * (holds.count("m") * self.setup.heads.unroll)
+        if "L" in holds:
+            seconds += self._losses()
+        launches = self._launches(holds, first_layer)
+        return seconds + Seconds(launches=max(0, launches - seconds.total))
+
+    @functools.cached_property
+    def _trunk_layers(self) -> list[Seconds]:
+        """One micro-batch of each decoder layer; those that are alike are computed once."""
+        found: list[tuple[Layer, bool, Seconds]] = []
+        low, layers = self.setup.low_precision, self.architecture.layers
+        for number, layer in enumerate(layers):
+            is_low = low is not None and low.is_in_layer(number, len(layers))
+            known = [seconds for *key, seconds in found if key == [layer, is_low]]
+            seconds = known[0] if known else self.layers.trunk_layer(layer, low if is_low else None)
+            found.append((layer, is_low, seconds))
+        return [seconds for *_, seconds in found]
+
+    def _launches(self, holds: str, first_layer: int) -> float:
+        """Seconds that Python takes to start the kernels of a micro-batch: it does nothing faster than that."""
+        count = holds.count("t")
+        layers = list(self.architecture.layers[first_layer : first_layer + count])
+        kernels = sum(map(self._kernels, layers)) / (3 if self.is_trunk_frozen else 1)
+        kernels += self._kernels(self.architecture.mtp_block) * holds.count("m") * self.setup.heads.unroll
+        if self.setup.recompute.recompute_granularity == "full":
+            kernels *= 4 / 3
+        return _LAUNCH * kernels
+
+    def _kernels(self, layer: Layer) -> float:
+        if not layer.mlp.experts:
+            return _KERNELS
+        one_by_one = 0 if self.layers.has_grouped_experts else layer.mlp.experts / self.rank.ep
+        return _KERNELS + _MIXTURE_KERNELS + _EXPERT_KERNELS * one_by_one
+
+    def _losses(self) -> Seconds:
+        """Of the trunk and of each head: the output layer's products, and the passes over its logits."""
+        outside, heads, rank = self.architecture.outside, self.setup.heads, self.rank
+        words = [] if self.is_trunk_frozen else [outside.local_vocab(rank)]
+        words += [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.drafts
+        per_logit = _UNFUSED_LOGIT_BYTES
+        if self.setup.is_fused:
+            per_logit = self.software.logit_bytes if rank.tp == 1 else self.software.split_logit_bytes
+        seconds = 0.0
+        for number in words:
+            product = Product(rank.tokens, number, outside.hidden)
+            seconds += product.forward(self.gpu) + product.backward(self.gpu, learns=not self._output_layer_stays)
+            if self.setup.is_fused and not self._output_layer_stays:
+                seconds += (self.software.vocabulary_products - 3) * product.forward(self.gpu)
+            seconds += memory_seconds(self.gpu, per_logit * rank.tokens * number)
+        return Seconds(vocabulary=seconds)
+
+    @property
+    def _output_layer_stays(self) -> bool:
+        return self.is_trunk_frozen or self.setup.lora is not None
+
+    def _bubble(self, micro_batch: float) -> float:
+        """Seconds that a stage idles until the first micro-batch is there and after its last one is done.
+
+        Args:
+            micro_batch: seconds of one, forward and backward, on the slowest stage.
+        """
+        stages = self.layout.pipeline_model_parallel_size
+        return (stages - 1) / (num_virtual_stages(self.layout) or 1) * micro_batch
+
+    def _sends(self) -> float:
+        """Seconds of a step in which states and their gradients pass from stage to stage."""
+        pp = self.layout.pipeline_model_parallel_size
+        if pp == 1:
+            return 0
+        virtual = num_virtual_stages(self.layout) or 1
+        states = self.rank.kept_states(self.architecture.outside.hidden)
+        one = STARTS + states / bandwidth(self.gpu, pp, self.setup.num_gpus // pp)
+        exposed = 1 if virtual == 1 else self.software.exposed_sends
+        return exposed * 2 * virtual * self.num_micro_batches * one
+
+    def _gradients(self, micro_batch: float) -> Seconds:
+        """Seconds of summing gradients and gathering weights over data-parallel ranks beyond one micro-batch's own."""
+        learns = largest(self.memory).trained
+        layout, num_bytes = self.layout, FLOAT32 + self.setup.parameter_bytes
+        size = self.replicas * layout.context_parallel_size
+        stride = layout.tensor_model_parallel_size
+        seconds = collective_seconds(self.gpu, size, stride, num_bytes * learns.dense)
+        stride = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
+        size = self.setup.num_gpus // (stride * layout.pipeline_model_parallel_size)
+        seconds += collective_seconds(self.gpu, size, stride, num_bytes * learns.expert)
+        hidden = min(_HIDDEN_REDUCTION * seconds, micro_batch)
+        return Seconds(data_parallel=seconds - hidden)
+
+    def _quantised_weights(self) -> Seconds:
+        """What it takes to quantise weights, once a step."""
+        low = self.setup.low_precision
+        if low is None:
+            return Seconds()
+        num_bytes = max(stage.quantised for stage in self.memory) / low.quantised.weights * low.moved
+        return Seconds(elementwise=memory_seconds(self.gpu, num_bytes))
+
+    def _optimizer(self) -> Seconds:
+        """AdamW's passes over memory, which a distributed optimizer shares out."""
+        ranks = self.replicas * self.layout.context_parallel_size if self.setup.use_distributed_optimizer else 1
+        num_bytes = largest(self.memory).trained.total * (_GRADIENT_BYTES + _OPTIMIZER_BYTES / ranks)
+        return Seconds(optimizer=memory_seconds(self.gpu, num_bytes))

@@ -1,0 +1,308 @@
+"""What one rank holds of a virtual pipeline stage: parameters, and bytes that autograd keeps of one forward pass.
+
+What a decoder layer counts is its own answer (`families/layer.py`); here stand the modules around layers.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from swiftlite.bridge.rows import Row, lift
+from swiftlite.estimate.adapters import adapter_parameters, kept_products, saved_parameters
+from swiftlite.estimate.products import low_precision_weights
+from swiftlite.estimate.setup import Setup, low_rank_of, rank_of
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.layer import Layer
+from swiftlite.families.rank import FLOAT32, ParameterCount, Rank
+from swiftlite.lora import Lora
+from swiftlite.plan.kernels import CHUNK
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that autograd keeps of one forward pass on a rank, and what they are."""
+
+    name: str
+    bytes: int
+
+
+def total(entries: Iterable[Kept]) -> int:
+    """Return the bytes of all entries."""
+    return sum(entry.bytes for entry in entries)
+
+
+def share(number: int, ranks: int) -> int:
+    """An equal part, rounded up."""
+    return -(-number // ranks)
+
+
+class ModelOnRank:
+    """A model on one rank: what its parts outside the decoder layers count, in parameters and in bytes that autograd
+    keeps."""
+
+    def __init__(self, architecture: Architecture, setup: Setup):
+        self.setup, self.rank = setup, rank_of(architecture, setup)
+        self.low_rank = low_rank_of(self.rank, setup)
+        self.architecture, self.layers, self.outside = architecture, architecture.layers, architecture.outside
+        self.hidden = architecture.outside.hidden
+        self.vocab = architecture.outside.local_vocab(self.rank)
+        self.drafted = share(len(setup.heads.draft_vocab), self.rank.tp)
+        self.num_mtp_layers = setup.heads.layers
+        self.is_trunk_frozen = setup.mtp_mode == "heads_only"
+
+    def rank_in(self, layer: int) -> Rank:
+        """This rank in a decoder layer, from 0."""
+        low = self.setup.low_precision
+        return self.low_rank if low and low.is_in_layer(layer, len(self.layers)) else self.rank
+
+    @property
+    def vocabularies(self) -> list[int]:
+        """This rank's words of each loss that a backward pass begins from: the trunk's, then the heads'."""
+        of_trunk = [] if self.is_trunk_frozen else [self.vocab]
+        return of_trunk + [self.drafted or self.vocab] * self.setup.heads.drafts
+
+    def embedding(self) -> ParameterCount:
+        """The embedding, or an output layer that is not tied to it."""
+        return ParameterCount(self.vocab * self.hidden)
+
+    def mtp_layer(self) -> ParameterCount:
+        """An MTP layer: three norms and a projection around one more decoder layer."""
+        frame = 3 * self.hidden + 2 * self.hidden * self.hidden // self.rank.tp
+        return ParameterCount(frame) + self.architecture.mtp_block.parameters(self.rank)
+
+    def head_rows(self) -> list[Row]:
+        """The linear layers of a head, as adapters know them."""
+        projection = Row("mtp.eh_proj.weight", {"mtp.fc.weight": (self.hidden, 2 * self.hidden)})
+        return [projection, *lift(self.architecture.mtp_block.rows(), "mtp.", "mtp.")]
+
+    def kept_layer(self, number: int) -> int:
+        """Decoder layer `number`, with what its adapters keep."""
+        layer, rank, lora = self.layers[number], self.rank_in(number), self.setup.lora
+        kept = layer.kept(rank)
+        if lora and lora.has_magnitudes:  # asked first: a layer of DeepSeek-V3 has 770 rows
+            kept += kept_products(layer, self.architecture.layer_rows(number), lora, rank)
+        return kept
+
+    def kept_draft(self, head: int) -> list[Kept]:
+        """List one run of an MTP layer, which drafts token number `head` (from 0)."""
+        rank = self.low_rank
+        if self.setup.heads.unroll > 1:  # later steps read the keys of the first, see `model.mtp.UnrolledLayer`
+            rank = replace(rank, recomputed=rank.recomputed - {"core_attn", "mla_up_proj"})
+        block, lora = self.architecture.mtp_block, self.setup.lora
+        is_first_of_frozen = self.is_trunk_frozen and head == 0
+        return [
+            Kept("token ids", 0 if self.is_trunk_frozen else 8 * rank.tokens),
+            Kept("enorm input", self._kept_head_norm(rank, has_gradient=not self.is_trunk_frozen)),
+            Kept("hnorm input", self._kept_head_norm(rank, has_gradient=not is_first_of_frozen)),
+            Kept("eh_proj input", rank.kept_input(rank.sequence_tokens, 2 * self.hidden)),
+            Kept("decoder layer", block.kept(rank)),
+            Kept("adapters", kept_products(block, self.head_rows(), lora, rank) if lora else 0),
+            Kept("output norm input", self._kept_head_norm(rank, has_gradient=True)),
+        ]
+
+    def _kept_head_norm(self, rank: Rank, has_gradient: bool) -> int:
+        """Count the bytes of one norm of an MTP layer.
+
+        Args:
+            has_gradient: its input has a gradient, unlike a frozen embedding or a frozen trunk's state. Without one,
+                only the weight learns; a fused norm keeps its input for that too.
+        """
+        kept = rank.kept_norm(rank.sequence_tokens, self.hidden)
+        if has_gradient or rank.is_fused:
+            return kept
+        return kept - rank.sequence_tokens * FLOAT32 * (self.hidden + 1)
+
+    def kept_loss(self) -> list[Kept]:
+        """List one loss without its logits."""
+        states = self.rank.tokens * self.hidden * self.rank.itemsize
+        return [
+            Kept("states for the output layer's gradient", 0 if self.is_trunk_frozen else states),
+            Kept("gradient of the states, made in chunks", states if self.setup.is_fused else 0),
+            # Of each position row, place and label, its number among the states, its weight, and a mask.
+            Kept("labelled positions", self.rank.tokens * (3 * 8 + 8 + 4 + 1)),
+        ]
+
+    def rotary_bytes(self) -> int:
+        """Count the cosines and sines of all positions, which all layers share; each step of an unrolled layer is one
+        position later."""
+        rotary = max(layer.attention.rotary for layer in self.layers)
+        return 2 * self.rank.length * rotary * self.rank.itemsize * self.setup.heads.unroll
+
+
+class VirtualStage:
+    """What one rank computes of a virtual stage.
+
+    Args:
+        holds: letters as in a layout string, "Ett" or "tmL".
+        first_layer: number of its first decoder layer.
+    """
+
+    def __init__(self, model: ModelOnRank, holds: str, first_layer: int):
+        self.model, self.holds = model, holds
+        last_layer = first_layer + holds.count("t")
+        self.layer_numbers = range(first_layer, last_layer)
+        self.layers: Sequence[Layer] = model.layers[first_layer:last_layer]
+        self.num_mtp_layers = holds.count("m")
+        self.is_first, self.is_last = "E" in holds, "L" in holds
+        ends_trunk = bool(self.layers) and last_layer == len(model.layers)
+        # With MTP layers the final norm stands behind the last decoder layer, else before the loss.
+        self.has_final_norm = ends_trunk if model.num_mtp_layers else self.is_last
+
+    def describe(self) -> str:
+        """Its letters, repetitions counted: "E t*2"."""
+        words = []
+        for letter, run in itertools.groupby(self.holds):
+            count = len(list(run))
+            words.append(letter if count == 1 else f"{letter}*{count}")
+        return " ".join(words)
+
+    def parameters(self) -> ParameterCount:
+        model = self.model
+        count = sum((layer.parameters(model.rank) for layer in self.layers), ParameterCount())
+        has_embedding = self.is_first or self.num_mtp_layers > 0  # MTP layers look tokens up too
+        if has_embedding:
+            count += model.embedding()
+        if self.is_last and not (model.outside.is_tied and has_embedding):
+            count += model.embedding()
+        if self.has_final_norm:
+            count += ParameterCount(model.hidden)
+        return count + self._mtp_parameters() + self._adapter_parameters()
+
+    def trained_parameters(self) -> ParameterCount:
+        lora = self.model.setup.lora
+        if lora is None:
+            return self._mtp_parameters() if self.model.is_trunk_frozen else self.parameters()
+        heads = self._mtp_parameters() if lora.heads == "full" else ParameterCount()
+        return self._adapter_parameters() + self._saved_parameters(lora) + heads
+
+    def quantised_weights(self) -> int:
+        """Bytes that linear layers keep of their weights in low precision as long as the model trains: made for the
+        first micro-batch of a step. Behind a trunk that stays no gradient goes, so one order is enough."""
+        model, low = self.model, self.model.setup.low_precision
+        if low is None:
+            return 0
+        of_trunk = 0
+        for number in self.layer_numbers:
+            if low.is_in_layer(number, len(model.layers)):
+                of_trunk += low_precision_weights(model.layers[number], model.rank)
+        projection = 2 * model.hidden * model.hidden // model.rank.tp
+        of_head = projection + low_precision_weights(model.architecture.mtp_block, model.rank)
+        per_weight = low.quantised.weights / (2 if model.is_trunk_frozen else 1)
+        return int(of_trunk * per_weight + self.num_mtp_layers * of_head * low.quantised.weights)
+
+    def _adapter_parameters(self) -> ParameterCount:
+        model, lora = self.model, self.model.setup.lora
+        if lora is None:
+            return ParameterCount()
+        count = ParameterCount()
+        for number in self.layer_numbers:
+            count += adapter_parameters(model.architecture.layer_rows(number), lora, model.rank)
+        if self.num_mtp_layers:
+            count += adapter_parameters(model.head_rows(), lora, model.rank) * self.num_mtp_layers
+        return count
+
+    def _saved_parameters(self, lora: Lora) -> ParameterCount:
+        """What of this stage learns in full beside adapters."""
+        model = self.model
+        rows = [*model.outside.rows(), *itertools.chain(*map(model.architecture.layer_rows, self.layer_numbers))]
+        number = 0
+        for name, parameters in saved_parameters(rows, lora, model.rank).items():
+            has_embedding = self.is_first or self.num_mtp_layers > 0
+            is_here = {
+                "embedding.word_embeddings.weight": has_embedding,
+                "output_layer.weight": self.is_last and not (model.outside.is_tied and has_embedding),
+                "decoder.final_layernorm.weight": self.has_final_norm,
+            }
+            if is_here.get(name, True):
+                number += parameters
+        return ParameterCount(number)
+
+    def _mtp_parameters(self) -> ParameterCount:
+        return self.model.mtp_layer() * self.num_mtp_layers if self.num_mtp_layers else ParameterCount()
+
+    def forward_pass(self) -> "ForwardPass":
+        model, rank = self.model, self.model.rank
+        kept, recomputed = self._kept_layers()
+        kept += self._kept_around_layers()
+        if not self.is_last:
+            return ForwardPass(tuple(kept), recomputed)
+        vocabularies = model.vocabularies
+        kept += model.kept_loss() * len(vocabularies)
+        kept.append(Kept("draft vocabulary's rows of the output matrix", model.drafted * model.hidden * rank.itemsize))
+        at_once = min(rank.tokens, CHUNK) if rank.is_fused else rank.tokens
+        num_logits = at_once * max(vocabularies, default=0)
+        rounded = num_logits * rank.itemsize if rank.itemsize < FLOAT32 else 0
+        if rank.is_fused:
+            return ForwardPass(tuple(kept), recomputed, passing_logits=num_logits * FLOAT32 + rounded)
+        logits = rank.tokens * sum(vocabularies) * FLOAT32
+        return ForwardPass(tuple(kept), recomputed, logits=logits, passing_logits=rounded)
+
+    def _kept_around_layers(self) -> list[Kept]:
+        """List what is kept of the trunk outside its layers."""
+        model, rank = self.model, self.model.rank
+        kept = []
+        if self.layers or self.num_mtp_layers:
+            kept.append(Kept("rotary embeddings", model.rotary_bytes()))
+        if model.is_trunk_frozen:
+            return kept
+        # Norms in float32 keep the very tensor that a later stage receives.
+        keeps_received = rank.itemsize < FLOAT32 and not rank.is_fused
+        if self.is_first:
+            kept.append(Kept("token ids", 8 * rank.tokens))
+        elif keeps_received and model.setup.recompute.recompute_granularity != "full":
+            kept.append(Kept("states from the stage before", rank.kept_states(model.hidden)))
+        if self.has_final_norm:
+            kept.append(Kept("final norm input", rank.kept_norm(rank.sequence_tokens, model.hidden)))
+        return kept
+
+    def _kept_layers(self) -> tuple[list[Kept], int]:
+        """List what is kept of decoder and MTP layers, and count the most bytes that are recomputed at one time."""
+        model = self.model
+        states = model.rank.kept_states(model.hidden)
+        layers = []
+        if not model.is_trunk_frozen:
+            layers = [model.kept_layer(number) for number in self.layer_numbers]
+        kept, again = _recompute(model.setup, layers, states)
+        unroll = model.setup.heads.unroll
+        drafts = [total(model.kept_draft(draft)) for draft in range(self.num_mtp_layers * unroll)]
+        # All steps of an unrolled layer share one checkpoint.
+        mtp_layers = [sum(drafts[start : start + unroll]) for start in range(0, len(drafts), unroll)]
+        kept_of_mtp, again_of_mtp = _recompute(model.setup, mtp_layers, (1 + unroll) * states)
+        return [Kept("decoder layers", kept), Kept("MTP layers", kept_of_mtp)], max(again, again_of_mtp)
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """Bytes of one forward pass of a virtual stage on one rank."""
+
+    entries: tuple[Kept, ...]
+    """Kept until its backward pass, without logits."""
+    recomputed: int
+    """The most that its backward pass computes again at one time."""
+    logits: int = 0
+    """The softmax of each loss, in float32, until its backward pass."""
+    passing_logits: int = 0
+    """Logits that are gone after a loss: of one loss before they are float32, or of one chunk of it."""
+
+    @property
+    def kept(self) -> int:
+        """The sum of `entries`."""
+        return total(self.entries)
+
+
+def _recompute(setup: Setup, layers: list[int], boundary: int) -> tuple[int, int]:
+    """Bytes kept of consecutive layers, and the most that is computed again at one time.
+
+    Args:
+        layers: what each keeps if nothing is recomputed.
+        boundary: bytes of the input of a span that is recomputed.
+    """
+    recompute, number = setup.recompute, setup.recompute.recompute_num_layers
+    if recompute.recompute_granularity != "full" or not layers:
+        return sum(layers), 0
+    if recompute.distribute_saved_activations and not setup.layout.sequence_parallel:
+        boundary //= setup.layout.tensor_model_parallel_size
+    if recompute.recompute_method == "block":  # the first layers, each a span for itself
+        return len(layers[:number]) * boundary + sum(layers[number:]), max(layers[:number])
+    spans = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]
+    return len(spans) * boundary, max(spans)

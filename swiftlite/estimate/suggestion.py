@@ -1,0 +1,75 @@
+"""The setup nearest to one that does not fit into memory."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from swiftlite.args.fields import ParallelLayout, RecomputeArgs
+from swiftlite.estimate.memory import estimate_of, largest, usable_bytes
+from swiftlite.estimate.setup import Setup, is_possible
+from swiftlite.families.architecture import Architecture
+from swiftlite.families.family import HfConfig
+from swiftlite.families.index import architecture_of
+from swiftlite.plan.layout import process_problems
+
+
+def suggest(hf_config: HfConfig, setup: Setup, gpu_memory_gb: float) -> Setup | None:
+    """The setup nearest to this one that fits; with twice, four times ... as many GPUs if none does. None: not found.
+
+    Tried in this order: sharing the optimizer state, recomputing, then more ranks per model, with and without
+    recomputing.
+    """
+    architecture = architecture_of(hf_config)
+    for doublings in range(8):
+        num_gpus = setup.num_gpus << doublings
+        for candidate in _candidates(architecture, dataclasses.replace(setup, num_gpus=num_gpus)):
+            if largest(estimate_of(architecture, candidate)).total <= usable_bytes(gpu_memory_gb):
+                return candidate
+    return None
+
+
+def _candidates(architecture: Architecture, setup: Setup) -> Iterator[Setup]:
+    """Setups that the model allows on these GPUs, the cheapest in speed first."""
+    full = RecomputeArgs(recompute_granularity="full")
+    recomputes = [setup.recompute] if setup.recompute.recompute_granularity == "full" else [setup.recompute, full]
+    for tp, ep, pp in _candidate_sizes(architecture, setup):
+        layout = _resized(setup.layout, tp, ep, pp)
+        if not is_possible(layout, architecture, setup) or process_problems(layout, setup.num_gpus):
+            continue
+        shares = setup.use_distributed_optimizer or setup.num_gpus > tp * pp  # else there is nobody to share with
+        for recompute in recomputes:
+            yield dataclasses.replace(setup, layout=layout, recompute=recompute, use_distributed_optimizer=shares)
+
+
+def _candidate_sizes(architecture: Architecture, setup: Setup) -> list[tuple[int, int, int]]:
+    """Tensor-, expert- and pipeline-parallel sizes, none below the present one."""
+    layout = setup.layout
+    powers = [1 << exponent for exponent in range(setup.num_gpus.bit_length())]
+    most_tp = max(8, layout.tensor_model_parallel_size)  # the GPUs of one machine
+    most_pp = min(setup.num_gpus, architecture.outside.num_layers)
+    sizes = itertools.product(
+        [size for size in powers if layout.tensor_model_parallel_size <= size <= most_tp],
+        [size for size in powers if size >= layout.expert_model_parallel_size] if architecture.has_experts else [1],
+        range(layout.pipeline_model_parallel_size, most_pp + 1),
+    )
+    # The fewer ranks share a model the more train different rows; a pipeline idles as well.
+    return sorted(sizes, key=lambda size: (math.prod(size) * size[2], size[2]))
+
+
+def _resized(layout: ParallelLayout, tp: int, ep: int, pp: int) -> ParallelLayout:
+    if pp != layout.pipeline_model_parallel_size:
+        layout = dataclasses.replace(  # what was said about other stages means nothing for these
+            layout,
+            pipeline_model_parallel_layout=None,
+            num_virtual_stages_per_pipeline_rank=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+        )
+    return dataclasses.replace(
+        layout,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        expert_model_parallel_size=ep,
+        pipeline_model_parallel_size=pp,
+    )

@@ -1,0 +1,33 @@
+"""GLM-4.5 and 4.6: grouped-query attention with rotary angles on half of each head, a sigmoid router whose choice is
+levelled by a bias, shared experts, dense layers first, and MTP heads of its own.
+"""
+
+from dataclasses import replace
+
+from swiftlite.families import dense, moe
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+from swiftlite.heads.drafting import Drafting
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.problems_of(hf_config, reads=("partial_rotary_factor",))
+    problems += moe.mixture_problems(hf_config)
+    dense.refuse(hf_config, problems + dense.partial_rotary_problems(hf_config))
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    # transformers gives attention_bias to q, k and v only, unlike in Llama and Qwen3.
+    qkv_bias, qk_norm = bool(hf_config.get("attention_bias")), bool(hf_config.get("use_qk_norm"))
+    return Layer(dense.attention(hf_config, qkv_bias=qkv_bias, qk_norm=qk_norm), moe.mlp(hf_config, number))
+
+
+HEADS = replace(moe.NEXT_LAYER_HEADS, drafting=Drafting(recycles_before_norm=True, zeroes_first_embedding=True))
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    check=_check,
+    layer=_layer,
+    outside=dense.outside,
+    mtp=HEADS,
+)

@@ -1,0 +1,104 @@
+"""HY-V3: Qwen3's attention around GLM-4.5's mixture and heads, under names of its own.
+
+transformers has other names in memory than files have (conversion_mapping.py of 5.16): `memory_names`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from swiftlite.bridge.rows import Row
+from swiftlite.families import dense, moe
+from swiftlite.families.family import Family, HfConfig, no_copies
+from swiftlite.families.layer import Layer
+from swiftlite.heads.drafting import Drafting
+
+# GLM-4.5's key of config.json for each of HY-V3's.
+_GLM_KEYS = {
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "router_scaling_factor": "routed_scaling_factor",
+}
+_HF_NAMES = {
+    "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+    "mlp.gate.": "mlp.router.gate.",
+    "mlp.shared_experts.": "mlp.shared_mlp.",
+}
+_MEMORY_NAMES = {
+    "mlp.expert_bias": "mlp.e_score_correction_bias",
+    "mlp.router.gate.": "mlp.gate.",
+    "mlp.shared_mlp.": "mlp.shared_experts.",
+}
+
+
+def _num_dense(hf_config: HfConfig) -> int:
+    """Dense layers, which come first; 1 in transformers when config.json does not say."""
+    kinds = hf_config.get("mlp_layer_types")
+    return 1 if kinds is None else kinds.count("dense")
+
+
+def _in_glm_words(hf_config: HfConfig) -> dict[str, Any]:
+    """The config with its keys for the mixture as GLM-4.5 spells them."""
+    words = {glm: hf_config[own] for own, glm in _GLM_KEYS.items() if own in hf_config}
+    fixed = {"first_k_dense_replace": _num_dense(hf_config), "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+    return {**hf_config, **words, **fixed}
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = dense.problems_of(
+        hf_config, attention_bias=(False, None), mlp_bias=(False, None), qk_norm=(True,), route_norm=(True,)
+    )
+    problems += dense.missing_numbers(hf_config, (*_GLM_KEYS, "moe_intermediate_size"))
+    if not isinstance(dense.rope_theta(hf_config), int | float):
+        problems.append("rope_parameters: rope_theta is missing, and readers take different ones for granted")
+    if not problems:
+        problems += [_in_own_words(line) for line in moe.mixture_problems(_in_glm_words(hf_config))]
+        problems += _contradictions(hf_config)
+    dense.refuse(hf_config, problems)
+
+
+def _in_own_words(problem: str) -> str:
+    for own, glm in {**_GLM_KEYS, "route_norm": "norm_topk_prob"}.items():
+        problem = problem.replace(glm, own)
+    return problem
+
+
+def _contradictions(hf_config: HfConfig) -> list[str]:
+    """transformers reads `mlp_layer_types` and `moe_intermediate_size`; engines read the same from two other keys."""
+    layers, num_dense = hf_config["num_hidden_layers"], _num_dense(hf_config)
+    problems = []
+    kinds = hf_config.get("mlp_layer_types")
+    if kinds not in (None, ["dense"] * num_dense + ["sparse"] * (layers - num_dense)):
+        problems.append(f"mlp_layer_types is not some 'dense', then 'sparse' up to {layers} layers")
+    if hf_config.get("first_k_dense_replace", num_dense) != num_dense:
+        stated = hf_config["first_k_dense_replace"]
+        says = "mlp_layer_types has" if kinds is not None else "without mlp_layer_types transformers makes"
+        problems.append(f"first_k_dense_replace {stated}, but {says} {num_dense} dense layers")
+    ffn = hf_config["moe_intermediate_size"]
+    if hf_config.get("expert_hidden_dim", ffn) != ffn:
+        problems.append(f"expert_hidden_dim {hf_config['expert_hidden_dim']}, but moe_intermediate_size {ffn}")
+    return problems
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    return Layer(dense.attention(hf_config, qk_norm=True), moe.mlp(_in_glm_words(hf_config), number), _HF_NAMES)
+
+
+def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
+    """GLM-4.5's, with the norm behind the decoder layer under Megatron's name."""
+    rows = moe.NEXT_LAYER_HEADS.frame_rows(hf_config, head)
+    return [
+        replace(row, hf={name.replace("shared_head.norm", "final_layernorm"): shape for name, shape in row.hf.items()})
+        for row in rows
+    ]
+
+
+HY_V3 = Family(
+    name="hy_v3",
+    check=_check,
+    layer=_layer,
+    outside=dense.outside,
+    mtp=replace(
+        moe.NEXT_LAYER_HEADS, frame_rows=_frame_rows, copies=no_copies, drafting=Drafting(zeroes_first_embedding=True)
+    ),
+    memory_names=_MEMORY_NAMES,
+)

@@ -1,0 +1,44 @@
+"""MiMo: a Qwen2 trunk (q, k, v biases) published with MTP heads of its own.
+
+Its projection takes [hidden, embedding], megatron-core's `eh_proj` [embedding, hidden]: the column halves swap. A
+bridge that forgets this still generates right text, with drafts that are never accepted.
+"""
+
+import re
+from functools import partial
+
+from swiftlite.bridge.join import SwapHalves
+from swiftlite.bridge.rows import Row
+from swiftlite.families import dense
+from swiftlite.families.family import Family, HfConfig, MtpLayout
+from swiftlite.heads.drafting import Drafting
+
+
+def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
+    hidden = hf_config["hidden_size"]
+    mcore, hf = f"mtp.layers.{head}.", f"model.mtp_layers.{head}."
+    return [
+        Row(f"{mcore}eh_proj.weight", {f"{hf}input_proj.weight": (hidden, 2 * hidden)}, SwapHalves(axis=1)),
+        Row(f"{mcore}enorm.weight", {f"{hf}token_layernorm.weight": (hidden,)}),
+        Row(f"{mcore}hnorm.weight", {f"{hf}hidden_layernorm.weight": (hidden,)}),
+        Row(f"{mcore}final_layernorm.weight", {f"{hf}final_layernorm.weight": (hidden,)}),
+    ]
+
+
+def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
+    match = re.match(r"model\.mtp_layers\.(\d*)", hf_key)
+    return None if match is None else int(match.group(1) or 0)
+
+
+MIMO = Family(
+    name="mimo",
+    check=dense.check,
+    layer=partial(dense.layer, qkv_bias=True),
+    outside=dense.outside,
+    mtp=MtpLayout(
+        _head_of,
+        lambda hf_config, head: f"model.mtp_layers.{head}.",
+        _frame_rows,
+        drafting=Drafting(takes_before_norm=True, zeroes_first_embedding=True),
+    ),
+)

@@ -1,0 +1,60 @@
+"""Qwen3.5 and 3.6, dense and with experts: Qwen3-Next's layers, whose projections files keep apart.
+
+Most are published as vision-language models: the language model's settings stand in config.json under `text_config`
+(`bridge/hf_config.py` reads them), its tensors under `model.language_model.`, and what is not of it is carried through.
+
+Next: `qwen3_next.py`.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from swiftlite.families import dense
+from swiftlite.families.architecture import Outside
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+from swiftlite.families.models import qwen3_moe, qwen3_next
+
+# All layers of those with experts are mixtures, whose chosen scores are divided by their sum.
+_ALL_MIXTURES = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _check(hf_config: HfConfig) -> None:
+    dense.refuse(hf_config, qwen3_next.hybrid_problems(hf_config))
+
+
+def _check_mixture(hf_config: HfConfig) -> None:
+    problems = qwen3_next.hybrid_problems(
+        {"intermediate_size": 0, **hf_config},  # no MLP is dense
+        **{key: (value, None) for key, value in _ALL_MIXTURES.items()},
+    )
+    problems += dense.missing_numbers(hf_config, ["shared_expert_intermediate_size"])
+    dense.refuse(hf_config, problems + qwen3_moe.mixture_problems({**hf_config, **_ALL_MIXTURES}))
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    return Layer(qwen3_next.attention(hf_config, number, hf_is_grouped=False), dense.mlp(hf_config))
+
+
+def _layer_of_mixture(hf_config: HfConfig, number: int) -> Layer:
+    mlp = qwen3_next.mlp({**hf_config, **_ALL_MIXTURES}, number)
+    return Layer(qwen3_next.attention(hf_config, number, hf_is_grouped=False), mlp, qwen3_next.SHARED_EXPERT)
+
+
+def _outside_wrapped(hf_config: HfConfig) -> Outside:
+    return replace(
+        qwen3_next.outside(hf_config),
+        hf_layers="model.language_model.layers.",
+        hf_embedding="model.language_model.embed_tokens.weight",
+        hf_final_norm="model.language_model.norm.weight",
+    )
+
+
+_family = partial(Family, mtp=dense.QWEN3_NEXT_HEADS, norm_start=0.0)
+_text = partial(_family, outside=qwen3_next.outside)
+_wrapped = partial(_family, outside=_outside_wrapped, language_model=("model.language_model.", "lm_head.", "mtp."))
+
+QWEN3_5_TEXT = _text(name="qwen3_5_text", check=_check, layer=_layer)
+QWEN3_5 = _wrapped(name="qwen3_5", check=_check, layer=_layer)
+QWEN3_5_MOE_TEXT = _text(name="qwen3_5_moe_text", check=_check_mixture, layer=_layer_of_mixture)
+QWEN3_5_MOE = _wrapped(name="qwen3_5_moe", check=_check_mixture, layer=_layer_of_mixture)

@@ -1,0 +1,119 @@
+"""Qwen3-Next: three layers of linear attention to each of full attention, whose results pass through a gate; norms
+whose weights are added to 1; Qwen3 MoE's router, and one shared expert behind a gate of its own.
+
+Next: `linear_attention.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from swiftlite.families import dense
+from swiftlite.families.architecture import Outside
+from swiftlite.families.attention import GroupedQueryAttention
+from swiftlite.families.family import Family, HfConfig
+from swiftlite.families.layer import Layer
+from swiftlite.families.linear_attention import GatedDeltaNet
+from swiftlite.families.mlp import Mixture, Mlp
+from swiftlite.families.models import qwen3_moe
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_NORMED = {"norm_topk_prob": True}  # where config.json does not say
+_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+def _check(hf_config: HfConfig) -> None:
+    problems = hybrid_problems(hf_config)
+    problems += dense.missing_numbers(hf_config, ["shared_expert_intermediate_size"])
+    dense.refuse(hf_config, problems + qwen3_moe.mixture_problems({**_NORMED, **hf_config}))
+
+
+def hybrid_problems(hf_config: HfConfig, **neutral: tuple[Any, ...]) -> list[str]:
+    """Settings of the layers that are not computed, one line each.
+
+    Args:
+        neutral: as for `dense.problems_of`.
+    """
+    problems = dense.missing_numbers(hf_config, (*_SIZES, "head_dim"))
+    problems += dense.problems_of(
+        hf_config,
+        reads=("partial_rotary_factor",),
+        layer_types=(_LINEAR, _FULL),
+        attention_bias=(False, None),
+        attn_output_gate=(True, None),
+        **neutral,
+    )
+    problems += dense.partial_rotary_problems(hf_config)
+    if problems:
+        return problems
+    layers, kinds = hf_config["num_hidden_layers"], layer_types(hf_config)
+    if len(kinds) != layers:
+        problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}")
+    if not kinds or kinds[-1] != _FULL:
+        problems.append(f"the last layer has no full attention, as heads have; layer_types must end with {_FULL!r}")
+    values, keys = hf_config["linear_num_value_heads"], hf_config["linear_num_key_heads"]
+    if values % keys:
+        problems.append(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
+    return problems
+
+
+def layer_types(hf_config: HfConfig) -> Sequence[str]:
+    """The kind of each layer: stated, or full attention in every `full_attention_interval`th."""
+    stated = hf_config.get("layer_types")
+    if stated is not None:
+        return stated
+    interval = hf_config.get("full_attention_interval") or 4
+    numbers = range(1, hf_config["num_hidden_layers"] + 1)
+    return [_LINEAR if number % interval else _FULL for number in numbers]
+
+
+def attention(hf_config: HfConfig, number: int, *, hf_is_grouped: bool) -> GatedDeltaNet | GroupedQueryAttention:
+    """The attention of decoder layer `number`, from 0."""
+    if layer_types(hf_config)[number] == _FULL:
+        return dense.attention(hf_config, qk_norm=True, output_gate=True)
+    return GatedDeltaNet(
+        hidden=hf_config["hidden_size"],
+        key_heads=hf_config["linear_num_key_heads"],
+        value_heads=hf_config["linear_num_value_heads"],
+        key_head_dim=hf_config["linear_key_head_dim"],
+        value_head_dim=hf_config["linear_value_head_dim"],
+        kernel=hf_config["linear_conv_kernel_dim"],
+        hf_is_grouped=hf_is_grouped,
+    )
+
+
+def mlp(hf_config: HfConfig, number: int) -> Mixture | Mlp:
+    """Qwen3 MoE's mixture with a shared expert behind a gate, or a dense MLP where the config says so."""
+    kind = qwen3_moe.mlp({**_NORMED, **hf_config}, number)
+    if isinstance(kind, Mixture):
+        return replace(kind, shared_ffn=hf_config["shared_expert_intermediate_size"], shared_gate=True)
+    return kind
+
+
+def _layer(hf_config: HfConfig, number: int) -> Layer:
+    return Layer(attention(hf_config, number, hf_is_grouped=True), mlp(hf_config, number), SHARED_EXPERT)
+
+
+SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
+
+
+def outside(hf_config: HfConfig) -> Outside:
+    """As of all families, with norms whose weights are added to 1."""
+    plain = dense.outside(hf_config)
+    return replace(plain, mcore_config={**plain.mcore_config, "layernorm_zero_centered_gamma": True})
+
+
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    check=_check,
+    layer=_layer,
+    outside=outside,
+    mtp=dense.QWEN3_NEXT_HEADS,
+    norm_start=0.0,
+)

@@ -1,0 +1,1 @@
+"""Attention of every kind, with rotary embeddings and the KV cache."""

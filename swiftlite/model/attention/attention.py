@@ -1,0 +1,346 @@
+"""Core attention without Transformer Engine, behind megatron-core's own interface.
+
+Dense rows call torch's scaled_dot_product_attention exactly as transformers does, which is why logits agree bit for
+bit; the stock megatron-core class differs by 2e-6 in float32 and 0.05 in bfloat16, allocates scores of S x S, and
+refuses packed rows, context parallelism and MLA.
+
+Shapes: S sequence, T tokens of a packed row, B batch, N query heads, G key-value heads, D head size (values may have
+their own); N and G are per tensor-parallel rank, S and T per context-parallel rank.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from swiftlite.model.attention import merged_attention
+from swiftlite.model.attention.cache import Cache
+from swiftlite.model.context_parallel import (
+    Segment,
+    causal_segments,
+    gather_sequence,
+    seen_by,
+    shared_row,
+)
+from swiftlite.runtime.device import on_device
+
+LONG = 2048
+"""Queries of a segment, on average, from which on it has a kernel of its own under context parallelism. Its launches
+take some 20 microseconds in both passes, and so do copies of as many tokens' keys and values of 8 heads of 128; those
+of latent attention take ten times as long. Counted for an H100, not measured."""
+
+
+class Offsets(NamedTuple):
+    """Where one kernel finds the queries and keys of all segments of all rows.
+
+    Attributes:
+        keys_T: which keys of the row, in the order of segments; None: all, as they stand.
+        cu_q, cu_k: where each segment starts, int32 [segments + 1], on the device.
+    """
+
+    keys_T: torch.Tensor | None
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+
+
+@lru_cache(maxsize=16)  # every layer asks again for the row of its micro-batch
+def offsets(segments: tuple[Segment, ...], num_rows: int, num_keys: int, device: torch.device) -> Offsets:
+    """Made on the host and copied once: a copy that each layer made would have it wait for the device each time."""
+    keys = torch.cat([torch.arange(segment.key_start, segment.key_end) for segment in segments])
+    # Without context parallelism the prefixes are the row itself.
+    keys_T = None if len(keys) == num_keys else on_device(keys, device)
+    queries_of = [segment.num_queries for segment in segments] * num_rows
+    keys_of = [segment.key_end - segment.key_start for segment in segments] * num_rows
+    starts = torch.tensor([[0, *accumulate(queries_of)], [0, *accumulate(keys_of)]], dtype=torch.int32)
+    cu_q, cu_k = on_device(starts, device)
+    return Offsets(keys_T, cu_q, cu_k, max(queries_of), max(keys_of))
+
+
+class CoreAttention(MegatronModule):
+    """Causal attention for dense rows (one sequence each, padded at the end) and packed rows, at any CP size.
+
+    Under context parallelism each rank holds the zigzag of context_parallel.py, gathers all keys and values (the
+    gradients are reduce-scattered), and computes its two chunks of each sequence against the keys before them. Latent
+    attention gathers what it makes them of, and hands in those of the whole row.
+
+    The constructor takes what megatron-core's SelfAttention and MLASelfAttention pass (transformer/attention.py of
+    0.16.1).
+
+    Args:
+        varlen: computes all sequences of a packed row in one call, see `kernels.varlen_kernel`.
+        prefix: the same kernel in two halves, see `kernels.prefix_kernel`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        *,
+        pg_collection: ProcessGroupCollection | None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        varlen: Callable[..., Any] | None = None,
+        prefix: merged_attention.PrefixKernel | None = None,
+        **unused: Any,
+    ):
+        super().__init__(config=config)
+        self.varlen, self.prefix = varlen, prefix
+        self.dropout = config.attention_dropout
+        k_channels = k_channels or config.kv_channels
+        assert k_channels is not None
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels)
+        assert pg_collection is not None  # upstream's annotation leaves room for what it never is
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        attention_mask: torch.Tensor | Cache | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attend; a missing mask means causal, which is all that rows padded at the end need.
+
+        Args:
+            query_SBND: or [T, N, D] of a packed row, as megatron-core passes it; keys and values likewise, of this rank
+                or of all context-parallel ones.
+            attention_mask: megatron-core's convention, [B or 1, 1, S, S], True where attention is forbidden. Dense
+                rows without context parallelism only. Or the cache of rows that grow, of which these are new tokens.
+            packed_seq_params: of a packed row (`qkv_format` thd): where its padded sequences start, in the whole row;
+                none sees another.
+
+        Returns:
+            [S, B, N * D], [T, N * D] of a packed row, as Transformer Engine's.
+
+        Raises:
+            ValueError: a mask where there can be none, or sequences that are not the row.
+        """
+        assert attention_bias is None
+        if isinstance(attention_mask, Cache):
+            return self._attend_cached(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
+        if packed_seq_params is not None:
+            assert packed_seq_params.qkv_format == "thd"
+            query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
+        elif self.cp_group.size() == 1:
+            return self._attend(query_SBND, key_SBGD, value_SBGD, attention_mask).flatten(2)
+
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask with a packed row or context parallelism: only causal attention is cut over ranks; "
+                "pass None and pad rows at the end"
+            )
+        lengths, group = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
+        num_tokens = query_SBND.size(0) * group.size()
+        if sum(lengths) != num_tokens:
+            raise ValueError(
+                f"cu_seqlens ends at {sum(lengths)}, but {group.size()} context-parallel ranks hold {num_tokens} "
+                f"tokens; it counts the padded tokens of the whole row"
+            )
+        key_SBGD, value_SBGD = (whole_row(local, lengths, group) for local in (key_SBGD, value_SBGD))
+        segments = causal_segments(lengths, group.rank(), group.size())
+        out = self._attend_row(query_SBND, key_SBGD, value_SBGD, segments).flatten(2)
+        return out if packed_seq_params is None else out.squeeze(1)
+
+    def _attend_row(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        segments: tuple[Segment, ...],
+    ) -> torch.Tensor:
+        """[S, B, N, D] of this rank's queries, over the keys of the whole row."""
+        if self.prefix is not None and is_for_slices(query_SBND, key_SBGD, segments):
+            return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments)
+        attend = self._attend_varlen if self.varlen else self._attend_segments
+        return attend(query_SBND, key_SBGD, value_SBGD, segments)
+
+    def _attend(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[S, B, N, D]; without a mask causal, the last query seeing the last key."""
+        num_queries, num_keys = query_SBND.size(0), key_SBGD.size(0)
+        is_allowed = None
+        if attention_mask is not None:
+            is_allowed = ~attention_mask
+        elif num_queries != num_keys:
+            # torch's is_causal aligns the first query with the first key.
+            is_allowed = query_SBND.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBGD, value_SBGD))
+        if query.is_cuda and query.dtype is torch.float32:
+            key, value = (for_each_query_head(tensor, query.size(1)) for tensor in (key, value))
+        out_BNSD = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=is_allowed,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=is_allowed is None,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+        return out_BNSD.permute(2, 0, 1, 3)
+
+    def _attend_cached(
+        self, query_T1ND: torch.Tensor, key_T1GD: torch.Tensor, value_T1GD: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """[T, 1, N, D] of the tokens of a pass; of padding anything."""
+        key_BCGD = cache.keep((self, "key"), key_T1GD.squeeze(1))
+        value_BCGD = cache.keep((self, "value"), value_T1GD.squeeze(1))
+        if cache.is_step:
+            return self._attend_step(query_T1ND, key_BCGD, value_BCGD, cache)
+        *queries, padding = query_T1ND.split(cache.lengths(len(query_T1ND)))
+        parts = []
+        for span, query in zip(cache.spans, queries, strict=True):
+            key_S1GD = key_BCGD[span.row, : span.end].unsqueeze(1)
+            value_S1GD = value_BCGD[span.row, : span.end].unsqueeze(1)
+            parts.append(self._attend(query, key_S1GD, value_S1GD))
+        parts.append(padding.new_zeros(*padding.shape[:3], value_T1GD.size(-1)))
+        return torch.cat(parts)
+
+    def _attend_step(
+        self, query_T1ND: torch.Tensor, key_BCGD: torch.Tensor, value_BCGD: torch.Tensor, cache: Cache
+    ) -> torch.Tensor:
+        """`_attend_cached` of one token of each row, in one call.
+
+        The heads that share a key stand as queries of one head: torch would repeat the keys for them.
+        """
+        visible_BS = cache.visible()
+        key, value = (kept[:, : visible_BS.size(1)].transpose(1, 2) for kept in (key_BCGD, value_BCGD))
+        query_BND = cache.by_row(query_T1ND.squeeze(1))
+        out = F.scaled_dot_product_attention(
+            query_BND.unflatten(1, (key.size(1), -1)),
+            key,
+            value,
+            attn_mask=visible_BS[:, None, None],
+            scale=self.softmax_scale,
+        )
+        return cache.by_token(out.flatten(1, 2), len(query_T1ND)).unsqueeze(1)
+
+    def _attend_segments(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        segments: Sequence[Segment],
+    ) -> torch.Tensor:
+        """[S, B, N, D], one call after the other.
+
+        Of what torch 2.13 has on a CPU nothing else computes gradients of packed rows: its varlen_attn is CUDA's,
+        flex_attention has no backward, nested tensors no causal attention, and a mask over the row takes 458 ms where
+        this takes 42 (16 sequences, 1,700 tokens, 8 heads of 64, forward and backward).
+        """
+        queries = query_SBND.split([segment.num_queries for segment in segments])
+        keys, values = seen_by(segments, key_SBGD), seen_by(segments, value_SBGD)
+        return torch.cat([self._attend(*part) for part in zip(queries, keys, values, strict=True)])
+
+    def _attend_varlen(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        segments: tuple[Segment, ...],
+    ) -> torch.Tensor:
+        """[S, B, N, D] from one kernel over all segments of all rows."""
+        assert self.varlen is not None
+        query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
+        return of_rows(self.varlen(query, key, value, *places, scale=self.softmax_scale), query_SBND)
+
+    def _attend_slices(
+        self,
+        query_S1ND: torch.Tensor,
+        key_S1GD: torch.Tensor,
+        value_S1GD: torch.Tensor,
+        segments: tuple[Segment, ...],
+        own_keys: Sequence[torch.Tensor] = (),
+        own_values: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """[S, 1, N, D] from a kernel for each segment, over keys and values where they stand.
+
+        `_attend_varlen` would have the keys that two segments share twice: a copy of more than all of them, which
+        stays until the backward pass.
+
+        Args:
+            own_keys, own_values: that a query sees beside, see `merged_attention.attend`.
+        """
+        assert self.prefix is not None
+        query, key, value = (tensor.squeeze(1) for tensor in (query_S1ND, key_S1GD, value_S1GD))
+        kernel = merged_attention.in_slices(self.prefix, slices_of(segments, query_S1ND.device))
+        keys, values = ([tensor.squeeze(1) for tensor in own] for own in (own_keys, own_values))
+        out = merged_attention.attend(kernel, query, key, value, (), keys, values, self.softmax_scale)
+        return out.unsqueeze(1)
+
+
+def for_each_query_head(keys_BGSD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Repeat keys or values for the query heads that share them: [B, N, S, D].
+
+    In float32 a GPU has no kernel for grouped heads that keeps no scores of S x S; it has one for whole heads.
+    """
+    repeats = num_heads // keys_BGSD.size(1)
+    return keys_BGSD if repeats == 1 else keys_BGSD.repeat_interleave(repeats, dim=1)
+
+
+def is_for_slices(query_SBND: torch.Tensor, key_SBGD: torch.Tensor, segments: Sequence[Segment]) -> bool:
+    """Whether each segment has a kernel of its own: where segments share keys, and are of one sequence or long."""
+    num_queries, num_rows = query_SBND.shape[:2]
+    if num_rows > 1 or num_queries == key_SBGD.size(0):
+        return False
+    return len(segments) <= 2 or num_queries >= LONG * len(segments)
+
+
+@lru_cache(maxsize=16)
+def slices_of(segments: tuple[Segment, ...], device: torch.device) -> tuple[merged_attention.Slice, ...]:
+    """Made once for a row, as `offsets`."""
+    slices, start = [], 0
+    for segment in segments:
+        num_keys = segment.key_end - segment.key_start
+        _, *places = offsets((Segment(segment.num_queries, 0, num_keys),), 1, num_keys, device)
+        queries = slice(start, start + segment.num_queries)
+        slices.append(merged_attention.Slice(queries, slice(segment.key_start, segment.key_end), tuple(places)))
+        start += segment.num_queries
+    return tuple(slices)
+
+
+def whole_row(rows_SBGD: torch.Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    """Keys or values of the whole row, from those of this rank; where they are of the whole row, themselves."""
+    return rows_SBGD if rows_SBGD.size(0) == sum(lengths) else gather_sequence(rows_SBGD, lengths, group)
+
+
+def for_kernel(
+    query_SBND: torch.Tensor, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor, segments: tuple[Segment, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    """Queries, keys and values of all segments of all rows, and where they start, as kernels take them."""
+    keys_T, *places = offsets(segments, query_SBND.size(1), key_SBGD.size(0), query_SBND.device)
+    if keys_T is not None:
+        key_SBGD, value_SBGD = key_SBGD.index_select(0, keys_T), value_SBGD.index_select(0, keys_T)
+    return side_by_side(query_SBND), side_by_side(key_SBGD), side_by_side(value_SBGD), tuple(places)
+
+
+def side_by_side(rows_SBND: torch.Tensor) -> torch.Tensor:
+    """[B * S, N, D], one row after the other."""
+    return rows_SBND.transpose(0, 1).flatten(0, 1)
+
+
+def of_rows(side_by_side: torch.Tensor, like_SBND: torch.Tensor) -> torch.Tensor:
+    """The inverse: [S, B, N, D]."""
+    return side_by_side.unflatten(0, (like_SBND.size(1), -1)).transpose(0, 1)

@@ -1,0 +1,160 @@
+"""Core attention of an unrolled MTP head, in training, as engines run it: a head that continues from its own states.
+
+An engine that drafts from position s first lets the head read the trunk's states up to s; the keys it keeps stay for
+all further steps. Step j (from 2) is one more position, s + j - 1, which sees those keys and the ones that the steps
+2 .. j left, all of them from the same s. Here every s is drafted from at once: the query of s in step j sees the keys
+of step 1 up to s, and of each later step the one key of s itself.
+
+For example, step 3 of a sequence of 4 tokens (a query per line, x a key that it sees):
+
+             keys of step 1    of step 2    of step 3
+    s = 0    x . . .           x . . .      x . . .
+    s = 1    x x . .           . x . .      . x . .
+    s = 2    x x x .           . . x .      . . x .
+    s = 3    x x x x           . . . x      . . . x
+
+Shapes: as in attention.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+
+from swiftlite.model.attention import merged_attention
+from swiftlite.model.attention.attention import (
+    CoreAttention,
+    for_kernel,
+    is_for_slices,
+    of_rows,
+    side_by_side,
+    whole_row,
+)
+from swiftlite.model.attention.cache import Cache
+from swiftlite.model.context_parallel import Segment, causal_segments, seen_by, shared_row
+
+MAX_QUERIES = 1024
+"""Most queries of one call. Scores are masked there, and a mask has an entry for each query and key."""
+
+
+@dataclass
+class Draft:
+    """The keys and values that the steps of one forward pass have left so far, in order.
+
+    It is handed to attention in the place of a mask: what a query sees depends on the steps before.
+
+    Attributes:
+        keys: of the first step those of the whole row, of later ones this rank's, [S, B, G, D].
+        values: likewise.
+        cache: of rows whose tokens these are; none in training.
+    """
+
+    cache: Cache | None = None
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the first step is still to come."""
+        return not self.keys
+
+    def add(self, key_SBGD: torch.Tensor, value_SBGD: torch.Tensor) -> None:
+        """Those of one more step."""
+        self.keys.append(key_SBGD)
+        self.values.append(value_SBGD)
+
+
+class DraftAttention(CoreAttention):
+    """`CoreAttention` whose every call is one step of a draft, from all positions at once.
+
+    `prefix` computes what later steps see of the first; without it that is done with a mask.
+    """
+
+    def forward(
+        self,
+        query_SBND: torch.Tensor,
+        key_SBGD: torch.Tensor,
+        value_SBGD: torch.Tensor,
+        attention_mask: Draft,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attend in the first step as `CoreAttention` does, later to the keys of all steps so far.
+
+        Args:
+            attention_mask: receives the keys and values of this step.
+            attention_bias: None, as in `CoreAttention.forward`, which has the other arguments and the result.
+        """
+        draft = attention_mask
+        if draft.is_empty:
+            if draft.cache is None:
+                lengths, group = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
+                key_SBGD, value_SBGD = (whole_row(local, lengths, group) for local in (key_SBGD, value_SBGD))
+            is_packed = draft.cache is None and packed_seq_params is not None
+            draft.add(*(t.unsqueeze(1) if is_packed else t for t in (key_SBGD, value_SBGD)))
+            return super().forward(query_SBND, key_SBGD, value_SBGD, draft.cache, packed_seq_params=packed_seq_params)
+        if packed_seq_params is not None:
+            query_SBND, key_SBGD, value_SBGD = (t.unsqueeze(1) for t in (query_SBND, key_SBGD, value_SBGD))
+        draft.add(key_SBGD, value_SBGD)
+        if draft.cache is None:
+            lengths, group = shared_row(query_SBND.size(0), packed_seq_params, self.cp_group)
+            segments = causal_segments(lengths, group.rank(), group.size())
+            attend = self._attend_merged if self.prefix else self._attend_steps
+        else:
+            segments = causal_segments(draft.cache.lengths(query_SBND.size(0)), rank=0, size=1)
+            attend = self._attend_steps
+        out = attend(query_SBND, draft, segments).flatten(2)
+        return out if packed_seq_params is None else out.squeeze(1)
+
+    def _attend_merged(self, query_SBND: torch.Tensor, draft: Draft, segments: tuple[Segment, ...]) -> torch.Tensor:
+        """As `_attend_steps`, by a kernel over the prefixes of all segments."""
+        assert self.prefix is not None
+        key_SBGD, value_SBGD = draft.keys[0], draft.values[0]
+        later = draft.keys[1:], draft.values[1:]
+        if is_for_slices(query_SBND, key_SBGD, segments):
+            return self._attend_slices(query_SBND, key_SBGD, value_SBGD, segments, *later)
+        query, key, value, places = for_kernel(query_SBND, key_SBGD, value_SBGD, segments)
+        own_keys, own_values = ([side_by_side(step) for step in steps] for steps in later)
+        out = merged_attention.attend(self.prefix, query, key, value, places, own_keys, own_values, self.softmax_scale)
+        return of_rows(out, query_SBND)
+
+    def _attend_steps(self, query_SBND: torch.Tensor, draft: Draft, segments: Sequence[Segment]) -> torch.Tensor:
+        """[S, B, N, D]: the query of each position over the first step's prefix and its own place in the later ones."""
+        segments = list(_short_segments(segments))
+        queries = query_SBND.split([segment.num_queries for segment in segments])
+        keys, values = _visible(draft.keys, segments), _visible(draft.values, segments)
+        parts = []
+        for segment, query, key, value in zip(segments, queries, keys, values, strict=True):
+            is_allowed = _allowed(segment, len(draft.keys), key.device)
+            parts.append(self._attend(query, key, value, ~is_allowed))
+        return torch.cat(parts)
+
+
+def _visible(steps: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
+    """Keys or values that the queries of each segment see some of: a prefix of the first step's, and of each later
+    step's those at the places of the queries."""
+    first, *later = steps
+    num_queries = [segment.num_queries for segment in segments]
+    parts = zip(seen_by(segments, first), *(step.split(num_queries) for step in later), strict=True)
+    return [torch.cat(of_segment) for of_segment in parts]
+
+
+def _allowed(segment: Segment, num_steps: int, device: torch.device) -> torch.Tensor:
+    """Which of `_visible` each query sees: the table at the top of this file, True for x."""
+    num_keys = segment.key_end - segment.key_start
+    prefix = torch.ones(segment.num_queries, num_keys, dtype=torch.bool, device=device)
+    prefix = prefix.tril(num_keys - segment.num_queries)
+    own = torch.eye(segment.num_queries, dtype=torch.bool, device=device)
+    return torch.cat([prefix, *[own] * (num_steps - 1)], dim=1)
+
+
+def _short_segments(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """The same queries in runs of at most MAX_QUERIES, in order."""
+    for segment in segments:
+        num_before = segment.key_end - segment.num_queries  # end of the keys before the first query
+        for start in range(0, segment.num_queries, MAX_QUERIES):
+            end = min(start + MAX_QUERIES, segment.num_queries)
+            yield Segment(end - start, segment.key_start, num_before + end)

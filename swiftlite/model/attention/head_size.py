@@ -1,0 +1,52 @@
+"""Kernels that take keys and values of one size, made to take smaller values: filled up with zeros, which add nothing.
+
+Shapes: as in merged_attention.py, values and results with a size of their own.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from swiftlite.model.attention.merged_attention import PrefixKernel
+
+Sizes = tuple[int, int]
+"""Of a key and of a value."""
+
+
+def fill_values(kernel: Callable[..., Any], others: Collection[Sizes] = ()) -> Callable[..., Any]:
+    """`kernel` as `kernels.varlen_kernel` has it, of values of any size up to that of keys.
+
+    Args:
+        others: sizes that it takes though they are not equal.
+    """
+
+    def filled(query_TND: torch.Tensor, key_KGD: torch.Tensor, value_KGD: torch.Tensor, *places: Any, scale: float):
+        value_size = value_KGD.size(-1)
+        value_KGD = _as_wide(value_KGD, key_KGD, others)
+        return kernel(query_TND, key_KGD, value_KGD, *places, scale=scale)[..., :value_size]
+
+    return filled
+
+
+def fill_values_in_halves(kernel: PrefixKernel, others: Collection[Sizes] = ()) -> PrefixKernel:
+    """The same of a kernel in two halves. What is kept between them is not filled up."""
+
+    def forward(query_TND, key_KGD, value_KGD, *rest):
+        out_TND, lse_NT = kernel.forward(query_TND, key_KGD, _as_wide(value_KGD, key_KGD, others), *rest)
+        return out_TND[..., : value_KGD.size(-1)], lse_NT
+
+    def backward(grad_TND, query_TND, key_KGD, value_KGD, out_TND, *rest):
+        value_size = value_KGD.size(-1)
+        wide_grad, wide_value, wide_out = (_as_wide(t, key_KGD, others) for t in (grad_TND, value_KGD, out_TND))
+        of_query, of_key, of_value = kernel.backward(wide_grad, query_TND, key_KGD, wide_value, wide_out, *rest)
+        return of_query, of_key, of_value[..., :value_size]
+
+    return PrefixKernel(forward, backward)
+
+
+def _as_wide(values: torch.Tensor, keys: torch.Tensor, others: Collection[Sizes]) -> torch.Tensor:
+    sizes = keys.size(-1), values.size(-1)
+    missing = 0 if sizes in others else sizes[0] - sizes[1]
+    return F.pad(values, (0, missing)) if missing else values

@@ -1,0 +1,221 @@
+"""Multi-latent attention, DeepSeek's: queries, keys and values are unfolded from two small latents.
+
+megatron-core's class computes wrong gradients under tensor parallelism, takes rotary channels in pairs only, and knows
+no frequencies but its own; what is written here is the part of it between hidden states and core attention.
+
+Shapes: T tokens ([S, B], or [S] when packed), H hidden size, N heads on this tensor-parallel rank, D query and key
+channels of a head, R of them rotary, V value channels.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention as McoreMLASelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig as McoreMLATransformerConfig
+
+from swiftlite.model.attention.cache import Cache
+from swiftlite.model.attention.draft_attention import Draft
+from swiftlite.model.attention.rope import rope_config, rotation
+from swiftlite.model.context_parallel import gather_sequence, shared_row
+
+
+@dataclass
+class MLATransformerConfig(McoreMLATransformerConfig):
+    """megatron-core's, with what it cannot say about rotary embeddings.
+
+    Of megatron-core's own fields for them, `rotary_scaling_factor` and `mscale_all_dim` make the softmax scale, and are
+    set here from `hf_rope`; the others are not used.
+
+    Args:
+        hf_rope: the keys of config.json that fix the frequencies, as RotaryEmbedding takes them, for a head of
+            `qk_pos_emb_head_dim`.
+        rope_interleave: channels 2i and 2i + 1 turn together, as in DeepSeek's files; otherwise i and i + R / 2.
+    """
+
+    hf_rope: dict[str, Any] = field(default_factory=dict)
+    rope_interleave: bool = True
+
+    def __post_init__(self):
+        # megatron-core's defaults are those of one model.
+        rope_parameters = rope_config(self.hf_rope).rope_parameters or {}
+        self.rope_type = "rope"
+        self.rotary_scaling_factor = rope_parameters.get("factor") or 1.0
+        self.mscale_all_dim = rope_parameters.get("mscale_all_dim") or 0.0
+        super().__post_init__()
+        # finalize_model_grads.py:354 sums over tensor-parallel ranks what is called q_layernorm, for norms that each
+        # rank applies to its own heads. Every rank has the whole query latent: the sum would be a multiple.
+        assert not self.qk_layernorm, "multi-latent attention always has its norms; qk_layernorm doubles a gradient"
+
+
+@cache
+def latent_norm(norm: Any) -> type:
+    """The norm of a latent: its epsilon is 1e-6 whatever `rms_norm_eps` says, as in transformers."""
+
+    def init(self: torch.nn.Module, config: McoreMLATransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        norm.__init__(self, config, hidden_size, eps=1e-6)
+
+    return type(f"Latent{norm.__name__}", (norm,), {"__init__": init})
+
+
+def _reads_rows(attention_mask: Any) -> bool:
+    """Whether queries see keys of the whole row: not of rows that grow, nor in the later steps of a draft, of whose
+    keys each query sees its own."""
+    if isinstance(attention_mask, Draft):
+        return attention_mask.is_empty and attention_mask.cache is None
+    return not isinstance(attention_mask, Cache)
+
+
+class MLASelfAttention(McoreMLASelfAttention):
+    """megatron-core's for the local spec, whose down-projections are split by columns.
+
+    Takes padded rows [S, B, H] and packed ones [S, 1, H] with `packed_seq_params`; with sequence parallelism S is this
+    rank's part, with context parallelism the row is laid out in megatron-core's zigzag. No inference cache.
+
+    Cosines and sines are handed in, as to all other attention.
+    """
+
+    config: MLATransformerConfig
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any,  # None, or what core attention takes
+        *,
+        rotary_pos_emb: torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """Outputs [S, B, H], and no bias.
+
+        The stock method refuses them, each of its layers makes its own. What it hands on unseen to
+        `get_query_key_value_tensors` are position ids and the states of cross attention; cosines and sines take the
+        place of those, the ranks that share rows of these.
+
+        Args:
+            rotary_pos_emb: `RotaryEmbedding`'s, of this rank's part of the row.
+            kwargs: as megatron-core's layers call attention.
+        """
+        result: Any = super().forward(
+            hidden_states,
+            attention_mask,
+            key_value_states=self.pg_collection.cp if _reads_rows(attention_mask) else None,
+            position_ids=rotary_pos_emb,
+            **kwargs,
+        )
+        return result
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        cp_group: dist.ProcessGroup | None,  # key_value_states upstream, see `forward`
+        rotary_pos_emb: torch.Tensor,  # position_ids upstream
+        packed_seq_params: PackedSeqParams | None = None,
+        **inference: None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query [T, N, D], key [K, N, D] and value [K, N, V] of all sequence-parallel ranks; the latents of queries and
+        keys.
+
+        Args:
+            cp_group: the ranks with which keys and values are shared, K is then the length of the whole row; None: T.
+        """
+        assert not any(inference.values())
+        config = self.config
+
+        query_latent = hidden_states
+        if config.q_lora_rank is not None:
+            query_latent = self._scatter(self._whole(self.linear_q_down_proj(hidden_states)[0]))
+        compressed = self._whole(self.linear_kv_down_proj(hidden_states)[0])
+        latent, key_pos = self._gather(compressed, cp_group, rotary_pos_emb, packed_seq_params)
+        latent = self._scatter(latent)
+        if packed_seq_params is not None:
+            query_latent, latent, key_pos = (tensor.squeeze(1) for tensor in (query_latent, latent, key_pos))
+            rotary_pos_emb = rotary_pos_emb.squeeze(2)
+        if config.q_lora_rank is not None:
+            query_latent = self.q_layernorm(query_latent)  # pyright: ignore[reportCallIssue]
+        latent = self.kv_layernorm(latent)  # pyright: ignore[reportCallIssue]
+
+        def unfold(query_latent: torch.Tensor, latent: torch.Tensor, key_pos: torch.Tensor):
+            up_proj = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+            query, query_pos = self._split_heads(up_proj(query_latent)[0], config.qk_pos_emb_head_dim)
+            key, value = self._split_heads(self.linear_kv_up_proj(latent)[0], config.v_head_dim)
+            query_pos = self._rotate(query_pos, rotary_pos_emb)
+            keys_pos = key_pos[..., None, :].expand(*key.shape[:-1], -1)
+            return torch.cat([query, query_pos], dim=-1), torch.cat([key, keys_pos], dim=-1), value.contiguous()
+
+        if self.recompute_up_proj:
+            # None and not False without fp8: random.py:635 asks whether it is None.
+            precision = config.fp8 or config.fp4
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=precision)  # type: ignore[arg-type]
+            query, key, value = self.qkv_up_checkpoint.checkpoint(unfold, query_latent, latent, key_pos)
+        else:
+            query, key, value = unfold(query_latent, latent, key_pos)
+        return query, key, value, query_latent, latent
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """What stands where: as the spec says. Since megatron-core 0.19 the stock method refuses norms of latents where
+        `qk_layernorm` is not set, which we must not do (MLATransformerConfig), and a norm that is not used."""
+        return vars(submodules)
+
+    def _whole(self, columns: torch.Tensor) -> torch.Tensor:
+        """All columns of a down-projection, of which each rank computed some."""
+        return gather_from_tensor_model_parallel_region(columns, group=self.tp_group)
+
+    def _gather(
+        self,
+        compressed: torch.Tensor,
+        cp_group: dist.ProcessGroup | None,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent of keys and values, before its norm, and the rotary part of the key, turned: of `compressed`, or
+        of the whole row that context-parallel ranks hold parts of.
+
+        The heads are unfolded from them on every rank, so each unfolds all of a row: at DeepSeek-V3's sizes three
+        products of 34 MFLOP for each token of another rank, where forward and backward pass would receive 82 KB each
+        instead of 1.1. By `estimate/speed.py` that is half the time on H100s over NVLink and less between machines,
+        and as long on A100s; H20s over NVLink, with few FLOP for a byte, take three times as long.
+        """
+        sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        latent, key_pos = compressed.split(sizes, dim=-1)
+        # Each rank's gradient is that of its own heads; the up-projections sum theirs themselves. The sum is left out
+        # in silence where a gradient is not contiguous (mappings.py:20).
+        key_pos = copy_to_tensor_model_parallel_region(key_pos, group=self.tp_group)
+        if key_pos.requires_grad:
+            key_pos.register_hook(torch.Tensor.contiguous)
+        key_pos = self._rotate(key_pos[..., None, :], rotary_pos_emb).squeeze(-2)
+        if cp_group is None:
+            return latent, key_pos
+        lengths, group = shared_row(compressed.size(0), packed_seq_params, cp_group)
+        if group.size() == 1:
+            return latent, key_pos
+        gathered = gather_sequence(torch.cat([latent, key_pos], dim=-1), lengths, group)
+        latent, key_pos = gathered.split(sizes, dim=-1)
+        return latent, key_pos
+
+    def _scatter(self, latent: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sequence again: a column-parallel layer gathers the sequence."""
+        if not self.config.sequence_parallel:
+            return latent
+        return scatter_to_sequence_parallel_region(latent, group=self.tp_group)
+
+    def _split_heads(self, channels: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, N * (qk_head_dim + last)] as [T, N, qk_head_dim] and [T, N, last]."""
+        heads = channels.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        first, second = heads.split([self.config.qk_head_dim, last], dim=-1)
+        return first, second
+
+    def _rotate(self, pos: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
+        """Rotate channels; those rotated in pairs are taken apart before, of queries and keys alike."""
+        if self.config.rope_interleave:
+            pos = pos.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
+        return rotation(self.config)(pos, rotary_emb)

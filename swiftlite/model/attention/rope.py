@@ -1,0 +1,139 @@
+"""Rotary embeddings with the frequencies that transformers computes, for every `rope_type` it supports.
+
+Shapes: S tokens of a row, B batch, N heads, D channels of a head, R of them rotary.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+
+from swiftlite.errors import UserError
+from swiftlite.families.rope import ROPE_KEYS
+from swiftlite.model.layers.compiled import compiled
+from swiftlite.runtime.device import on_device
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Types of rotary embedding whose frequencies depend on the length of the sequence."""
+
+
+def rope_config(hf_config: dict[str, Any]) -> LlamaConfig:
+    """The rotary part of a config.json, normalised by transformers (legacy `rope_scaling` included)."""
+    with _refusing():
+        values = {key: hf_config[key] for key in ROPE_KEYS if hf_config.get(key) is not None}
+        if values.get("head_dim"):  # Llama's class asks that heads divide the hidden size, which others do not
+            values["hidden_size"] = values["head_dim"] * values["num_attention_heads"]
+        if "rope_parameters" in values:  # of positions in images, which text has not
+            given = values["rope_parameters"]
+            values["rope_parameters"] = {key: given[key] for key in given if not key.startswith("mrope_")}
+        return LlamaConfig.from_dict(values)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What transformers makes of values that it does not expect is an exception of any kind."""
+    try:
+        yield
+    except Exception as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"config.json: no rotary frequencies follow from it: {problem}", _HINT) from error
+
+
+_HINT = "copy rope_parameters (or rope_scaling, rope_theta) from the model's source"
+
+
+class RotaryEmbedding:
+    """Cosines and sines of rotary embeddings, made once for all layers; the frequencies are transformers'.
+
+    megatron-core makes them again in every layer, for queries and keys apart, with frequencies of its own.
+
+    Args:
+        hf_config: the model's config.json, or the part of it that fixes the frequencies.
+        device: of what it makes.
+        dtype: of what it makes; all is computed in float32.
+
+    Raises:
+        UserError: a type that transformers does not know.
+    """
+
+    def __init__(self, hf_config: dict[str, Any], device: torch.device, dtype: torch.dtype):
+        self.hf = rope_config(hf_config)
+        self.device = device
+        self.dtype = dtype
+        assert self.hf.rope_parameters
+        self.rope_type = str(self.hf.rope_parameters["rope_type"])
+        if self.rope_type != "default" and self.rope_type not in ROPE_INIT_FUNCTIONS:
+            known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
+            raise UserError(f"config.json: rope_type {self.rope_type!r} is not known", f"transformers knows {known}")
+        with _refusing():
+            frequencies, scaling = self._frequencies(length=None)
+        if not frequencies.isfinite().all() or not math.isfinite(scaling):
+            raise UserError("config.json: the rotary frequencies that follow from it are not finite", _HINT)
+
+    def __call__(self, lengths: Sequence[int], offset: int = 0) -> torch.Tensor:
+        """Of a row that holds sequences of these lengths, one after the other: [2, S, 1, 1, R] as `rotate` takes them.
+
+        Args:
+            offset: position of each sequence's first token.
+        """
+        if self.rope_type in LENGTH_DEPENDENT:
+            return torch.cat([self._rotary_emb(length, offset) for length in lengths], dim=1)
+        longest = self._rotary_emb(max(lengths), offset)
+        return torch.cat([longest[:, :length] for length in lengths], dim=1)
+
+    def _rotary_emb(self, length: int, offset: int) -> torch.Tensor:
+        """Compute [2, length, 1, 1, R] for one sequence."""
+        frequencies, scaling = self._frequencies(length)
+        positions = torch.arange(offset, offset + length, dtype=torch.float32, device=self.device)
+        angles = torch.outer(positions, on_device(frequencies, self.device))
+        sine = angles.sin() * scaling
+        rotary_emb = torch.stack([(angles.cos() * scaling).repeat(1, 2), torch.cat([-sine, sine], dim=-1)])
+        return rotary_emb[:, :, None, None].to(self.dtype)
+
+    def _frequencies(self, length: int | None) -> tuple[torch.Tensor, float]:
+        """Angles per position [R / 2], and the factor on cosines and sines, which is 1 for most types.
+
+        Args:
+            length: of the sequence, on which they depend for some types.
+        """
+        if self.rope_type == "default":
+            # Llama's formula over a part of each head (partial_rotary_factor); Llama's own class takes all of it.
+            return Glm4MoeRotaryEmbedding.compute_default_rope_parameters(self.hf)  # type: ignore[arg-type]
+        return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=length)
+
+
+def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
+    """Rotate the first R channels of heads, i together with i + R / 2, and leave the others.
+
+    With x and y the two halves of those channels, c and s the cosines and sines of their angles:
+
+        x' = x * c + y * -s
+        y' = y * c + x * s
+
+    Args:
+        channels: [S, B, N, D].
+        rotary_emb: [2, S, 1, 1, R], c c and -s s of above.
+    """
+    cosine, sine = rotary_emb
+    num_rotary = rotary_emb.size(-1)
+    rest = channels[..., num_rotary:]
+    if rest.size(-1):
+        channels = channels[..., :num_rotary]
+    swapped = channels.roll(num_rotary // 2, dims=-1)
+    rotated = channels * cosine + swapped * sine
+    return torch.cat([rotated, rest], dim=-1) if rest.size(-1) else rotated
+
+
+fused_rotate = compiled(rotate)
+"""`rotate` as one kernel on a GPU, which moves a quarter of the bytes."""
+
+
+def rotation(config: TransformerConfig) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The one of the two that a model's kernels ask for."""
+    return fused_rotate if config.bias_activation_fusion else rotate

@@ -1,0 +1,1 @@
+"""Linear layers, norms, experts, adapters, and the kernels that compute them."""

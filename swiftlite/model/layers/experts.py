@@ -1,0 +1,212 @@
+"""The experts of one rank, each a gated MLP, computed one after the other or all in one product."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.transformer.moe.experts import SequentialMLP as McoreSequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.function import once_differentiable
+
+from swiftlite.model.layers.compiled import compiled
+from swiftlite.model.layers.swiglu import SwiGLU
+from swiftlite.model.layers.tensor_parallel import AddsGradients
+from swiftlite.runtime.device import on_device
+
+ALIGNMENT = 16
+"""Bytes of which a row of each matrix is a multiple where `grouped_mm` takes it."""
+
+
+class SequentialMLP(McoreSequentialMLP):
+    """megatron-core's, with an expert's weight applied to what comes out of it, as transformers does.
+
+    The stock class scales the state between the expert's two matrices: the same number, rounded differently, and in
+    bfloat16 enough for some tokens to go to another expert one layer on.
+
+    Its parameters say that their gradients are summed over the ranks that hold the same expert (`allreduce` False).
+    megatron-core says so where experts are shared out. Where they are not, but their matrices are cut another way than
+    all others, it would sum over the other matrices' ranks: half of the gradient at TP 2 and ETP 1, in silence
+    (tensor_parallel/layers.py:886 of 0.16.1).
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            for parameter in self.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Outputs [T, H] for tokens [T, H] that stand in order of their experts.
+
+        Args:
+            tokens_per_expert: how many of the tokens are each expert's.
+            permuted_probs: [T], the weight of each token's expert.
+        """
+        counts = tokens_per_expert.tolist()
+        groups = zip(permuted_local_hidden_states.split(counts), permuted_probs.split(counts), strict=True)
+        outputs = [
+            (expert(hidden_TH)[0] * probs_T[:, None]).to(hidden_TH.dtype)
+            for expert, (hidden_TH, probs_T) in zip(self.local_experts, groups, strict=True)
+        ]
+        return torch.cat(outputs), None
+
+
+class GroupedMLP(AddsGradients, SequentialMLP):
+    """The same experts, with the same parameters, in a product for each of their two matrices.
+
+    On a GPU the time to start a product for each of a hundred experts is most of a step. Nothing is copied to the host,
+    unless adapters are added: each takes the tokens of its own expert. Matrices that are not aligned need a call each.
+    """
+
+    works_with_overlap = True
+    gradient_accumulation_fusion = False
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        first: Any = self.local_experts[0]
+        down = first.linear_fc2.weight
+        self.is_aligned = all(size * down.element_size() % ALIGNMENT == 0 for size in down.shape)
+        self.activation = _fused_swiglu if config.bias_activation_fusion else SwiGLU(config)
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """As `SequentialMLP`."""
+        hidden_TH = permuted_local_hidden_states
+        if not len(hidden_TH) or not self.is_aligned:
+            return super().forward(hidden_TH, tokens_per_expert, permuted_probs)
+        output_TH = self.products(hidden_TH, tokens_per_expert)
+        return (output_TH * permuted_probs[:, None]).to(hidden_TH.dtype), None
+
+    def products(self, hidden_TH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """What the experts make of their tokens."""
+        ends = on_device(tokens_per_expert.cumsum(0, dtype=torch.int32), hidden_TH.device)
+        counts = tokens_per_expert.tolist() if self.has_adapters() else []
+
+        def product(linear: str, tokens: torch.Tensor) -> torch.Tensor:
+            output = grouped_linear(tokens, ends, self.weights(linear), self.gradient_accumulation_fusion)
+            return self.with_adapters(linear, tokens, output, counts)
+
+        return product("linear_fc2", self.activation(product("linear_fc1", hidden_TH)))
+
+    def has_adapters(self) -> bool:
+        """Whether something is added to what experts compute, by hooks of their matrices."""
+        first: Any = self.local_experts[0]
+        return bool(first.linear_fc1._forward_hooks or first.linear_fc2._forward_hooks)
+
+    def with_adapters(self, linear: str, tokens: torch.Tensor, output: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """The output of all "linear_fc1" or "linear_fc2", as the hooks of each leave what is its own.
+
+        Args:
+            counts: of each expert's tokens.
+        """
+        if not self.has_adapters():
+            return output
+        parts = []
+        for expert, own, part in zip(self.local_experts, tokens.split(counts), output.split(counts), strict=True):
+            module = getattr(expert, linear)
+            for hook in module._forward_hooks.values():
+                part, _ = hook(module, (own,), (part, None))
+            parts.append(part)
+        return torch.cat(parts)
+
+    def weights(self, linear: str) -> list[torch.Tensor]:
+        """Of each expert the weight of "linear_fc1" or "linear_fc2", as if these were about to be called: with
+        `overlap_param_gather` that is when weights arrive (distributed_data_parallel.py:384 of 0.16.1)."""
+        linears = [getattr(expert, linear) for expert in self.local_experts]
+        for each in linears:
+            for hook in each._forward_pre_hooks.values():
+                hook(each, ())
+        return [each.weight for each in linears]
+
+
+def _fused_swiglu(gate_up: Any) -> Any:
+    return bias_swiglu_impl(gate_up, None)
+
+
+def grouped_linear(
+    hidden_TI: torch.Tensor, ends: torch.Tensor, weights: Sequence[torch.Tensor], adds_gradients: bool = False
+) -> torch.Tensor:
+    """[T, out] of tokens that stand in order of their experts.
+
+    Args:
+        ends: [E] int32, where each expert's tokens end.
+        weights: [out, in] of each expert.
+        adds_gradients: whether the backward pass adds the weights' gradients to their `main_grad` itself.
+    """
+    output = _GroupedLinear.apply(hidden_TI, ends, adds_gradients, *weights)
+    assert output is not None
+    return output
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """The kernel takes weights in one tensor: put together for each product, and again in the backward pass, so that
+    they are not kept twice."""
+
+    @staticmethod
+    def forward(
+        ctx, hidden_TI: torch.Tensor, ends: torch.Tensor, adds_gradients: bool, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_TI, ends, *weights)
+        ctx.weights = weights if adds_gradients else ()  # what is saved comes back as other objects, without main_grad
+        return F.grouped_mm(hidden_TI, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_TI, ends, *weights = ctx.saved_tensors
+        grad_output = grad_outputs[0].contiguous()
+        grad_hidden = F.grouped_mm(grad_output, torch.stack(weights), offs=ends)
+        if not any(ctx.needs_input_grad[3:]):
+            return grad_hidden, None, None, *[None for _ in weights]
+        grad_weights = F.grouped_mm(grad_output.t(), hidden_TI, offs=ends)
+        if ctx.weights:
+            return grad_hidden, None, None, *added(ctx.weights, grad_weights)
+        return grad_hidden, None, None, *grad_weights.unbind()
+
+
+def added(weights: Sequence[Any], grad_EOI: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Add the gradients of all experts' matrices to their `main_grad`, and return what autograd is given instead.
+
+    megatron-core's DistributedDataParallel adds each by a hook of its own: 256 launches in a layer of 128 experts.
+    """
+    main_EOI = together([weight.main_grad for weight in weights])
+    if main_EOI is None:
+        for weight, gradient in zip(weights, grad_EOI, strict=True):
+            weight.main_grad.add_(gradient)
+    else:
+        fused_add_reversed_(main_EOI, grad_EOI)
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+    # The hook counts on a gradient, and does not read it (distributed_data_parallel.py:434 of 0.16.1).
+    return grad_EOI.unbind()
+
+
+def together(main_grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sums of all experts' gradients as one view, the last expert first; None where they are not apart by
+    the same distance.
+
+    Buffers of DistributedDataParallel are filled from the last parameter to the first (param_and_grad_buffer.py:717 of
+    0.16.1): with two experts they hold, one after the other, fc2 and fc1 of expert 1, then fc2 and fc1 of expert 0.
+    """
+    last = main_grads[-1]
+    if len({each.untyped_storage().data_ptr() for each in main_grads}) > 1:
+        return None
+    places = [each.storage_offset() for each in reversed(main_grads)]
+    distances = {after - before for before, after in itertools.pairwise(places)} or {last.numel()}
+    if len(distances) > 1 or min(distances) < last.numel():
+        return None
+    return last.as_strided((len(main_grads), *last.shape), (distances.pop(), *last.stride()))
+
+
+def _add_reversed_(main_EOI: torch.Tensor, grad_EOI: torch.Tensor) -> None:
+    main_EOI.add_(grad_EOI.flip(0))
+
+
+fused_add_reversed_ = compiled(_add_reversed_)
+"""One kernel, which reads the gradients in the other order instead of copying them."""

@@ -1,0 +1,171 @@
+"""From `Kernels`, a value, to classes: the only place that chooses them."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear as McoreColumnParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from swiftlite.model.attention.attention import CoreAttention
+from swiftlite.model.attention.draft_attention import DraftAttention
+from swiftlite.model.attention.head_size import Sizes, fill_values, fill_values_in_halves
+from swiftlite.model.attention.merged_attention import PrefixKernel
+from swiftlite.model.layers.compiled import raise_version_limit
+from swiftlite.model.layers.experts import GroupedMLP, SequentialMLP
+from swiftlite.model.layers.norm import FusedRMSNorm, RMSNorm, keeping
+from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from swiftlite.plan.kernels import FlashImpl, Kernels
+
+VarlenKernel = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Modules:
+    """What stands at each place of a layer, as megatron-core's specs take it.
+
+    Attributes:
+        keeping_norm: `norm` whose output has its input as well, see `norm.keeping`.
+        down_projection: of latent attention, whose columns are gathered afterwards.
+        experts: of one rank.
+        core_attention, draft_attention: of decoder layers and heads; of heads that are unrolled.
+    """
+
+    norm: type
+    keeping_norm: type
+    column: type
+    row: type
+    down_projection: type
+    experts: type
+    core_attention: ModuleSpec
+    draft_attention: ModuleSpec
+
+
+def modules_of(kernels: Kernels) -> Modules:
+    """The classes that compute so.
+
+    Raises:
+        OptionError: the GPU does not compute in such precision.
+        ImportError: a package is missing that `plan.kernels.choose` has looked for.
+    """
+    if kernels.flash_impl:
+        _activate(kernels.flash_impl)
+    if kernels.is_fused:
+        raise_version_limit()
+    norm = FusedRMSNorm if kernels.is_fused else RMSNorm
+    column, row, attention = ColumnParallelLinear, RowParallelLinear, CoreAttention
+    experts = GroupedMLP if kernels.has_grouped_experts else SequentialMLP
+    if kernels.transformer_impl == "transformer_engine":
+        from swiftlite.model.layers import te
+
+        norm, column, row = te.RMSNorm, te.ColumnParallelLinear, te.RowParallelLinear
+        if kernels.attention == "te":
+            attention = te.CoreAttention
+        if kernels.has_grouped_experts:
+            experts = te.GroupedMLP
+        if kernels.low_precision is not None:
+            te.check_available(kernels.low_precision)
+    params = {"varlen": varlen_kernel(kernels), "prefix": prefix_kernel(kernels)}
+    return Modules(
+        norm=norm,
+        keeping_norm=keeping(norm),
+        column=column,
+        row=row,
+        # megatron-core's own: it accepts no subclass here. There is no bias; these gradients go through autograd.
+        down_projection=McoreColumnParallelLinear,
+        experts=experts,
+        core_attention=ModuleSpec(module=attention, params=params),
+        draft_attention=ModuleSpec(module=DraftAttention, params=params),
+    )
+
+
+def _activate(impl: FlashImpl) -> None:
+    """In this process, for all models: torch has one."""
+    from torch.nn import attention  # whose first releases have none of it
+
+    if attention.current_flash_attention_impl() != impl:
+        attention.activate_flash_attention_impl(impl)
+
+
+def varlen_kernel(kernels: Kernels) -> VarlenKernel | None:
+    """`kernel(q_TND, k_TGD, v_TGD, cu_q, cu_k, max_q, max_k, scale=)` over all sequences of a packed row; None where
+    each is a call of its own.
+
+    Causal from the lower right: the last query of a sequence sees its last key.
+    """
+    if kernels.attention == "flash_attn":
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+        options = {"causal": True, "deterministic": kernels.is_deterministic}
+        return fill_values(lambda *args, scale: flash_attn_varlen_func(*args, softmax_scale=scale, **options))
+    if kernels.attention == "torch_varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        options: dict[str, Any] = {"window_size": (-1, 0)}
+        # torch 2.11 has no such word: its kernel takes fewer key heads than query heads as they are.
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        return fill_values(
+            lambda *args, scale: varlen_attn(*args, scale=scale, **options), others=_other_sizes(kernels)
+        )
+    return None
+
+
+def _other_sizes(kernels: Kernels) -> tuple[Sizes, ...]:
+    """Sizes of keys and of values, where they differ, that the kernel takes.
+
+    Flash-attn 2 takes none (csrc/flash_attn/flash_api.cpp:615 of 2.8.3), nor does what came with torch, which is the
+    same; flash-attn 3 (hopper/flash_api.cpp:783) and 4 (flash_attn/cute/interface.py:114) take DeepSeek's.
+    """
+    return () if kernels.flash_impl is None else ((192, 128),)
+
+
+def prefix_kernel(kernels: Kernels) -> PrefixKernel | None:
+    """The same kernel in two halves, of which the first says the sums of exponentials; None where there is none."""
+    if kernels.attention == "flash_attn":
+        return fill_values_in_halves(_flash_attn_in_halves(kernels.is_deterministic))
+    if kernels.attention == "torch_varlen":
+        return fill_values_in_halves(PrefixKernel(_torch_forward, _torch_backward), others=_other_sizes(kernels))
+    return None
+
+
+def _flash_attn_in_halves(is_deterministic: bool) -> PrefixKernel:
+    """Of flash-attn 2 (flash_attn_interface.py of 2.8)."""
+    from flash_attn import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
+
+    options = {"softcap": 0.0, "alibi_slopes": None, "window_size_left": -1, "window_size_right": -1}
+
+    def forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
+        out, lse, *_ = package._flash_attn_varlen_forward(
+            query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, scale, causal=True, **options
+        )
+        return out, lse
+
+    def backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale):
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        package._flash_attn_varlen_backward(
+            *(grad, query, key, value, out, lse, *grads, cu_q, cu_k, longest_q, longest_k, 0.0, scale),
+            causal=True,
+            deterministic=is_deterministic,
+            **options,
+        )
+        return grads
+
+    return PrefixKernel(forward, backward)
+
+
+def _torch_forward(query, key, value, cu_q, cu_k, longest_q, longest_k, scale):
+    """As torch/nn/attention/varlen.py calls it (2.13)."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, cu_q, cu_k, longest_q, longest_k, 0.0, True, return_debug_mask=False, scale=scale
+    )
+    return out, lse
+
+
+def _torch_backward(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, scale):
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is none of
+    return torch.ops.aten._flash_attention_backward(
+        *(grad, query, key, value, out, lse, cu_q, cu_k, longest_q, longest_k, 0.0, True, seed, seed[:0]), scale=scale
+    )

@@ -1,0 +1,403 @@
+"""Adapters beside megatron-core's linear layers: put in by `add_adapters`, added to the weights by `merged`.
+
+A layer keeps its module, its name and its weight. The adapter is a child of it whose output is added to the layer's by
+a forward hook, so every kind of layer takes one. A step that starts with B = 0 gives the bits of the base.
+
+Shapes: S sequence, B batch, R rank times the HF parts of the layer.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import sqrt
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import nn
+
+from swiftlite.bridge import placement
+from swiftlite.bridge.adapters.rows import (
+    HF_MAGNITUDE,
+    MAGNITUDE,
+    A,
+    B,
+    adapted_modules,
+    adapted_rows,
+    adapter_rows,
+    leaf_of,
+    module_of,
+    saved_names,
+)
+from swiftlite.bridge.binding import Binding, bind
+from swiftlite.bridge.rows import Row
+from swiftlite.bridge.transfer import gather_hf
+from swiftlite.lora import Lora, is_adapter
+from swiftlite.model.gpt import GPTModel
+
+
+class Linear(Protocol):
+    """What an adapter asks of its layer, megatron-core's own or Transformer Engine's.
+
+    Attributes:
+        weight: [out, in], of which a rank may have some of the rows (`partition_dim` 0) or of the columns (1).
+        explicit_expert_comm: whether sums over ranks are its caller's.
+    """
+
+    weight: nn.Parameter
+    tp_group: dist.ProcessGroup
+    sequence_parallel: bool
+    is_expert: bool
+    explicit_expert_comm: bool
+
+
+class Base(NamedTuple):
+    """What a layer computed without its adapter.
+
+    Attributes:
+        output: [S, B, out].
+        weight: of the layer.
+        bias: of the layer, where the output includes it.
+    """
+
+    output: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class Adapter(nn.Module):
+    """The adapter of one linear layer: an A and a B for each HF part that gets one.
+
+    Where the layer's rows are split among ranks, B is split with them and A is whole on each; where its columns are, A
+    is split and B whole. Between the two stand `rank` numbers per token, and what ranks exchange is only those. Of
+    experts, and wherever the layer leaves the sum over ranks to its caller, the whole one of the two has its gradient
+    summed instead.
+    """
+
+    def __init__(self, linear: Linear, layer: Binding, lora: Lora):
+        """An adapter that is still empty.
+
+        Args:
+            layer: the layer's row and weight.
+        """
+        super().__init__()
+        weight: Any = linear.weight
+        self.scaling, self.dropout = lora.scaling, lora.dropout
+        self.group, self.is_expert = linear.tp_group, linear.is_expert
+        self.is_column = weight.partition_dim == 0
+        # A row-parallel layer of experts says so too where nobody shares the expert.
+        self.sequence_parallel = linear.sequence_parallel and self.group.size() > 1
+        self.caller_sums = linear.explicit_expert_comm or getattr(linear, "disable_grad_reduce", False)
+
+        parts = [(key and module_of(key), length) for key, length in _parts(layer)]
+        lengths = Counter[str | None]()
+        for module, length in parts:
+            lengths[module] += length
+        modules = adapted_modules(layer.row, lora)
+        # Not in a ParameterDict: with overlap_param_gather they arrive when the module that has them is called.
+        for module in modules:
+            self._add_part(leaf_of(module), weight, lengths[module], lora.rank)
+        order = _order(parts, modules, lengths)
+        is_ordered = torch.equal(order, torch.arange(sum(lengths[module] for module in modules)))
+        self.register_buffer("order", None if is_ordered else order.to(weight.device), persistent=False)
+
+        self._describe_split(weight, A, 1, not self.is_column)
+        self._describe_split(weight, B, 0, self.is_column)
+
+    def _add_part(self, leaf: str, weight: torch.Tensor, length: int, rank: int) -> None:
+        """Register the parameters of an HF part with this many rows, unset."""
+        self.register_parameter(f"{A}{leaf}", nn.Parameter(weight.new_empty(rank, weight.size(1))))
+        self.register_parameter(f"{B}{leaf}", nn.Parameter(weight.new_empty(length, rank)))
+
+    def _describe_split(self, weight: torch.Tensor, kind: str, dim: int, is_split: bool) -> None:
+        """Tell megatron-core along which axis ranks share the parameters of a kind."""
+        # Experts on whom no other tensor-parallel rank has a part are no duplicates of each other.
+        all_differ = self.is_expert and self.group.size() == 1
+        for parameter in self.parts(kind):
+            set_tensor_model_parallel_attributes(parameter, is_split or all_differ, dim, 1)
+            parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+            # megatron-core sums these gradients over tensor-parallel ranks, each of which sees a part of the row.
+            is_cut = self.sequence_parallel and not self.caller_sums and not is_split
+            parameter.sequence_parallel = is_cut  # type: ignore[attr-defined]
+
+    def forward(self, input: torch.Tensor, base: Base) -> torch.Tensor:
+        """Return what is added to the layer's output, [S, B, out].
+
+        Args:
+            input: of the layer, [S, B, in].
+        """
+        a, b = torch.cat(self.parts(A)), self._in_order(torch.block_diag(*self.parts(B)))
+        if self.caller_sums:
+            a, b = (_summed(a, self.group), b) if self.is_column else (a, _summed(b, self.group))
+        hidden_SBR = F.linear(self.drop(input), a)
+        return F.linear(self._exchange(hidden_SBR) * self.scaling, b)
+
+    def drop(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the input with dropout: alike on ranks that have the same input, else not.
+
+        Each call takes one number from the host's generator, which a trainer seeds and recomputation puts back, however
+        many tokens a rank has; with the rank it seeds the mask. Nothing waits for the device.
+        """
+        if not self.training or not self.dropout:
+            return input
+        draw = int(torch.randint(2**62, ()))
+        is_whole = self.is_column and not self.sequence_parallel
+        place = dist.get_global_rank(self.group, 0) if is_whole else dist.get_rank()
+        generator = torch.Generator(input.device).manual_seed(zlib.crc32(f"{draw}/{place}".encode()))
+        is_kept = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - self.dropout, generator=generator)
+        return input * is_kept / (1 - self.dropout)
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the layer's weight on this rank with the adapter, summed in float32; not for a backward pass."""
+        pairs = zip(self.parts(A), self.parts(B), strict=True)
+        return weight.float() + self._in_order(torch.cat([(b.float() @ a.float()) * self.scaling for a, b in pairs]))
+
+    def parts(self, kind: str) -> list[torch.Tensor]:
+        """Return the parameters of a kind (A, B, magnitudes) in the order of the layer's HF parts."""
+        named: Iterable[tuple[str, torch.Tensor]] = self.named_parameters()
+        return [parameter for name, parameter in named if name.startswith(kind)]
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one HF part after the other in the layer's order, zeros for the parts without an adapter."""
+        order = cast(torch.Tensor | None, self.order)
+        return rows if order is None else F.pad(rows, (0, 0, 0, 1)).index_select(0, order)
+
+    def _exchange(self, hidden_SBR: torch.Tensor) -> torch.Tensor:
+        if self.caller_sums:
+            return hidden_SBR
+        if self.is_column and self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_SBR, group=self.group)
+        if self.is_column:
+            return copy_to_tensor_model_parallel_region(hidden_SBR, group=self.group)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(hidden_SBR, group=self.group)
+        return reduce_from_tensor_model_parallel_region(hidden_SBR, group=self.group)
+
+
+class DoraAdapter(Adapter):
+    """An adapter with which the layer computes the rows of W + B A at lengths that are learned (DoRA).
+
+    With m the learned lengths, each row of the layer's output is multiplied by m / |W + B A|. As in PEFT no gradient
+    goes through the lengths |W + B A|.
+    """
+
+    def __init__(self, linear: Linear, layer: Binding, lora: Lora):
+        super().__init__(linear, layer, lora)
+        self._describe_split(linear.weight, MAGNITUDE, 0, self.is_column)
+
+    def _add_part(self, leaf: str, weight: torch.Tensor, length: int, rank: int) -> None:
+        super()._add_part(leaf, weight, length, rank)
+        self.register_parameter(f"{MAGNITUDE}{leaf}", nn.Parameter(weight.new_empty(length)))
+
+    def forward(self, input: torch.Tensor, base: Base) -> torch.Tensor:
+        """Return what is added to the layer's output: B A x + (m / |W + B A| - 1) (W + B A) x, [S, B, out]."""
+        added = super().forward(input, base)
+        product = base.output + added
+        if base.bias is not None:
+            product = product - base.bias
+        with torch.no_grad():
+            whole = super().merged(base.weight)
+        change = self.factors(whole) - 1  # before it is rounded: bfloat16 has two digits beside a 1
+        return added + change.to(base.output.dtype) * product
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """As `Adapter.merged`, the rows at their learned lengths."""
+        whole = super().merged(weight)
+        return whole * self.factors(whole)[:, None]
+
+    def factors(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the factors m / |W + B A| of rows [out]: 1 for rows without an adapter of their own.
+
+        Args:
+            whole: W + B A, float32.
+        """
+        magnitudes = torch.cat(self.parts(MAGNITUDE))
+        if self.caller_sums and not self.is_column:
+            magnitudes = _summed(magnitudes, self.group)
+        # In one precision with the magnitudes, so that they begin as factors of 1.
+        lengths = self._lengths(whole).to(magnitudes.dtype).float()
+        order = cast(torch.Tensor | None, self.order)
+        if order is None:
+            return magnitudes.float() / lengths
+        factors = F.pad(magnitudes.float(), (0, 1)).index_select(0, order) / lengths
+        return torch.where(order < len(magnitudes), factors, 1.0)
+
+    @torch.no_grad()
+    def begin_magnitudes(self, weight: torch.Tensor) -> None:
+        """Take the lengths of the weight's own rows."""
+        lengths = self._lengths(weight.float())
+        order = torch.arange(len(lengths)) if self.order is None else cast(torch.Tensor, self.order)
+        magnitudes = self.parts(MAGNITUDE)
+        of_modules = lengths.new_zeros(sum(map(len, magnitudes)) + 1)  # the last place is of rows without an adapter
+        of_modules[order] = lengths
+        for magnitude, own in zip(magnitudes, of_modules[:-1].split([len(each) for each in magnitudes]), strict=True):
+            magnitude.copy_(own)
+
+    def _lengths(self, whole: torch.Tensor) -> torch.Tensor:
+        """Compute the lengths [out] of rows, of which ranks may hold parts."""
+        lengths = torch.linalg.norm(whole, dim=1)
+        if self.is_column or self.group.size() == 1:
+            return lengths
+        squares = lengths.square()
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+
+def _summed(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The same, its gradient the sum over ranks."""
+    if group.size() == 1:
+        return whole
+    copied = copy_to_tensor_model_parallel_region(whole, group=group)
+    if copied.requires_grad:  # left out in silence where it is not contiguous (mappings.py:31 of 0.16.1)
+        copied.register_hook(torch.Tensor.contiguous)
+    return copied
+
+
+def _parts(layer: Binding) -> list[tuple[str | None, int]]:
+    """The rows of a layer on this rank from top to bottom: of which HF tensor, and how many."""
+    if layer.row.join.axis == 1:
+        (key,) = layer.row.hf
+        return [(key, layer.shard.tensor.size(0))]
+    return [(key, index[0].stop - index[0].start) for _, index, key, _ in layer.slices()]
+
+
+def _order(parts: Sequence[tuple[str | None, int]], modules: Sequence[str], lengths: Counter) -> torch.Tensor:
+    """For each row of the layer its place where the rows of `modules` stand one module after the other; behind all of
+    them for a row of another module."""
+    places: dict[str | None, int] = {}
+    behind = 0
+    for module in modules:
+        places[module] = behind
+        behind += lengths[module]
+    order = []
+    for module, length in parts:
+        if module in places:
+            order.append(torch.arange(places[module], places[module] + length))
+            places[module] += length
+        else:
+            order.append(torch.full((length,), behind))
+    return torch.cat(order)
+
+
+def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], seed: int = 42) -> int:
+    """Give the model's linear layers their adapters, which change nothing before they have learned; collective.
+
+    Args:
+        chunks: the bare model, loaded.
+        rows: the bridge's, of the whole model.
+        seed: of the numbers that the A's begin with, the same for every layout.
+
+    Returns:
+        The number of adapters on this rank, one for each HF part.
+    """
+    layers = {row.mcore: row for row in adapted_rows(rows, lora)}
+    adapter_class = DoraAdapter if lora.has_magnitudes else Adapter
+    for chunk in chunks:
+        shards = {shard.name: shard for shard in placement.shards_of([chunk])}
+        linear: Any
+        for name, linear in list(chunk.named_modules()):
+            full_name = placement.global_name(f"{name}.weight", chunk)
+            if full_name in layers:
+                binding = Binding(layers[full_name], shards[full_name], is_copy=False)
+                linear.add_module("adapter", adapter_class(linear, binding, lora))
+                linear.register_forward_hook(_add)
+    bindings = bind_adapters(chunks, lora, rows)
+    for binding in bindings:
+        _draw(binding, seed)
+    for linear in _adapted(chunks):
+        if isinstance(linear.adapter, DoraAdapter):
+            linear.adapter.begin_magnitudes(linear.weight)
+    return sum(key.endswith(".lora_A.weight") for binding in bindings for key in binding.row.hf)
+
+
+def _add(linear: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, Any]) -> tuple:
+    output, bias = outputs
+    adapter = getattr(linear, "adapter", None)  # none where it is merged
+    if adapter is None:
+        return outputs
+    has_bias = bias is None and linear.bias is not None and linear.bias.numel()  # Transformer Engine's may be empty
+    added = adapter(inputs[0], Base(output, linear.weight, linear.bias if has_bias else None))
+    return output + added, bias  # the bits of the base where nothing is added and nothing changes
+
+
+def bind_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> list[Binding]:
+    """The adapters of this rank and their rows."""
+    held = [shard for shard in placement.shards_of(chunks) if is_adapter(shard.name)]
+    return bind(held, adapter_rows(rows, lora), others_hold=lambda name: True)
+
+
+@torch.no_grad()
+def _draw(binding: Binding, seed: int) -> None:
+    """Begin as PEFT does: A uniform, B zero; each HF tensor from a generator of its own, so no layout matters."""
+    ((key, shape),) = binding.row.hf.items()
+    if key.endswith(HF_MAGNITUDE):
+        return
+    tensor = torch.zeros(shape)
+    if key.endswith(".lora_A.weight"):
+        generator = torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))
+        nn.init.kaiming_uniform_(tensor, a=sqrt(5), generator=generator)
+    for shard, local_index, _, hf_index in binding.slices():
+        shard.tensor[local_index] = tensor[hf_index].to(shard.tensor)
+
+
+@torch.no_grad()
+def merge(chunks: Sequence[nn.Module]) -> None:
+    """Add the adapters to the weights and take them out, for good."""
+    for linear in _adapted(chunks):
+        linear.weight.data = _sum(linear)
+        del linear.adapter
+
+
+@contextmanager
+@torch.no_grad()
+def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the model is as `merge` leaves it; afterwards every bit is as it was. Weights that change are copied."""
+    taken = [(linear, linear.adapter, linear.weight.data) for linear in _adapted(chunks)]
+    try:
+        merge(chunks)
+        yield
+    finally:
+        for linear, adapter, data in taken:
+            linear.weight.data = data
+            linear.add_module("adapter", adapter)
+
+
+def _adapted(chunks: Sequence[nn.Module]) -> list[Any]:
+    """The linear layers that have an adapter."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    return [module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)]
+
+
+def _sum(linear: Any) -> torch.Tensor:
+    """The weight with its adapter's."""
+    return linear.adapter.merged(linear.weight.data).to(linear.weight.dtype)
+
+
+def gather_adapters(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """A's, B's and magnitudes, whole and by their HF names, on the first rank; none on the others; collective.
+
+    Args:
+        rows: of the layers whose adapters are wanted.
+    """
+    return _gather(chunks, adapter_rows(rows, lora))
+
+
+def gather_saved(chunks: Sequence[nn.Module], lora: Lora, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """What learned in full beside the adapters, as `gather_adapters`."""
+    names = saved_names(lora, rows)
+    return _gather(chunks, [row for row in rows if row.mcore in names])
+
+
+def _gather(chunks: Sequence[nn.Module], rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    names = {row.mcore for row in rows}
+    held = [shard for shard in placement.shards_of(chunks) if shard.name in names]
+    return gather_hf(bind(held, rows, others_hold=lambda name: True), rows)

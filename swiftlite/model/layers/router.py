@@ -1,0 +1,146 @@
+"""The router of a mixture of experts: its load is that of real tokens, its bias and counts stay in float32."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer as McoreMoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter as McoreTopKRouter
+
+from swiftlite.model.layers.dispatcher import LocalTokenDispatcher
+from swiftlite.model.layers.recompute import checkpoint
+from swiftlite.model.loss.balance import RoutedTokens, tokens_times_loss
+from swiftlite.runtime.mesh import Mesh
+
+
+class TopKRouter(McoreTopKRouter):
+    """megatron-core's, with a load-balancing loss that weighs what its coefficient says, and buffers that no cast
+    changes.
+
+    The stock loss is multiplied by all tokens of the micro-batch, while the step divides by those that are learned
+    (`calculate_per_token_loss`, moe/router.py:452 of 0.16.1): on prompts with short answers it weighs many times too
+    much. And padding is load there. Ours is in `balance.py`.
+
+    Float16Module casts a model with `bfloat16()`. The stock router turns its expert bias back to float32 at the next
+    forward pass, when the numbers are rounded already (GLM-4.5's biases are near 0, their differences near 1e-3); and
+    its counts of tokens stop growing at 256, where bfloat16 has no odd numbers any more.
+
+    Attributes:
+        tokens: those that are routed next; None where nobody learns from the load.
+        mean_loss: the load-balancing loss of this rank's tokens since it was last set to None, without coefficient.
+    """
+
+    tokens: RoutedTokens | None = None
+    mean_loss: torch.Tensor | None = None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TopKRouter":
+        exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            self._buffers[name] = buffer.to(fn(buffer).device)
+        return self
+
+    # The stock `routing` calls these three: the first two in training alone, and none of their results without
+    # gradients, so what is computed again counts once.
+
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """All tokens of the micro-batch together."""
+        if self.tokens is None or not self.get_aux_loss_coeff("aux_loss"):
+            return probs
+        group_T = self.tokens.sequence_T.clamp(max=0)
+        return self._with_loss(probs, scores_for_aux_loss, routing_map, group_T, 1)
+
+    def _apply_seq_aux_loss(
+        self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Each sequence for itself."""
+        if self.tokens is None or not self.get_aux_loss_coeff("seq_aux_loss"):
+            return probs
+        group_T = self.tokens.sequence_T
+        return self._with_loss(probs, scores_for_aux_loss, routing_map, group_T, self.tokens.num_sequences)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Count the load by which the expert bias moves at the end of the step."""
+        if self.tokens is None or not self.enable_expert_bias or not torch.is_grad_enabled():
+            return
+        is_real_T1 = self.tokens.sequence_T[:, None] >= 0
+        counts_E = self.get_buffer("local_tokens_per_expert")
+        counts_E += self.tokens.load_weight * (routing_map & is_real_T1).sum(dim=0)
+
+    def _with_loss(
+        self,
+        probs: torch.Tensor,
+        scores_TE: torch.Tensor,
+        chosen_TE: torch.Tensor,
+        group_T: torch.Tensor,
+        num_groups: int,
+    ) -> torch.Tensor:
+        """`probs` as they are; their gradient will bring that of the loss along."""
+        tokens = self.tokens
+        assert tokens is not None
+        summed = tokens_times_loss(scores_TE, chosen_TE, group_T, num_groups, self.tp_cp_group)
+        mean = tokens.mean_weight * summed
+        self.mean_loss = mean.detach() + (0 if self.mean_loss is None else self.mean_loss)
+        return MoEAuxLossAutoScaler.apply(probs, self.config.moe_aux_loss_coeff * tokens.divisor * mean)
+
+
+class MoELayer(McoreMoELayer):
+    """megatron-core's, whose router is told which tokens it routes.
+
+    The stock layer takes nothing but a mask. It is given its groups by the stock TransformerLayer only if it is
+    megatron-core's own class; this one finds the same in the active mesh. Where one rank holds all experts, tokens are
+    sorted without waiting for the GPU (`dispatcher.py`).
+    """
+
+    router: TopKRouter
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        stock: Any = self.token_dispatcher
+        if stock.tp_ep_group.size() == 1:
+            groups = ProcessGroupCollection(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
+            self.token_dispatcher = LocalTokenDispatcher(self.config, groups)
+        # Left to this class: of what the stock one computes again, only tensors can be arguments.
+        self.is_recomputed = self.moe_layer_recompute
+        self.moe_layer_recompute = False
+
+    def forward(
+        self, hidden_states: torch.Tensor, intermediate_tensors: None = None, padding_mask: RoutedTokens | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """The experts' states of the tokens.
+
+        Args:
+            intermediate_tensors: of megatron-core's CUDA graphs, which are not used.
+            padding_mask: what the router is to know of the tokens.
+        """
+        stock_forward = super().forward
+
+        def compute(hidden_states: torch.Tensor) -> torch.Tensor:
+            self.router.tokens = padding_mask
+            return stock_forward(hidden_states)[0]
+
+        if self.is_recomputed:
+            return checkpoint(self.config, self.attn_tp_group, compute, hidden_states), None
+        return compute(hidden_states), None
+
+
+def take_load_balancing_loss(model: Iterable[torch.nn.Module], mesh: Mesh) -> float:
+    """The loss of the micro-batches since the last call, averaged over routers, without coefficient; collective.
+
+    It is 1 where the load is level.
+    """
+    values = torch.zeros(2, dtype=torch.float64, device=mesh.device.torch_device)
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter) and module.mean_loss is not None:
+                values += torch.stack([module.mean_loss.double(), torch.ones_like(module.mean_loss).double()])
+                module.mean_loss = None
+    dist.all_reduce(values)
+    total, num_routers = values.tolist()
+    num_replicas = dist.get_world_size() // mesh.pp.size()  # of each router, with its part of the tokens
+    return total * num_replicas / num_routers if num_routers else 0.0

@@ -1,0 +1,1 @@
+"""Losses over the vocabulary, and those of routers."""

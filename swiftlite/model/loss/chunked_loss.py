@@ -1,0 +1,199 @@
+"""The losses of `loss.py` from states instead of logits, a chunk of positions at a time: never are there more logits.
+
+A chunk's logits are made, become its losses and, in their own place, their gradient, from which follows that of the
+states. All that is kept is the latter. The gradient of the output matrix needs to know first how much each position
+counts in the sum that is minimised; where the matrix learns, the backward pass makes the logits of each chunk again.
+For 8,192 positions and 150,000 words that is one more product (a thirtieth of an 8B model's work) instead of 5 GB.
+
+Shapes: B batch, S sequence, N selected tokens, C of them in a chunk, V vocabulary on this rank, H hidden size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from swiftlite.model.layers.compiled import compiled
+from swiftlite.model.loss.losses import (
+    DISTANCES,
+    Distance,
+    Group,
+    Selected,
+    TokenLoss,
+    cross_entropy_,
+    laid_out,
+    sharing,
+    vocab_parallel_argmax,
+)
+from swiftlite.plan.kernels import CHUNK
+
+
+@dataclass(frozen=True)
+class LabelTarget:
+    """Tokens [N] that the states are to predict, by cross-entropy."""
+
+    label_N: torch.Tensor
+
+    def loss_(
+        self,
+        logits_CV: torch.Tensor,
+        rows: slice,
+        weight_VH: torch.Tensor,
+        group: Group,
+        share_C1: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the losses [C] of a chunk in float32, and put the gradient in the place of its logits.
+
+        Args:
+            rows: the chunk's positions.
+            weight_VH: the output matrix.
+            share_C1: what the gradient is multiplied by; None for 1.
+        """
+        function = _cross_entropy_ if group is not None else _fused_cross_entropy_
+        return function(logits_CV, self.label_N[rows], share_C1, group)
+
+
+@dataclass(frozen=True)
+class TrunkTarget:
+    """The trunk's own states [N, H], to whose logits those of the states are to be near."""
+
+    trunk_NH: torch.Tensor
+    distance: Distance
+
+    def loss_(
+        self,
+        logits_CV: torch.Tensor,
+        rows: slice,
+        weight_VH: torch.Tensor,
+        group: Group,
+        share_C1: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `LabelTarget.loss_`."""
+        trunk_CV = self.trunk_NH[rows] @ weight_VH.t()
+        function = _distance_ if group is not None else _fused_distance_
+        return function(logits_CV, trunk_CV, self.distance, share_C1, group)
+
+
+def _cross_entropy_(
+    logits_CV: torch.Tensor, label_C: torch.Tensor, share_C1: torch.Tensor | None, group: Group
+) -> torch.Tensor:
+    wide_CV = logits_CV.float()
+    loss_C = cross_entropy_(wide_CV, label_C, group)
+    _put_(wide_CV, share_C1, logits_CV)
+    return loss_C
+
+
+def _distance_(
+    logits_CV: torch.Tensor, trunk_CV: torch.Tensor, distance: Distance, share_C1: torch.Tensor | None, group: Group
+) -> torch.Tensor:
+    wide_CV = logits_CV.float()
+    loss_C = DISTANCES[distance](wide_CV, trunk_CV.float(), group)
+    _put_(wide_CV, share_C1, logits_CV)
+    return loss_C
+
+
+def _put_(gradient_CV: torch.Tensor, share_C1: torch.Tensor | None, logits_CV: torch.Tensor) -> None:
+    if share_C1 is not None:
+        gradient_CV.mul_(share_C1)
+    logits_CV.copy_(gradient_CV)
+
+
+# On a GPU all passes over the logits of a whole vocabulary are one kernel, which reads and writes them in the model's
+# precision. Over a vocabulary that ranks share they stay apart, since ranks exchange numbers between them.
+_fused_cross_entropy_ = compiled(_cross_entropy_)
+_fused_distance_ = compiled(_distance_)
+
+Target = LabelTarget | TrunkTarget
+
+
+def chunked_loss(
+    states_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    target: Target,
+    selected: Selected,
+    tp_group: dist.ProcessGroup,
+    tokens_V: torch.Tensor | None = None,
+) -> TokenLoss:
+    """`token_loss` or `distillation_loss` of `states_NH @ weight_VH.T`.
+
+    Args:
+        weight_VH: this rank's part of the output matrix.
+        selected: which positions the states are of.
+        tokens_V: the tokens of the matrix's rows, where they are not the whole vocabulary.
+    """
+    results: Any = _ChunkedLoss.apply(states_NH, weight_VH, target, sharing(tp_group), tokens_V)
+    loss_N, prediction_N = results
+    return laid_out(loss_N, prediction_N, selected)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Losses and predictions [N]."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        states_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        target: Target,
+        group: Group,
+        tokens_V: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss_N = states_NH.new_zeros(len(states_NH), dtype=torch.float32)
+        prediction_N = torch.zeros(len(states_NH), dtype=torch.int64, device=states_NH.device)
+        grad_NH = torch.empty_like(states_NH) if ctx.needs_input_grad[0] else None
+
+        def compute(rows: slice) -> None:  # a function, at whose end nothing of a chunk is left
+            logits_CV = states_NH[rows] @ weight_VH.t()
+            prediction_N[rows] = vocab_parallel_argmax(logits_CV, group, tokens_V)
+            loss_N[rows] = target.loss_(logits_CV, rows, weight_VH, group)
+            if grad_NH is not None:
+                torch.matmul(logits_CV, weight_VH, out=grad_NH[rows])
+
+        for rows in _chunks(len(states_NH)):
+            compute(rows)
+        ctx.mark_non_differentiable(prediction_N)
+        ctx.save_for_backward(grad_NH, states_NH if ctx.needs_input_grad[1] else None)
+        ctx.weight_VH, ctx.target, ctx.group = weight_VH, target, group
+        return loss_N, prediction_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_NH, states_NH = ctx.saved_tensors
+        share_N1 = grad_outputs[0][:, None]
+        if grad_NH is not None:
+            grad_NH = (grad_NH * share_N1).to(grad_NH.dtype)
+            if ctx.group is not None:
+                dist.all_reduce(grad_NH, group=ctx.group)  # each rank has what follows from its own words
+        grad_VH = None
+        if states_NH is not None:
+            grad_VH = _matrix_gradient(states_NH, share_N1, ctx.weight_VH, ctx.target, ctx.group)
+        return grad_NH, grad_VH, None, None, None
+
+
+def _matrix_gradient(
+    states_NH: torch.Tensor,
+    share_N1: torch.Tensor,
+    weight_VH: torch.Tensor,
+    target: Target,
+    group: Group,
+) -> torch.Tensor:
+    """[V, H], from logits that are made again."""
+    grad_VH = torch.zeros_like(weight_VH)
+
+    def add(rows: slice) -> None:
+        logits_CV = states_NH[rows] @ weight_VH.t()
+        target.loss_(logits_CV, rows, weight_VH, group, share_N1[rows])
+        grad_VH.addmm_(logits_CV.t(), states_NH[rows])
+
+    for rows in _chunks(len(states_NH)):
+        add(rows)
+    return grad_VH
+
+
+def _chunks(number: int) -> Iterator[slice]:
+    for start in range(0, number, CHUNK):
+        yield slice(start, start + CHUNK)

@@ -1,0 +1,1 @@
+"""Rules of the training methods; `sft.py` has those that all share."""

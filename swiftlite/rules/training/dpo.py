@@ -1,0 +1,113 @@
+"""Rules of `megatron dpo`: those of `megatron sft`, and those of pairs and of the reference model."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftlite.args.bounds import out_of_bounds
+from swiftlite.args.commands import DoctorArgs, DpoArgs
+from swiftlite.args.config import Problem
+from swiftlite.families.index import known_architecture
+from swiftlite.hub.model import description_of
+from swiftlite.plan.facts import Facts, near_path, read_hf_config
+from swiftlite.plan.layout import layout_of, layout_problems, process_problems, ranks_of, sequence_multiple
+from swiftlite.plan.preference import SMOOTHED, preference_of, reference_layout
+from swiftlite.rules import common
+from swiftlite.rules.training import sft
+
+_OF_SFT_ALONE = {
+    "loss_scale": "of a pair the last answers train",
+    "streaming": "pairs are read before the first step, for the reference model",
+    "sft_mock_dataset_config_json": "random tokens are no pairs",
+    "sequence_packing_scheduler": "it levels samples, not pairs",
+    "cache_trunk_states": "the trunk learns",
+}
+
+
+def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+    yield from common.left_out(args, "megatron dpo", _OF_SFT_ALONE)
+    if args.mtp_mode == "heads_only":
+        yield (
+            "--mtp_mode heads_only: pairs teach the trunk, which would stay",
+            "swiftlite megatron sft trains heads alone",
+        )
+
+
+def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+    """A packed row has to hold both answers of a pair."""
+    if not args.packing or out_of_bounds(args):
+        return
+    multiple = sequence_multiple(layout_of(args))
+    longest = 2 * math.ceil(args.max_length / multiple) * multiple
+    length = args.packing_length or args.max_length
+    if length < longest:
+        yield (
+            f"a packed row of {length} tokens has no room for two answers of --max_length {args.max_length}",
+            f"--packing_length {longest}",
+        )
+
+
+def reference_is_a_model(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    if args.ref_model is None:
+        return
+    directory = description_of(args.ref_model)
+    config = read_hf_config(directory)
+    if not config:
+        yield (
+            f"--ref_model {args.ref_model} has no config.json",
+            near_path(Path(directory)) or "give a model's directory",
+        )
+    elif known_architecture(config) is None:
+        yield f"--ref_model {args.ref_model}: {config.get('model_type')} is no known kind of model", ""
+    elif facts.hf_config and config.get("vocab_size") != facts.hf_config.get("vocab_size"):
+        yield (
+            f"--ref_model {args.ref_model} has {config.get('vocab_size')} tokens, --model "
+            f"{facts.hf_config.get('vocab_size')}: it would read other words",
+            "give a model with the same tokenizer",
+        )
+
+
+def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
+    if not out_of_bounds(args) and preference_of(args).needs_reference:
+        yield from reference_layout_problems(args, facts)
+
+
+def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
+    """Why the reference model cannot be laid out as asked, beyond what is wrong with the model's own layout."""
+    config = read_hf_config(description_of(args.ref_model)) if args.ref_model else facts.hf_config
+    architecture = known_architecture(config) if config else None
+    layout = reference_layout(args)
+    num_ranks = len(ranks_of(layout, facts.world_size))
+    problems = [*layout_problems(layout, architecture, 0), *process_problems(layout, num_ranks)]
+    of_model = layout_of(args)
+    of_model = [*layout_problems(of_model, facts.architecture, 0), *process_problems(of_model, facts.world_size)]
+    for problem, hint in problems:
+        if (problem, hint) not in of_model:  # which another rule says
+            yield f"the reference model: {problem}", hint or "see --ref_tensor_model_parallel_size and its like"
+
+
+def without_reference(args: DpoArgs) -> dict[str, tuple[bool, str]]:
+    """Return the options of the reference model, each with whether it has no effect, and why."""
+    idle = (not preference_of(args).needs_reference, f"--loss_type is {args.loss_type}, which has no reference model")
+    names = ("ref_model", "ref_tensor_model_parallel_size", "ref_pipeline_model_parallel_size", "ref_logprobs_cache")
+    return dict.fromkeys(names, idle)
+
+
+def settings_have_an_effect(args: DpoArgs, facts: Facts) -> Iterator[str]:
+    """Settings that --loss_type makes idle, when they were changed from their defaults."""
+    loss = f"--loss_type is {args.loss_type}"
+    not_simpo = (args.loss_type != "simpo", loss)
+    idle = {
+        "label_smoothing": (args.loss_type not in SMOOTHED, loss),
+        "simpo_gamma": not_simpo,
+        "cpo_alpha": not_simpo,
+        "desirable_weight": (True, loss),
+        "undesirable_weight": (True, loss),
+    }
+    yield from common.without_effect(args, without_reference(args) | idle)
+
+
+SHARED = (*sft.RULES, options_of_sft_are_left_out, reference_is_a_model, reference_fits_its_layout)
+"""Rules of all methods of the command."""
+RULES = (*SHARED, pairs_have_room)
+NOTES = (*sft.NOTES, settings_have_an_effect)

@@ -1,0 +1,23 @@
+"""Rules of `megatron pt`: those of `megatron sft`, and what is said here of documents."""
+
+from collections.abc import Iterator
+
+from swiftlite.args.commands import PtArgs
+from swiftlite.args.config import Problem
+from swiftlite.plan.facts import Facts
+from swiftlite.rules import common
+from swiftlite.rules.training import sft
+
+_OF_SFT_ALONE = {
+    "loss_scale": "all tokens of a document train",
+    "system": "documents have no turns",
+    "sft_mock_dataset_config_json": "random tokens are no documents",
+}
+
+
+def options_of_sft_are_left_out(args: PtArgs, facts: Facts) -> Iterator[Problem]:
+    yield from common.left_out(args, "megatron pt", _OF_SFT_ALONE)
+
+
+RULES = (*sft.RULES, options_of_sft_are_left_out)
+NOTES = sft.NOTES

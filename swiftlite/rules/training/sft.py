@@ -1,0 +1,218 @@
+"""Rules of `megatron sft`: those of batches, optimizer and layout, and the list of all.
+
+By subject: `sft_data.py` (files, packing, streaming), `sft_heads.py` (MTP), `sft_lora.py` (adapters), `sft_report.py`,
+`sft_resume.py`.
+"""
+
+import math
+from collections.abc import Iterator
+
+from swiftlite.args.bounds import out_of_bounds
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.config import Problem
+from swiftlite.args.fields import KernelArgs
+from swiftlite.args.mock_config import FLAG
+from swiftlite.plan.facts import Facts
+from swiftlite.plan.heads import heads_of, lr_of
+from swiftlite.plan.kernels import kernel_problems, largest_head, this_machine
+from swiftlite.plan.layout import (
+    choices,
+    data_parallel_size,
+    group_of,
+    layout_of,
+    layout_problems,
+    num_virtual_stages,
+    process_problems,
+)
+from swiftlite.plan.low_precision import low_precision_of, model_problems
+from swiftlite.plan.run import holds_out, packing_of
+from swiftlite.rules import common
+from swiftlite.rules.training import sft_data, sft_heads, sft_lora, sft_report, sft_resume
+from swiftlite.runtime.environment import sees_gpu
+
+
+def global_batch_divides(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if packing_of(args) == "step":
+        return  # it counts samples, and each rank gets as many as level the work
+    layout = layout_of(args)
+    micro = args.micro_batch_size
+    if micro < 1 or args.global_batch_size < 1 or out_of_bounds(layout):
+        return  # another rule says so
+    if process_problems(layout, facts.world_size):
+        return
+    data_parallel = data_parallel_size(layout, facts.world_size)
+    unit = micro * data_parallel
+    if args.global_batch_size % unit:
+        smallest = max(args.global_batch_size // unit, 1) * unit
+        near_sizes = [str(smallest + more * unit) for more in range(3)]
+        yield (
+            f"--global_batch_size {args.global_batch_size} does not divide into "
+            f"micro_batch_size x data parallel = {micro} x {data_parallel}",
+            f"use {choices(near_sizes)}",
+        )
+
+
+def virtual_stages_have_micro_batches(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    layout = layout_of(args)
+    if out_of_bounds(args) or layout_problems(layout, facts.architecture, facts.heads.layers):
+        return  # other rules say so
+    if num_virtual_stages(layout) is None or process_problems(layout, facts.world_size):
+        return
+    if packing_of(args) == "step":
+        return  # the schedule rounds their number up
+    unit = args.micro_batch_size * data_parallel_size(layout, facts.world_size)
+    number = args.global_batch_size // unit
+    pp = args.pipeline_model_parallel_size
+    if args.global_batch_size % unit == 0 and number % pp:
+        yield (
+            f"virtual pipeline stages need a multiple of {pp} micro-batches per step, but there are {number} = "
+            f"--global_batch_size {args.global_batch_size} / {unit}",
+            f"use --global_batch_size {math.ceil(number / pp) * pp * unit}",
+        )
+
+
+def kernels_are_here(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    kernels = group_of(args, KernelArgs)
+    head = largest_head(facts.architecture)
+    yield from kernel_problems(kernels, this_machine(sees_gpu()), is_float32=args.torch_dtype == "float32", head=head)
+
+
+def low_precision_fits_the_model(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    low = low_precision_of(group_of(args, KernelArgs))
+    if low and facts.architecture:
+        yield from model_problems(low, layout_of(args), facts.architecture)
+
+
+def te_attention_has_whole_rows(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    if args.attention_backend != "te":
+        return
+    hint = "use --attention_backend auto"
+    if args.context_parallel_size > 1:
+        flag = f"--context_parallel_size {args.context_parallel_size}"
+        yield (
+            f"--attention_backend te with {flag}: its attention is not told of other ranks here",
+            hint,
+        )
+    if args.mtp_unroll > 1:
+        flag = f"--mtp_unroll {args.mtp_unroll}"
+        yield f"--attention_backend te with {flag}: it shows later steps of a head no keys of the first", hint
+
+
+def overlap_has_its_optimizer(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+    missing = [f"--{name} true" for name in needed if not vars(args)[name]]
+    if args.overlap_param_gather and missing:
+        yield f"--overlap_param_gather needs {' and '.join(missing)}", f"add {' '.join(missing)}"
+
+
+def min_lr_is_below_lr(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    lr = lr_of(args, facts.heads)
+    if args.min_lr is not None and args.min_lr > lr:
+        yield f"--min_lr {args.min_lr} is above --lr {lr}", "the learning rate decays from --lr to --min_lr"
+
+
+def sft_settings_without_effect(args: SftArgs, facts: Facts) -> Iterator[str]:
+    """Every setting that another one makes idle, when it was changed from its default."""
+    no_heads = (heads_of(args, facts.heads).layers == 0, "the model has no MTP layers")
+    streamed_or_mock = "--streaming" if args.streaming else FLAG
+    is_read_whole = not args.streaming and args.sft_mock_dataset_config_json is None
+    not_split = (not is_read_whole, f"{streamed_or_mock} is given")
+    if args.val_dataset:
+        not_split = (True, "--val_dataset is given")
+    why = f"{streamed_or_mock} without --val_dataset"
+    if args.split_dataset_ratio == 0:
+        why = "--split_dataset_ratio is 0"
+    nothing_held_out = (not holds_out(args), f"nothing is held out: {why}")
+    unmeasured = no_heads if no_heads[0] else nothing_held_out
+    not_full = (args.recompute_granularity != "full", "--recompute_granularity is not full")
+    architecture = facts.architecture
+    no_experts = (architecture is not None and not architecture.has_experts, "the model has no experts")
+    idle = {
+        "split_dataset_ratio": not_split,
+        "num_train_epochs": (args.train_iters is not None, "--train_iters is given"),
+        "min_lr": (args.lr_decay_style == "constant", "--lr_decay_style is constant"),
+        "mtp_loss_scaling_factor": no_heads,
+        "mtp_loss": no_heads,
+        "mtp_clip_grad": no_heads,
+        "clip_grad": (
+            args.mtp_mode == "heads_only" and args.mtp_clip_grad is not None,
+            "heads alone learn, and --mtp_clip_grad clips them",
+        ),
+        "mtp_unroll": no_heads,
+        "draft_for": no_heads,
+        "mtp_tuner": no_heads,
+        "draft_vocab": no_heads,
+        "mtp_unroll_beta": (args.mtp_unroll == 1, "--mtp_unroll is 1"),
+        "mtp_init": (args.mtp_num_layers == 0, "--mtp_num_layers is 0"),
+        "eval_steps": nothing_held_out,
+        "eval_iters": nothing_held_out,
+        "acceptance_samples": unmeasured if args.acceptance_samples > 0 else (False, ""),
+        "micro_batch_size": (packing_of(args) == "step", "micro-batches are as many as --packing_length needs"),
+        "packing_length": (not args.packing, "--packing is not given"),
+        "padding_free": (args.packing, "--packing leaves no padding"),
+        "streaming_buffer_size": (not args.streaming, "--streaming is not given"),
+        "dataset_shuffle": (args.streaming, "--streaming goes in the order of the files"),
+        "dataset_num_proc": (args.streaming, "--streaming tokenizes while training goes on"),
+        "recompute_method": not_full,
+        "recompute_num_layers": not_full,
+        "recompute_modules": (args.recompute_granularity != "selective", "--recompute_granularity is not selective"),
+        "moe_aux_loss_coeff": no_experts,
+        "moe_router_bias_update_rate": no_experts,
+        "acceptance_max_new_tokens": (args.acceptance_samples == 0, "--acceptance_samples is 0"),
+    }
+    yield from common.without_effect(args, idle)
+
+
+RULES = (
+    common.hf_model_is_a_directory,
+    common.family_takes_the_model,
+    sft_data.dataset_files_exist,
+    common.val_dataset_files_exist,
+    common.output_dir_is_given,
+    sft_resume.output_dir_is_not_the_model,
+    sft_resume.output_dir_fits_resume,
+    sft_resume.resume_knows_the_options,
+    sft_resume.resume_has_steps_left,
+    sft_resume.resume_keeps_the_options,
+    common.numbers_are_in_range,
+    sft_data.mock_dataset_is_described,
+    sft_data.streamed_files_have_rows,
+    sft_data.packing_options_go_together,
+    sft_data.conversations_stay_whole,
+    sft_data.mixture_has_its_shares,
+    sft_data.packing_has_room,
+    sft_data.attention_takes_packed_rows,
+    sft_resume.resume_packs_the_same_rows,
+    min_lr_is_below_lr,
+    common.layout_fits,
+    global_batch_divides,
+    virtual_stages_have_micro_batches,
+    overlap_has_its_optimizer,
+    kernels_are_here,
+    low_precision_fits_the_model,
+    te_attention_has_whole_rows,
+    common.recompute_options_fit,
+    sft_heads.mtp_weights_have_a_source,
+    sft_heads.mtp_options_have_heads,
+    sft_heads.one_layer_is_unrolled,
+    sft_heads.fit_has_something_to_fit_to,
+    sft_heads.draft_vocab_can_be_learned,
+    sft_lora.lora_options_have_adapters,
+    sft_lora.target_modules_are_layers,
+    sft_lora.modules_to_save_are_whole,
+    sft_lora.rank_is_low,
+    sft_lora.heads_and_adapters_go_together,
+    sft_heads.draft_for_is_measured,
+    sft_heads.trunk_states_come_again,
+    common.graft_has_heads,
+    sft_heads.graft_is_asked_for_once,
+    sft_report.report_to_can_be,
+)
+NOTES = (
+    sft_settings_without_effect,
+    sft_resume.steps_change_the_learning_rate,
+    sft_data.held_out_rows_are_trained_on,
+    sft_data.streams_hold_nothing_out,
+    sft_heads.heads_learn_slowly,
+    sft_heads.a_frozen_trunk_is_rounded,
+)

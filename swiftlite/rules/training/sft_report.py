@@ -1,0 +1,31 @@
+"""Rules of `megatron sft --report_to`."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from swiftlite.args.commands import SftArgs
+from swiftlite.args.config import Problem, near
+from swiftlite.plan.facts import Facts
+from swiftlite.train.metrics.trackers import TRACKERS
+
+
+def report_to_can_be(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    known = ("tensorboard", *TRACKERS)
+    text = " ".join(args.report_to)
+    for name in args.report_to:
+        if name not in known:
+            suggestion = near(name, known)
+            hint = f"did you mean {suggestion}?" if suggestion else ""
+            if name == "none":
+                hint = "none stands alone"
+            yield f"--report_to {text}: {name} is none of {', '.join(known)}", hint
+        elif name in TRACKERS and not _is_installed(name):
+            yield f"--report_to {name}: the {name} package is not installed", f"pip install {name}"
+    if len(set(args.report_to)) < len(args.report_to):
+        yield f"--report_to {text} names a place twice", "name it once"
+
+
+def _is_installed(package: str) -> bool:
+    """A folder of that name, such as the one in which wandb keeps its runs, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,1 @@
+"""Micro-batches of a rank: from samples in memory, from a stream."""

@@ -1,0 +1,231 @@
+"""Which micro-batches a rank computes at a step: a pure function of the step, so resuming needs no data state."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+
+import numpy as np
+
+from swiftlite.data.batch import Batch, Extra, collate, collate_packed
+from swiftlite.data.packing.packing import Rows, pack, padded
+from swiftlite.data.packing.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
+from swiftlite.data.packing.schedule import Schedule, schedule
+from swiftlite.data.sample import Sample
+from swiftlite.estimate.flops import Flops
+from swiftlite.model.context_parallel import shard_sequence
+from swiftlite.plan.layout import num_virtual_stages, sequence_multiple
+from swiftlite.plan.run import Plan
+from swiftlite.runtime.device import on_device
+from swiftlite.runtime.mesh import Mesh
+
+
+def shard(batch: Batch, rank: int, size: int) -> Batch:
+    """The part of a batch that context-parallel rank `rank` of `size` computes: the zigzag of each sequence."""
+    return batch.map(partial(shard_sequence, dim=-1, rank=rank, size=size, cu_seqlens=batch.cu_seqlens))
+
+
+def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
+    """Move batches to the device, and of each row the part that this context-parallel rank computes.
+
+    Labels stay on the host: how many there are decides how large the loss is (`loss.select`).
+    """
+    move = partial(on_device, device=mesh.device.torch_device)
+    for batch in batches:
+        part = shard(batch, mesh.cp.rank(), mesh.cp.size())
+        moved = part.map(move).map_per_sequence(move)
+        yield replace(moved, labels_KBS=part.labels_KBS, on_host=part)
+
+
+@dataclass(frozen=True)
+class SampleRows(Sequence[list[Sample]]):
+    """What batch sizes count: rows of samples that stay together."""
+
+    samples: Sequence[Sample]
+    rows: Rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> list[Sample]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return [self.samples[index] for index in self.rows[row].tolist()]
+
+
+@dataclass(frozen=True)
+class Collated(Sequence[Batch]):
+    """Micro-batches that are collated each time they are read: of thousands, only the one in use takes memory.
+
+    Attributes:
+        samples: of each micro-batch.
+    """
+
+    collate: Callable[[Sequence[Sample]], Batch]
+    samples: Sequence[Sequence[Sample]]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.collate(self.samples[number])
+
+
+@dataclass(frozen=True)
+class MicroBatches(Sequence[Batch]):
+    """A rank's micro-batches of one or several global batches.
+
+    Attributes:
+        companions: micro-batches of the samples' companions, as many as on any other rank; none where samples have
+            none.
+    """
+
+    batches: Sequence[Batch]
+    companions: Sequence[Batch] = ()
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, number: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.batches[number]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Cuts global batches into the micro-batches of one data-parallel rank.
+
+    Args:
+        data_parallel_rank: the rank, `mesh.dp.rank()`.
+        pad_token_id: any token of the vocabulary; what follows a sample is never seen.
+        flops: operations of a step, by which the work of ranks is balanced where each step is packed separately.
+        extras: tensors that the training method adds to batches.
+    """
+
+    plan: Plan
+    data_parallel_rank: int
+    pad_token_id: int
+    flops: Flops
+    extras: Sequence[Extra] = ()
+
+    def rows(self, samples: Sequence[Sample]) -> SampleRows:
+        """Packed rows if the run packs all samples into rows, else a row for each sample."""
+        if self.plan.packing != "rows":
+            return SampleRows(samples, Rows(np.arange(len(samples)), np.arange(len(samples) + 1)))
+        multiple = sequence_multiple(self.plan.layout)
+        lengths = [_length_of(sample, multiple) for sample in samples]
+        return SampleRows(samples, pack(lengths, self.plan.packing_length, multiple=multiple))
+
+    def length_of(self, row: Sequence[Sample]) -> int:
+        """Return the tokens of one row as a micro-batch, its padding counted; without samples it is padding alone."""
+        multiple = sequence_multiple(self.plan.layout)
+        num_tokens = sum(_length_of(sample, multiple) for sample in row)
+        return -(-max(1, num_tokens) // self.plan.row_multiple) * self.plan.row_multiple
+
+    def train(self, rows: SampleRows, sampler: Sampler, step: int) -> MicroBatches:
+        """Return the micro-batches of a step; steps count from 0."""
+        indices = sampler.global_batch(step)
+        batches = [self.collate(samples) for samples in self._cut(rows, indices)]
+        return MicroBatches(batches, Collated(self.collate_companions, self._cut_companions(rows, indices)))
+
+    def evaluation(self, samples: Sequence[Sample], max_global_batches: int | None = None) -> MicroBatches:
+        """Return this rank's share of the held-out samples, each once.
+
+        Every rank gets the same number of micro-batches, if need be of padding alone: ranks that share experts compute
+        together.
+
+        Args:
+            max_global_batches: global batches after which the rest is left out; None takes all.
+        """
+        rows = self.rows(samples)
+        cut: list[list[Sample]] = []
+        companions: list[list[Sample]] = []
+        for indices in evaluation_batches(len(rows), self.plan.global_batch_size)[:max_global_batches]:
+            cut += self._cut(rows, indices)
+            companions += self._cut_companions(rows, indices)
+        return MicroBatches(Collated(self.collate, cut), Collated(self.collate_companions, companions))
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Return one micro-batch of all sequences of these samples."""
+        return self._lay_out(list(chain.from_iterable(sample.sequences for sample in samples)))
+
+    def collate_companions(self, samples: Sequence[Sample]) -> Batch:
+        """Return one micro-batch of the companions of these samples."""
+        return self._lay_out([sample.companion for sample in samples if sample.companion])
+
+    def _lay_out(self, sequences: Sequence[Sample]) -> Batch:
+        plan = self.plan
+        if plan.packing == "none":
+            return collate(
+                sequences,
+                self.pad_token_id,
+                num_drafts=plan.heads.drafts,
+                pad_to_multiple_of=plan.row_multiple,
+                extras=self.extras,
+            )
+        return collate_packed(
+            sequences,
+            self.pad_token_id,
+            num_drafts=plan.heads.drafts,
+            pad_each_to_multiple_of=sequence_multiple(plan.layout),
+            pad_to_multiple_of=plan.row_multiple,
+            extras=self.extras,
+        )
+
+    def _cut(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
+        """The samples of each of this rank's micro-batches.
+
+        Args:
+            indices: the rows of a global batch, NO_INDEX among them where rows have run out.
+        """
+        plan = self.plan
+        if plan.packing == "step":
+            samples = _samples(rows, indices)
+            groups = self._share([len(sample) for sample in samples])
+            return [[samples[index] for index in group.tolist()] for group in groups]
+        mine = micro_batches(indices, plan.micro_batch_size, self.data_parallel_rank, plan.data_parallel_size)
+        return [_samples(rows, chosen) for chosen in mine]
+
+    def _cut_companions(self, rows: SampleRows, indices: np.ndarray) -> list[list[Sample]]:
+        """Return the samples whose companions this rank scores, by micro-batch; `indices` as for `_cut`.
+
+        Where rows are packed to a length, companions are packed separately: their lengths differ from those of their
+        samples, so companions of one row might not fit into one row.
+        """
+        samples = _samples(rows, indices)
+        if not any(sample.companion for sample in samples):
+            return []
+        if self.plan.packing in ("none", "micro_batch"):
+            return self._cut(rows, indices)
+        lengths = [len(sample.companion or sample) for sample in samples]
+        return [[samples[index] for index in group.tolist()] for group in self._share(lengths)]
+
+    def _share(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        """Return which samples of a step, by their lengths, this rank computes in each of its micro-batches."""
+        return self.schedule(lengths).rank(self.data_parallel_rank)
+
+    def schedule(self, lengths: Sequence[int]) -> Schedule:
+        """Which samples of a step each rank computes, where its work is levelled over ranks; see `data.schedule`."""
+        layout = self.plan.layout
+        return schedule(
+            lengths,
+            self.plan.packing_length,
+            self.plan.data_parallel_size,
+            linear=self.flops.per_token,
+            square=self.flops.square,
+            multiple=sequence_multiple(layout),
+            num_multiple_of=layout.pipeline_model_parallel_size if num_virtual_stages(layout) else 1,
+        )
+
+
+def _length_of(sample: Sample, multiple: int) -> int:
+    """Return the tokens that the sequences of a sample take in a packed row."""
+    if not sample.others:
+        return len(sample)
+    return int(padded(np.array([len(sequence) for sequence in sample.sequences]), multiple).sum())
+
+
+def _samples(rows: SampleRows, indices: np.ndarray) -> list[Sample]:
+    """The samples of some rows, one row after the other."""
+    samples = []
+    for row in indices:
+        if row != NO_INDEX:
+            samples += rows[row]
+    return samples

@@ -1,0 +1,140 @@
+"""`--streaming`: each data-parallel rank reads a share of the rows, and is sent the samples that it computes."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from swiftlite.data.batch import Batch
+from swiftlite.data.packing.packing import Entry, RowStream
+from swiftlite.data.packing.sampler import micro_batches
+from swiftlite.data.packing.stream import Stream
+from swiftlite.data.sample import Sample
+from swiftlite.plan.layout import sequence_multiple
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.batches.exchange import broadcast, exchange, stage_fields
+from swiftlite.train.batches.micro_batches import Batches
+
+MicroBatches = list[list[int]]
+"""The samples of each micro-batch of a rank, as they are numbered through the step."""
+
+
+class StreamedSteps(Iterator[tuple[list[Entry], list[MicroBatches]]]):
+    """The samples of each step, in the order of the stream, and which of them each data-parallel rank computes.
+
+    It is the same on every rank that reads.
+
+    Args:
+        state: of steps that these continue.
+    """
+
+    def __init__(self, batches: Batches, stream: Stream, buffer_size: int, state: dict[str, Any] | None = None):
+        state = state or {"waiting": [], "ready": []}
+        self._batches = batches
+        self._stream = stream
+        self._rows = RowStream(
+            stream,
+            batches.plan.packing_length,
+            buffer_size,
+            multiple=sequence_multiple(batches.plan.layout),
+            waiting=itertools.starmap(Entry, state["waiting"]),
+            ready=[list(itertools.starmap(Entry, row)) for row in state["ready"]],
+        )
+        stream.hold(itertools.chain(self._rows.waiting, *self._rows.ready))
+
+    def __next__(self) -> tuple[list[Entry], list[MicroBatches]]:
+        plan = self._batches.plan
+        if plan.packing == "step":
+            entries = list(itertools.islice(self._stream, plan.global_batch_size))
+            schedule = self._batches.schedule([entry.length for entry in entries])
+            of_ranks = []
+            for rank in range(plan.data_parallel_size):
+                of_ranks.append([indices.tolist() for indices in schedule.rank(rank)])
+            return entries, of_ranks
+        rows = list(itertools.islice(self._rows, plan.global_batch_size))
+        row_sizes = [len(row) for row in rows]
+        return list(itertools.chain(*rows)), [
+            number_samples(row_sizes, plan.micro_batch_size, rank, plan.data_parallel_size)
+            for rank in range(plan.data_parallel_size)
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """What steps that continue these need beside the stream's own state, for JSON."""
+        return {"waiting": self._rows.waiting, "ready": list(self._rows.ready)}
+
+
+@dataclass(frozen=True)
+class StreamedBatches:
+    """The micro-batches of a step, sent to those that compute them.
+
+    Attributes:
+        stream, steps: on the first rank of each replica of the model, which reads; None elsewhere.
+    """
+
+    batches: Batches
+    stream: Stream | None
+    steps: StreamedSteps | None
+    mesh: Mesh
+
+    def train(self, step: int) -> list[Batch]:
+        """The micro-batches of the next step, whatever its number."""
+        plan = self.batches.plan
+        received = broadcast(
+            self._receive() if self.steps else None,
+            stage_fields(plan.layout, plan.heads.layers),
+            pipeline_group=self.mesh.pp,
+            stage_group=self.mesh.tp_cp,
+            device=self.mesh.device.torch_device,
+        )
+        return [self.batches.collate(samples) for samples in received]
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs; the same on every rank that reads, empty elsewhere."""
+        if self.stream is None or self.steps is None:
+            return {}
+        return {"stream": self.stream.state() | self.steps.state()}
+
+    def _receive(self) -> list[list[Sample]]:
+        """This data-parallel rank's micro-batches of the next step."""
+        assert self.stream is not None
+        assert self.steps is not None
+        group = self.mesh.dp
+        entries, of_ranks = next(self.steps)
+        owners = [self.stream.owner(entry) for entry in entries]
+        # `exchange` numbers samples by who has them: those of the first rank, then those of the second, ...
+        by_owner = sorted(range(len(entries)), key=owners.__getitem__)
+        number_of = {index: number for number, index in enumerate(by_owner)}
+        lengths: list[list[int]] = [[] for _ in range(group.size())]
+        for index in by_owner:
+            lengths[owners[index]].append(entries[index].length)
+        assignment = []
+        for of_rank in of_ranks:
+            assignment.append([number_of[index] for index in itertools.chain(*of_rank)])
+        own = self.stream.take(entries[index] for index in by_owner)
+        arriving = iter(exchange(own, lengths, assignment, group, self.mesh.device.torch_device))
+        return [list(itertools.islice(arriving, len(indices))) for indices in of_ranks[group.rank()]]
+
+
+def reads(mesh: Mesh) -> bool:
+    """Whether this rank reads: it is the first of its replica of the model."""
+    return mesh.pp.rank() == 0 and mesh.tp_cp.rank() == 0
+
+
+def number_samples(row_sizes: Sequence[int], micro_batch_size: int, rank: int, size: int) -> MicroBatches:
+    """The samples of each micro-batch of data-parallel rank `rank` of `size`, as they are numbered through all rows.
+
+    Example: four rows of 2, 1, 3 and 1 samples hold samples 0 and 1; 2; 3 to 5; 6. With one row to a micro-batch rank 0
+    of 2 computes the first and the third row, `[[0, 1], [3, 4, 5]]`, and rank 1 the others, `[[2], [6]]`.
+
+    Args:
+        row_sizes: samples of each row of the global batch.
+        micro_batch_size: rows of a micro-batch.
+    """
+    ends = itertools.accumulate(row_sizes)
+    numbers_of_row = [range(end - num_samples, end) for end, num_samples in zip(ends, row_sizes, strict=True)]
+    result = []
+    for rows in micro_batches(np.arange(len(row_sizes)), micro_batch_size, rank, size).tolist():
+        result.append([number for row in rows for number in numbers_of_row[row]])
+    return result

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: weights, optimizer state, adapters, and the files of the source model."""

@@ -1,0 +1,40 @@
+"""Adapters in a checkpoint: each tensor whole under its whole name, whatever the layout."""
+
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import nn
+
+from swiftlite.bridge.adapters.rows import A
+from swiftlite.bridge.placement import global_name
+from swiftlite.lora import is_adapter
+from swiftlite.model.layers.lora import Adapter
+from swiftlite.runtime.mesh import Mesh
+
+
+def with_adapters(state: dict[str, Any], chunk: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """The sharded state of a chunk with every adapter's tensor in its own place.
+
+    megatron-core's layers take what is not their weight or bias for tensors that all ranks hold alike.
+    """
+    placed = {name: value for name, value in state.items() if not is_adapter(name)}
+    for name, module in chunk.named_modules():
+        if isinstance(module, Adapter):
+            placed |= _tensors(name, module, chunk, mesh)
+    return placed
+
+
+def _tensors(name: str, adapter: Adapter, chunk: nn.Module, mesh: Mesh) -> dict[str, ShardedTensor]:
+    replicas = mesh.groups.expt_dp if adapter.is_expert else mesh.dp_cp
+    rank, size = adapter.group.rank(), adapter.group.size()
+    tensors = {}
+    for local_name, parameter in adapter.named_parameters(name):
+        is_split = adapter.is_column != (f".{A}" in local_name)  # magnitudes are split as B
+        offsets = [(0 if adapter.is_column else 1, rank, size)] if is_split else []
+        tensors[local_name] = ShardedTensor.from_rank_offsets(
+            global_name(local_name, chunk),
+            parameter,
+            *offsets,
+            replica_id=(0, 0 if is_split else rank, replicas.rank()),
+        )
+    return tensors

@@ -1,0 +1,47 @@
+"""The digest of a base model that adapters and reference numbers belong to, computed by all ranks together."""
+
+import math
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from swiftlite.bridge.adapters.files import combine_digests, digest_of_tensor
+from swiftlite.bridge.tensors import Checkpoint
+from swiftlite.log import logger
+
+ROUND_SECONDS = 20.0
+"""How long a rank hashes before all ranks exchange what they have: the longest wait of one for another is about this
+and the time of one tensor, far below --distributed_timeout_minutes however large the model is."""
+
+
+@lru_cache(maxsize=4)
+def shared_digest_of(hf_dir: Path) -> str:
+    """Return `digest_of` a Hugging Face directory, read once per process; collective over all ranks.
+
+    Each rank hashes a share of the tensors. What a slow rank did not get to in a round is shared again in the next one.
+    """
+    found: dict[str, str] = {}
+    with Checkpoint(hf_dir) as checkpoint:
+        # The largest first, so that the shares are about equal.
+        keys = sorted(checkpoint.entries, key=lambda key: (-math.prod(checkpoint.entries[key].shape), key))
+        while left := [key for key in keys if key not in found]:
+            found |= _hash_some(checkpoint, left)
+            if len(found) < len(keys):
+                logger.info("the digest of %s: %d of %d tensors are read", hf_dir, len(found), len(keys))
+    return combine_digests(hf_dir, found)
+
+
+def _hash_some(checkpoint: Checkpoint, keys: list[str]) -> dict[str, str]:
+    """Return the digests of some of these tensors, at least one of each rank's share; collective."""
+    deadline = time.monotonic() + ROUND_SECONDS
+    mine: dict[str, str] = {}
+    for key in keys[dist.get_rank() :: dist.get_world_size()]:
+        mine[key] = digest_of_tensor(checkpoint, key)
+        if time.monotonic() > deadline:
+            break
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {key: digest for of_rank in everyone for key, digest in of_rank.items()}

@@ -1,0 +1,423 @@
+"""Checkpoints of a run: megatron-core's distributed format, each whole or not there.
+
+A checkpoint is written under a hidden temporary name, flushed to disk and renamed, so a directory called
+`checkpoint-N` is complete by construction, whatever happened in between. No random state is stored: data order is a
+function of the step, and nothing draws random numbers while training.
+"""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+from pydantic import BaseModel, Field, ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from swiftlite.bridge.tensors import some
+from swiftlite.durable import flush_to_disk, sync
+from swiftlite.errors import UserError, is_of_storage, reason_of
+from swiftlite.json_file import read_json
+from swiftlite.log import logger
+from swiftlite.lora import HeadsTuner
+from swiftlite.plan.facts import run_checkpoints
+from swiftlite.runtime.compat import ASYNC_WRITER, write_common
+from swiftlite.runtime.mesh import Mesh
+from swiftlite.train.checkpoint.adapter_state import with_adapters
+from swiftlite.train.checkpoint.files import MANIFEST_FILE, SaveStrategy, changed_files, read_manifest, write_manifest
+from swiftlite.train.checkpoint.metadata import check_metadata
+from swiftlite.train.checkpoint.optimizer_state import set_state, slots_of, state_to_load, state_to_save
+
+STATE_FILE = "trainer_state.json"
+
+# What reading a checkpoint raises when bytes of it are missing, or when it has not the tensors that are asked for.
+_DAMAGES = (
+    OSError,
+    EOFError,
+    ValueError,
+    pickle.UnpicklingError,
+    dist_checkpointing.core.CheckpointingException,
+    CheckpointException,
+)
+
+_OF_TORCH_READER = "PytorchStreamReader"  # in the RuntimeError of a file that is no whole archive
+
+_USE_ANOTHER = "name another checkpoint; or delete this one, and --resume goes on from the one before it"
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+_Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
+"""A `packing.Entry`."""
+
+
+class _StreamState(BaseModel, strict=True):
+    """Where --streaming stood in its files, as `StreamedBatches.state` gives it."""
+
+    num_read: _Count
+    piece: _Count
+    rows_per_epoch: list[_Count]
+    num_kept: list[_Count]
+    num_bad: _Count
+    waiting: list[_Entry]
+    ready: list[list[_Entry]]
+
+
+class _LoraState(BaseModel, strict=True):
+    """Adapters, as `dataclasses.asdict` of a `Lora`."""
+
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    is_rank_stabilised: bool
+    has_magnitudes: bool = False
+    targets: list[str]
+    saved: list[str]
+    on_trunk: bool
+    heads: HeadsTuner
+
+
+class _BaseState(BaseModel, strict=True):
+    """The model that adapters belong to."""
+
+    model: str
+    sha256: str
+
+
+class _DataState(BaseModel, strict=True):
+    """Digests of the data, as `phases.data_state` gives them."""
+
+    tokenizer: str
+    rows: str
+
+
+class _State(BaseModel, strict=True):
+    """What trainer_state.json must hold."""
+
+    step: _Count
+    mtp_num_layers: _Count
+    torch_dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    data: _DataState | None = None
+    stream: _StreamState | None = None
+    lora: _LoraState | None = None
+    base: _BaseState | None = None
+
+
+def resolve_checkpoint(path: Path) -> Path:
+    """The checkpoint a user means: one itself, or the newest of a run.
+
+    Raises:
+        UserError: neither.
+    """
+    if (path / STATE_FILE).is_file():
+        return path
+    if checkpoints := run_checkpoints(path):
+        return checkpoints[-1]
+    raise UserError(f"{path} holds no checkpoint", "give a run's output_dir or one of its checkpoint-N directories")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The content of trainer_state.json: the step, and what the run stored beside it.
+
+    Raises:
+        UserError: it is not there, or damaged.
+    """
+    path = checkpoint / STATE_FILE
+    try:
+        content = read_json(path)
+        state = _State.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole file"
+        raise UserError(f"{path} is damaged: {where}: {first['msg']}", _USE_ANOTHER) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {error}", _USE_ANOTHER) from None
+    number = checkpoint.name.removeprefix("checkpoint-")
+    if number.isdigit() and number != checkpoint.name and int(number) != state.step:
+        raise UserError(f"{path} is damaged: it is of step {state.step}, its directory of {number}", _USE_ANOTHER)
+    return content
+
+
+@dataclass
+class Checkpointer:
+    """Writes the checkpoints of a run, by all ranks together.
+
+    Attributes:
+        output_dir: the run's.
+        mesh: the ranks that hold the model.
+        chunks: the bare model, without wrappers, one per virtual pipeline stage.
+        optimizer: None writes weights alone.
+        state: small JSON values stored beside the tensors.
+        keep: number of checkpoints that stay, the newest; None keeps all.
+        is_async: write in a process of its own while training goes on; the checkpoint gets its name once it is whole.
+        hint: what to do when one cannot be written.
+    """
+
+    output_dir: Path
+    mesh: Mesh
+    chunks: Sequence[MegatronModule]
+    optimizer: MegatronOptimizer | None
+    state: Mapping[str, Any]
+    keep: int | None = None
+    is_async: bool = False
+    hint: str = "make room or mend it; the same command with --resume goes on from the checkpoint before"
+    _queue: AsyncCallsQueue = field(default_factory=AsyncCallsQueue, repr=False)
+    _strategy: SaveStrategy = field(default_factory=SaveStrategy, repr=False)
+
+    def save(self, step: int, data_state: Mapping[str, Any] | None = None) -> None:
+        """Write `checkpoint-STEP`, then delete the oldest; returns early with `is_async`.
+
+        Args:
+            data_state: written beside `state`, by the first rank.
+
+        Raises:
+            UserError: it cannot be written, or with `is_async` the one before it; nothing of that one is left.
+        """
+        self.finish()
+        temporary = self._temporary(step)
+        with self._whole_or_absent():
+            if dist.get_rank() == 0:
+                self._delete_unfinished()
+                temporary.mkdir(parents=True)
+            dist.barrier()
+            request = dist_checkpointing.save(
+                self._tensors(),
+                str(temporary),
+                self._strategy,  # pyright: ignore[reportArgumentType]
+                async_sharded_save=self.is_async,
+                **ASYNC_WRITER,
+            )
+            state = {"step": step, **self.state, **(data_state or {})}
+            if request is None:
+                self._publish(state)
+            else:
+                request.add_finalize_fn(partial(self._publish, state))
+                self._queue.schedule_async_request(request)
+
+    def clean_up(self) -> None:
+        """Delete what a run that was killed left half written or half deleted, and had still to delete."""
+        if dist.get_rank() == 0:
+            self._delete_unfinished()
+            self._delete_oldest()
+
+    def poll(self) -> None:
+        """Give its name to a checkpoint that has been written meanwhile; all ranks must call this together.
+
+        Raises:
+            UserError: it cannot be written; nothing of it is left.
+        """
+        if self.is_async:
+            with self._whole_or_absent():
+                self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for what is still being written.
+
+        Raises:
+            UserError: it cannot be written; nothing of it is left.
+        """
+        if self.is_async:
+            with self._whole_or_absent():
+                self._queue.maybe_finalize_async_calls(blocking=True)
+
+    @contextmanager
+    def _whole_or_absent(self) -> Iterator[None]:
+        """What fails inside leaves nothing behind, or a full disk would stay full."""
+        try:
+            yield
+        except CheckpointException as error:  # on all ranks; only the first one knows why
+            reason = [reason_of(next(iter(error.failures.values()))[0])] if error.failures else [""]
+            dist.broadcast_object_list(reason)
+            self._delete_unfinished()
+            raise self._not_written(reason[0]) from None
+        except Exception as error:
+            self._delete_unfinished()
+            if is_of_storage(error) or isinstance(error, OSError):
+                raise self._not_written(reason_of(error)) from None
+            raise
+
+    def _not_written(self, reason: str) -> UserError:
+        return UserError(f"a checkpoint cannot be written in {self.output_dir}: {reason}", self.hint)
+
+    def _delete_unfinished(self) -> None:
+        """Delete what a save has left that was interrupted; the first rank does it."""
+        if dist.get_rank() == 0:
+            for unfinished in self.output_dir.glob(".checkpoint-*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _temporary(self, step: int) -> Path:
+        return self.output_dir / f".checkpoint-{step}.writing"
+
+    def _tensors(self) -> dict[str, Any]:
+        """Weights, and the optimizer's state where this rank holds any of it."""
+        tensors = sharded_model(self.chunks, self.mesh)
+        if self.optimizer is not None:
+            slot_state = state_to_save(slots_of(self.optimizer), dict(tensors))
+            if slot_state:
+                tensors["optimizer"] = slot_state
+        return tensors
+
+    def _publish(self, state: Mapping[str, Any]) -> None:
+        """Complete what all ranks have written, and give it its name."""
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(written, self._strategy.written.digests)
+        if dist.get_rank() == 0:
+            step = state["step"]
+            temporary = self._temporary(step)
+            final = self.output_dir / f"checkpoint-{step}"
+            (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
+            write_common(temporary)
+            write_manifest(temporary, {name: digest for rank in written for name, digest in rank.items()})
+            flush_to_disk(temporary)
+            if final.exists():
+                _delete(final)
+            temporary.rename(final)
+            sync(self.output_dir)
+            self._delete_oldest()
+            logger.info("saved %s", final.name)
+        dist.barrier()
+
+    def _delete_oldest(self) -> None:
+        if self.keep:
+            for old in run_checkpoints(self.output_dir)[: -self.keep]:
+                _delete(old)
+
+
+def _delete(checkpoint: Path) -> None:
+    """Take a checkpoint's name away, then its files: half of them would look like a whole one that is damaged."""
+    nameless = checkpoint.with_name(f".{checkpoint.name}.deleting")
+    try:
+        checkpoint.rename(nameless)
+        if nameless.is_symlink():
+            nameless.unlink()
+        else:
+            shutil.rmtree(nameless)
+    except OSError as error:  # what was to be saved is saved
+        logger.warning("%s cannot be deleted: %s", checkpoint, error.strerror or error)
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    mesh: Mesh,
+    chunks: Sequence[MegatronModule],
+    optimizer: MegatronOptimizer | None = None,
+    *,
+    with_heads: bool = True,
+) -> None:
+    """Read weights, and optimizer state if asked, into the objects of this rank.
+
+    Args:
+        mesh: the ranks that hold the model.
+        with_heads: read MTP layers too; else they stay as they are.
+
+    Raises:
+        UserError: the checkpoint is damaged or belongs to another model.
+    """
+    verify_files(checkpoint)
+    tensors = {name: _without_extra(state) for name, state in sharded_model(chunks, mesh).items()}
+    if not with_heads:
+        tensors = {name: _without_heads(state) for name, state in tensors.items()}
+    slots = slots_of(optimizer) if optimizer is not None else []
+    if state := state_to_load(slots, dict(tensors)):
+        tensors["optimizer"] = state
+    try:
+        check_metadata(checkpoint)
+        with _weights_only():
+            loaded: Any = dist_checkpointing.load(tensors, str(checkpoint))
+    except (*_DAMAGES, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and _OF_TORCH_READER not in str(error):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise UserError(
+            f"{checkpoint} is damaged, or belongs to another model: {reason[:200]}",
+            f"{_USE_ANOTHER}; the model must be the one that the run began with",
+        ) from error
+    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+        found = chunk.load_state_dict(loaded[name], strict=False)
+        missing = [key for key in found.missing_keys if not _is_extra(key)]
+        assert not found.unexpected_keys
+        assert not missing or not with_heads, missing
+    if slots:
+        set_state(slots, loaded.get("optimizer", {}), read_state(checkpoint)["step"])
+
+
+def verify_files(checkpoint: Path) -> None:
+    """Compare every file with its digest of when it was written; collective, each rank reads some of them.
+
+    Raises:
+        UserError: on every rank, with those that differ.
+    """
+    try:
+        digests = read_manifest(checkpoint)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{checkpoint} is damaged: {error}", _USE_ANOTHER) from None
+    if digests is None:
+        logger.info("%s was written without digests of its files; they are read unverified", checkpoint)
+        return
+    needed = {".metadata", "common.pt", STATE_FILE, *(path.name for path in checkpoint.glob("*.distcp"))}
+    if unlisted := sorted(needed - digests.keys()):
+        raise UserError(f"{checkpoint} is damaged: {MANIFEST_FILE} lacks {', '.join(some(unlisted, 5))}", _USE_ANOTHER)
+    mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
+    changed: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(changed, changed_files(checkpoint, digests, mine))
+    names = [name for of_rank in changed for name in of_rank]
+    if names:
+        raise UserError(
+            f"{checkpoint} is damaged: not as it was written (sha256): {', '.join(some(sorted(names), 5))}",
+            _USE_ANOTHER,
+        )
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Inside, torch.load makes tensors and runs no code, also where torch itself asks for more: what is no tensor in a
+    distributed checkpoint (torch/distributed/checkpoint/default_planner.py, load_bytes)."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def sharded_model(chunks: Sequence[MegatronModule], mesh: Mesh) -> dict[str, Any]:
+    """The weights, each tensor with its place in the whole model; the layout does not show in it."""
+    states = {}
+    for name, chunk in zip(_chunk_names(chunks), chunks, strict=True):
+        state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp})
+        # Beside weights Transformer Engine's layers keep what FP8 needs, which is not used here. Local ones have the
+        # name and nothing under it; it is written, as megatron-core does, and never read.
+        state = {key: value for key, value in state.items() if not (_is_extra(key) and value.data is not None)}
+        states[name] = with_adapters(state, chunk, mesh)
+    return states
+
+
+def _is_extra(key: str) -> bool:
+    return key.endswith("_extra_state")
+
+
+def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What either kind of layers reads of a checkpoint of the other."""
+    return {key: value for key, value in state.items() if not _is_extra(key)}
+
+
+def _chunk_names(chunks: Sequence[MegatronModule]) -> list[str]:
+    """megatron-core's names: `model`, or `model0`, `model1` for virtual stages."""
+    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+def _without_heads(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tensor for key, tensor in state.items() if not key.startswith("mtp.")}

@@ -1,0 +1,175 @@
+"""`source/` of a run: what the model directory had beside weights, so that a run can be exported without it."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import save
+
+from swiftlite.bridge.encoding.quantization import block_size
+from swiftlite.bridge.hf_config import quantization_change, write_patched
+from swiftlite.bridge.tensors import Checkpoint, describe
+from swiftlite.durable import write_durably
+from swiftlite.errors import UserError
+from swiftlite.heads import Heads
+from swiftlite.model.open import HfModel
+
+TENSORS_FILE = "tensors.json"
+CARRIED_FILE = "carried.safetensors"
+"""Other parts than the language model, such as a vision tower; only where the model has some."""
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: str | Path | None = None) -> Path:
+    """Copy every small file of the model directory, and note the dtype and shape of every tensor.
+
+    config.json is copied with the run's heads, and without quantisation, which exports do not have;
+    nothing else in it changes.
+
+    Args:
+        graft_from: the model that the heads came from; their tensors are noted too.
+
+    Raises:
+        UserError: the directory cannot be made; a file is a link to something that is not the model's.
+    """
+    source = run_dir / "source"
+    check_model_links(hf_model.directory)
+    try:
+        source.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {run_dir} cannot be made: {error.strerror}", "name a place you may write"
+        ) from None
+    for path in _small_files(hf_model.directory):
+        if path.name != "config.json":
+            shutil.copy2(path, source / path.name)
+    changes = heads.config_change(hf_model.config) | quantization_change(hf_model.config)
+    write_patched(hf_model.directory, source, changes)
+    tensors = describe_tensors(hf_model, graft_from)
+    write_durably(source / TENSORS_FILE, json.dumps(tensors, indent=1).encode())
+    _write_carried(hf_model, source)
+    return source
+
+
+def _write_carried(hf_model: HfModel, source: Path) -> None:
+    with Checkpoint(hf_model.directory, block_size(hf_model.config)) as checkpoint:
+        keys = [key for key in checkpoint.entries if hf_model.family.is_carried(key)]
+        if keys:
+            tensors = {key: checkpoint.read(key) for key in keys}
+            write_durably(source / CARRIED_FILE, save(tensors, metadata={"format": "pt"}))
+
+
+def carried_file(source: Path) -> Path | None:
+    """Where the other parts of a run's source model are; None if it has none."""
+    path = source / CARRIED_FILE
+    return path if path.exists() else None
+
+
+def describe_tensors(hf_model: HfModel, graft_from: str | Path | None = None) -> dict[str, dict[str, Any]]:
+    """Dtype and shape of each tensor of a model directory, by HF name.
+
+    Args:
+        graft_from: the model whose heads it gets instead of its own.
+    """
+    tensors = describe(hf_model.directory)
+    return with_heads_of(hf_model, tensors, graft_from) if graft_from else tensors
+
+
+def with_heads_of(
+    hf_model: HfModel, tensors: Mapping[str, dict[str, Any]], graft_from: str | Path
+) -> dict[str, dict[str, Any]]:
+    """The tensors of this model with those of another directory's MTP heads in the place of its own."""
+    trunk = {key: tensor for key, tensor in tensors.items() if not hf_model.family.is_mtp(hf_model.config, key)}
+    return trunk | describe_heads(hf_model, graft_from)
+
+
+def describe_heads(hf_model: HfModel, hf_dir: str | Path) -> dict[str, dict[str, Any]]:
+    """Dtype and shape of each tensor of MTP heads that another directory has for this model."""
+    tensors = describe(Path(hf_dir))
+    return {key: tensor for key, tensor in tensors.items() if hf_model.family.is_mtp(hf_model.config, key)}
+
+
+def dtypes_of(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Precision of each tensor, by HF name."""
+    return {key: tensor["dtype"] for key, tensor in tensors.items()}
+
+
+def source_tensors(source: Path) -> dict[str, dict[str, Any]]:
+    """Dtype and shape of each tensor of the model that the run started from, by HF name.
+
+    Raises:
+        UserError: the file is not there, or damaged.
+    """
+    path = source / TENSORS_FILE
+    try:
+        tensors = TypeAdapter(dict[str, dict[str, Any]]).validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", _RESTORE) from None
+    except ValidationError as error:
+        raise UserError(f"{path} is damaged: {error.errors()[0]['msg']}", _RESTORE) from None
+    for key, tensor in tensors.items():
+        dtype = tensor.get("dtype")
+        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise UserError(f"{path} is damaged: {key} has no dtype", _RESTORE)
+    return tensors
+
+
+_RESTORE = "put it back; megatron sft --resume writes it again from --model"
+
+
+def check_source(run_dir: Path) -> None:
+    """Every file in source/ is the run's own: no link leads out of the run, to what an export would copy.
+
+    Raises:
+        UserError: one does, or is no file.
+    """
+    source = run_dir / "source"
+    try:
+        entries = sorted(source.iterdir())
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror}", _RESTORE) from None
+    for path in (source, *entries):
+        _check_link(path, [run_dir.resolve()], "the run")
+    for path in entries:
+        if not path.is_file():
+            raise UserError(f"{path} is no file, and no run has put it there", "delete it")
+
+
+def check_model_links(hf_dir: Path) -> None:
+    """No small file of a model leads out of its directory, to what a run and its exports would copy.
+
+    In the Hugging Face cache the files of models--NAME/snapshots/REVISION are links to models--NAME/blobs.
+
+    Raises:
+        UserError: one does.
+    """
+    directory = hf_dir.resolve()
+    homes = [directory]
+    repository = directory.parent.parent
+    if directory.parent.name == "snapshots" and repository.name.startswith("models--"):
+        homes.append(repository / "blobs")
+    for path in _small_files(hf_dir):
+        _check_link(path, homes, "the model's directory")
+
+
+def _small_files(hf_dir: Path) -> list[Path]:
+    """All files of a model that hold no weights."""
+    files = (path for path in sorted(hf_dir.iterdir()) if path.is_file())
+    return [path for path in files if path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json")]
+
+
+def _check_link(path: Path, homes: Sequence[Path], name: str) -> None:
+    """Or whoever made the directory could have any file of this machine copied into an export.
+
+    Args:
+        homes: absolute, without links.
+
+    Raises:
+        UserError: the path is a link out of all of them.
+    """
+    if not any(path.resolve().is_relative_to(home) for home in homes):
+        raise UserError(f"{path} is a link out of {name}, to {path.resolve()}", "put the file itself in its place")

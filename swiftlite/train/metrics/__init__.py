@@ -1,0 +1,1 @@
+"""Where metrics go: files, trackers, the run report."""

@@ -1,0 +1,152 @@
+"""Where metrics go: a progress bar, metrics.jsonl, TensorBoard, and trackers (`trackers.py`).
+
+Rank 0 opens them; other ranks have none.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from tqdm import tqdm
+
+from swiftlite.durable import write_durably
+from swiftlite.errors import UserError, reason_of
+from swiftlite.log import logger
+from swiftlite.report.metrics import METRICS_FILE, metrics_of
+from swiftlite.train.metrics.trackers import open_trackers
+
+
+class Sink(Protocol):
+    """One place that takes the metrics of a step, and what the whole run came to."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def summarize(self, figures: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ProgressBar:
+    """One line on stderr with what to watch, and the time left."""
+
+    SHORT: ClassVar = {"learning_rate": "lr", "tokens_per_second": "tok/s"}
+
+    def __init__(self, last: int):
+        self.last = last
+        self.bar: tqdm | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if _is_evaluation(metrics):
+            tqdm.write(f"step {step}: " + self._render(metrics), file=sys.stderr)
+            return
+        if self.bar is None:
+            # From the first step on, or what came before it (evaluating, measuring acceptance) spoils rate and ETA.
+            # Into a file or a CI log one line every 20 s is enough, and each is a line of its own.
+            is_terminal = sys.stderr.isatty()
+            self.bar = tqdm(
+                initial=step,
+                total=self.last,
+                unit="step",
+                mininterval=0.1 if is_terminal else 20,
+                bar_format=None if is_terminal else "{l_bar}{bar}{r_bar}\n",
+                dynamic_ncols=True,
+            )
+        self.bar.set_postfix_str(self._render(metrics), refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def _render(self, metrics: Mapping[str, float]) -> str:
+        return " ".join(f"{self.SHORT.get(name, name)}={value:.4g}" for name, value in metrics.items())
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """The log has said it."""
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class MetricsFile:
+    """One JSON object per line, flushed as it comes.
+
+    Args:
+        first: on resume, lines of later steps (written after the checkpoint, before the stop) are cut off.
+        last: step of the evaluation at the end. A run that is resumed there takes no step, and evaluates again.
+    """
+
+    def __init__(self, path: Path, first: int, last: int):
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is no regular file", "move it away")
+        lines = path.read_bytes().splitlines() if path.exists() and first else []
+        written = [metrics_of(line) for line in lines]
+        if damaged := written.count(None):
+            logger.warning("%s: %d lines were damaged, as by a full disk, and are left out", path, damaged)
+        kept = []
+        for line, metrics in zip(lines, written, strict=True):
+            if metrics is None or metrics["step"] > first:
+                continue
+            if not (metrics["step"] == first == last and _is_evaluation(metrics)):
+                kept.append(line)
+        write_durably(path, b"".join(line + b"\n" for line in kept))
+        self.path = path
+        self.file = path.open("a", buffering=1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written: {reason_of(error)}",
+                "make room or mend it; the same command with --resume goes on from the newest checkpoint",
+            ) from None
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """It is in acceptance.json."""
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _is_evaluation(metrics: Mapping[str, float]) -> bool:
+    return any(name.startswith("eval_") for name in metrics)
+
+
+class TensorBoard:
+    """Scalars for TensorBoard."""
+
+    def __init__(self, directory: Path, first: int):
+        from torch.utils.tensorboard import SummaryWriter  # needs the optional tensorboard package
+
+        self.writer = SummaryWriter(str(directory), purge_step=first + 1 if first else None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def summarize(self, figures: Mapping[str, float]) -> None:
+        """TensorBoard has no place for it but a chart."""
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def open_sinks(
+    output_dir: Path, first: int, last: int, report_to: list[str], config: Mapping[str, Any] | None = None
+) -> list[Sink]:
+    """All places for the steps after `first`.
+
+    Args:
+        report_to: names of those that are left to choose.
+        config: the run's options, without keys.
+
+    Raises:
+        UserError: one of them cannot be opened.
+    """
+    sinks: list[Sink] = [ProgressBar(last), MetricsFile(output_dir / METRICS_FILE, first, last)]
+    if "tensorboard" in report_to:
+        try:
+            sinks.append(TensorBoard(output_dir / "tensorboard", first))
+        except ImportError:
+            logger.info("no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)")
+    return [*sinks, *open_trackers(report_to, output_dir, config or {}, first)]
