@@ -1,34 +1,12 @@
 """How a running vLLM is told of new weights: its weight-transfer API, with the backends of `weight_transfer.py`."""
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from swiftlite.engines.loading.weight_update import Bucket, Part
-from swiftlite.engines.vllm.live.weight_transport import Transport
+from swiftlite.engines.vllm.live.weight_transport import Client, Transport
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-
-class Client(Protocol):
-    """The calls of vLLM's weight-transfer API, in this process or to a server.
-
-    The first four are vLLM's own protocol of a client, `VLLMWeightSyncClient`, so its senders take one too.
-
-    Attributes:
-        part: which model the next transfer is for.
-    """
-
-    part: Part
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: Any) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-    def reset_prefix_cache(self) -> bool: ...
 
 
 class LlmClient:

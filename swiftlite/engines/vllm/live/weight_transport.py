@@ -6,17 +6,14 @@ The ways between GPUs are vLLM's own; it is imported when one of them connects.
 
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from swiftlite.args.fields import WeightTransport
-from swiftlite.engines.loading.weight_update import Bucket, bucket_file
+from swiftlite.engines.loading.weight_update import Bucket, Part, bucket_file
 from swiftlite.engines.vllm.live.ipc_handle import as_plain_values
 from swiftlite.errors import UserError
-
-if TYPE_CHECKING:
-    from swiftlite.engines.vllm.live.weight_channel import Client
 
 BACKENDS: dict[WeightTransport, str] = {"file": "swiftlite", "nccl": "swiftlite_nccl", "ipc": "swiftlite_ipc"}
 
@@ -25,6 +22,28 @@ _WHOLE_BUCKET = 1 << 62
 """Bytes of a buffer of vLLM's, which is made as large as what goes in, so a bucket is one broadcast. A worker that
 refuses a tensor has received the whole bucket by then; between two broadcasts its error would leave this process
 waiting."""
+
+
+class Client(Protocol):
+    """The calls of vLLM's weight-transfer API, in this process or to a server.
+
+    The first four are vLLM's own protocol of a client, `VLLMWeightSyncClient`, so its senders take one too.
+
+    Attributes:
+        part: which model the next transfer is for.
+    """
+
+    part: Part
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def reset_prefix_cache(self) -> bool: ...
 
 
 class Transport(Protocol):
@@ -49,7 +68,7 @@ class Transport(Protocol):
         ...
 
 
-def make_transport(name: WeightTransport, client: "Client", num_workers: int, server: str = "127.0.0.1") -> Transport:
+def make_transport(name: WeightTransport, client: Client, num_workers: int, server: str = "127.0.0.1") -> Transport:
     """The way of that name to the workers of an engine.
 
     Args:
@@ -76,7 +95,7 @@ class Files:
 
     device = _CPU
 
-    def __init__(self, client: "Client"):
+    def __init__(self, client: Client):
         self._client = client
 
     def connect(self) -> None:
@@ -99,7 +118,7 @@ class Nccl:
         address: of this machine, where the workers meet this process.
     """
 
-    def __init__(self, client: "Client", num_workers: int, address: str):
+    def __init__(self, client: Client, num_workers: int, address: str):
         self._client, self._num_workers, self._address = client, num_workers, address
         self._sender: Any = None
         self.device = own_gpu() or _CPU
@@ -132,7 +151,7 @@ class Nccl:
 class Ipc:
     """A buffer on this process's GPU, from which the only worker copies; it computes on the same one."""
 
-    def __init__(self, client: "Client"):
+    def __init__(self, client: Client):
         self._client = client
         self._is_connected = False
         self.device = own_gpu() or _CPU
@@ -167,7 +186,7 @@ class Ipc:
 class _WithinTransfer:
     """The `Client` of a transfer that has begun and goes on, for a sender that takes a bucket for the whole of it."""
 
-    def __init__(self, client: "Client"):
+    def __init__(self, client: Client):
         self.init_weight_transfer_engine = client.init_weight_transfer_engine
         self.update_weights = client.update_weights
 
