@@ -237,6 +237,7 @@ def test_what_a_person_is_told(make_tokenizer, write_jsonl, rows, options, messa
     nine = tokenizer.apply_chat_template(parse_row(row(1, words=9)).messages)["input_ids"]
     expected = message.replace("FILE", path).replace("SHORTEST", str(len(nine)))
     assert mentions(str(caught.value), expected)
+    assert str(caught.value).startswith(path) is message.startswith("FILE")  # one row stands alone
     assert caught.value.exit_code == 1
 
 

@@ -54,14 +54,15 @@ def test_the_system_prompt_stands_before_both():
         ({"chosen": "good", "rejected": "bad"}, "prompt: chosen"),
         ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "prompt:"),
         ({"chosen": [ASKED, GOOD], "rejected": [{**ASKED, "content": "r"}, BAD]}, "rejected:"),
-        ({"chosen": [ASKED, GOOD], "rejected": [ASKED]}, "rejected: user assistant"),
-        ({"chosen": [ASKED, GOOD], "rejected": ["bad"]}, "rejected: messages"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED]}, "rejected: messages[0]: user assistant"),
+        ({"chosen": [ASKED, GOOD], "rejected": ["bad"]}, "rejected: messages[0]:"),
         ([1], "row:"),
     ],
 )
 def test_what_is_no_pair_is_named(row, problem):
-    with pytest.raises(RowError, match=naming(problem)):
+    with pytest.raises(RowError, match=naming(problem)) as raised:
         parse_pair(row)
+    assert ("messages[" in raised.value.problem) is ("messages[" in problem)
 
 
 def test_a_row_with_a_label_is_for_another_loss():
