@@ -1,5 +1,6 @@
 """Heads of one checkpoint on the trunk of another, bit for bit."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,11 @@ def test_missing_tensors_are_named(tmp_path, mesh):
     del tensors["mtp.fc.weight"]
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     assert "mtp.fc.weight" in graft(tmp_path, mesh, base)
+
+
+def test_a_format_that_cannot_be_read_is_named(tmp_path, mesh):
+    base = make_tiny_hf(tmp_path / "base", "qwen3", depth=1)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (base / "config.json").write_text(json.dumps(config))
+    assert mentions(graft(tmp_path, mesh, base), "config.json quantization_config gptq")

@@ -1,6 +1,7 @@
 """What a config.json says of quantised weights: which format can be read (`fp8.py` does), and in which blocks."""
 
 from swiftlite.bridge.rows import HfConfig
+from swiftlite.errors import UserError
 
 # Keys of quantization_config that do not change what a weight is: how activations are treated while serving, and which
 # modules are not quantised (their tensors say so themselves).
@@ -32,10 +33,12 @@ def quantization_problem(hf_config: HfConfig) -> str:
 
 
 def block_size(hf_config: HfConfig) -> BlockSize | None:
-    """Rows and columns of a block; None for a checkpoint that is not quantised.
+    """Return rows and columns of a block; None for a checkpoint that is not quantised.
 
-    Args:
-        hf_config: checked with `quantization_problem`.
+    Raises:
+        UserError: its format cannot be read.
     """
+    if problem := quantization_problem(hf_config):
+        raise UserError(f"config.json: {problem}", "name the model before it was quantised")
     quantization = hf_config.get("quantization_config")
     return (quantization["weight_block_size"][0], quantization["weight_block_size"][1]) if quantization else None
