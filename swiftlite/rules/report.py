@@ -30,8 +30,16 @@ def output_can_be(args: ReportArgs, facts: Facts) -> Iterator[Problem]:
     path = Path(args.output)
     if path.is_dir():
         yield f"--output {path} is a directory", f"name a file: --output {path / 'runs.html'}"
+    elif path.is_file() and not _is_page(path):
+        yield f"--output {path} exists and is not a page; it would be overwritten", "name another file"
     elif not path.parent.is_dir():
         yield f"--output {path}: there is no directory {path.parent}", "make it, or name another file"
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file is an HTML page, as an earlier `report` has written."""
+    with path.open("rb") as file:
+        return file.read(4096).lstrip().lower().startswith((b"<!doctype html", b"<html"))
 
 
 RULES = (there_are_runs, output_can_be, common.numbers_are_in_range)

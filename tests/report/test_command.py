@@ -17,7 +17,8 @@ def test_one_run_gets_its_page_again(tmp_path, capsys):
     run = write_run(tmp_path / "run")
     assert main(["report", str(run)]) == 0
     assert (run / "run_report.html").is_file()
-    assert main(["report", "--runs", str(run), "--output", str(tmp_path / "other.html")]) == 0
+    for _ in range(2):  # a page may take the place of one
+        assert main(["report", "--runs", str(run), "--output", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").read_bytes() == (run / "run_report.html").read_bytes()
 
 
@@ -54,6 +55,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
         (["run", "run/"], "--runs"),
         (["run", "--output", "run"], "--output run"),
         (["run", "--output", "no/where.html"], "--output no/where.html no"),
+        (["run", "--output", "run/args.json"], "--output run/args.json"),
         (["run", "--outptu", "x"], "--outptu --output"),
     ],
 )
