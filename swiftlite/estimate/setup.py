@@ -4,15 +4,14 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from swiftlite.args.commands import DoctorArgs
+from swiftlite.args.commands import DoctorArgs, DpoArgs, SftArgs
 from swiftlite.args.fields import KernelArgs, MtpMode, ParallelLayout, PrecisionArgs, RecomputeArgs, TransformerImpl
 from swiftlite.families.architecture import Architecture
 from swiftlite.families.family import HfConfig
 from swiftlite.families.rank import FLOAT32, Rank
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
-from swiftlite.methods.dpo import DPO, KTO
-from swiftlite.methods.sft import SFT
+from swiftlite.methods.index import method_for
 from swiftlite.plan.layout import decoder_layers_per_stage, group_of, layout_of, layout_problems, parse_stages
 from swiftlite.plan.low_precision import LowPrecision, low_precision_of, model_problems
 
@@ -66,9 +65,8 @@ def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
 
 def _sequences_per_sample(args: DoctorArgs) -> int:
     """Return how many sequences a sample of the planned method has."""
-    if args.loss_type is None:
-        return SFT.sequences_per_sample
-    return (KTO if KTO.applies(args) else DPO).sequences_per_sample
+    command = SftArgs if args.loss_type is None else DpoArgs
+    return method_for(command, args).sequences_per_sample
 
 
 def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:

@@ -20,7 +20,17 @@ METHODS: dict[str, Method] = {
 
 def method_of(args: SftArgs) -> Method:
     """Return the method of a run with these options."""
-    return next(method for method in METHODS.values() if type(args) is method.args_class and method.applies(args))
+    return method_for(type(args), args)
+
+
+def method_for(args_class: type[SftArgs], args: Any) -> Method:
+    """Return the method of a command's options.
+
+    Args:
+        args_class: options of the command.
+        args: has those that its methods tell apart by, such as the options of `doctor --plan`.
+    """
+    return next(method for method in METHODS.values() if method.args_class is args_class and method.applies(args))
 
 
 def training_commands() -> dict[str, Method]:
@@ -38,8 +48,9 @@ def command_of_run(config: Mapping[str, Any]) -> Method:
         config: the content of the file. Earlier releases wrote no `command`: an option that no other command has tells.
     """
     found = training_commands()
-    if config.get("command") in found:
-        return found[config["command"]]
+    words = config.get("command")
+    if isinstance(words, str) and words in found:
+        return found[words]
     shared = set(options(SftArgs))
     for method in found.values():
         if set(config) & (set(options(method.args_class)) - shared):

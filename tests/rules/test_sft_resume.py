@@ -79,6 +79,16 @@ def test_resume_keeps_what_makes_the_run(here):
     assert mentions(note, "--train_iters 30 40")
 
 
+@pytest.mark.parametrize("saved", [{"command": "megatron dpo"}, {"loss_type": "kto"}])  # earlier runs name none
+def test_a_run_of_another_command_is_not_resumed(here, saved):
+    began = dataclasses.asdict(dataclasses.replace(SFT, output_dir="run", train_iters=30))
+    Path("run/args.json").write_text(json.dumps(began | saved | {"lr": 0.5}))
+    again = dataclasses.replace(SFT, output_dir="run", train_iters=30, resume=True)
+    ((problem, hint),) = problems_of(again)  # of options that differ there is no word
+    assert mentions(problem, "--resume run megatron dpo")
+    assert mentions(hint, "swiftlite megatron dpo --output_dir")
+
+
 @pytest.mark.parametrize(
     ("options", "packs_in_advance"),
     [

@@ -173,6 +173,7 @@ RULES = (
     sft_resume.output_dir_fits_resume,
     sft_resume.resume_knows_the_options,
     sft_resume.resume_has_steps_left,
+    sft_resume.resume_keeps_the_command,
     sft_resume.resume_keeps_the_options,
     common.numbers_are_in_range,
     sft_data.mock_dataset_is_described,

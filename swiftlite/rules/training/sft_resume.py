@@ -10,6 +10,7 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.args.fields import DistributedArgs, ParallelLayout, RecomputeArgs, RunArgs
 from swiftlite.json_file import read_json
+from swiftlite.methods.index import command_of_run, method_of
 from swiftlite.plan.facts import Facts, run_checkpoints
 from swiftlite.plan.heads import heads_defaults
 from swiftlite.runtime.lock import holder_of, in_use
@@ -76,6 +77,12 @@ def resume_knows_the_options(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def resume_keeps_the_command(args: SftArgs, facts: Facts) -> Iterator[Problem]:
+    before, now = _command_before(args), method_of(args).words
+    if before not in (None, now):
+        yield f"--resume: {args.output_dir} is a run of {before}", f"swiftlite {before}, or another --output_dir"
+
+
 def resume_has_steps_left(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if not args.resume or not args.output_dir or args.train_iters is None:
         return
@@ -116,9 +123,9 @@ def steps_change_the_learning_rate(args: SftArgs, facts: Facts) -> Iterator[str]
 
 
 def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, Any]]:
-    """Options with another value than args.json of the run has: (name, before, now)."""
+    """Options with another value than args.json of the run has: (name, before, now); none of another command's run."""
     saved = _saved_options(args)
-    if saved is None:
+    if saved is None or _command_before(args) != method_of(args).words:
         return
     defaults = heads_defaults(args, facts.heads)
     for name, now in vars(args).items():
@@ -129,6 +136,12 @@ def _changed_options(args: SftArgs, facts: Facts) -> Iterator[tuple[str, Any, An
         is_same_place = name == "model" and Path(str(before)).resolve() == Path(str(now)).resolve()
         if before != now and not is_same_place:
             yield name, before, now
+
+
+def _command_before(args: SftArgs) -> str | None:
+    """Return the words of the command that began the run that is resumed; None where nothing says so."""
+    saved = _saved_options(args)
+    return None if saved is None else command_of_run(saved).words
 
 
 def _saved_options(args: SftArgs) -> dict[str, Any] | None:
