@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import shlex
 import types
 import typing
 from collections.abc import Collection, Iterator
@@ -276,11 +277,14 @@ def values_from_file(
     known = options(args_class, choices)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
-    for key, (value, where) in read_file(path).items():
-        if key == COMMAND_KEY:
-            if command and value != command:
-                problems.append((f"{where}: these are options of {value}", f"swiftlite {value} {path}"))
-            continue
+    entries = read_file(path)
+    written_for, where = entries.pop(COMMAND_KEY, (command, path))
+    if not isinstance(written_for, str):
+        return {}, [(f"{where}: {COMMAND_KEY} takes text, not {_show(written_for)}", "write a command's words")]
+    if command and written_for != command:  # its options would all be unknown
+        hint = f"swiftlite {written_for} {shlex.quote(path)}"
+        return {}, [(f"{where}: these are options of {written_for}, not of {command}", hint)]
+    for key, (value, where) in entries.items():
         name = str(key).replace("-", "_")
         if name not in known:
             suggestion = near(name, known)

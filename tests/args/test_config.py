@@ -11,8 +11,10 @@ import yaml
 from swiftlite.args.commands import BenchArgs, DeployArgs, EvaluateArgs, ExportArgs, InferArgs, SftArgs
 from swiftlite.args.config import convert, from_config, near, read_file, write_config
 from swiftlite.args.docs import options
+from swiftlite.cli.parse import parse
 from swiftlite.cli.table import commands
 from swiftlite.errors import OptionError, UserError
+from swiftlite.methods.index import command_of_run
 from tests.messages import mention_each, mentions, naming
 
 OPTIONS = options(SftArgs) | options(InferArgs) | {"concurrency": options(BenchArgs)["concurrency"]}
@@ -213,6 +215,27 @@ def test_a_written_file_reads_back_the_same(tmp_path, args, write):
     else:
         path.write_text(yaml.safe_dump(dataclasses.asdict(args)))
     assert from_config(type(args), path) == args
+
+
+def test_options_of_another_command_are_one_problem(tmp_path):
+    path = tmp_path / "a b.json"
+    write_config(SftArgs(model="m"), path, "megatron sft")
+    assert from_config(SftArgs, path) == SftArgs(model="m")
+    with pytest.raises(OptionError) as raised:
+        parse(InferArgs, [str(path)], "infer")
+    ((problem, hint),) = raised.value.problems
+    assert mentions(problem, f"{path} megatron sft infer")
+    assert hint == f"swiftlite megatron sft '{path}'"
+
+
+def test_a_command_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "args.json"
+    path.write_text('{"command": ["x"], "lr": 1}')
+    with pytest.raises(OptionError) as raised:
+        parse(SftArgs, [str(path)], "megatron sft")
+    ((problem, _),) = raised.value.problems
+    assert mentions(problem, f"{path} command ['x']")
+    assert command_of_run({"command": ["x"]}).name == "sft"
 
 
 def test_a_list_of_numbers_with_a_point():
