@@ -1,5 +1,7 @@
 """`swiftlite doctor --plan --gpu_type`: layouts by their estimated speed, the arithmetic of the fastest, its flags."""
 
+import shlex
+
 from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.args.docs import options
@@ -59,7 +61,7 @@ def report_layouts(args: DoctorArgs) -> bool:
     step = shown[0].step
     print(f"\nthe first: {step.tokens_per_step} tokens in {step.seconds.total:.3f} s")
     print(text_table(_arithmetic(shown[0], gpu), indent="  "))
-    print(f"\n  swiftlite megatron sft --model {as_typed(args.model)} ... {_flags(shown[0].args)}")
+    print(f"\n  swiftlite megatron sft --model {shlex.quote(as_typed(args.model))} ... {_flags(shown[0].args)}")
     return True
 
 

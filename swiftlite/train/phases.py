@@ -1,5 +1,6 @@
 """The phases of a training run that do not depend on what it learns from; `sft.py` shows them in order."""
 
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -308,7 +309,8 @@ def report(run: Run, outcome: Outcome) -> None:
         write_report(run.output_dir, measured, run.data, learner.weights_report, tensors)
         write_page(run)
     check_frozen(tensors, learner.trainable)
-    logger.info("done. Next: swiftlite export --to_hf --model %s --output_dir %s-hf", run.output_dir, run.output_dir)
+    paths = ("--model", str(run.output_dir), "--output_dir", f"{run.output_dir}-hf")
+    logger.info("done. Next: swiftlite export --to_hf %s", shlex.join(paths))
 
 
 def write_page(run: Run) -> None:
