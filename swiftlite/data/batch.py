@@ -61,21 +61,22 @@ def ahead(
 
 @dataclass
 class Batch:
-    """One micro-batch: padded rows of one sample each, or one packed row [1, S].
+    """One micro-batch: padded rows of one sequence each, or one packed row [1, S].
 
     Attributes:
-        tokens_KBS: int64; the pad token after the end of a sample.
-        labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1 of the same sample, -100 where that does not
-            train or there is none. They stay on the host, since the number of targets follows from them.
+        tokens_KBS: int64; for the trunk, the pad token after the end of a sequence. For depth k, the token k positions
+            later in the same row or packed sequence, and 0 past its end.
+        labels_KBS: int64; `labels[k, b, s]` is the token at s + k + 1 of the same sequence, -100 where that does not
+            train or there is none. `micro_batches.on_this_rank` keeps them on the host, where targets are counted.
         loss_scale_KBS: float32; weight of `labels[k, b, s]`, 0 where that is -100.
         position_ids_BS: int64; 0, 1, 2, ... in every sequence.
         sequence_KBS: int64; the number of the sequence that `tokens[k, b, s]` belongs to, counted through the
             micro-batch; -1 where there is no token, in padding and at the last k positions of each sequence.
         num_tokens: tokens without padding.
         squares: sum of the squared lengths of the samples; with `num_tokens`, what a step costs.
-        cu_seqlens: int32 [num_sequences + 1], where each sequence of a packed row starts, its padding counted, and
-            last S. It is on the host, since shapes follow from it, and stays that of the whole row when the row is cut
-            over ranks. None: the rows are padded.
+        cu_seqlens: int32 [N + 1], or [N + 2] where padding fills the row up: where each sequence of a packed row
+            starts, its padding counted, and last S. It is on the host, since shapes follow from it, and stays that of
+            the whole row when the row is cut over ranks. None: the rows are padded.
         num_sequences: N, without those that are padding alone.
         extras: tensors of the training method by name, see `Extra`. The sequences of one sample follow each other: of
             pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the other one.
@@ -213,7 +214,7 @@ def _lay_out(
     labels_KBS = rows(labels, num_drafts + 1, fill=IGNORED)[1:]  # the trunk itself predicts one token ahead
     loss_scale_KBS = rows(loss_scale, num_drafts + 1, fill=0)[1:]
     is_idle_BS = torch.from_numpy(is_idle).view_as(position_ids_BS)
-    # A label lies in the sequence that predicts it, so the mask is the same at every depth.
+    # A token and its label at any depth belong to the same sequence, so one mask serves all depths.
     labels_KBS[1:].masked_fill_(is_idle_BS, IGNORED)
     loss_scale_KBS[1:].masked_fill_(is_idle_BS, 0)
     tensors = {}
@@ -222,8 +223,9 @@ def _lay_out(
             values = [sequence.extras.get(extra.name, extra.default) for sequence in sequences]
             tensors[extra.name] = torch.tensor(values, dtype=extra.dtype)
         else:
-            values = _per_token(extra, sequences, starts, num_tokens)
-            tensors[extra.name] = rows(values, 1, fill=extra.default)[1].to(extra.dtype)
+            per_token = _per_token(extra, sequences, starts, num_tokens)
+            # As the trunk's labels: one token ahead.
+            tensors[extra.name] = rows(per_token, 1, fill=extra.default)[1].to(extra.dtype)
     return Batch(
         tokens_KBS=rows(tokens, num_drafts, fill=0),
         labels_KBS=labels_KBS,

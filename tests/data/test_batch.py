@@ -1,4 +1,6 @@
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftlite.data.batch import collate, collate_packed
-from swiftlite.data.sample import Sample, make_sample
+from swiftlite.data.batch import Extra, collate, collate_packed
+from swiftlite.data.sample import Sample, make_sample, truncate
+from swiftlite.train.batches.micro_batches import shard
 
 EMPTY = make_sample([], [])
 LONG = make_sample([5, 6, 7, 8], np.array([0, 0, 0.5, 2]))
@@ -134,6 +137,55 @@ def test_a_packed_row_is_its_samples_one_after_the_other(lengths, depth, each, t
     assert rest.labels_KBS.eq(-100).all()
     assert rest.loss_scale_KBS.eq(0).all()
     assert rest.tokens_KBS.eq(0).all()
+
+
+def labelled(ids, weights, number):
+    """A sequence whose extras are its own labels, by which one can see where they end up."""
+    sample = make_sample(ids, weights)
+    return sample.with_extras(label=sample.labels, number=number)
+
+
+EXTRAS = (Extra("label", torch.int64, per="label", default=-100), Extra("number", torch.int32, default=-1))
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_extras_are_collated_and_cut_as_labels_are(is_packed, rank):
+    """Of equal sequences, some that do not train, one without extras, and one of a batch of nothing."""
+    sequences = [
+        labelled([5, 6, 7, 8, 9], [0, 1, 0, 1, 1], 3),
+        labelled([5, 6, 7, 8, 9], [0, 1, 0, 1, 1], 4),
+        labelled([4, 2], [0, 0], 5),
+        make_sample([1, 3, 5], [0, 0, 0]),
+    ]
+    options: dict[str, Any] = {"num_drafts": 2, "pad_to_multiple_of": 4, "extras": EXTRAS}
+    batch = collate_packed(sequences, 0, pad_each_to_multiple_of=4, **options) if is_packed else None
+    batch = batch or collate(sequences, 0, **options)
+    if rank is not None:
+        batch = shard(batch, rank, 2)
+    assert batch.extras["label"].equal(batch.labels_KBS[0])
+    assert batch.extras["number"].tolist() == [3, 4, 5, -1]
+    assert batch.num_sequences == 4
+    nothing = (collate_packed if is_packed else collate)([], 0, extras=EXTRAS)
+    assert nothing.extras["label"].eq(-100).all()
+    assert (len(nothing.extras["number"]), nothing.num_sequences) == (0, 0)
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [("left", slice(-3, None)), ("right", slice(3))])
+def test_extras_are_truncated_with_their_tokens(strategy, kept):
+    sample = labelled([5, 6, 7, 8, 9], [0, 1, 1, 1, 1], 3)
+    cut = truncate(replace(sample, trains_heads=False), 3, strategy)
+    assert cut.extras["label"].tolist() == sample.labels[kept].tolist()
+    assert (cut.extras["number"], cut.trains_heads) == (3, False)
+
+
+def test_heads_do_not_learn_from_some_sequences():
+    first, second = LONG, replace(LONG, trains_heads=False)
+    batch = collate([first, second, second], 3, num_drafts=1)
+    assert (batch.labels_KBS[0] != -100).any(dim=1).all()
+    assert batch.labels_KBS[1, 1:].eq(-100).all()
+    assert batch.loss_scale_KBS[1, 1:].eq(0).all()
+    assert batch.labels_KBS[1, 0].equal(collate([first], 3, num_drafts=1).labels_KBS[1, 0])
 
 
 def test_a_packed_row_of_nothing():
