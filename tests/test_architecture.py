@@ -1,6 +1,7 @@
 """Who imports whom: docs/en/architecture.md, watched by a machine."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,3 +125,22 @@ def test_nothing_is_decided_by_the_name_of_an_engine(file):
         constants = [node.value for node in ast.walk(decision) if isinstance(node, ast.Constant)]
         found += [value for value in constants if value in ENGINES]
     assert found == []
+
+
+PACKAGES = {path.name for path in ROOT.iterdir() if path.is_dir()}
+PATH_IN_TEXT = re.compile(r"`([a-z_0-9]+(?:/[a-z_0-9]+)+\.py)")
+MODULE_IN_TEXT = re.compile(r"`([a-z_]+)\.([a-z_0-9]+)\.[A-Za-z_]")
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_what_texts_refer_to_is_there(file):
+    """`engines/index.py` and `plan.layout.states_sent`, after a file has moved too."""
+    text = (ROOT / file).read_text()
+    repository = ROOT.parent
+    places = (ROOT, repository, ROOT / file.parent, (ROOT / file).parents[1])
+    lost = [path for path in PATH_IN_TEXT.findall(text) if not any((place / path).exists() for place in places)]
+    for package, module in MODULE_IN_TEXT.findall(text):
+        base = ROOT / package / module
+        if package in PACKAGES and not base.is_dir() and not base.with_suffix(".py").exists():
+            lost.append(f"{package}.{module}")
+    assert lost == []

@@ -34,5 +34,5 @@ class Convention:
 
 
 def as_trained(family: Family) -> Convention:
-    """Heads in plain torch (`transformers/mtp_heads.py`): each drafts its own step, fed what it was fed in training."""
+    """Heads in plain torch (`engines/transformers/mtp_heads.py`): each drafts its own step, fed what it was fed in training."""
     return Convention("MtpHead", "each", family.mtp.drafting)

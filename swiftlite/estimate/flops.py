@@ -39,7 +39,7 @@ class Flops:
 
     @property
     def per_token(self) -> float:
-        """Per token where all are learned; with `square`, what `data.schedule` levels."""
+        """Per token where all are learned; with `square`, what `data.packing.schedule` balances over ranks."""
         return self.linear + sum(self.targets)
 
     def step(self, num_tokens: int, squares: int, num_targets: Sequence[int]) -> float:

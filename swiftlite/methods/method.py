@@ -1,7 +1,7 @@
 """`Method`: everything that swiftlite knows of a training method before torch loads.
 
-Commands, rules, plans and pages look a method up in `index.py` and know none by name. What needs torch is named here as
-"module:attribute" and loaded when a run begins.
+Commands, rules, plans and pages look a method up in `index.py`; only `doctor --plan` and the rules of a method itself
+know one by name. What needs torch is named here as "module:attribute" and loaded when a run begins.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Method:
 
     Attributes:
         name: key of the index.
-        words: of the command that runs it, such as `megatron dpo`. Methods may share a command.
+        words: the command that runs it, such as `megatron dpo`. Methods may share a command.
         args_class: options of the command.
         line: one line of help for the command.
         training: name of its `Training` (`swiftlite/train/methods/training.py`).

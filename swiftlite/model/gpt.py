@@ -97,7 +97,7 @@ class GPTModel(McoreGPTModel):
         loss_in_chunks: compute losses for a chunk of positions at a time (`chunked_loss.py`), instead of from all
             logits.
         mtp_loss: what the heads learn: the data's tokens by cross-entropy (ce), or the trunk's own distribution of
-            them, from which no gradient flows back (kl, tv: `distillation_loss`).
+            them, from which no gradient flows back (kl, tv, nla, lk_hybrid: `distillation_loss`).
         kwargs: of megatron-core's GPTModel.
     """
 
@@ -158,7 +158,7 @@ class GPTModel(McoreGPTModel):
             input_ids: [B, S].
             position_ids: [B, S].
             labels: [B, S], labels[b, s] the token at s + 1, IGNORE_INDEX where nothing is to be learned. On the host;
-                otherwise the loss waits for the device (`loss.select`).
+                otherwise the loss waits for the device (`model.loss.losses.select`).
             mtp_input_ids: [B, S] for each depth k, the token at s + k. Unset: `input_ids` shifted inside each sequence,
                 which is right unless context-parallel ranks share the row.
             mtp_labels: [B, S] for each depth k, the token at s + k + 1; unset as above.
@@ -309,6 +309,8 @@ class GPTModel(McoreGPTModel):
             The trunk's states [S, B, H]; from the final norm on, if heads read the state before it, both in wire form
             [2S, B, H] (`norm.keeping`).
         """
+        # megatron-core hands both masks to every layer. Attention here is always causal and routers mask nothing, so
+        # they carry the KV cache and the router targets.
         return self.decoder(
             hidden_states=hidden_SBH,
             attention_mask=cache,
@@ -349,7 +351,7 @@ class GPTModel(McoreGPTModel):
             hidden_SBH = layer(
                 hidden_SBH,
                 self._embed_for_head(input_ids, position_ids),
-                attention_mask=cache,
+                attention_mask=cache,  # see `forward_decoder`
                 rotary_pos_emb=rotary_emb,
                 packed_seq_params=packed_seq_params,
                 padding_mask=tokens_of_depth,
@@ -519,7 +521,7 @@ class GPTModel(McoreGPTModel):
         group: Any = self.pg_collection.tp
         rows_V = self._drafted_rows
         assert isinstance(rows_V, torch.Tensor)
-        # No gradient: heads have a draft vocabulary only where the trunk is frozen (`rules.sft_heads`).
+        # No gradient: heads have a draft vocabulary only where the trunk is frozen (`rules/training/sft_heads.py`).
         weight_VH = whole.weight_VH.detach()[rows_V]
 
         def logits(hidden_NH: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def one_gpu_has_one_worker(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
 
 
 def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
-    """See `engines.weight_update.unsupported_layout`."""
+    """See `engines.loading.weight_update.unsupported_layout`."""
     kwargs = ENGINES[args.infer_backend].engine_kwargs(args)
     for name, usual in (("pipeline_parallel_size", 1), ("enable_expert_parallel", False)):
         value = kwargs.get(name) or usual
@@ -99,7 +99,7 @@ def live_weights_reach_whole_layers(args: DeployArgs, facts: Facts) -> Iterator[
 
 
 def live_weights_are_guarded(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
-    """Of several keys none would guard the routes of weights, see `vllm/guard.py`."""
+    """Of several keys none would guard the routes of weights, see `engines/vllm/live/guard.py`."""
     if not args.live_weights:
         return
     option = ENGINES[args.infer_backend].kwargs_option

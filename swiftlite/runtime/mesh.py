@@ -142,7 +142,7 @@ class Mesh:
         That is, in 0.16.1 (below megatron/core), by runs that hand their groups to everything that takes any:
 
             building    transformer/multi_token_prediction.py:651, 666 and 1046, the parts of an MTP layer
-                        transformer/moe/moe_layer.py:158, layers with experts (`model.router.MoELayer`)
+                        transformer/moe/moe_layer.py:158, layers with experts (`model.layers.router.MoELayer`)
             computing   multi_token_prediction.py:743 and 746, after the projection of an MTP layer
                         tensor_parallel/layers.py:482 and 519, the buffer that sequence parallelism gathers into
                         tensor_parallel/layers.py:1281, where nothing depends on it

@@ -37,7 +37,7 @@ class Learner:
         wrapped: the same under megatron-core's wrappers.
         weights_report: what became of every tensor of the Hugging Face model.
         trainable: which parameters learn.
-        hashes: each parameter before training, see `report.hash_tensors`.
+        hashes: each parameter before training, see `train.metrics.run_report.hash_tensors`.
     """
 
     chunks: Sequence[GPTModel]

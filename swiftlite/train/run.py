@@ -107,6 +107,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     rows_to_fit = None
     if checkpoint is None and plan.mtp_init == "fit_last_layer":
         chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
+        # Rejected answers and companions are no text that heads should imitate.
         rows_to_fit = batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
     learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit)
     if checkpoint is None:  # so the weights of this report are those that training starts from

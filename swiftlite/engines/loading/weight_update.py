@@ -2,8 +2,8 @@
 
 This is the caller's side. Buckets travel one at a time, so that neither side holds a second model: as files in the
 temporary directory, or from GPU to GPU where an engine can. How an engine is told of a bucket is its own
-(`vllm/weight_channel.py`, `sglang/weight_channel.py`), and its workers take the tensors in `weight_transfer.py` beside
-that. Who sends them: any iterable, such as `train/live_weights.py`.
+(`engines/vllm/live/weight_channel.py`, `engines/sglang/weight_channel.py`), and its workers take the tensors in
+`weight_transfer.py` next to it. Who sends them: any iterable, such as `train/live_weights.py`.
 """
 
 import tempfile

@@ -16,10 +16,10 @@ from swiftlite.rules import common
 from swiftlite.rules.training import sft
 
 _OF_SFT_ALONE = {
-    "loss_scale": "of a pair the last answers train",
-    "streaming": "pairs are read before the first step, for the reference model",
+    "loss_scale": "only the last answers of a row train",
+    "streaming": "rows are read before the first step, for the reference model",
     "sft_mock_dataset_config_json": "random tokens are no pairs",
-    "sequence_packing_scheduler": "it levels samples, not pairs",
+    "sequence_packing_scheduler": "it balances single sequences",
     "cache_trunk_states": "the trunk learns",
 }
 
@@ -28,7 +28,7 @@ def options_of_sft_are_left_out(args: DpoArgs, facts: Facts) -> Iterator[Problem
     yield from common.left_out(args, "megatron dpo", _OF_SFT_ALONE)
     if args.mtp_mode == "heads_only":
         yield (
-            "--mtp_mode heads_only: pairs teach the trunk, which would stay",
+            "--mtp_mode heads_only: preferences train the trunk, which would be frozen",
             "swiftlite megatron sft trains heads alone",
         )
 

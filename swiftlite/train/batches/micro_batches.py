@@ -28,7 +28,7 @@ def shard(batch: Batch, rank: int, size: int) -> Batch:
 def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
     """Move batches to the device, and of each row the part that this context-parallel rank computes.
 
-    Labels stay on the host: how many there are decides how large the loss is (`loss.select`).
+    Labels stay on the host: how many there are decides how large the loss is (`model.loss.losses.select`).
     """
     move = partial(on_device, device=mesh.device.torch_device)
     for batch in batches:
@@ -202,7 +202,7 @@ class Batches:
         return self.schedule(lengths).rank(self.data_parallel_rank)
 
     def schedule(self, lengths: Sequence[int]) -> Schedule:
-        """Which samples of a step each rank computes, where its work is levelled over ranks; see `data.schedule`."""
+        """Return which samples of a step each rank computes, its work balanced over ranks; see `data.packing.schedule`."""
         layout = self.plan.layout
         return schedule(
             lengths,

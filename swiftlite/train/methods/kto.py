@@ -3,7 +3,8 @@
 The distance between model and reference, KL, is estimated by answers behind other rows' questions. It is one number for
 a global batch, so it is measured before the batch, without gradients.
 
-Shapes: P answers of a micro-batch, K, B and S as in `objective.py`.
+Shapes: P answers of a micro-batch; K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel
+rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence

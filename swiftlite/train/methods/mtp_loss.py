@@ -1,6 +1,6 @@
 """The losses of the MTP heads, which every objective adds to its own.
 
-Shapes: K the trunk and each MTP depth, B batch, S sequence (this context-parallel rank's part in the pipeline).
+Shapes: K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel rank.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The next-token loss of `megatron sft` and `megatron pt`.
 
-Shapes: K the trunk and each MTP depth, B batch, S sequence (this context-parallel rank's part in the pipeline).
+Shapes: K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +29,12 @@ class NextTokenObjective:
     For depth k of D, with N_k the number of valid targets of that depth in the whole global batch (N_0: the trunk's)
     and a_k the weight of the depth (`Heads.weights`: 1 / D, unless one layer is unrolled over D steps):
 
-        loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * CE_k) / N_k )
+        loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * L_k) / N_k )
 
-    To this routers of a mixture add their load-balancing losses (`model/loss/balance.py`), means over all tokens.
+    L_k is the cross-entropy, or what --mtp_loss chooses. To this routers of a mixture add their load-balancing losses (`model/loss/balance.py`), means over all tokens.
 
     A depth with no target contributes exactly 0. megatron-core divides all gradients by N_0 at the end of the step
-    (`calculate_per_token_loss`), so what is summed here is `sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` with
+    (`calculate_per_token_loss`), so what is summed here is `sum(w * CE) + sum_k( c_k * sum(w * L_k) )` with
     `c_k = mtp_loss_scaling_factor * a_k * N_0 / N_k`.
     """
 
@@ -82,7 +82,7 @@ class NextTokenObjective:
 
 
 def total_loss(losses: Losses, loss_scale_KBS: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
-    """`sum(w * CE) + sum_k( c_k * sum(w * CE_k) )` of one micro-batch, a scalar."""
+    """`sum(w * CE) + sum_k( c_k * sum(w * L_k) )` of one micro-batch, a scalar."""
     total = (losses.main.loss_BS * loss_scale_KBS[0]).sum()
     return add_heads(total, losses, loss_scale_KBS, coefficients)
 

@@ -1,7 +1,7 @@
 """The losses of `megatron dpo` over pairs of answers, and the heads' own loss on the preferred ones.
 
-Shapes: P pairs of a micro-batch, 2 the answers of each (the preferred one first), N positions of all its rows, K, B
-and S as in `objective.py`.
+Shapes: P pairs of a micro-batch, 2 the answers of each (the preferred one first), N all its sequences; K the trunk and
+each MTP depth, B rows, S tokens of a row on this context-parallel rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -133,7 +133,7 @@ class PreferenceObjective:
     `NextTokenObjective` for a_k):
 
         loss = sum(pair losses) / P + imitation * sum(CE) / N_0
-             + mtp_loss_scaling_factor * sum_k( a_k * sum(CE_k) / N_k )
+             + mtp_loss_scaling_factor * sum_k( a_k * sum(L_k) / N_k )
 
     megatron-core divides all gradients by P at the end of the step, so the latter sums are multiplied by P / N.
     """

@@ -98,7 +98,7 @@ class Reference:
 
     def _score(self, missing: Mapping[str, Sample], manifest: Mapping[str, str]) -> Answers:
         """Ask the model about these pairs, by digest, one slice after the other; collective over all ranks."""
-        logger.info("the reference model %s scores %d pairs", self.model, len(missing))
+        logger.info("the reference model %s scores %d samples", self.model, len(missing))
         chunks = self.open()
         answers: Answers = {}
         for keys in slices(missing):
@@ -110,7 +110,7 @@ class Reference:
             answers |= scored
             if dist.get_rank() == 0:
                 self._write(self._next_slice(), scored, manifest)
-            logger.info("the reference model has scored %d of %d pairs", len(answers), len(missing))
+            logger.info("the reference model has scored %d of %d samples", len(answers), len(missing))
         return answers
 
     def _check_agreement(self) -> None:

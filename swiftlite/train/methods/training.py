@@ -25,8 +25,8 @@ class Training:
         make_encoder: makes the encoder of its rows, from the options, the tokenizer and the size of the vocabulary.
         make_objective: returns what is minimised, once the model is loaded and `prepare` was called.
         load: reads the rows to train on and those held out.
-        prepare: called once before the first step; returns the run, its samples with what a reference model or a reward
-            says of them.
+        prepare: called once before the first step. It returns the run with scores added to its samples, such as the
+            log-probabilities of a reference model.
         held_out_prompts: returns the prompts that acceptance.json continues, and the tokens that end an answer.
         extras: tensors that samples carry into batches.
     """
