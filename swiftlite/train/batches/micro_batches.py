@@ -202,7 +202,7 @@ class Batches:
         return self.schedule(lengths).rank(self.data_parallel_rank)
 
     def schedule(self, lengths: Sequence[int]) -> Schedule:
-        """Return which samples of a step each rank computes, its work balanced over ranks; see `data.packing.schedule`."""
+        """Return which samples of a step each rank computes, with equal work; see `data.packing.schedule`."""
         layout = self.plan.layout
         return schedule(
             lengths,

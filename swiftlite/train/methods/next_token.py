@@ -31,7 +31,8 @@ class NextTokenObjective:
 
         loss = sum(w * CE) / N_0 + mtp_loss_scaling_factor * sum_k( a_k * sum(w * L_k) / N_k )
 
-    L_k is the cross-entropy, or what --mtp_loss chooses. To this routers of a mixture add their load-balancing losses (`model/loss/balance.py`), means over all tokens.
+    L_k is the cross-entropy, or the loss that --mtp_loss chooses. Models with experts add the load-balancing losses of
+    their routers (`model/loss/balance.py`), means over all tokens.
 
     A depth with no target contributes exactly 0. megatron-core divides all gradients by N_0 at the end of the step
     (`calculate_per_token_loss`), so what is summed here is `sum(w * CE) + sum_k( c_k * sum(w * L_k) )` with
