@@ -34,6 +34,6 @@ class Convention:
 
 
 def as_trained(family: Family) -> Convention:
-    """Return the convention of `engines/transformers/mtp_heads.py`: each head drafts its own step, with the inputs that it
-    had in training."""
+    """Return the convention of `engines/transformers/mtp_heads.py`: each head drafts its own step, with the inputs that
+    it had in training."""
     return Convention("MtpHead", "each", family.mtp.drafting)
