@@ -80,13 +80,14 @@ MODELS = {
 # 20 rows and 3 steps of 8: the second epoch is begun.
 NUM_ROWS, NUM_HELD_OUT_ROWS = 20, 8
 TRAINING = (
-    "--dataset data/train.jsonl --val_dataset data/val.jsonl --max_length 160 --torch_dtype float32 --lr 1e-3 "
+    "--max_length 160 --torch_dtype float32 --lr 1e-3 "
     "--micro_batch_size 2 --global_batch_size 8 --train_iters 3 --save_steps 100 --eval_steps 100 "
     "--mtp_loss_scaling_factor 0.3 --acceptance_samples 2 --acceptance_max_new_tokens 6 --report_to none"
 )
 NEW_HEAD = "--mtp_num_layers 1 --mtp_init copy_last_layer"
 PACKED = "--packing true --packing_length 192 --micro_batch_size 1 --global_batch_size 4"
 DP_BALANCED = "--packing true --packing_length 192 --micro_batch_size 1 --sequence_packing_scheduler dp_balanced"
+PAIRS_PACKED = "--packing true --packing_length 320 --micro_batch_size 1 --global_batch_size 4"
 STREAMED = f"{PACKED} --streaming true --streaming_buffer_size 12"
 
 
@@ -115,7 +116,9 @@ class Case:
 
     Attributes:
         model: a key of MODELS.
-        options: of `megatron sft`, on top of TRAINING.
+        options: of the command, on top of TRAINING.
+        command: the word after `megatron`.
+        rows: the files data/ROWS_train.jsonl and data/ROWS_val.jsonl.
         resumed_at: train two steps, then go on at this layout to the fourth.
         is_launched: commands start as a user would, with NPROC_PER_NODE if there are several processes.
         grafted_from: a key of MODELS; heads are its.
@@ -128,6 +131,8 @@ class Case:
     exported_at: Layout = ALONE
     is_launched: bool = False
     grafted_from: str | None = None
+    command: str = "sft"
+    rows: str = "turns"
 
 
 CASES: dict[str, Case] = {
@@ -182,6 +187,15 @@ CASES: dict[str, Case] = {
     ),
     "bfloat16 qwen3": Case("qwen3", f"{NEW_HEAD} --torch_dtype bfloat16"),
     "bfloat16 DP2 shared optimizer deepseek_v3": Case("deepseek_v3", "--torch_dtype bfloat16", DP2_SHARED),
+    # other methods
+    "pt packed mimo": Case("mimo", "--packing_length 192 --global_batch_size 4", command="pt", rows="texts"),
+    "dpo mimo": Case("mimo", command="dpo", rows="pairs"),
+    "dpo packed TP2+SP llama": Case("llama", f"{NEW_HEAD} {PAIRS_PACKED}", TP2_SP, command="dpo", rows="pairs"),
+    "orpo CP2 qwen3": Case("qwen3", f"{NEW_HEAD} --loss_type orpo", CP2, command="dpo", rows="pairs"),
+    "kto DP2 mimo": Case("mimo", "--loss_type kto", DP2, command="dpo", rows="rated"),
+    "kto packed qwen3_moe": Case(
+        "qwen3_moe", f"{NEW_HEAD} --loss_type kto {PACKED}", exported_at=EP2, command="dpo", rows="rated"
+    ),
     # checkpoints
     "resume mimo": Case("mimo", "--async_save true", resumed_at=ALONE),
     "resume bfloat16 streaming DP2 qwen3_moe": Case(
@@ -284,7 +298,7 @@ def tail(log: Path) -> str:
 
 
 def make_data(directory: Path) -> None:
-    """train.jsonl and val.jsonl: conversations of one or two rounds, of seeded words."""
+    """Conversations of one or two rounds, of seeded words; the same as pairs, as answers with a label, and as text."""
     generator = random.Random(0)
     words = "sum list of the a value returns key text when set file first last is and in to no each".split()
 
@@ -301,8 +315,15 @@ def make_data(directory: Path) -> None:
 
     directory.mkdir()
     for name, count in (("train", NUM_ROWS), ("val", NUM_HELD_OUT_ROWS)):
-        lines = [json.dumps(make_row()) + "\n" for _ in range(count)]
-        (directory / f"{name}.jsonl").write_text("".join(lines))
+        turns = [make_row() for _ in range(count)]
+        rows = {"turns": turns, "pairs": [], "rated": [], "texts": []}
+        for number, row in enumerate(turns):
+            answer = row["messages"][-1]["content"]
+            rows["pairs"].append(row | {"rejected_response": answer[: len(answer) // 2] + " maybe"})
+            rows["rated"].append(row | {"label": number % 3 > 0})
+            rows["texts"].append({"text": " ".join(message["content"] for message in row["messages"])})
+        for kind, of_kind in rows.items():
+            (directory / f"{kind}_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_kind))
 
 
 def make_model(name: str) -> Path:
@@ -336,7 +357,9 @@ def roughen(file: Path) -> None:
 def run_case(case: Case, directory: Path) -> dict[str, Any]:
     """Train and export in `directory`; returns what is compared."""
     run, exported, log = directory / "run", directory / "exported", directory / "log.txt"
-    training = f"megatron sft --model {make_model(case.model)} --output_dir {run} {TRAINING} {case.options}"
+    files = f"--dataset data/{case.rows}_train.jsonl --val_dataset data/{case.rows}_val.jsonl"
+    model = make_model(case.model)
+    training = f"megatron {case.command} --model {model} --output_dir {run} {files} {TRAINING} {case.options}"
     if case.grafted_from:
         training += f" --mtp_init graft --mtp_graft_from {make_model(case.grafted_from)}"
     if case.resumed_at is None:
