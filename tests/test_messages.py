@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.messages import all_of, has_line, mention_each, mentions, naming
+from tests.messages import answers_equal, has_line, mention_each, mentions, naming
 
 MESSAGE = "swiftlite: --lr_decay_style of run/train.jsonl:2: 0.5 is above\n    use 12, 'a' or -3."
 
@@ -36,7 +36,8 @@ def test_a_text_for_each():
     assert mention_each(["1 of 2"], ["2 1"])
 
 
-def test_so_many_of_so_many():
-    assert all_of("answers: 24 of 24; 1.5 s", 24)
-    assert not all_of("answers: 23 of 24; 1 differs", 24)
-    assert not all_of("24 answers\n24 prompts", 24)
+def test_only_the_verdict_of_the_comparison_counts():
+    written = "swiftlite: 4 of 4 answers are in answers.jsonl\n"
+    assert answers_equal(f"swiftlite: answers equal: 4 of 4\n{written}", 4)
+    assert not answers_equal(f"swiftlite: answers equal: 3 of 4; 1 differ\n{written}", 4)
+    assert not answers_equal(written, 4)

@@ -34,7 +34,7 @@ from tests.e2e.vllm_here import drafted_by_load, load_draft, prefix_hits
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
-from tests.messages import all_of, naming
+from tests.messages import answers_equal, naming
 from tests.tiny import HYBRID, make_tiny_hf, mtp_names
 
 pytestmark = [
@@ -296,7 +296,7 @@ def test_infer_compares_with_and_without_speculation(vllm_host, tmp_path):
     files = "--model model --val_dataset prompts.jsonl --acceptance_json acceptance.json".split()
     done = Commands(tmp_path, vllm_host).ok("infer", "--infer_backend", "vllm", *options, *files)
     assert [json.loads(line)["messages"][0]["content"] for line in done.stdout.splitlines()] == list(questions)
-    assert all_of(done.stderr, 3)
+    assert answers_equal(done.stderr, 3)
     counted = json.loads(acceptance.read_text())["engines"]["vllm"]
     assert counted["drafted"] > 60
     assert counted["acceptance_rate"] < 0.2

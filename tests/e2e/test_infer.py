@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import Commands
 from tests.forked import run_swiftlite
-from tests.messages import all_of, has_line, mentions
+from tests.messages import answers_equal, has_line, mentions
 
 NUM_PROMPTS = 24
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -90,5 +90,5 @@ def test_vllm_stopped_and_gone_on_with(vllm_host, infer: list[str], tmp_path):
     last = err.read_text().splitlines()[-2:]
     assert mentions(last[0], f"swiftlite: {done} {NUM_PROMPTS} answers.jsonl")
     again = commands.ok(*argv, "--compare").stderr
-    assert all_of(again, NUM_PROMPTS - done)
+    assert answers_equal(again, NUM_PROMPTS - done)
     assert answers.read_bytes() == unbroken.read_bytes()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.bridge.hf_config import read_config
 from tests.e2e.conftest import Commands
-from tests.messages import all_of
+from tests.messages import answers_equal
 from tests.tiny import HYBRID, LATENT, VLLM_LATENT_SIZES, VLLM_LINEAR_SIZES, make_tiny_hf, mtp_names
 
 pytestmark = pytest.mark.engine
@@ -92,7 +92,7 @@ def test_vllm_accepts_what_the_run_said_it_would(served):
     options = ["--compare"] if compares else []
     answers, log = infer(commands, "vllm", "hf", "run/acceptance.json", *options)
     assert answers == ANSWERS
-    assert all_of(log, 4) is compares
+    assert answers_equal(log, 4) is compares
     acceptance = json.loads((directory / "run" / "acceptance.json").read_text())
     ours, engine = acceptance["after"]["generated"], acceptance["engines"]["vllm"]
     assert engine["acceptance_per_position"][0] >= 0.9

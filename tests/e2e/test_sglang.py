@@ -26,7 +26,7 @@ from swiftlite.engines.client import Answer
 from swiftlite.engines.engine import Sampling
 from swiftlite.engines.server_command import ServerCommand
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab, write_trained
-from tests.messages import all_of, mentions
+from tests.messages import answers_equal, mentions
 from tests.stand_ins import sglang_environment
 from tests.tiny import LATENT, VLLM_LATENT_SIZES, make_tiny_hf, make_tiny_tokenizer
 
@@ -203,7 +203,7 @@ def test_infer_and_evaluate(talking, tmp_path):
     assert [each["code"] for each in done] == [0, 0, 143, 0], done
     assert re.search(rf"swiftlite: .*\b[1-5]\b.*\b6\b.*{stopped}.*\n.*\n$", done[2]["stderr"])
     assert stopped.read_bytes() == own.read_bytes()
-    assert all_of(done[0]["stderr"], 6)
+    assert answers_equal(done[0]["stderr"], 6)
     assert json.loads(acceptance.read_text())["engines"]["sglang"]["drafted"] > 60
     counted = json.loads((tmp_path / "out" / "evaluation.json").read_text())["model"]["sglang"]["all"]
     assert 0 < counted["accepted"] < counted["drafted"]  # few: it was not trained on chats

@@ -41,7 +41,7 @@ from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load
 from swiftlite.errors import UserError
 from swiftlite.families import Family
 from tests.engines.reference import Reference, write_trained
-from tests.messages import all_of, has_line, mentions
+from tests.messages import answers_equal, has_line, mentions
 from tests.tiny import make_tiny_tokenizer
 
 HERE = "tests.growth.test_engine"
@@ -265,7 +265,7 @@ def test_infer(added, model, rows, tmp_path, capsys):
     assert swiftlite("infer", "--infer_backend", "plain", *where, *options) == 0
     shown = capsys.readouterr()
     assert [json.loads(line)["completion_tokens"] > 0 for line in shown.out.splitlines()] == [True, True]
-    assert all_of(shown.err, 2)
+    assert answers_equal(shown.err, 2)
     assert has_line(shown.err, "--max_batch_size 4 Plain")
 
 

@@ -14,7 +14,7 @@ from swiftlite.data.rows.sources import find_rows, read_rows
 from swiftlite.engines.engine import Completion
 from swiftlite.errors import UserError
 from swiftlite.serve.infer import Answers, run, summary
-from tests.messages import all_of, has_line, mention_each, mentions, naming
+from tests.messages import answers_equal, has_line, mention_each, mentions, naming
 from tests.tiny import make_tiny_hf
 
 ROWS = [
@@ -85,7 +85,7 @@ def test_comparison_acceptance_and_summary(model, dataset, tmp_path, said, capsy
     assert 0 <= engine["drafts"] + engine["accepted"] + 3 - num_tokens <= 3
     assert engine["mean_accepted_length"] == 1 + engine["accepted"] / engine["drafts"]
     assert has_line(said(), f"{engine['drafted']} {engine['accepted']}")
-    assert all_of(said(), 3)
+    assert answers_equal(said(), 3)
     assert re.search(r"\d\.\d\dx", said())
     assert capsys.readouterr().out == ""
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
