@@ -16,36 +16,7 @@ import torch
 from make_docstring_dataset import stdlib_entries
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    HYV3Config,
-    HYV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -63,23 +34,14 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-# MiMo's block is Qwen2's. transformers has no MiMo classes, so a MiMo checkpoint brings its own (MIMO_CODE).
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "mimo": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
-    "hy_v3": (HYV3Config, HYV3ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
-    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-}
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "seed_oss", "mimo"),
+    *("qwen3_moe", "glm4_moe", "hy_v3"),  # with experts
+    *("deepseek_v3", "glm4_moe_lite"),  # with latent attention
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),  # with linear attention
+)
+# transformers has no MiMo classes. MiMo's block is Qwen2's, and a checkpoint brings its own classes (MIMO_CODE).
+MODEL_TYPES = {"mimo": "qwen2"}
 EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 SHARED_AND_ROUTED = EXPERTS | {
     "n_routed_experts": 8,
@@ -171,7 +133,6 @@ def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> PreTrainedConfig:
-    config_class, model_class = FAMILIES[family]
     num_heads = args.hidden_size // 64
     values = {
         "vocab_size": len(tokenizer),
@@ -192,9 +153,7 @@ def tiny_config(family: str, tokenizer: PreTrainedTokenizerFast, args: argparse.
         values |= {"moe_intermediate_size": args.hidden_size, **OWN_SIZES[family]}
     if family == "hy_v3":  # vLLM's name of the same
         values["expert_hidden_dim"] = args.hidden_size
-    config = config_class(**values)
-    config.architectures = [model_class.__name__]
-    return config
+    return AutoConfig.for_model(MODEL_TYPES.get(family, family), **values)
 
 
 def mtp_tensors(family: str, trunk: dict[str, torch.Tensor], num_layers: int, depth: int) -> dict[str, torch.Tensor]:
@@ -227,7 +186,7 @@ def make_tiny_model(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     tokenizer = train_tokenizer(args.vocab_size)
     config = tiny_config(args.family, tokenizer, args)
-    model = FAMILIES[args.family][1](config).to(getattr(torch, args.torch_dtype))
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, args.torch_dtype))
     model.generation_config.do_sample = False
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
