@@ -12,53 +12,37 @@ the machine's: bits depend on the kind of processor and on the releases of torch
 differ.
 
 The guard knows the command line, scripts/make_tiny_model.py and the files that runs write, and nothing of what is
-inside. Importing torch and megatron-core takes longer than the training, so commands run in forks of one process that
-has them; cases with `is_launched` start as a user would.
+inside. Importing torch and megatron-core takes longer than the training, so commands run in processes forked from one
+that has them, as in tests (tests/forked.py); cases with `is_launched` start as a user would.
 """
 
 import argparse
 import hashlib
-import importlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import random
-import runpy
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy")
-# Not swiftlite's: every command is to import that itself.
-PRELOADED = (
-    "torch",
-    "transformers.modeling_utils",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.dist_checkpointing",
-    "matplotlib.figure",
-    "safetensors.torch",
-)
 VARIABLES = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",  # another number of threads adds in another order
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore",  # megatron-core's, that Apex is absent
 }
 # What may be set in a shell and would start other processes than the case says.
 CLEARED = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -215,82 +199,37 @@ def run_swiftlite(command: str, num_processes: int, is_launched: bool, log: Path
     Raises:
         CommandFailed: it ended with an exit code that is not 0.
     """
+    words = shlex.split(command)
     if is_launched:
-        run_launched(command, num_processes, log)
+        launch = {"NPROC_PER_NODE": str(num_processes)} if num_processes > 1 else {}
+        run_python(["-m", "swiftlite", *words], log, launch)
     else:
-        run_forked(["-m", "swiftlite", *shlex.split(command)], num_processes, log)
+        run_forked(words, num_processes, log)
 
 
-def run_launched(command: str, num_processes: int, log: Path) -> None:
-    launch = {"NPROC_PER_NODE": str(num_processes)} if num_processes > 1 else {}
+def run_python(words: Sequence[str], log: Path, variables: dict[str, str] | None = None) -> None:
     with log.open("ab") as output:
-        result = subprocess.run(
-            [sys.executable, "-m", "swiftlite", *shlex.split(command)],
-            env=os.environ | launch,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+        done = subprocess.run(
+            [sys.executable, *words], env=os.environ | (variables or {}), stdout=output, stderr=subprocess.STDOUT
         )
-    if result.returncode:
+    if done.returncode:
         raise CommandFailed(tail(log))
 
 
-def run_forked(argv: Sequence[str], num_processes: int, log: Path) -> None:
-    """Run `python ARGV` (a script, or -m and a module) in forks of this process, with what torchrun would tell them."""
-    context = multiprocessing.get_context("fork")
-    port = free_port()
-    processes = []
-    for rank in range(num_processes):
-        variables = {}
-        if num_processes > 1:
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_processes),
-                "LOCAL_WORLD_SIZE": str(num_processes),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        processes.append(context.Process(target=be_command, args=(argv, variables, log)))
-    sys.stdout.flush()
-    for process in processes:
-        process.start()
-    if not all_succeed(processes):
+def run_forked(words: Sequence[str], num_processes: int, log: Path) -> None:
+    """Run `swiftlite WORDS` in forked processes, with the variables that torchrun would set for them."""
+    from tests.forked import start_swiftlite
+    from tests.parallel.launch import open_store, rank_environments
+
+    store = open_store()  # held while the processes run
+    ranks = rank_environments(num_processes, store.port) if num_processes > 1 else [{}]
+    running = start_swiftlite(words, Path.cwd(), [os.environ | rank for rank in ranks], log.absolute(), log.absolute())
+    try:
+        code = running.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        code = running.kill()
+    if code:
         raise CommandFailed(tail(log))
-
-
-def be_command(argv: Sequence[str], variables: dict[str, str], log: Path) -> None:
-    """What a fork does: it becomes the command."""
-    with log.open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    os.environ.update(variables)
-    if argv[0] == "-m":
-        sys.argv = list(argv[1:])
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(argv)
-        runpy.run_path(argv[0], run_name="__main__")
-
-
-def all_succeed(processes: Sequence[BaseProcess]) -> bool:
-    """Wait for them; when one fails or time is up, the others are ended."""
-    deadline = time.monotonic() + TIMEOUT
-    waiting = list(processes)
-    while waiting:
-        connection.wait([process.sentinel for process in waiting], timeout=max(0, deadline - time.monotonic()))
-        waiting = [process for process in waiting if process.is_alive()]
-        if any(process.exitcode for process in processes) or time.monotonic() > deadline:
-            for process in waiting:
-                process.kill()
-                process.join()
-            return False
-    return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def tail(log: Path) -> str:
@@ -332,7 +271,7 @@ def make_model(name: str) -> Path:
     if not directory.exists():
         Path("models").mkdir(exist_ok=True)
         command = f"{ROOT / 'scripts' / 'make_tiny_model.py'} --output_dir {directory} {SIZES} {MODELS[name]}"
-        run_forked(shlex.split(command), 1, Path("models") / f"{name}.log")
+        run_python(shlex.split(command), Path("models") / f"{name}.log")
         roughen(directory / "model.safetensors")
     return directory
 
@@ -427,10 +366,6 @@ def record(file: Path, only: str, keep: Path | None) -> bool:
     sys.path.insert(0, str(ROOT))
     file = file.resolve()
     start = time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core's, that Apex is absent
-        for module in PRELOADED:
-            importlib.import_module(module)
     names = [name for name in CASES if fnmatchcase(name, only)]
     results: dict[str, Any] = {}
     recording = {"environment": describe_environment(), "commit": describe_commit(), "inputs": {}, "cases": results}

@@ -81,11 +81,16 @@ class Running:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(self.args, timeout, *self._read())
             wait([process.sentinel for process in self._processes if process.exitcode is None], 1)
+        self.kill(after=5)
+        return code
+
+    def kill(self, after: float = 0) -> int | None:
+        """Kill those that have not ended after so many seconds, and return the exit code as `poll` does."""
         for process in self._processes:
-            process.join(5)
+            process.join(after)
             process.kill()
             process.join()
-        return code
+        return self.poll()
 
     def communicate(self, timeout: float = 600) -> tuple[str, str]:
         """What was written to stdout and stderr, once all have ended."""
