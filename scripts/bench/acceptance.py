@@ -12,14 +12,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from contest import race, timed
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 MAX_PROMPT_WORDS = 80
@@ -129,9 +129,7 @@ def compete(args: argparse.Namespace) -> dict[str, Any]:
         before = memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak of loading the model is forgotten
         texts = warm_up()
-        start = time.perf_counter()
-        run()
-        seconds = time.perf_counter() - start
+        seconds, _ = timed(run)
         return {"texts": texts, "seconds": seconds, "bytes": memory("VmHWM") - before}
 
 
@@ -139,19 +137,6 @@ def memory(name: str) -> int:
     """Bytes of this process as Linux counts them, now (VmRSS) or at most (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def race(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """What every contestant came to in each round. Rounds run them one after another in fresh processes, so that a slow
-    spell of the machine hits both."""
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
-    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
-    for _ in range(args.rounds):
-        for name, found in results.items():
-            command = [sys.executable, __file__, *sys.argv[1:], "--contestant", name, "--prompts", args.prompts]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-            found.append(json.loads(done.stdout.splitlines()[-1]))
-    return results
 
 
 def main() -> None:
@@ -172,7 +157,7 @@ def main() -> None:
         args.prompts = Path(directory) / "prompts.json"
         prompts = make_prompts(args)
         args.prompts.write_text(json.dumps(prompts))
-        results = race(args)
+        results = race(CONTESTANTS, args.rounds, args.threads, "--prompts", args.prompts)
     lengths = sorted(map(len, prompts))
     print(f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, {args.max_new_tokens} new ones each")
     theirs, ours = results["generate"], results["acceptance"]

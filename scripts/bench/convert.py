@@ -12,12 +12,11 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from contest import race, timed
 
 TARGET = 2.0  # each way, against the plain load + save
 THREADS = 2
@@ -59,12 +58,6 @@ def make_checkpoint(directory: Path, gigabytes: float) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def seconds(step: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
 def run_plain(source: Path, out_dir: Path) -> dict[str, float]:
     """The safetensors package: load into memory (it maps the file; the copy is what makes it a load), then save."""
     from safetensors.torch import load_file, save_file
@@ -79,7 +72,7 @@ def run_plain(source: Path, out_dir: Path) -> dict[str, float]:
         with (out_dir / "model.safetensors").open("rb") as file:
             os.fsync(file.fileno())
 
-    return {"plain": seconds(load) + seconds(save)}
+    return {"plain": timed(load)[0] + timed(save)[0]}
 
 
 def run_bridge(source: Path, out_dir: Path) -> dict[str, float]:
@@ -104,8 +97,8 @@ def run_bridge(source: Path, out_dir: Path) -> dict[str, float]:
                 parameter.zero_()  # the pages exist before the clock starts
         dtypes = {key: tensor["dtype"] for key, tensor in describe(source).items()}
         found = {
-            "HF -> Megatron": seconds(lambda: load_hf(model, source, family, hf_config)),
-            "Megatron -> HF": seconds(lambda: save_hf(model, out_dir, family, hf_config, dtypes=dtypes)),
+            "HF -> Megatron": timed(lambda: load_hf(model, source, family, hf_config))[0],
+            "Megatron -> HF": timed(lambda: save_hf(model, out_dir, family, hf_config, dtypes=dtypes))[0],
         }
         check_equal(source, out_dir)
     return found
@@ -121,15 +114,7 @@ def check_equal(source: Path, out_dir: Path) -> None:
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def run_apart(what: str, source: Path) -> dict[str, float]:
-    """`run_plain` or `run_bridge` in a fresh process."""
-    with tempfile.TemporaryDirectory(dir=source.parent) as out_dir:
-        command = [sys.executable, __file__, "--step", what, "--dir", str(source), "--out", out_dir]
-        environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "PYTHONWARNINGS": "ignore"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+CONTESTANTS = {"plain": run_plain, "bridge": run_bridge}
 
 
 def main() -> int:
@@ -137,21 +122,22 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where to work; needs three times the size")
-    parser.add_argument("--step", choices=["plain", "bridge"], help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.step:
-        figures = {"plain": run_plain, "bridge": run_bridge}[options.step](options.dir, options.out)
-        print(json.dumps(figures))
+    if options.contestant:
+        with tempfile.TemporaryDirectory(dir=options.source.parent) as out_dir:
+            print(json.dumps(CONTESTANTS[options.contestant](options.source, Path(out_dir))))
         return 0
 
     with tempfile.TemporaryDirectory(dir=options.dir) as work_dir:
         source = Path(work_dir) / "source"
         make_checkpoint(source, options.gigabytes)
         size = (source / "model.safetensors").stat().st_size / 1e9
-        rounds = [run_apart("plain", source) | run_apart("bridge", source) for _ in range(options.rounds + 1)]
-    rounds = rounds[1:]  # the first fills the page cache
-    medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        results = race(CONTESTANTS, options.rounds + 1, THREADS, "--source", source)
+    medians: dict[str, float] = {}
+    for _, *rounds in results.values():  # the first fills the page cache
+        medians |= {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     plain = medians.pop("plain")
     print(f"checkpoint {size:.2f} GB, {options.rounds} rounds, {THREADS} threads")
     print(f"{'plain load + save':<18} {plain:7.3f} s")

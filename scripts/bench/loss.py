@@ -8,12 +8,12 @@ Both in one process, one after the other, forward and backward, with a matrix th
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, get_args
 
 import torch
+from contest import timed
 
 from swiftlite.args.fields import MtpLoss
 
@@ -81,9 +81,7 @@ def measure(compute: Compute) -> tuple[float, float, list[torch.Tensor]]:
     assert profile.profiler is not None
     events: Any = profile.profiler.kineto_results
     changes = [(event.start_ns(), event.nbytes()) for event in events.events() if event.name() == "[memory]"]
-    start = time.perf_counter()
-    result = compute()
-    seconds = time.perf_counter() - start
+    seconds, result = timed(compute)
     return max(accumulate(change for _, change in sorted(changes))) / 1e9, seconds, result
 
 

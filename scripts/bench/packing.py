@@ -13,11 +13,11 @@ Exit code 1 when a target is missed.
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import binpacking  # pyright: ignore[reportMissingImports]
+import contest
 import numpy as np
 
 from swiftlite.data.packing.packing import Entry, RowStream, pack
@@ -55,12 +55,8 @@ def pack_in_chunks(lengths: Sequence[int]) -> list[list[int]]:
 
 def timed(function: Callable[[], Any], rounds: int) -> tuple[float, Any]:
     """Median seconds, and the result."""
-    seconds, result = [], None
-    for _ in range(rounds):
-        start = time.perf_counter()
-        result = function()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), result
+    seconds, results = zip(*(contest.timed(function) for _ in range(rounds)), strict=True)
+    return statistics.median(seconds), results[-1]
 
 
 def bench_packing(number: int, mean: int, rounds: int) -> bool:

@@ -10,7 +10,8 @@ import argparse
 import statistics
 import subprocess
 import sys
-import time
+
+from contest import timed
 
 TARGET = 0.3
 COMMANDS = {
@@ -26,9 +27,7 @@ BASELINES = {"python -c 'import torch'": ["-c", "import torch"], "python -c pass
 
 def seconds(arguments: list[str]) -> float:
     """Wall-clock time of one Python process."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, *arguments], capture_output=True, check=False)
-    return time.perf_counter() - start
+    return timed(lambda: subprocess.run([sys.executable, *arguments], capture_output=True, check=False))[0]
 
 
 def main() -> int:

@@ -22,10 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
+
+from contest import race
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 
@@ -208,20 +211,6 @@ PACKED = tuple(
 )
 
 
-def race(args: argparse.Namespace, names: Iterable[str]) -> dict[str, list[float]]:
-    """Tokens/s of every step that counts, per contestant. Each round runs all of them one after another in fresh
-    processes, so that a slow spell of the machine hits all."""
-    speed: dict[str, list[float]] = {name: [] for name in names}
-    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
-    for _ in range(args.rounds):
-        for name in speed:
-            command = [sys.executable, __file__, *sys.argv[1:], "--contestant", name]
-            command += ["--model", str(args.model), "--dataset", str(args.dataset)]
-            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
-            speed[name] += json.loads(out.splitlines()[-1])[args.warmup :]
-    return speed
-
-
 def choose(args: argparse.Namespace) -> tuple[tuple[str, str, str, str], ...]:
     """Who takes part."""
     if args.packing:
@@ -280,7 +269,9 @@ def main() -> None:
             subprocess.run(make_model, check=True, stdout=subprocess.DEVNULL)
         architecture = json.loads((args.model / "config.json").read_text())
         compared = choose(args)
-        speed = race(args, [name for name, *_ in compared])
+        names = [name for name, *_ in compared]
+        rounds = race(names, args.rounds, args.threads, "--model", args.model, "--dataset", args.dataset)
+    speed = {name: [*chain.from_iterable(steps[args.warmup :] for steps in found)] for name, found in rounds.items()}
     median = {name: statistics.median(values) for name, values in speed.items()}
     for name, label, rival, than in compared:
         ratio = f"   {median[name] / median[rival]:.2f}x {than}" if than else ""

@@ -1,0 +1,36 @@
+"""What measurements share: a step on the clock, and contestants that take turns in fresh processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def timed(step: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a step, and its result."""
+    start = time.perf_counter()
+    result = step()
+    return time.perf_counter() - start, result
+
+
+def race(names: Iterable[str], rounds: int, threads: int, *options: object) -> dict[str, list[Any]]:
+    """Run the script again with `--contestant NAME` for each name, one after the other, so that a slow spell of the
+    machine hits all.
+
+    Args:
+        options: for the script, beside those that it was started with.
+
+    Returns:
+        The last line that each contestant printed in each round, read as JSON.
+    """
+    results: dict[str, list[Any]] = {name: [] for name in names}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    for _ in range(rounds):
+        for name, found in results.items():
+            command = [sys.executable, *sys.argv, "--contestant", name, *map(str, options)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    return results
