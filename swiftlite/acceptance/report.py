@@ -131,7 +131,7 @@ def read_acceptance(path: Path) -> dict[str, Any]:
     return content
 
 
-_GIVE_IT = "give --acceptance_json the file in the --output_dir of an sft run"
+_GIVE_IT = "give --acceptance_json the file in the --output_dir of a training run"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

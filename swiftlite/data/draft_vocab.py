@@ -52,7 +52,7 @@ def covered(counts_V: np.ndarray, ids: Sequence[int] | np.ndarray) -> float:
 
 
 def choose_from(data: Data, size: int, vocab_size: int, num_ranks: int = 1) -> tuple[int, ...]:
-    """Return the `size` tokens that the answers of the training rows hold most often, and log how many they cover.
+    """Return the `size` most frequent labels of the training rows, and log the share that they cover.
 
     Args:
         num_ranks: tensor-parallel ranks, which share the vocabulary evenly.
@@ -61,11 +61,11 @@ def choose_from(data: Data, size: int, vocab_size: int, num_ranks: int = 1) -> t
         UserError: a tensor-parallel rank holds none of these tokens.
     """
     chosen = choose(count((sample.labels for sample in data.train), vocab_size), size)
-    words = f"draft vocabulary: {size} of {vocab_size} tokens are {chosen.coverage:.2%} of the answers"
+    words = f"draft vocabulary: {size} of {vocab_size} tokens cover {chosen.coverage:.2%} of the labels to train on"
     if data.val:
         held_out = count((sample.labels for sample in data.val), vocab_size)
         share = covered(held_out, chosen.ids)
-        words += f" to train on and {share:.2%} of those held out: no more drafts than that can be right"
+        words += f" and {share:.2%} of the held-out ones: at most that share of drafts can be right"
     logger.info("%s", words)
     rows_per_rank = vocab_size // num_ranks
     if len({token // rows_per_rank for token in chosen.ids}) < num_ranks:

@@ -26,6 +26,13 @@ def _describe(answers: str, args: DpoArgs) -> Lines:
     return lines
 
 
+def describe_files(args: DpoArgs) -> Lines:
+    """Return the directory of reference log probabilities, unless there are none or they go elsewhere."""
+    if args.loss_type in WITHOUT_REFERENCE or args.ref_logprobs_cache:
+        return []
+    return [("reference/", "log probabilities of the answers under the reference model; a resumed run reads them")]
+
+
 DPO = Method(
     name="dpo",
     words="megatron dpo",
@@ -34,6 +41,7 @@ DPO = Method(
     training="swiftlite.train.methods.dpo:DPO",
     rules="swiftlite.rules.training.dpo",
     describe=describe_pairs,
+    describe_files=describe_files,
     applies=lambda args: args.loss_type != "kto",
     lr=1e-6,  # TRL's
     sequences_per_sample=2,

@@ -20,6 +20,11 @@ def always(args: Any) -> bool:
     return True
 
 
+def no_lines(args: Any) -> Lines:
+    """Return nothing: the method has no lines of its own."""
+    return []
+
+
 @dataclass(frozen=True)
 class Method:
     """One training method.
@@ -32,6 +37,7 @@ class Method:
         training: name of its `Training` (`swiftlite/train/methods/training.py`).
         rules: name of a module with RULES and NOTES, which check the options (`swiftlite/rules`).
         describe: returns the lines of the plan that say what the run learns from, from its options.
+        describe_files: returns the lines of the plan about files that only this method writes into --output_dir.
         applies: whether a run with these options of the command uses this method.
         lr: peak learning rate where the trunk learns and --lr is not given.
         sequences_per_sample: sequences that one sample adds to a micro-batch.
@@ -47,6 +53,7 @@ class Method:
     training: str
     rules: str
     describe: Callable[[Any], Lines]
+    describe_files: Callable[[Any], Lines] = no_lines
     applies: Callable[[Any], bool] = always
     lr: float = 1e-5
     sequences_per_sample: int = 1

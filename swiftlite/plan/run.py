@@ -11,6 +11,7 @@ from typing import Literal
 from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import DistributedArgs, KernelArgs, MtpInit, MtpLoss, ParallelLayout
 from swiftlite.heads import Heads
+from swiftlite.hub import commits
 from swiftlite.lora import Lora
 from swiftlite.methods.index import method_of
 from swiftlite.plan.heads import heads_of, lora_of, lr_of, mtp_init_of, mtp_loss_of
@@ -335,6 +336,10 @@ def _written_lines(args: SftArgs, plan: Plan) -> list[tuple[str, str]]:
     ]
     if plan.heads.layers and args.acceptance_samples:
         lines.append(("acceptance.json", f"draft acceptance before and after, on {args.acceptance_samples} prompts"))
+        lines.append(("drafts.json", "some of the answers, with who wrote each token"))
+    if commits.known():
+        lines.append((commits.COMMITS_FILE, "the commits that names of the Hugging Face hub stood for"))
+    lines += method_of(args).describe_files(args)
     if "tensorboard" in args.report_to:
         lines.append(("tensorboard/", "the same metrics, if tensorboard is installed"))
     return [(f"{args.output_dir}/{name}", value) for name, value in lines]

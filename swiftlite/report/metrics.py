@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftlite.json_file import parse_json
+from swiftlite.log import logger
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -20,12 +21,15 @@ def metrics_of(line: bytes) -> dict[str, Any] | None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run that are whole; none if it has no such file."""
+    """Return the whole lines of a run's metrics.jsonl, and warn of the others; none if there is no such file."""
     path = run / METRICS_FILE
     if not path.is_file():
         return []
-    found = map(metrics_of, path.read_bytes().splitlines())
-    return [metrics for metrics in found if metrics is not None]
+    lines = path.read_bytes().splitlines()
+    found = [metrics for metrics in map(metrics_of, lines) if metrics is not None]
+    if len(found) < len(lines):
+        logger.warning("%s: %d of %d lines are damaged and left out", path, len(lines) - len(found), len(lines))
+    return found
 
 
 def curve(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:

@@ -1,4 +1,7 @@
-"""What a run of sft has left in its output_dir, read for a page. What is not there yet, or damaged, is empty."""
+"""Read the files in a training run's output_dir for a page.
+
+A file that is not there yet is empty; so is a damaged one, with a warning.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +10,7 @@ from typing import Any
 from swiftlite.acceptance.report import ACCEPTANCE_FILE, read_acceptance, read_answers
 from swiftlite.errors import UserError
 from swiftlite.json_file import read_json
+from swiftlite.log import logger
 from swiftlite.redact import redact
 from swiftlite.report.metrics import curve, read_metrics
 
@@ -47,13 +51,13 @@ class RunFiles:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """The files of the run in a directory."""
+    """Read the files of the run in a directory."""
     acceptance: dict[str, Any] = {}
     if (directory / ACCEPTANCE_FILE).exists():
         try:
             acceptance = read_acceptance(directory / ACCEPTANCE_FILE)
-        except UserError:
-            acceptance = {}
+        except UserError as error:
+            logger.warning("%s; the page leaves it out", error.problem)
     return RunFiles(
         name=directory.absolute().name,
         options=redact(_read_object(directory / "args.json")),
@@ -65,8 +69,13 @@ def read_run(directory: Path) -> RunFiles:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
     try:
         content = read_json(path)
     except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        content = None
+    if isinstance(content, dict):
+        return content
+    logger.warning("%s is damaged; the page leaves it out", path)
+    return {}

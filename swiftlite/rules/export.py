@@ -27,14 +27,15 @@ def export_source_fits(args: ExportArgs, facts: Facts) -> Iterator[Problem]:
         return
     path = Path(args.model)
     if not path.exists():
-        yield f"--model {path} does not exist", near_path(path) or "give the --output_dir of an sft run"
+        yield f"--model {path} does not exist", near_path(path) or "give the --output_dir of a training run"
     elif path.is_file():
         yield f"--model {path} is a file", f"give the directory that holds it: --model {path.parent}"
     elif not args.to_hf or (path.name.startswith("checkpoint-") and is_run(path.parent)):
         return
     elif not is_run(path):
         hint = "it is a Hugging Face model already; --to_mcore goes the other way" if facts.hf_config else ""
-        yield f"--model {path} is no run: it has no source/config.json", hint or "give an sft run's --output_dir"
+        hint = hint or "give the --output_dir of a training run"
+        yield f"--model {path} is not a training run: it has no source/config.json", hint
     elif not run_checkpoints(path):
         yield f"--model {path} is a run without any checkpoint-N", "let it reach its first checkpoint (--save_steps)"
 

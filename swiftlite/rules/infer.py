@@ -40,7 +40,7 @@ def acceptance_json_fits(args: InferArgs, facts: Facts) -> Iterator[Problem]:
     if args.acceptance_json is None:
         return
     if not Path(args.acceptance_json).is_file():
-        yield f"--acceptance_json {args.acceptance_json} does not exist", "give the acceptance.json of an sft run"
+        yield f"--acceptance_json {args.acceptance_json} does not exist", "give the acceptance.json of a training run"
     if not args.val_dataset:
         yield "--acceptance_json needs prompts to measure on", "add --val_dataset FILE"
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -87,6 +88,9 @@ def test_args_json_runs_again(commands, sft, tmp_path):
     arguments = tmp_path / "first" / "args.json"
     commands.ok("megatron", "sft", arguments, "--output_dir", tmp_path / "second")
     assert read_metrics(tmp_path / "first") == read_metrics(tmp_path / "second")
+    plan = commands.ok("megatron", "sft", arguments, "--output_dir", "planned", "--dry_run").stdout
+    for path in (tmp_path / "first").iterdir():
+        assert mentions(plan, "planned/" + re.sub(r"checkpoint-\d+", "checkpoint-N", path.name)), path
 
 
 def test_heads_only_proves_that_the_trunk_stayed(commands, sft, model, tmp_path):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from swiftlite.args.commands import SftArgs
+from swiftlite.args.commands import DpoArgs, SftArgs
 from swiftlite.heads import Heads
 from swiftlite.plan.run import make_plan, make_schedule, render
 from tests.messages import has_line
@@ -74,3 +74,13 @@ def test_render_without_heads_has_no_acceptance_file():
     text = render(args, make_plan(args, 1, Heads(2)), Heads(2), None)
     assert has_line(text, "MTP 0 2")
     assert "acceptance.json" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "is_written"),
+    [({}, True), ({"loss_type": "kto"}, True), ({"loss_type": "orpo"}, False), ({"ref_logprobs_cache": "c"}, False)],
+)
+def test_render_names_reference_log_probabilities(options, is_written):
+    args = DpoArgs(model="m", dataset=["a.jsonl"], output_dir="out", **options)
+    text = render(args, make_plan(args, 1, Heads()), Heads(), None)
+    assert ("out/reference/" in text) is is_written

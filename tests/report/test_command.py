@@ -4,7 +4,7 @@ import pytest
 
 from swiftlite.cli.main import main
 from swiftlite.report.comparison import comparison_page
-from tests.messages import mentions
+from tests.messages import has_line, mentions
 from tests.report.files import write_run
 from tests.report.test_page import Reader
 
@@ -79,3 +79,15 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys):
     (run / "run_report.html").mkdir()
     assert main(["report", str(run)]) == 1
     assert mentions(capsys.readouterr().err, "run_report.html directory")
+
+
+def test_damaged_files_are_named_and_left_out(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "run_report.json").write_text('{"steps": ')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": ')
+    assert main(["report", str(run)]) == 0
+    warned = capsys.readouterr().err
+    assert has_line(warned, f"{run / 'run_report.json'}")
+    assert has_line(warned, f"{run / 'metrics.jsonl'} 1")
+    assert (run / "run_report.html").is_file()

@@ -175,6 +175,8 @@ def _whole_slots(part: Any) -> Iterator[Slot]:
 
 def _placed(slots: Sequence[Slot], model_state: dict[str, Any]) -> Iterator[tuple[Slot, Sharded]]:
     """Each slot with its parameter's place in the whole model."""
+    if not slots:  # weights saved without an optimizer; megatron-core would warn of an empty mapping
+        return
     places = get_param_id_to_sharded_param_map(model_state, (slot.parameter for slot in slots))
     for number, slot in enumerate(slots):
         yield slot, places[number]
