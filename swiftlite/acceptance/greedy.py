@@ -8,6 +8,7 @@ On a pipeline the rows of a rank are as many micro-batches as there are stages, 
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 import torch
@@ -114,8 +115,10 @@ class GreedyRows:
         for batch in self._micro_batches:
             spans = [Span(index, 0, row.num_seen) for index, row in enumerate(batch.rows) if row.num_seen]
             rows = [batch.rows[span.row] for span in spans]
-            predicted = torch.tensor([position >= row.first - 1 for row in rows for position in range(row.num_seen)])
-            passes.append(self._pass(batch, spans, predicted.nonzero()[:, 0], num_drafts))
+            is_predicted: list[bool] = []
+            for row in rows:
+                is_predicted += [position >= row.first - 1 for position in range(row.num_seen)]
+            passes.append(self._pass(batch, spans, torch.tensor(is_predicted).nonzero()[:, 0], num_drafts))
             continued.append(rows)
         for rows, predictions_KN in zip(continued, self._run(passes, num_drafts), strict=True):
             lengths = [row.num_seen - row.first + 1 for row in rows]
@@ -145,7 +148,7 @@ class GreedyRows:
 
         return CachedPass(
             tokens_ahead(0),
-            flat([position for _, start, end in spans for position in range(start, end)]),
+            flat(list(chain.from_iterable(range(start, end) for _, start, end in spans))),
             None if num_drafts is None else [tokens_ahead(depth) for depth in range(1, num_drafts + 1)],
             batch.cache,
             predicted.to(device),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class ConcurrencyResult:
         Args:
             expected: answers without drafts; None where answers were drawn, each time others.
         """
-        answers = [answer for each in self.rounds for answer in each.answers]
+        answers = list(chain.from_iterable(each.answers for each in self.rounds))
         per_token = [answer.seconds_per_token for answer in answers]
         return {
             "concurrency": self.concurrency,

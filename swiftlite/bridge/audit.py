@@ -1,8 +1,8 @@
 """Does a Hugging Face directory hold exactly what its config.json promises? Read from the files; no model is built."""
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from swiftlite.bridge.binding import compare_shapes, expected_shapes, whole_numbers
 from swiftlite.bridge.encoding.quantization import block_size
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.rows import HfConfig, Row, RowTable
+from swiftlite.bridge.rows import HfConfig, Row, RowTable, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -39,7 +39,7 @@ def mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: HfConfig) -> l
 def missing_mtp_keys(hf_keys: Iterable[str], family: RowTable, hf_config: HfConfig, depth: int) -> list[str]:
     """Keys of heads 0 to depth - 1 that are not there."""
     present = set(hf_keys)
-    wanted = itertools.chain.from_iterable(_head_keys(family, hf_config, head) for head in range(depth))
+    wanted = chain.from_iterable(shapes_of(family.head_rows(hf_config, head)) for head in range(depth))
     return [key for key in wanted if key not in present]
 
 
@@ -92,22 +92,18 @@ def _mtp_on_disk(hf_keys: Iterable[str], family: RowTable, hf_config: HfConfig) 
         # A head has at least one key of its own, so no head has a number beyond the count of keys.
         if head is None or head >= len(found):
             continue
-        if not found.isdisjoint(_head_keys(family, hf_config, head)):
+        if not found.isdisjoint(shapes_of(family.head_rows(hf_config, head))):
             depth = max(depth, head + 1)
     promised = Heads.from_config(hf_config).layers
     missing = missing_mtp_keys(found, family, hf_config, max(promised, depth))
     return MtpOnDisk(promised, depth, tuple(missing))
 
 
-def _head_keys(family: RowTable, hf_config: HfConfig, head: int) -> list[str]:
-    return [key for row in family.head_rows(hf_config, head) for key in row.hf]
-
-
 def _copies_that_differ(checkpoint: Checkpoint, rows: Iterable[Row]) -> list[str]:
     problems = []
     for row in rows:
         copies = [copy for copy in row.hf_copies if copy in checkpoint.entries]
-        for key, copy in itertools.product(row.hf, copies):
+        for key, copy in product(row.hf, copies):
             if not checkpoint.is_equal(key, copy):
                 problems.append(f"{copy} differs from {key}")
     return problems

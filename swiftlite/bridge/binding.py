@@ -210,12 +210,12 @@ def compare_shapes(
 
 def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str]:
     """One line for every HF tensor of these rows that holds whole numbers: codes of a quantisation, never weights."""
-    keys = [key for row in rows for key in (*row.hf, *row.hf_copies) if key in entries]
-    return [
-        f"{key} is {entries[key].dtype}, a type of whole numbers, which weights are not"
-        for key in keys
-        if not entries[key].dtype.is_floating_point
-    ]
+    problems = []
+    for row in rows:
+        for key in (*row.hf, *row.hf_copies):
+            if key in entries and not entries[key].dtype.is_floating_point:
+                problems.append(f"{key} is {entries[key].dtype}, a type of whole numbers, which weights are not")
+    return problems
 
 
 def _misfit(row: Row, shard: Shard) -> str:

@@ -7,6 +7,7 @@ here (`placement.py`); which join a parameter has stands in its family's rows (`
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 ZEROS = -1
@@ -92,7 +93,7 @@ class InterleaveBlocks:
     def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
         if list(lengths) != [sum(blocks) for blocks in self.blocks]:
             raise ValueError(f"lengths {list(lengths)} are not those of the blocks {self.blocks}")
-        if any(length % self.units for blocks in self.blocks for length in blocks):
+        if any(length % self.units for length in chain(*self.blocks)):
             raise ValueError(f"blocks {self.blocks} do not divide into {self.units} parts")
         ranges = []
         for unit in range(self.units):

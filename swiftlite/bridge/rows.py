@@ -42,7 +42,18 @@ class Row:
 
     def hf_shapes(self) -> dict[str, Shape]:
         """Shapes of the row's HF names, copies included."""
-        return {**self.hf, **{key: shape for key in self.hf_copies for shape in self.hf.values()}}
+        if not self.hf_copies:
+            return dict(self.hf)
+        (shape,) = self.hf.values()  # a row with copies has one name
+        return {**self.hf, **dict.fromkeys(self.hf_copies, shape)}
+
+
+def shapes_of(rows: Iterable[Row]) -> dict[str, Shape]:
+    """Return the shape of every HF name of these rows, in their order; without copies."""
+    shapes: dict[str, Shape] = {}
+    for row in rows:
+        shapes |= row.hf
+    return shapes
 
 
 def renamed(name: str, beginnings: Mapping[str, str]) -> str:
@@ -55,16 +66,17 @@ def renamed(name: str, beginnings: Mapping[str, str]) -> str:
 
 def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
     """The same rows one level up: a decoder layer's table, written once, serves every layer and every MTP block."""
-    return [
-        replace(
+
+    def lifted(row: Row) -> Row:
+        return replace(
             row,
             mcore=mcore_prefix + row.mcore,
             hf={hf_prefix + name: shape for name, shape in row.hf.items()},
             hf_copies=tuple(hf_prefix + name for name in row.hf_copies),
             mcore_copies=tuple(mcore_prefix + name for name in row.mcore_copies),
         )
-        for row in rows
-    ]
+
+    return list(map(lifted, rows))
 
 
 class RowTable(Protocol):

@@ -25,7 +25,7 @@ from swiftlite.bridge.binding import Binding, Shard, bind, whole_numbers
 from swiftlite.bridge.encoding.expert_stack import fold, stack_name
 from swiftlite.bridge.encoding.quantization import block_size
 from swiftlite.bridge.hf_config import read_config
-from swiftlite.bridge.rows import HfConfig, HfPart, Row, RowTable, Shape
+from swiftlite.bridge.rows import HfConfig, HfPart, Row, RowTable, Shape, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
 from swiftlite.errors import UserError
 from swiftlite.heads import Heads
@@ -192,8 +192,9 @@ def _bind_heads(shards: Iterable[Shard], rows: Sequence[Row]) -> list[Binding]:
 def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpoint) -> None:
     """The heads on disk, `rows`, fill exactly the parameters that the trunk's config asks for."""
     shapes = {row.mcore: list(row.hf.values()) for row in wanted}
+    present = {row.mcore for row in rows}
     problems = [f"{row.mcore} has no place in this model" for row in rows if row.mcore not in shapes]
-    problems += [f"{name} is not in it" for name in shapes.keys() - {row.mcore for row in rows}]
+    problems += [f"{name} is not in it" for name in shapes.keys() - present]
     for row in rows:
         if row.mcore not in shapes:
             continue
@@ -253,7 +254,10 @@ def _sources(checkpoint: Checkpoint, family: RowTable, hf_config: HfConfig, dept
 
 def _head_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
     """Rows of heads 0 to depth - 1."""
-    return [row for head in range(depth) for row in family.head_rows(hf_config, head)]
+    rows: list[Row] = []
+    for head in range(depth):
+        rows += family.head_rows(hf_config, head)
+    return rows
 
 
 def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
@@ -418,7 +422,7 @@ def gather_hf(bindings: Sequence[Binding], rows: Sequence[Row]) -> dict[str, tor
         bindings: of the rows, what this rank holds.
         rows: the same on all ranks.
     """
-    shapes = {key: shape for row in rows for key, shape in row.hf.items()}
+    shapes = shapes_of(rows)
     tensors: dict[str, torch.Tensor] = {}
     for key, index, tensor in placement.bring_to_first_rank(_pieces(bindings, ())):
         if key not in tensors:
@@ -522,7 +526,7 @@ def _dtype_of(dtypes: Dtypes, rows: Iterable[Row], bindings: Sequence[Binding]) 
     if isinstance(dtypes, str | torch.dtype):
         one = _dtype(dtypes)
         return lambda key: one
-    exact = {key for row in rows if row.is_exact for key in row.hf}
+    exact = shapes_of(row for row in rows if row.is_exact)
     stated = dtypes or {}
     usual: str | torch.dtype = bindings[0].shard.tensor.dtype
     if stated:

@@ -1,6 +1,7 @@
 """`swiftlite doctor --plan --gpu_type`: layouts by their estimated speed, the arithmetic of the fastest, its flags."""
 
 import shlex
+from operator import itemgetter
 
 from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import DoctorArgs, SftArgs
@@ -109,7 +110,7 @@ def _mfu(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> float:
 def _splits(shown: list[Candidate]) -> list[tuple[str, ...]]:
     """What steps spend their time on, in percent; without columns that are zero for all."""
     parts = [vars(candidate.step.seconds) for candidate in shown]
-    names = [name for name in parts[0] if any(part[name] for part in parts)]
+    names = [name for name in parts[0] if any(map(itemgetter(name), parts))]
     header = tuple(name.replace("_", " ") for name in names)
     totals = [candidate.step.seconds.total for candidate in shown]
     rows = [tuple(f"{part[name] / total:.1%}" for name in names) for part, total in zip(parts, totals, strict=True)]

@@ -1,6 +1,7 @@
 """`swiftlite export --to_hf --merge_lora false`: the adapters of a run as a directory that PEFT reads."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def check_can_be_written(checkpoint: Path, lora: Lora | None, hf_model: HfModel,
     if lora is None:
         raise UserError(f"--merge_lora false: {checkpoint} has no adapters, its whole model was trained", _MERGE)
     trunk = _trunk_rows(hf_model)
-    modules = [module for row in adapted_rows(trunk, lora) for module in adapted_modules(row, lora)]
+    modules = list(chain.from_iterable(adapted_modules(row, lora) for row in adapted_rows(trunk, lora)))
     why = ""
     if not modules:
         why = "only the MTP heads have adapters"

@@ -14,6 +14,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.adapters.files import Base
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
+from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
 from swiftlite.durable import flush_to_disk, sync
@@ -209,10 +210,8 @@ def _open_checkpoint(
 
 def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str) -> dict[str, str]:
     """Another dtype for every tensor, except a smaller one for those that a model of 16 bits has in float32."""
-    kept: set[str] = set()
-    if dtype != "float32":
-        rows = hf_model.family.rows(hf_model.config, heads.layers)
-        kept = {key for row in rows if row.is_exact for key in row.hf}
+    rows = hf_model.family.rows(hf_model.config, heads.layers) if dtype != "float32" else []
+    kept = shapes_of(row for row in rows if row.is_exact)
     return {key: own if key in kept else dtype for key, own in dtypes.items()}
 
 

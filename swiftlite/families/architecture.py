@@ -95,7 +95,7 @@ class Architecture:
     @property
     def recompute_modules(self) -> set[str]:
         """What --recompute_modules may name of it."""
-        return {module for part in self.sublayers for module in part.recompute_modules}
+        return set().union(*(part.recompute_modules for part in self.sublayers))
 
     @property
     def has_experts(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture, Outside
@@ -94,8 +95,10 @@ class Family:
         for head in heads:
             for copy, original in self.mtp.copies(hf_config, head).items():
                 copies.setdefault(original, []).append(copy)
-        trunk = [_with_copies(row, copies) if copies else row for row in self.trunk_rows(hf_config)]
-        return trunk + [row for head in heads for row in self.head_rows(hf_config, head)]
+        rows = [_with_copies(row, copies) if copies else row for row in self.trunk_rows(hf_config)]
+        for head in heads:
+            rows += self.head_rows(hf_config, head)
+        return rows
 
     def head_of(self, hf_config: HfConfig, hf_key: str) -> int | None:
         """The MTP head that an HF key belongs to, from 0; None for the trunk's keys."""
@@ -120,5 +123,5 @@ class Family:
 
 def _with_copies(row: Row, copies: Mapping[str, list[str]]) -> Row:
     """The row with the copies that heads hold of its tensor; a tied model's output layer is the embedding."""
-    found = tuple(copy for key in (*row.hf, *row.hf_copies) for copy in copies.get(key, ()))
-    return replace(row, hf_copies=row.hf_copies + found)
+    found = chain.from_iterable(copies.get(key, ()) for key in (*row.hf, *row.hf_copies))
+    return replace(row, hf_copies=(*row.hf_copies, *found))

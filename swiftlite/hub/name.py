@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -80,7 +81,7 @@ def models_in(args: Any) -> list[str]:
 
 def dataset_names(args: Any) -> list[HubName]:
     """The datasets of the hub that a command's options name."""
-    given = [text for option in _DATASET_OPTIONS for text in vars(args).get(option, ())]
+    given = chain.from_iterable(vars(args).get(option, ()) for option in _DATASET_OPTIONS)
     names = [dataset_name(split_sample(text)[0]) for text in given]
     return [name for name in names if name is not None]
 

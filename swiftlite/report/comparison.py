@@ -1,6 +1,7 @@
 """Several runs on one page: what they came to, in what their options differ, their curves over one another."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from swiftlite.args.command_line import as_typed
@@ -56,7 +57,8 @@ def _named(runs: Sequence[tuple[Path, RunFiles]]) -> dict[str, RunFiles]:
 
 def _final_figures(runs: dict[str, RunFiles]) -> Table:
     """A row for each figure that one of the runs has."""
-    metrics = sorted({name for run in runs.values() for line in run.metrics for name in line} - {"step"})
+    lines = chain.from_iterable(run.metrics for run in runs.values())
+    metrics = sorted(set().union(*lines) - {"step"})
     rows = [["steps", *(number(run.last_step) for run in runs.values())]]
     for name, title, show in (
         ("acceptance_rate", "drafts accepted", share),

@@ -217,7 +217,7 @@ def _training_section(run: RunFiles) -> Section | None:
 
 def lines_of(run: RunFiles, pattern: str, name: str) -> list[Line]:
     """A line for each metric whose whole name fits, named by what the pattern has found."""
-    names = sorted({key for line in run.metrics for key in line})
+    names = sorted(set().union(*run.metrics))
     lines = []
     for metric in names:
         found = re.fullmatch(pattern, metric)

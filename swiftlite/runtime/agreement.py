@@ -8,6 +8,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
         everyone: by rank, (host, facts).
     """
     problems = []
-    for name in dict.fromkeys(name for _, facts in everyone for name in facts):
+    for name in dict.fromkeys(chain.from_iterable(facts for _, facts in everyone)):
         values = [facts.get(name, "absent") for _, facts in everyone]
         (usual, count), *others = Counter(values).most_common()
         if others:

@@ -4,6 +4,7 @@ With one norm over trunk and heads, new heads, whose gradients are large, shrink
 """
 
 import math
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -91,7 +92,7 @@ class ClippedApart(ChainedOptimizer):
 def _parameters(part: MegatronOptimizer, of_heads: bool) -> list[torch.Tensor]:
     """What torch's optimizer updates: parameters, their float32 copies, or this rank's flat shares of either."""
     groups = [group for group in part.param_groups if group.get(_OF_HEADS, False) == of_heads]
-    return [parameter for group in groups for parameter in group["params"]]
+    return list(chain.from_iterable(group["params"] for group in groups))
 
 
 def _counts(parameter: Any, part: MegatronOptimizer) -> bool:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -109,8 +110,8 @@ class Trainer:
         Raises:
             UserError: on every rank, one of them has a weight whose norm float32 cannot hold.
         """
-        parameters = [parameter.detach() for chunk in self.model for parameter in chunk.parameters()]
-        norms = torch.stack([torch.linalg.vector_norm(parameter, dtype=torch.float32) for parameter in parameters])
+        parameters = chain.from_iterable(chunk.parameters() for chunk in self.model)
+        norms = torch.stack([torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in parameters])
         if largest(int(not norms.isfinite().all()), self.mesh):
             raise UserError(
                 f"step {step}: the update left weights that are not finite, or nearly; this step was not saved",

@@ -8,6 +8,7 @@ order in which the layer has the rows of their HF tensors.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from swiftlite.bridge.join import COPY, Join, SourceRange
 from swiftlite.bridge.rows import Row
@@ -73,7 +74,7 @@ def adapted_modules(row: Row, lora: Lora) -> list[str]:
 
 def adapter_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
     """The rows of all adapters, by the rows of the whole model; HF names as PEFT's, without its prefix."""
-    return [row for layer in adapted_rows(rows, lora) for row in _rows_of_layer(layer, lora)]
+    return list(chain.from_iterable(_rows_of_layer(layer, lora) for layer in adapted_rows(rows, lora)))
 
 
 def _rows_of_layer(layer: Row, lora: Lora) -> list[Row]:

@@ -179,7 +179,7 @@ def _packed(items: Sequence[_Item], number: int, packing_length: int) -> list[_G
     rows = pack([item.size for item in items], packing_length)
     if len(rows) > number:
         return None
-    groups = [[items[index] for index in row] for row in rows]
+    groups = [list(map(items.__getitem__, row)) for row in rows]
     while len(groups) < min(number, len(items)):  # a micro-batch would be empty: halve the one with the most work
         groups.sort(key=lambda group: (len(group) > 1, _work_of(group)))
         most = groups.pop()

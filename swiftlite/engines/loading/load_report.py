@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -134,8 +135,8 @@ class Loading:
     def _unread(self) -> list[str]:
         """Keys that went nowhere; neither what follows from the config nor the copies that tied models have."""
         family = self.model.family
-        copies = {copy for row in family.rows(self.model.hf_config) for copy in row.hf_copies}
-        keys = self.recorder.keys - self.recorder.used - copies
+        copies = chain.from_iterable(row.hf_copies for row in family.rows(self.model.hf_config))
+        keys = (self.recorder.keys - self.recorder.used).difference(copies)
         left = sorted(key for key in keys if not family.is_derived(key) and not family.is_carried(key))
         return [f"no class of {self.info.label} reads {key}" for key in some(left)]
 

@@ -66,7 +66,7 @@ class WeightRecorder(TorchDispatchMode):
         is_without_numbers = is_copy and args[1].is_meta and not args[0].is_meta
         result = args[0] if is_without_numbers else func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        keys = {key for tensor in tensors for key in self._keys.get(_storage(tensor), ())}
+        keys = set().union(*(self._keys.get(_storage(tensor), ()) for tensor in tensors))
         if func in WRITES:
             target = args[0]
             keys = self._keys.get(_storage(args[1]), set()) if is_copy else set()

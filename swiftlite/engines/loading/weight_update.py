@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from swiftlite.bridge.binding import compare_shapes
-from swiftlite.bridge.rows import Row, Shape
+from swiftlite.bridge.rows import Shape, shapes_of
 from swiftlite.bridge.tensors import some
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.errors import UserError
@@ -78,10 +78,10 @@ class WeightUpdate:
     def __init__(self, name: str, channel: Channel, model: ServedModel, drafts: bool, layout: str = ""):
         self._name, self._channel, self._drafts, self._layout = name, channel, drafts, layout
         family, config = model.family, model.hf_config
-        self._target = _shapes(family.trunk_rows(config))
+        self._target = shapes_of(family.trunk_rows(config))
         self._draft: dict[str, Shape] = {}
         for head in range(model.heads.layers):
-            self._draft |= _shapes(family.head_rows(config, head))
+            self._draft |= shapes_of(family.head_rows(config, head))
         self._drafted_rows_are_kept = drafts and bool(model.heads.draft_vocab)
         self._is_torn = False
 
@@ -156,10 +156,6 @@ class WeightUpdate:
             self._channel.send(bucket)
         _check(wanted, sent)
         self._channel.finish()
-
-
-def _shapes(rows: Iterable[Row]) -> dict[str, Shape]:
-    return {key: shape for row in rows for key, shape in row.hf.items()}
 
 
 def _check(wanted: Mapping[str, Shape], sent: Mapping[str, Shape]) -> None:

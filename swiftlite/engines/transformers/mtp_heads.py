@@ -21,7 +21,7 @@ from transformers.masking_utils import create_causal_mask
 
 from swiftlite.bridge.encoding.expert_stack import stack
 from swiftlite.bridge.encoding.quantization import block_size
-from swiftlite.bridge.rows import Row, renamed
+from swiftlite.bridge.rows import Row, renamed, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.transformers.verification import draw
@@ -88,7 +88,7 @@ def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
             frame = model.family.mtp.frame_rows(model.hf_config, index)
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
             block = model.family.mtp.block(model.hf_config, index)
-            names = [name for row in model.family.block_rows(model.hf_config) for name in row.hf]
+            names = shapes_of(model.family.block_rows(model.hf_config))
             tensors = {
                 f"transformer_layer.{renamed(name, model.family.memory_names)}": checkpoint.read(block + name)
                 for name in names

@@ -55,8 +55,11 @@ class Cache:
     def begin(self, spans: Sequence[Span]) -> None:
         """Set the spans of the coming pass."""
         self.spans = tuple(spans)
-        rows = [row for row, start, end in spans for _ in range(start, end)]
-        positions = [position for _, start, end in spans for position in range(start, end)]
+        rows: list[int] = []
+        positions: list[int] = []
+        for row, start, end in spans:
+            rows += [row] * (end - start)
+            positions += range(start, end)
         self._row_T = torch.tensor(rows, dtype=torch.int64, device=self.device)
         self._position_T = torch.tensor(positions, dtype=torch.int64, device=self.device)
 

@@ -8,6 +8,7 @@ this rank, N value heads on this rank, D key channels, E value channels.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -255,7 +256,7 @@ def causal_conv1d(
         parts.append(torch.cat([sequence_before, sequence]))
     row_C = torch.cat(parts).T
     convolved_TC = F.conv1d(row_C[None], weight_C1K, groups=row_C.size(0))[0].T
-    sizes = [size for length in lengths for size in (length, reach)]
+    sizes = list(chain.from_iterable((length, reach) for length in lengths))
     kept = convolved_TC.split(sizes[:-1])[::2]
     return torch.cat(kept), torch.stack([part[len(part) - reach :] for part in parts])
 

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from math import sqrt
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -316,7 +317,8 @@ def add_adapters(chunks: Sequence[GPTModel], lora: Lora, rows: Sequence[Row], se
     for linear in _adapted(chunks):
         if isinstance(linear.adapter, DoraAdapter):
             linear.adapter.begin_magnitudes(linear.weight)
-    return sum(key.endswith(".lora_A.weight") for binding in bindings for key in binding.row.hf)
+    keys = chain.from_iterable(binding.row.hf for binding in bindings)
+    return sum(key.endswith(".lora_A.weight") for key in keys)
 
 
 def _add(linear: Any, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, Any]) -> tuple:
@@ -373,7 +375,7 @@ def merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 def _adapted(chunks: Sequence[nn.Module]) -> list[Any]:
     """The linear layers that have an adapter."""
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
     return [module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)]
 
 

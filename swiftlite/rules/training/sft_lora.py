@@ -1,11 +1,12 @@
 """Rules of `megatron sft` on adapters."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 from swiftlite.args.commands import DoctorArgs, SftArgs
 from swiftlite.args.config import Problem
 from swiftlite.bridge.adapters.rows import is_linear, leaf_of, module_of, modules_of
-from swiftlite.bridge.rows import Row
+from swiftlite.bridge.rows import Row, shapes_of
 from swiftlite.families.index import FAMILIES
 from swiftlite.lora import ALL_LINEAR, is_named
 from swiftlite.plan.facts import Facts
@@ -40,7 +41,7 @@ def target_modules_are_layers(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         return
     if not args.target_modules:
         yield "--target_modules names no layer", "leave it out, which is all-linear"
-    linear = [module_of(key) for row in rows if is_linear(row) for key in row.hf]
+    linear = list(map(module_of, shapes_of(filter(is_linear, rows))))
     known = ", ".join(sorted({leaf_of(module) for module in linear}))
     for name in args.target_modules:
         if name == ALL_LINEAR or any(is_named(module, (name,)) for module in linear):
@@ -57,7 +58,8 @@ def modules_to_save_are_whole(args: SftArgs, facts: Facts) -> Iterator[Problem]:
     if args.tuner_type != "lora" or not rows:
         return
     trunk = [row for row in rows if not row.mcore.startswith("mtp.")]
-    known = sorted({leaf_of(module) for row in trunk if not is_linear(row) for module in modules_of(row)})
+    modules = chain.from_iterable(modules_of(row) for row in trunk if not is_linear(row))
+    known = sorted(set(map(leaf_of, modules)))
     for name in args.lora_modules_to_save:
         found = [row for row in trunk if any(is_named(module, (name,)) for module in modules_of(row))]
         if not found:

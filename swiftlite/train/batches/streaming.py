@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -136,5 +137,5 @@ def number_samples(row_sizes: Sequence[int], micro_batch_size: int, rank: int, s
     numbers_of_row = [range(end - num_samples, end) for end, num_samples in zip(ends, row_sizes, strict=True)]
     result = []
     for rows in micro_batches(np.arange(len(row_sizes)), micro_batch_size, rank, size).tolist():
-        result.append([number for row in rows for number in numbers_of_row[row]])
+        result.append(list(chain.from_iterable(numbers_of_row[row] for row in rows)))
     return result

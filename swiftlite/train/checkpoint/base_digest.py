@@ -3,6 +3,7 @@
 import math
 import time
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,4 +45,4 @@ def _hash_some(checkpoint: Checkpoint, keys: list[str]) -> dict[str, str]:
             break
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return {key: digest for of_rank in everyone for key, digest in of_rank.items()}
+    return dict(chain.from_iterable(of_rank.items() for of_rank in everyone))

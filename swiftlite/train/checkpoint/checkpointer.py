@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -277,7 +278,7 @@ class Checkpointer:
             final = self.output_dir / f"checkpoint-{step}"
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
             write_common(temporary)
-            write_manifest(temporary, {name: digest for rank in written for name, digest in rank.items()})
+            write_manifest(temporary, dict(chain.from_iterable(rank.items() for rank in written)))
             flush_to_disk(temporary)
             if final.exists():
                 _delete(final)
@@ -370,7 +371,7 @@ def verify_files(checkpoint: Path) -> None:
     mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
     changed: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(changed, changed_files(checkpoint, digests, mine))
-    names = [name for of_rank in changed for name in of_rank]
+    names = list(chain.from_iterable(changed))
     if names:
         raise UserError(
             f"{checkpoint} is damaged: not as it was written (sha256): {', '.join(some(sorted(names), 5))}",

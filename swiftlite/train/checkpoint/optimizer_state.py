@@ -167,7 +167,7 @@ def _whole_slots(part: Any) -> Iterator[Slot]:
         parameters = [*itertools.chain(*part.float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
         mains = [*itertools.chain(*part.fp32_from_float16_groups), *itertools.chain(*part.fp32_from_fp32_groups)]
     else:
-        parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+        parameters = list(itertools.chain(*(group["params"] for group in part.optimizer.param_groups)))
         mains = parameters
     for parameter, main in zip(parameters, mains, strict=True):
         yield Slot(parameter, part.optimizer, main)
