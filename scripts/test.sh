@@ -7,7 +7,7 @@
 #   unit     in process, seconds each       gloo    several processes on this machine
 #   engine   with a real vLLM or SGLang     gpu     needs a GPU
 #   cuda_emulated  every kind of run as on a GPU, on an emulated one; needs g++; prints waits and launches
-#   slow     engines too, minutes each     te      with the Python of Transformer Engine; elsewhere skipped
+#   slow     minutes, and combinations      te      with the Python of Transformer Engine; elsewhere skipped
 #   flash    with the Python of flash-attn; elsewhere skipped
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -25,10 +25,10 @@ case $tier in
                 "on Debian and Ubuntu: apt-get install g++"
         markers=cuda_emulated && set -- tests/cuda_emulated "$@"
         ;;
-    engine) markers="engine and not slow" ;;
-    gloo | slow | gpu) markers=$tier ;;
-    te) markers=gloo && set -- tests/parallel/test_{kernels,low_precision,adapter_kernels}.py "$@" ;;
-    flash) markers="gloo or not gloo" && set -- tests/model/test_packed_kernels.py "$@" ;;
+    engine | gloo) markers="$tier and not slow" ;;
+    slow | gpu) markers=$tier ;;
+    te) markers="gloo and not slow" && set -- tests/parallel/test_{kernels,low_precision,adapter_kernels}.py "$@" ;;
+    flash) markers="not slow" && set -- tests/model/test_packed_kernels.py "$@" ;;
     *) die "no tier '$tier'" "one of: unit gloo engine cuda_emulated slow te flash gpu, or nothing for all that run without a GPU" ;;
 esac
 

@@ -35,6 +35,7 @@ from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, TEMPERATURE, joint_distribution
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
 from tests.messages import answers_equal, naming
+from tests.tiers import some_of
 from tests.tiny import HYBRID, make_tiny_hf, mtp_names
 
 pytestmark = [
@@ -61,9 +62,14 @@ def others(drafting: Drafting) -> dict[str, Drafting]:
 # Qwen3.5's classes of vLLM import torchvision, which a CPU has no build of here.
 HYBRID_IN_VLLM = ["qwen3_next"]
 FLOAT32 = [name for name in FAMILIES if name not in HYBRID]
+WITH_FIRST_HEAD = [name for name in FLOAT32 if convention("vllm", name).heads == "first"]
 
 
-@pytest.mark.parametrize("family", FLOAT32)
+# Each of vLLM's classes, and of those families that share ours a dense one and one with experts.
+@pytest.mark.parametrize(
+    "family",
+    some_of(FLOAT32, "deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v3", "mimo", "qwen2", "qwen3_moe"),
+)
 def test_counts_and_draft_logits_are_those_of_the_table(family, vllm, trained):
     """And of no other: with any word of its line changed, the reference says and counts something else."""
     line = convention("vllm", family)
@@ -95,7 +101,7 @@ def test_counts_and_draft_logits_are_those_of_the_table(family, vllm, trained):
     assert is_another(reference)
 
 
-@pytest.mark.parametrize("family", [name for name in FLOAT32 if convention("vllm", name).heads == "first"])
+@pytest.mark.parametrize("family", some_of(WITH_FIRST_HEAD, "deepseek_v3", "mimo"))
 def test_of_several_heads_the_first_drafts(family, vllm, trained):
     directory, prompts = trained(family, 2, "vllm")
     reference = follow(Reference.load(directory, family, depth=2), convention("vllm", family).drafting)

@@ -35,7 +35,7 @@ def write_rows(directory: Path) -> Path:
     ("engine", "transport"),
     # Tied, because engines reload an embedding and an output layer that are one in ways of their own.
     [
-        pytest.param("vllm", "file", marks=needs_vllm),
+        pytest.param("vllm", "file", marks=[needs_vllm, pytest.mark.slow]),
         pytest.param("vllm", "nccl", marks=needs_vllm),
         pytest.param("vllm", "ipc", marks=[needs_vllm, pytest.mark.slow]),
         pytest.param("sglang", "file", marks=needs_sglang),

@@ -18,6 +18,7 @@ from swiftlite.report.run_files import read_run
 from swiftlite.report.run_page import run_page
 from tests.e2e.conftest import read_metrics
 from tests.messages import has_line, mentions
+from tests.tiers import some_of
 from tests.tiny import make_tiny_hf
 
 pytestmark = pytest.mark.gloo
@@ -201,8 +202,10 @@ def wait_for_a_save(process, run: Path) -> None:
         time.sleep(0.0005)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("is_async", ["false", "true"])
+@pytest.mark.parametrize(
+    ("processes", "is_async"),
+    some_of([(1, "false"), (1, "true"), (2, "false"), (2, "true")], (1, "false"), (2, "true")),
+)
 def test_a_signal_to_the_whole_group_does_not_end_a_save(commands, sft, tmp_path, processes, is_async):
     """As torchrun, a terminal and batch systems send it."""
     run = tmp_path / "run"
