@@ -1,25 +1,39 @@
-"""Which parameters of a test run in CI, and which only in the tier `slow`."""
+"""Which parameters of a test run in CI, and which only in the tier `slow`.
 
-from collections.abc import Collection, Iterable
+For tests of one code path over families, layouts and kernels: CI runs every value, or every pair of values, and the
+whole product runs where time allows.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
+from allpairspy import AllPairs
 
 
 def some_of(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Return the values as parameters, of which those in `kept` run in CI and all others in the tier `slow`.
-
-    For tests of one code path over a product of families, layouts or kernels: CI runs each value of each factor, and
-    the whole product runs where time allows.
+    """Return the values as parameters; those not in `kept` carry the marker slow.
 
     Example: `some_of(FAMILIES, "qwen2", "mimo")`.
     """
     values = list(values)
     unknown = [value for value in kept if value not in values]
     assert not unknown, f"not among the values: {unknown}"
-    return [value if value in kept else _slow(value) for value in values]
+    return [_parameter(value, value in kept) for value in values]
 
 
-def _slow(value: Any) -> Any:
+def pairwise(*factors: Sequence[Any]) -> list[Any]:
+    """Return the product of the factors as parameters, of which a few rows hold every pair of values.
+
+    The other rows carry the marker slow. Example: of `pairwise("ab", "cd", "ef")`, which has 8 rows, 4 run in CI.
+    """
+    numbers = [list(range(len(factor))) for factor in factors]
+    kept = {tuple(row) for row in AllPairs(numbers)}
+    rows = zip(product(*numbers), product(*factors), strict=True)
+    return [_parameter(values, row in kept) for row, values in rows]
+
+
+def _parameter(value: Any, is_kept: bool) -> Any:
     values: Collection = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=() if is_kept else pytest.mark.slow)

@@ -21,6 +21,7 @@ from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from tests.messages import has_line, mentions, naming
+from tests.tiers import pairwise
 from tests.tiny import NEXT_LAYER_HEADS, VISION, WRAPPED, make_tiny_hf, mtp_names, promise
 
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -87,10 +88,9 @@ def change_tensors(hf_dir: Path, change) -> None:
     save_file(tensors, hf_dir / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied", "depth", "sharded"), pairwise([*families.FAMILIES], [False, True], [0, 1, 2], [False, True])
+)
 def test_round_trip_is_bit_exact(tmp_path, mesh, family, tied, depth, sharded):
     source = make_tiny_hf(tmp_path / "in", family, depth, tied, **SIZES)
     original = read_all(source)

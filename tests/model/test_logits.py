@@ -11,6 +11,7 @@ from transformers.modeling_layers import MtpModel
 
 from swiftlite.families import index
 from tests.model.logits import ids_and_positions, load_megatron, load_transformers
+from tests.tiers import pairwise
 from tests.tiny import CLASSES, HYBRID, LATENT, make_tiny_hf, memory_name, mtp_names
 
 ROPES = {
@@ -52,10 +53,9 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, family: str) -> None:
         assert torch.equal(ours, theirs), (ours - theirs).abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize(
+    ("family", "tied", "rope", "dtype"), pairwise([*CLASSES], [False, True], [*ROPES], [torch.float32, torch.bfloat16])
+)
 def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dtype):
     parameters: dict[str, Any] = dict(ROPES[rope] or {"rope_type": "default", "rope_theta": 10000.0})
     if family == "glm4_moe":
@@ -85,9 +85,7 @@ def test_trunk_logits_equal_transformers(tmp_path, mesh, family, tied, rope, dty
     assert_equal(ours, theirs, family)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize(("family", "depth", "dtype"), pairwise([*CLASSES], [1, 2], [torch.float32, torch.bfloat16]))
 def test_mtp_logits_equal_a_short_reference(tmp_path, mesh, family, depth, dtype):
     """Fed as the family's engine feeds them."""
     directory = make_tiny_hf(tmp_path, family, depth=depth, dtype=dtype)
