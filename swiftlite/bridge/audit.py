@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from swiftlite.bridge.binding import compare_shapes, expected_shapes, whole_numbers
-from swiftlite.bridge.encoding.quantization import block_size
+from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.rows import HfConfig, Row, RowTable, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, as_read, scan
@@ -49,7 +49,7 @@ def mtp_depth_on_disk(hf_dir: str | Path, family: RowTable, hf_config: HfConfig)
     Raises:
         UserError: the directory has no readable safetensors.
     """
-    with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
+    with Checkpoint(hf_dir, encoding_of(hf_config)) as checkpoint:
         return _mtp_on_disk(checkpoint.entries, family, hf_config)
 
 
@@ -65,21 +65,23 @@ def audit_hf(hf_dir: str | Path, family: RowTable) -> list[str]:
     try:
         hf_config = read_config(hf_dir)
         stored, problems = scan(hf_dir)
+        encoding = encoding_of(hf_config)
     except UserError as error:
         return [error.problem]
-    entries, _, unusable = as_read(stored, block_size(hf_config))
-    problems += unusable
+    found = as_read(stored, encoding)
+    entries = found.tensors
+    problems += found.problems
     mtp = _mtp_on_disk(entries, family, hf_config)
     if mtp.promised != mtp.depth:
         problems.append(f"config.json promises {mtp.promised} MTP layers, the files have tensors of {mtp.depth}")
 
     rows = family.rows(hf_config, max(mtp.promised, mtp.depth))
-    found = {key: entry.shape for key, entry in entries.items()}
+    shapes = {key: entry.shape for key, entry in entries.items()}
     not_of_rows = [key for key in entries if family.is_derived(key) or family.is_carried(key)]
-    problems += compare_shapes(expected_shapes(rows, found), found, not_of_rows)
+    problems += compare_shapes(expected_shapes(rows, shapes), shapes, not_of_rows)
     problems += whole_numbers(rows, entries)
     if not problems:
-        with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
+        with Checkpoint(hf_dir, encoding) as checkpoint:
             problems += _copies_that_differ(checkpoint, rows)
             problems += _not_finite(checkpoint)
     return problems

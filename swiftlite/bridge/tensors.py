@@ -11,20 +11,21 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import product
+from functools import partial
 from math import prod
-from operator import mul
 from pathlib import Path
 from typing import IO, Any, Self
 
 import torch
 
-from swiftlite.bridge.encoding import fp8
+from swiftlite.bridge.encoding.encoding import DeclaredEncoding, Encoding, Found, Plain, WritableEncoding, find_tensors
 from swiftlite.bridge.encoding.expert_stack import unfold
-from swiftlite.bridge.entry import Entry, TensorTypes
+from swiftlite.bridge.encoding.index import encoding_of
+from swiftlite.bridge.entry import Box, Entry, TensorTypes
+from swiftlite.bridge.hf_config import read_config
 from swiftlite.durable import sync, write_durably
 from swiftlite.errors import UserError
 from swiftlite.json_file import parse_json, read_json
@@ -100,42 +101,31 @@ def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
     return entries, problems
 
 
-def as_read(
-    stored: Mapping[str, Entry], block_size: fp8.BlockSize | None
-) -> tuple[dict[str, Entry], dict[str, Entry], list[str]]:
-    """What a reader finds in files: stacked experts apart, FP8 tensors without the tensors of their factors.
-
-    Returns:
-        The tensors, by key; the factors of the quantised ones, by the same keys; a line for each that cannot be used.
-    """
-    entries = unfold(stored)
-    if block_size is None:
-        return entries, {}, []
-    scales, problems = fp8.scales_of(entries, block_size)
-    folded_in = {key + fp8.SCALE_SUFFIX for key in scales}
-    return {key: entry for key, entry in entries.items() if key not in folded_in}, scales, problems
+def as_read(stored: Mapping[str, Entry], encoding: DeclaredEncoding | None) -> Found:
+    """Return what a reader finds in files: stacked experts apart, encoded tensors without their factors."""
+    return find_tensors(unfold(stored), encoding)
 
 
 class Checkpoint:
     """The tensors of a Hugging Face directory; nothing but headers is read until asked. A context manager.
 
     Args:
-        block_size: of FP8 tensors with factors (`fp8.block_size`), which are then read as the numbers they stand for.
+        encoding: what config.json declares (`encoding_of`): tensors in it are read as the numbers they stand for.
 
     Attributes:
         stored: dtype, shape and place of every tensor as the files have it, by key.
-        entries: the same as a reader finds it: stacked experts apart, the factors of FP8 tensors gone.
+        entries: the same as a reader finds it: stacked experts apart, the factors of encoded tensors gone.
 
     Raises:
         UserError: see `scan`; every problem of every file is listed.
     """
 
-    def __init__(self, hf_dir: str | Path, block_size: fp8.BlockSize | None = None):
+    def __init__(self, hf_dir: str | Path, encoding: DeclaredEncoding | None = None):
         self.hf_dir = Path(hf_dir)
         self.stored, problems = scan(hf_dir)
-        self.entries, self._scales, unusable = as_read(self.stored, block_size)
-        self._block_size = block_size
-        problems += unusable
+        found = as_read(self.stored, encoding)
+        self.entries, self._encoded, self._encoding = found.tensors, found.encoded, encoding
+        problems += found.problems
         if problems:
             raise UserError(
                 f"{hf_dir} cannot be read:\n  " + "\n  ".join(some(problems)), "copy or download the model again"
@@ -156,18 +146,18 @@ class Checkpoint:
             index: one slice per axis, step 1.
         """
         entry = self.entries[key]
-        buffer = _Buffer()
-        for place, part in _parts(entry, index):
+        buffers = _Buffers()
+        for place, box in _chunks(_box(index, entry.shape), entry.dtype.itemsize):
             there = target[place]
-            is_as_stored = there.dtype == entry.dtype and key not in self._scales
+            is_as_stored = there.dtype == entry.dtype and key not in self._encoded
             if is_as_stored and there.device.type == "cpu" and there.is_contiguous():
-                self._read_part(entry, part, there)
+                self._read_box(entry, box, there)
             else:
-                there.copy_(self._read_chunk(key, part, buffer))
+                there.copy_(self._decode(key, box, buffers))
 
-    def dtype_of(self, key: str, dequantised: torch.dtype) -> torch.dtype:
-        """The dtype of a tensor; `dequantised` where it has factors."""
-        return dequantised if key in self._scales else self.entries[key].dtype
+    def dtype_of(self, key: str, decoded: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor; `decoded` where it is not plain."""
+        return decoded if key in self._encoded else self.entries[key].dtype
 
     def read(self, key: str) -> torch.Tensor:
         """A whole tensor."""
@@ -179,9 +169,10 @@ class Checkpoint:
     def chunks(self, key: str, index: Index | None = None) -> Iterator[torch.Tensor]:
         """A slice of a tensor (None: all of it) a few megabytes at a time; each is overwritten by the next one."""
         entry = self.entries[key]
-        buffer = _Buffer()
-        for _, part in _parts(entry, (slice(None),) * len(entry.shape) if index is None else index):
-            yield self._read_chunk(key, part, buffer)
+        buffers = _Buffers()
+        whole = _box((slice(None),) * len(entry.shape) if index is None else index, entry.shape)
+        for _, box in _chunks(whole, entry.dtype.itemsize):
+            yield self._decode(key, box, buffers)
 
     def is_equal(self, key: str, other: str, index: Index | None = None) -> bool:
         """Whether two tensors of one shape are the same in a slice, bit by bit: a NaN equals itself."""
@@ -190,24 +181,26 @@ class Checkpoint:
         chunks = zip(self.chunks(key, index), self.chunks(other, index), strict=True)
         return all(torch.equal(one.view(torch.uint8), another.view(torch.uint8)) for one, another in chunks)
 
-    def _read_chunk(self, key: str, part: "_Part", buffer: "_Buffer") -> torch.Tensor:
-        entry = self.entries[key]
-        scale_entry = self._scales.get(key)
-        chunk = buffer.like(entry.dtype, part.shape)
-        self._read_part(entry, part, chunk)
-        if scale_entry is None or not chunk.numel():
-            return chunk
-        assert self._block_size
-        rows, columns = part.ranges
-        blocks = _Part(fp8.blocks_of((rows, columns), self._block_size))
-        scale = torch.empty(blocks.shape, dtype=scale_entry.dtype)
-        self._read_part(scale_entry, blocks, scale)
-        return fp8.dequantise(chunk, scale, (rows, columns), self._block_size)
+    def _decode(self, key: str, box: Box, buffers: "_Buffers") -> torch.Tensor:
+        encoding, entries = self._storage(key)
+        parts = []
+        for number, (entry, part_box) in enumerate(zip(entries, encoding.boxes(box), strict=True)):
+            part = buffers.like(number, entry.dtype, [len(one) for one in part_box])
+            self._read_box(entry, part_box, part)
+            parts.append(part)
+        return encoding.read(parts, box)
 
-    def _read_part(self, entry: Entry, part: "_Part", contiguous: torch.Tensor) -> None:
+    def _storage(self, key: str) -> tuple[Encoding, tuple[Entry, ...]]:
+        """How a tensor is stored, and its entries in the files."""
+        if self._encoding and key in self._encoded:
+            return self._encoding, self._encoded[key]
+        entry = self.entries[key]
+        return Plain(entry.dtype), (entry,)
+
+    def _read_box(self, entry: Entry, box: Box, contiguous: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self.hf_dir / entry.file)
         memory = _bytes_of(contiguous)
-        for offset, length in part.stretches(entry):
+        for offset, length in entry.stretches(box):
             if os.preadv(descriptor, [memory[:length]], offset) != length:
                 raise UserError(f"{self.hf_dir / entry.file}: became shorter while it was read")
             memory = memory[length:]
@@ -216,18 +209,15 @@ class Checkpoint:
 def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
     """What a directory holds, ready for JSON: `{key: {"dtype": "bfloat16", "shape": [..]}}`.
 
-    Keys are those of the files, stacked experts included. FP8 tensors with factors count as the bfloat16 that an export
-    writes in their place, their factors not at all.
+    Keys are those of the files, stacked experts included. Tensors in the encoding that config.json declares count as
+    the bfloat16 that an export writes in their place, their factors not at all.
     """
     with Checkpoint(hf_dir) as checkpoint:
-        stored = checkpoint.stored
-    quantised = {key for key in stored if fp8.is_quantised(key, stored)}
-    factors = {key + fp8.SCALE_SUFFIX for key in quantised}
+        found = find_tensors(checkpoint.stored, encoding_of(read_config(hf_dir)))
     described = {}
-    for key, entry in stored.items():
-        if key not in factors:
-            dtype = torch.bfloat16 if key in quantised else entry.dtype
-            described[key] = {"dtype": str(dtype).removeprefix("torch."), "shape": list(entry.shape)}
+    for key, entry in found.tensors.items():
+        dtype = torch.bfloat16 if key in found.encoded else entry.dtype
+        described[key] = {"dtype": str(dtype).removeprefix("torch."), "shape": list(entry.shape)}
     return described
 
 
@@ -242,19 +232,28 @@ class ShardedFiles:
         out_dir: existing directory.
         tensors: key -> (dtype, shape), in the order in which they should stand in the files.
         max_shard_bytes: size limit of one file's tensors; a larger tensor gets a file of its own.
+        encodings: of the tensors that are not written plain, by key; their dtype does not count.
     """
 
-    def __init__(self, out_dir: str | Path, tensors: TensorTypes, max_shard_bytes: int):
+    def __init__(
+        self,
+        out_dir: str | Path,
+        tensors: TensorTypes,
+        max_shard_bytes: int,
+        encodings: Mapping[str, WritableEncoding] | None = None,
+    ):
         self.out_dir = Path(out_dir)
         self.entries: dict[str, Entry] = {}
+        self._tensors, self._encodings = tensors, encodings or {}
         self._headers: dict[str, bytes] = {}
         self._files = _OpenFiles("r+b")
-        shards = split(tensors, max_shard_bytes)
+        stored = _stored_types(tensors, self._encodings)
+        shards = split(stored, max_shard_bytes)
         for number, keys in enumerate(shards, start=1):
             file = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             # Wide dtypes first keep every tensor aligned to its own size, as the safetensors package does it.
-            keys = sorted(keys, key=lambda key: -tensors[key][0].itemsize)
-            self._headers[file], entries = _make_header(file, {key: tensors[key] for key in keys})
+            keys = sorted(keys, key=lambda key: -stored[key][0].itemsize)
+            self._headers[file], entries = _make_header(file, {key: stored[key] for key in keys})
             self.entries.update(entries)
         self._places = self.entries | unfold(self.entries)
 
@@ -283,17 +282,33 @@ class ShardedFiles:
         """Write a slice of a tensor in place.
 
         Args:
-            key: of a file's tensor, or of one expert's in a stacked one.
-            index: one slice per axis, step 1.
-            source: the slice's numbers, on any device; cast to the dtype of the file.
+            key: of a tensor, or of one expert's in a stacked one.
+            index: one slice per axis, step 1; whole blocks of the tensor's encoding.
+            source: the slice's numbers, on any device; cast to the dtype of the file, or encoded.
         """
-        entry = self._places[key]
+        encoding, shape = self._storage(key)
+        entries = [self._places[name] for name in encoding.entries(key)]
+        align = partial(encoding.aligned, shape=shape)
+        whole = _box(index, shape)
+        if align(whole) != whole:
+            raise ValueError(f"{key}: {whole} is not made of whole blocks of its encoding")
+        for place, box in _chunks(whole, entries[0].dtype.itemsize, align):
+            parts = encoding.write(source[place])
+            for entry, part_box, part in zip(entries, encoding.boxes(box), parts, strict=True):
+                self._write_box(entry, part_box, part)
+
+    def _storage(self, key: str) -> tuple[WritableEncoding, tuple[int, ...]]:
+        """How a tensor is stored, and its shape."""
+        if key in self._encodings:
+            return self._encodings[key], self._tensors[key][1]
+        return Plain(self._places[key].dtype), self._places[key].shape
+
+    def _write_box(self, entry: Entry, box: Box, part: torch.Tensor) -> None:
         descriptor = self._files.descriptor(self._temporary(entry.file))
-        for place, part in _parts(entry, index):
-            memory = _bytes_of(source[place].to("cpu", entry.dtype).contiguous())
-            for offset, length in part.stretches(entry):
-                _write_fully(descriptor, memory[:length], offset)
-                memory = memory[length:]
+        memory = _bytes_of(part.cpu().contiguous())
+        for offset, length in entry.stretches(box):
+            _write_fully(descriptor, memory[:length], offset)
+            memory = memory[length:]
 
     def flush(self) -> None:
         """Make what this process wrote durable."""
@@ -429,59 +444,55 @@ def split(tensors: TensorTypes, max_bytes: int) -> list[list[str]]:
     return shards
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A box of a tensor: one range per axis."""
-
-    ranges: tuple[range, ...]
-
-    @property
-    def shape(self) -> list[int]:
-        return [len(one) for one in self.ranges]
-
-    def stretches(self, entry: Entry) -> Iterator[tuple[int, int]]:
-        """Where in the file the box lies: (offset, length) in bytes of each stretch without a gap, in order.
-
-        Example: rows 1 and 2, columns 3 to 5, of a bfloat16 tensor [4, 10] that begins at byte 100 of the file. A row
-        has 20 bytes and a number 2, so the stretches are (126, 6) and (146, 6).
-        """
-        if not self.ranges:  # a tensor without axes, which is one number
-            yield entry.offset, entry.nbytes
-            return
-        cut_axes = [axis for axis, wanted in enumerate(self.ranges) if len(wanted) < entry.shape[axis]]
-        last = cut_axes[-1] if cut_axes else 0  # behind this axis all numbers are wanted
-        strides = [prod(entry.shape[axis + 1 :]) * entry.dtype.itemsize for axis in range(last + 1)]
-        start = entry.offset + self.ranges[last].start * strides[last]
-        length = len(self.ranges[last]) * strides[last]
-        for position in product(*self.ranges[:last]):
-            yield start + sum(map(mul, position, strides)), length
+def _stored_types(tensors: TensorTypes, encodings: Mapping[str, WritableEncoding]) -> TensorTypes:
+    """Dtypes and shapes of what stores these tensors in a file."""
+    stored: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for key, (dtype, shape) in tensors.items():
+        if key not in encodings:
+            stored[key] = (dtype, shape)
+            continue
+        parts = encodings[key].write(torch.empty(shape, dtype=dtype, device="meta"))
+        for name, part in zip(encodings[key].entries(key), parts, strict=True):
+            stored[name] = (part.dtype, tuple(part.shape))
+    return stored
 
 
-def _parts(entry: Entry, index: Index) -> Iterator[tuple[Index, _Part]]:
-    """A slice cut along its first axis into boxes of about _CHUNK_BYTES, each with its place within the slice."""
-    ranges = tuple(range(*part.indices(length)) for part, length in zip(index, entry.shape, strict=True))
-    if not ranges:
-        yield (), _Part(())
+def _box(index: Index, shape: tuple[int, ...]) -> Box:
+    return tuple(range(*part.indices(length)) for part, length in zip(index, shape, strict=True))
+
+
+def _chunks(whole: Box, itemsize: int, align: Callable[[Box], Box] = lambda box: box) -> Iterator[tuple[Index, Box]]:
+    """A box cut along its first axis into boxes of about _CHUNK_BYTES, each with its place within the first one.
+
+    Args:
+        align: widens a box to whole blocks; the first one is made of such.
+    """
+    if not whole:
+        yield (), ()
         return
-    rows, *others = ranges
-    row_bytes = max(1, prod(map(len, others)) * entry.dtype.itemsize)
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for first in range(0, len(rows), step):
-        part = rows[first : first + step]
-        yield (slice(first, first + len(part)), *(slice(None) for _ in others)), _Part((part, *others))
+    if not all(whole):  # without a number
+        return
+    rows, *others = whole
+    step = max(1, _CHUNK_BYTES // (prod(map(len, others)) * itemsize))
+    first = rows.start
+    while first < rows.stop:
+        box = align((range(first, min(first + step, rows.stop)), *others))
+        end = box[0].stop
+        yield (slice(first - rows.start, end - rows.start), *(slice(None) for _ in others)), box
+        first = end
 
 
-class _Buffer:
-    """Memory that is allocated once and then serves chunk after chunk."""
+class _Buffers:
+    """Memory that is allocated once for each entry of a tensor and then serves chunk after chunk."""
 
     def __init__(self):
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
 
-    def like(self, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    def like(self, number: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         nbytes = prod(shape) * dtype.itemsize
-        if len(self._bytes) < nbytes:
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-        return self._bytes[:nbytes].view(dtype).view(shape)
+        if len(self._bytes[number]) < nbytes:
+            self._bytes[number] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bytes[number][:nbytes].view(dtype).view(shape)
 
 
 class _OpenFiles:

@@ -22,8 +22,9 @@ from swiftlite.bridge import mtp_init as fresh_heads
 from swiftlite.bridge import placement
 from swiftlite.bridge.audit import missing_mtp_keys, mtp_keys
 from swiftlite.bridge.binding import Binding, Shard, bind, whole_numbers
+from swiftlite.bridge.encoding.encoding import WritableEncoding
 from swiftlite.bridge.encoding.expert_stack import fold, stack_name
-from swiftlite.bridge.encoding.quantization import block_size
+from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.rows import HfConfig, HfPart, Row, RowTable, Shape, shapes_of
 from swiftlite.bridge.tensors import Checkpoint, ShardedFiles, some, split
@@ -106,7 +107,7 @@ def load_hf(
     """
     depth = placement.mtp_num_layers(model_chunks)
     shards = placement.shards_of(model_chunks)
-    with Checkpoint(hf_dir, block_size(hf_config)) as checkpoint:
+    with Checkpoint(hf_dir, encoding_of(hf_config)) as checkpoint:
         sources = _sources(checkpoint, family, hf_config, depth, mtp_init)
         carried = tuple(key for key in checkpoint.entries if family.is_carried(key))
         _check_numbers(sources.read, checkpoint)
@@ -173,7 +174,7 @@ def graft_heads(
             "take heads from the model that the trunk was fine-tuned from",
         )
     depth = placement.mtp_num_layers(model_chunks)
-    with Checkpoint(graft_from, block_size(base_config)) as base:
+    with Checkpoint(graft_from, encoding_of(base_config)) as base:
         _check_mtp_depth(depth, base, family, base_config)
         rows = _head_rows(family, base_config, depth)
         _check_same_shapes(rows, _head_rows(family, hf_config, depth), base)
@@ -283,6 +284,7 @@ def save_hf(
     hf_config: HfConfig,
     *,
     dtypes: Dtypes = None,
+    encodings: Mapping[str, WritableEncoding] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     carried: Path | None = None,
 ) -> list[str]:
@@ -302,6 +304,8 @@ def save_hf(
             The keys of a mapping also say which tensors the source had: a copy such as the `lm_head.weight` of a tied
             model is written if it is among them; one that an MTP head holds also if none of that head's tensors is.
             Experts are stacked in one tensor if that tensor is among them.
+        encodings: of the tensors that are not written plain, by HF key; not of stacked experts. The slices that ranks
+            hold must be whole blocks of them.
         max_shard_bytes: size limit of one file.
         carried: safetensors file of other parts than the language model, which are written as they are.
 
@@ -326,7 +330,7 @@ def save_hf(
     tensors |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in others.items()}
 
     out_dir = Path(out_dir)
-    files = ShardedFiles(out_dir, fold(tensors, source_dtypes.keys()), max_shard_bytes)
+    files = ShardedFiles(out_dir, fold(tensors, source_dtypes.keys()), max_shard_bytes, encodings)
     if placement.is_first_rank():
         out_dir.mkdir(parents=True, exist_ok=True)
         present = sorted(path.name for path in out_dir.glob("*.safetensors*"))
@@ -335,7 +339,7 @@ def save_hf(
         files.create()
     placement.barrier()
     try:
-        pieces = _pieces(bindings, files.entries)
+        pieces = _pieces(bindings, tensors)
         if not placement.all_ranks_see(out_dir):
             pieces = placement.bring_to_first_rank(pieces)
         for piece in pieces:

@@ -11,7 +11,7 @@ from typing import Any
 from swiftlite import families
 from swiftlite.bridge.audit import mtp_keys
 from swiftlite.bridge.binding import compare_shapes
-from swiftlite.bridge.encoding.quantization import block_size
+from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.rows import Shape
 from swiftlite.bridge.tensors import Checkpoint, some
@@ -60,7 +60,7 @@ def read_model(name: str | Path) -> ServedModel:
         )
     hf_config = read_config(directory)
     family = families.get(hf_config, directory)
-    with Checkpoint(directory, block_size(hf_config)):
+    with Checkpoint(directory, encoding_of(hf_config)):
         pass
     return ServedModel(directory, hf_config, family, Heads.from_config(hf_config))
 
@@ -76,7 +76,7 @@ def require_heads(model: ServedModel) -> None:
             f"--speculative mtp: {model.directory / 'config.json'} promises no MTP heads",
             "train some (swiftlite megatron sft --mtp_num_layers 1 ...), or leave --speculative out",
         )
-    with Checkpoint(model.directory, block_size(model.hf_config)) as checkpoint:
+    with Checkpoint(model.directory, encoding_of(model.hf_config)) as checkpoint:
         found = {key: entry.shape for key, entry in checkpoint.entries.items()}
     wanted: dict[str, Shape] = {}
     copies: set[str] = set()

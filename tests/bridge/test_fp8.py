@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite import families
 from swiftlite.bridge import tensors as files
 from swiftlite.bridge.audit import audit_hf
+from swiftlite.bridge.encoding.fp8 import Fp8Blocks
 from swiftlite.bridge.hf_config import quantization_change, read_config, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
 from swiftlite.errors import UserError
@@ -126,7 +127,7 @@ def test_any_slice_of_any_shape(tmp_path, monkeypatch, box):
     weight, scale = quantise(torch.randn(shape), block)
     save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
     whole = dequantise(weight, scale, block)
-    with Checkpoint(tmp_path, block) as checkpoint:
+    with Checkpoint(tmp_path, Fp8Blocks(block)) as checkpoint:
         assert list(checkpoint.entries) == ["w"]
         target = torch.full(whole[index].shape, -7.0)
         checkpoint.read_into(target, "w", index)
@@ -139,7 +140,7 @@ def test_blocks_of_the_hub(tmp_path):
     weight, scale = quantise(torch.randn(300, 130), (128, 128))
     assert scale.shape == (3, 2)
     save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path, (128, 128)) as checkpoint:
+    with Checkpoint(tmp_path, Fp8Blocks((128, 128))) as checkpoint:
         target = torch.empty(2, 3)
         checkpoint.read_into(target, "w", (slice(127, 129), slice(127, 130)))
     assert torch.equal(target[0, 0], weight[127, 127].float() * scale[0, 0])

@@ -130,6 +130,7 @@ def test_reads_tensors_that_are_not_aligned(tmp_path):
 
 def test_describe_is_json(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     described = json.loads(json.dumps(describe(tmp_path)))
     assert described["layer.a"] == {"dtype": "bfloat16", "shape": [6, 4]}
     assert described.keys() == TENSORS.keys()

@@ -1,1 +1,1 @@
-"""How numbers are stored: FP8 blocks, stacked experts, and the quantization that a config declares."""
+"""How numbers are stored: encodings (FP8 blocks), the index of those that a config declares, stacked experts."""

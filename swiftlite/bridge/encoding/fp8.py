@@ -3,57 +3,59 @@ block of it. Factors are float32 in DeepSeek-V3, bfloat16 in Qwen3-FP8. They are
 what swiftlite writes is bfloat16. Which config.json promises such a checkpoint is in `quantization.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from swiftlite.bridge.encoding.quantization import BlockSize
-from swiftlite.bridge.entry import Entry
+from swiftlite.bridge.entry import Box, Entry
+from swiftlite.errors import UserError
 
-SCALE_SUFFIX = "_scale_inv"
+_SCALE_SUFFIX = "_scale_inv"
 _FACTORS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def is_quantised(key: str, entries: Mapping[str, Entry]) -> bool:
-    """Whether a tensor comes with factors."""
-    return entries[key].dtype is torch.float8_e4m3fn and key + SCALE_SUFFIX in entries
-
-
-def scales_of(entries: Mapping[str, Entry], block: BlockSize) -> tuple[dict[str, Entry], list[str]]:
-    """The factors of every quantised tensor, by the tensor's key; and one line for each that cannot be used."""
-    scales, problems = {}, []
-    for key, entry in entries.items():
-        if entry.dtype is not torch.float8_e4m3fn:
-            continue
-        scale_key = key + SCALE_SUFFIX
-        scale = entries.get(scale_key)
-        if scale is None:
-            problems.append(f"{key} is {entry.dtype} without {scale_key}")
-        elif scale.dtype not in _FACTORS or len(entry.shape) != 2 or scale.shape != _num_blocks(entry.shape, block):
-            found = f"{scale_key} is {scale.dtype} {list(scale.shape)}"
-            problems.append(f"{found}, not factors of the {list(block)} blocks of {key} {list(entry.shape)}")
-        else:
-            scales[key] = scale
-    return scales, problems
-
-
-def blocks_of(ranges: tuple[range, range], block: BlockSize) -> tuple[range, range]:
-    """The blocks that a box of a tensor touches."""
-    rows, columns = (range(r.start // n, (r.stop - 1) // n + 1) for r, n in zip(ranges, block, strict=True))
-    return rows, columns
-
-
-def dequantise(chunk: torch.Tensor, scale: torch.Tensor, ranges: tuple[range, range], block: BlockSize) -> torch.Tensor:
-    """The float32 numbers that a box of a tensor stands for.
+@dataclass(frozen=True)
+class Fp8Blocks:
+    """See `DeclaredEncoding`.
 
     Args:
-        chunk: the box, float8.
-        scale: the factors of `blocks_of(ranges, block)`.
-        ranges: which rows and columns of the tensor the box is.
+        block: rows and columns of a block; the last ones of a tensor may be cut off.
     """
-    rows, columns = (torch.arange(r.start, r.stop) // n - r.start // n for r, n in zip(ranges, block, strict=True))
-    return chunk.float() * scale.float()[rows][:, columns]
 
+    block: tuple[int, int]
 
-def _num_blocks(shape: tuple[int, ...], block: BlockSize) -> tuple[int, ...]:
-    return tuple(-(-length // n) for length, n in zip(shape, block, strict=True))
+    @classmethod
+    def declared(cls, quantization: Mapping[str, Any]) -> "Fp8Blocks":
+        """Build from a quantization_config that has been checked."""
+        rows, columns = quantization["weight_block_size"]
+        return cls((rows, columns))
+
+    def find(self, key: str, entries: Mapping[str, Entry]) -> tuple[str, Entry] | None:
+        entry = entries[key]
+        if entry.dtype is not torch.float8_e4m3fn:
+            return None
+        scale_key = key + _SCALE_SUFFIX
+        scale = entries.get(scale_key)
+        if scale is None:
+            raise UserError(f"{key} is {entry.dtype} without {scale_key}")
+        num_blocks = tuple(-(-length // n) for length, n in zip(entry.shape, self.block, strict=False))
+        if scale.dtype not in _FACTORS or len(entry.shape) != 2 or scale.shape != num_blocks:
+            found = f"{scale_key} is {scale.dtype} {list(scale.shape)}"
+            raise UserError(f"{found}, not factors of the {list(self.block)} blocks of {key} {list(entry.shape)}")
+        return key, entry
+
+    def entries(self, name: str) -> tuple[str, ...]:
+        return name, name + _SCALE_SUFFIX
+
+    def boxes(self, box: Box) -> tuple[Box, ...]:
+        rows, columns = (range(r.start // n, (r.stop - 1) // n + 1) for r, n in zip(box, self.block, strict=True))
+        return box, (rows, columns)
+
+    def read(self, parts: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
+        codes, scale = parts
+        rows, columns = (
+            torch.arange(r.start, r.stop) // n - r.start // n for r, n in zip(box, self.block, strict=True)
+        )
+        return codes.float() * scale.float()[rows][:, columns]

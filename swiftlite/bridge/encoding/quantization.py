@@ -1,14 +1,17 @@
-"""What a config.json says of quantised weights: which format can be read (`fp8.py` does), and in which blocks."""
+"""What a config.json says of quantised weights: whether the format can be read, and if not, why. Without torch; what
+reads the format is in `index.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from swiftlite.bridge.rows import HfConfig
-from swiftlite.errors import UserError
 
 # Keys of quantization_config that do not change what a weight is: how activations are treated while serving, and which
 # modules are not quantised (their tensors say so themselves).
 _HARMLESS = {"activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore"}
 _DEFINING = {"quant_method": "fp8", "fmt": "e4m3"}
-
-BlockSize = tuple[int, int]
+_ONLY = "only fp8 (e4m3) with weight_block_size, as in DeepSeek-V3, can be read"
 
 
 def quantization_problem(hf_config: HfConfig) -> str:
@@ -16,29 +19,25 @@ def quantization_problem(hf_config: HfConfig) -> str:
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return ""
-    only = "only fp8 (e4m3) with weight_block_size, as in DeepSeek-V3, can be read"
     if not isinstance(quantization, dict):
-        return f"quantization_config {quantization!r} is not supported; {only}"
+        return f"quantization_config {quantization!r} is not supported; {_ONLY}"
+    # Of a method that nobody checks, FP8's check says what is different.
+    return CHECKS.get(str(quantization.get("quant_method")), _fp8_problem)(quantization)
+
+
+def _fp8_problem(quantization: Mapping[str, Any]) -> str:
     wrong = {
         key: value
         for key, value in quantization.items()
         if key not in _HARMLESS and key != "weight_block_size" and _DEFINING.get(key) != value
     }
     if wrong or "quant_method" not in quantization:
-        return f"quantization_config {wrong or quantization} is not supported; {only}"
+        return f"quantization_config {wrong or quantization} is not supported; {_ONLY}"
     block = quantization.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-        return f"quantization_config: weight_block_size {block!r} is not supported; {only}"
+        return f"quantization_config: weight_block_size {block!r} is not supported; {_ONLY}"
     return ""
 
 
-def block_size(hf_config: HfConfig) -> BlockSize | None:
-    """Return rows and columns of a block; None for a checkpoint that is not quantised.
-
-    Raises:
-        UserError: its format cannot be read.
-    """
-    if problem := quantization_problem(hf_config):
-        raise UserError(f"config.json: {problem}", "name the model before it was quantised")
-    quantization = hf_config.get("quantization_config")
-    return (quantization["weight_block_size"][0], quantization["weight_block_size"][1]) if quantization else None
+CHECKS: dict[str, Callable[[Mapping[str, Any]], str]] = {"fp8": _fp8_problem}
+"""By `quant_method`: why a quantization_config cannot be read; empty when it can."""

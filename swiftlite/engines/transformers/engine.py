@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
 from swiftlite.acceptance.counts import DraftCounts
-from swiftlite.bridge.encoding.quantization import block_size
+from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.served_model import ServedModel, read_model, require_heads
@@ -180,7 +180,7 @@ def load_trunk(model: ServedModel, config: EngineConfig) -> PreTrainedModel:
         options["config"] = Qwen2Config(**{k: v for k, v in model.hf_config.items() if k != "model_type"})
     else:
         options["trust_remote_code"] = config.trust_remote_code
-    if block_size(model.hf_config):
+    if encoding_of(model.hf_config):
         model_class, options["config"] = _unquantised_class(model_class, model, options)
         options["state_dict"] = _trunk_tensors(model, options["dtype"])
         source = None
@@ -222,7 +222,7 @@ def _trunk_tensors(model: ServedModel, dtype: torch.dtype) -> dict[str, torch.Te
     """
     family, hf_config = model.family, model.hf_config
     tensors = {}
-    with Checkpoint(model.directory, block_size(hf_config)) as checkpoint:
+    with Checkpoint(model.directory, encoding_of(hf_config)) as checkpoint:
         for key, entry in checkpoint.entries.items():
             if family.is_mtp(hf_config, key) or family.is_carried(key) or family.is_derived(key):
                 continue

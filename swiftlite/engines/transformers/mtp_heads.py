@@ -20,7 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.masking_utils import create_causal_mask
 
 from swiftlite.bridge.encoding.expert_stack import stack
-from swiftlite.bridge.encoding.quantization import block_size
+from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.rows import Row, renamed, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.served_model import ServedModel
@@ -83,7 +83,7 @@ class DraftOutput(nn.Module):
 def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
     """The checkpoint's MTP heads, on the decoder's device and in its dtype."""
     heads = nn.ModuleList()
-    with Checkpoint(model.directory, block_size(model.hf_config)) as checkpoint:
+    with Checkpoint(model.directory, encoding_of(model.hf_config)) as checkpoint:
         for index in range(model.heads.layers):
             frame = model.family.mtp.frame_rows(model.hf_config, index)
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}

@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save
 
-from swiftlite.bridge.encoding.quantization import block_size
+from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.hf_config import quantization_change, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
 from swiftlite.durable import write_durably
@@ -56,7 +56,7 @@ def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: str
 
 
 def _write_carried(hf_model: HfModel, source: Path) -> None:
-    with Checkpoint(hf_model.directory, block_size(hf_model.config)) as checkpoint:
+    with Checkpoint(hf_model.directory, encoding_of(hf_model.config)) as checkpoint:
         keys = [key for key in checkpoint.entries if hf_model.family.is_carried(key)]
         if keys:
             tensors = {key: checkpoint.read(key) for key in keys}

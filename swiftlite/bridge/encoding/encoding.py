@@ -1,0 +1,123 @@
+"""How a file stores the numbers of a tensor: as they are, or as codes with factors in tensors next to them.
+
+`Checkpoint` asks an encoding which boxes of the file's tensors a slice needs, and decodes them with it; `ShardedFiles`
+encodes with it. Nothing else knows how a tensor is stored. config.json declares a checkpoint's encoding (`index.py`);
+the tensors that it does not find are plain.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from swiftlite.bridge.entry import Box, Entry
+from swiftlite.errors import UserError
+
+
+class Encoding(Protocol):
+    """How a tensor is read.
+
+    Example: FP8 stores `w` [300, 130] as codes `w` and factors `w_scale_inv` [3, 2], one for each block of 128 x 128.
+    Rows 130 to 139 need rows 130 to 139 of the codes and row 1 of the factors.
+    """
+
+    def entries(self, name: str) -> tuple[str, ...]:
+        """Return the keys of the file's tensors that together store this one."""
+        ...
+
+    def boxes(self, box: Box) -> tuple[Box, ...]:
+        """Return which box of each entry holds this box of the tensor."""
+        ...
+
+    def read(self, parts: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
+        """Decode a box of the tensor from the `boxes` of its entries; the caller casts the result."""
+        ...
+
+
+class DeclaredEncoding(Encoding, Protocol):
+    """An encoding that a config.json declares; the files show which tensors have it."""
+
+    def find(self, key: str, entries: Mapping[str, Entry]) -> tuple[str, Entry] | None:
+        """Return the tensor whose codes are under this key: its name, and the entry that a reader sees.
+
+        The entry has the shape of the tensor and a dtype of floating point, and lies where the codes do. None: the key
+        holds no codes of this encoding.
+
+        Raises:
+            UserError: it does, but a tensor that belongs to them is missing or does not fit.
+        """
+        ...
+
+
+class WritableEncoding(Encoding, Protocol):
+    """An encoding that tensors are written in."""
+
+    def aligned(self, box: Box, shape: tuple[int, ...]) -> Box:
+        """Return the smallest box of whole blocks of a tensor [shape] around this one; only such boxes are written."""
+        ...
+
+    def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Encode a box of whole blocks: what each entry holds of it. On the meta device: dtypes and shapes alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor stored as it is, in one dtype."""
+
+    dtype: torch.dtype
+
+    def entries(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+    def boxes(self, box: Box) -> tuple[Box, ...]:
+        return (box,)
+
+    def read(self, parts: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
+        return parts[0]
+
+    def aligned(self, box: Box, shape: tuple[int, ...]) -> Box:
+        return box
+
+    def write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (tensor.to(self.dtype),)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The tensors in files, as a reader sees them.
+
+    Attributes:
+        tensors: every tensor, by name.
+        encoded: the file's entries of those that are not plain, by name.
+        problems: a line for each that cannot be decoded; it counts as plain.
+    """
+
+    tensors: dict[str, Entry]
+    encoded: dict[str, tuple[Entry, ...]]
+    problems: list[str]
+
+
+def find_tensors(entries: Mapping[str, Entry], encoding: DeclaredEncoding | None) -> Found:
+    """Tell the tensors that are stored in an encoding (None: none is) from plain ones, in the order of the file."""
+    if encoding is None:
+        return Found(dict(entries), {}, [])
+    by_codes: dict[str, tuple[str, Entry]] = {}
+    problems = []
+    for key in entries:
+        try:
+            found = encoding.find(key, entries)
+        except UserError as error:
+            problems.append(error.problem)
+            continue
+        if found:
+            by_codes[key] = found
+    encoded = {name: tuple(entries[part] for part in encoding.entries(name)) for name, _ in by_codes.values()}
+    used = {part for name in encoded for part in encoding.entries(name)}
+    tensors = {}
+    for key, entry in entries.items():
+        if key in by_codes or key not in used:
+            name, seen = by_codes.get(key, (key, entry))
+            tensors[name] = seen
+    return Found(tensors, encoded, problems)

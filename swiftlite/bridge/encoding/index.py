@@ -1,0 +1,27 @@
+"""The index of encodings: one line each, by the `quant_method` of config.json."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from swiftlite.bridge.encoding.encoding import DeclaredEncoding
+from swiftlite.bridge.encoding.fp8 import Fp8Blocks
+from swiftlite.bridge.encoding.quantization import quantization_problem
+from swiftlite.bridge.rows import HfConfig
+from swiftlite.errors import UserError
+
+ENCODINGS: dict[str, Callable[[Mapping[str, Any]], DeclaredEncoding]] = {
+    "fp8": Fp8Blocks.declared,
+}
+"""Each builds its encoding from a quantization_config in which `quantization.CHECKS` found no problem."""
+
+
+def encoding_of(hf_config: HfConfig) -> DeclaredEncoding | None:
+    """Return the encoding that a config.json declares; None for a checkpoint that is not quantised.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if problem := quantization_problem(hf_config):
+        raise UserError(f"config.json: {problem}", "name the model before it was quantised")
+    quantization = hf_config.get("quantization_config")
+    return ENCODINGS[quantization["quant_method"]](quantization) if quantization else None
