@@ -1,4 +1,4 @@
-"""One class per command, composed of the groups in `fields.py`."""
+"""Define the options class of each command, composed of the groups in `fields.py`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -32,7 +32,7 @@ class PtArgs(fields.DocumentArgs, SftArgs):
 
 @dataclass(frozen=True)
 class DpoArgs(fields.PreferenceArgs, SftArgs):
-    """Tune a language model by pairs of answers of which one is preferred, with Multi-Token Prediction heads."""
+    """Fine-tune a language model on preferences (DPO, KTO and others), with Multi-Token Prediction heads."""
 
 
 @dataclass(frozen=True)
@@ -43,46 +43,46 @@ class ConversionArgs:
     """--to_hf: a run's output_dir (newest checkpoint) or a checkpoint-N. --to_mcore: a Hugging Face model, as for
     megatron sft."""
     output_dir: str = ""
-    """Directory to write; it must not exist or be empty."""
+    """Output directory; must be empty or not exist."""
     to_hf: bool = False
     """Write Hugging Face safetensors, config and tokenizer, MTP heads included."""
     to_mcore: bool = False
-    """Write a megatron-core distributed checkpoint, as a run's checkpoints are; `export --to_hf` turns it back."""
+    """Write a megatron-core distributed checkpoint like those of a run; `export --to_hf` converts it back."""
     mtp: Literal["keep", "strip"] = "keep"
-    """keep: the export has exactly the heads that were trained. strip: no heads, and a config that promises none."""
+    """keep: export exactly the trained heads. strip: export no heads and declare none in config.json."""
     mtp_graft_from: str | None = None
-    """A Hugging Face model whose MTP heads the result gets instead, as in megatron sft."""
+    """Hugging Face model whose MTP heads replace those of the run, as in megatron sft."""
     draft_vocab: PositiveInt | None = None
-    """With --to_hf: tokens that the heads can draft: so many, those that the answers of the run's --dataset hold most
-    often. Engines then compute no other logits of theirs. Unset: as the run has them."""
+    """With --to_hf: size of the draft vocabulary: heads draft only the most frequent tokens in the answers of the run's
+    --dataset. Default: that of the run."""
     torch_dtype: Literal["bfloat16", "float32"] | None = None
-    """Precision of the exported tensors; those that a model of 16 bits has in float32, such as a router's bias, get no
-    less than the source model has. Unset: each tensor's precision in the source model."""
+    """Dtype of the exported tensors; float32 tensors of 16-bit models, such as a router's bias, keep the dtype of the
+    source model. Default: the dtype of each tensor in the source model."""
     merge_lora: bool = True
-    """true: adapters (LoRA) are added to the weights, and the result is a model like any other. false: with --to_hf,
-    the adapters alone, in a directory that PEFT reads, and MTP heads in a file beside them."""
+    """true: merge LoRA adapters into the weights. false: with --to_hf, write only the adapters, in a directory that
+    PEFT reads, with the MTP heads in a separate file."""
     max_shard_size_gb: PositiveFloat = 5.0
-    """Largest safetensors file, in GB (1e9 bytes)."""
+    """Maximum size of a safetensors file in GB (1e9 bytes)."""
     val_dataset: list[str] = field(default_factory=list)
-    """Files or datasets of the hub with rows for the next two options."""
+    """Files or datasets on the hub with rows for the next two options."""
     min_acceptance: Fraction | None = None
-    """Refuse an export whose heads agree with its trunk on a smaller share of those rows (mean over depths, 0 to 1)."""
+    """Minimum agreement of heads and trunk on these rows (mean over depths, 0 to 1); refuse an export below it."""
     max_regression: Fraction | None = None
-    """Refuse an export whose share is lower than that of --baseline by more than this (0 to 1)."""
+    """Maximum decrease of this agreement compared with --baseline (0 to 1); refuse an export beyond it."""
     baseline: str | None = None
-    """The Hugging Face model for --max_regression. Unset: the one that the run began with."""
+    """Hugging Face model for --max_regression. Default: the model that the run started from."""
     force: bool = False
-    """Write the export although the two options refuse it; say so."""
+    """Keep an export that these two options refuse, with a warning."""
     push_to_hub: str | None = None
-    """With --to_hf: repository of the hub (ORG/NAME) to which the export is uploaded, with a model card, once it is
-    complete and audited."""
+    """With --to_hf: repository on the hub (ORG/NAME) that the complete, audited export is uploaded to, with a model
+    card."""
     hub_private_repo: bool = True
-    """Whether a repository that --push_to_hub makes is private; one that is there stays as it is."""
+    """Whether --push_to_hub creates a private repository; existing repositories are not changed."""
 
 
 @dataclass(frozen=True)
 class ExportArgs(fields.TimeoutArgs, fields.ParallelLayout, ConversionArgs):
-    """Turn a run or checkpoint into a Hugging Face model (--to_hf), or a Hugging Face model into one (--to_mcore)."""
+    """Convert a run to a Hugging Face model (--to_hf), or a Hugging Face model to a checkpoint (--to_mcore)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class InferArgs(
     fields.EngineArgs,
     fields.ModelArgs,
 ):
-    """Generate with an engine, MTP heads drafting, and report how many drafts were accepted."""
+    """Generate with an engine, optionally with MTP drafts, and report how many drafts were accepted."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class RegenerateArgs(
     fields.RegenerationArgs,
     fields.ModelArgs,
 ):
-    """Answer the rows of a dataset anew with the model itself: the data that its heads learn best from."""
+    """Regenerate the answers of a dataset with the model itself, the best training data for its heads."""
 
 
 GenerationCommand = InferArgs | RegenerateArgs
-"""The commands that ask an engine for answers."""
+"""The commands that generate answers with an engine."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,16 @@ class DeployArgs(
     fields.AdapterArgs,
     fields.ModelArgs,
 ):
-    """Serve a Hugging Face model with an engine's own OpenAI-compatible server, MTP heads drafting."""
+    """Serve a Hugging Face model with an engine's own OpenAI-compatible server and MTP drafts."""
 
 
 @dataclass(frozen=True)
 class BenchArgs(fields.VllmArgs, fields.BenchmarkArgs, fields.ModelArgs):
-    """Measure an engine's server with and without drafts at each concurrency, and say how many tokens to draft."""
+    """Measure an engine's server with and without drafts at each concurrency, and recommend a number of drafts."""
 
 
 def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
-    """The options by which `deploy` starts the server that `bench` measures."""
+    """Return the options with which `deploy` starts the server that `bench` measures."""
     drafts = num_speculative_tokens > 0
     given = args.vllm_speculative_config
     config = {**given, "num_speculative_tokens": num_speculative_tokens} if given is not None and drafts else None
@@ -154,7 +154,7 @@ def deploy_args(args: BenchArgs, num_speculative_tokens: int) -> DeployArgs:
 
 @dataclass(frozen=True)
 class EvaluateArgs(fields.SpeculationArgs, fields.EvaluationArgs, fields.ModelArgs):
-    """Measure how often MTP heads are right, by depth and channel: against the trunk, and by an engine's counters."""
+    """Measure the acceptance of MTP heads by depth and channel, against the trunk and by an engine's counters."""
 
 
 @dataclass(frozen=True)
@@ -162,29 +162,29 @@ class ExaminationArgs:
     """Examination"""
 
     model: str | None = None
-    """A Hugging Face model, as for megatron sft, to audit: shards, index, MTP depth, config. With --plan config.json is
-    enough."""
+    """Hugging Face model, as for megatron sft, to validate: shards, index, MTP depth, config. --plan requires only
+    config.json."""
     engine: str | None = None
-    """Also run this engine's own configuration and weight loaders on --model, without starting it: what stays random,
-    what is never read, which class drafts with how many heads. Where SGLang is not installed, what is known of its
-    classes."""
+    """Also run this engine's own configuration and weight loaders on --model, without starting it, and report
+    uninitialized parameters, unread tensors, and the draft class with its number of heads. Without an installed SGLang,
+    print what is known of its classes."""
     trust_remote_code: bool = False
-    """With --engine: allow Python files that come with the model to run."""
+    """With --engine: allow running Python files from the directory of the model."""
     plan: bool = False
-    """Print what training --model would need on each rank, and whether it fits, instead; the options below say how."""
+    """Instead, estimate the memory of training --model on each rank, with the options below, and whether it fits."""
     num_gpus: PositiveInt | None = None
-    """GPUs of the run. Unset: as few as the layout allows."""
+    """Number of GPUs. Default: the minimum of the layout."""
     gpu_type: str | None = None
-    """Rank the layouts that fit on --num_gpus of these, such as H100, by their estimated speed; what is given of the
-    layout stays. Unset: only what is given is planned."""
+    """GPU model, such as H100: rank the layouts that fit on --num_gpus of these by estimated speed, keeping the sizes
+    that are set. Default: plan only the given layout."""
     global_batch_size: PositiveInt | None = None
-    """With --gpu_type: samples per optimizer step. Unset: 16."""
+    """With --gpu_type: number of samples per optimizer step. Default: 16."""
     gpu_memory_gb: PositiveFloat | None = None
-    """Memory of one GPU, in GB (1e9 bytes). Unset: that of --gpu_type, or 80."""
+    """Memory of one GPU in GB (1e9 bytes). Default: that of --gpu_type, or 80."""
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the planned run's parameters, as megatron sft has it, or of the engine's."""
+    """Dtype of the parameters of the planned run, or of the engine."""
     loss_type: fields.PreferenceLoss | None = None
-    """With --plan: plan a run of megatron dpo with this loss, and its reference model. Unset: one of megatron sft."""
+    """With --plan: plan megatron dpo with this loss and its reference model. Default: plan megatron sft."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class DoctorArgs(
     fields.SpeculationArgs,
     ExaminationArgs,
 ):
-    """Tell what is installed and needed, whether a model keeps its promises, to an engine too, what fits (--plan)."""
+    """Check the environment, validate a model, also with an engine (--engine), and plan memory and layouts (--plan)."""
 
 
 @dataclass(frozen=True)
@@ -210,11 +210,11 @@ class ComparisonArgs:
     """Runs"""
 
     runs: list[str] = field(default_factory=list)
-    """Directories of runs (--output_dir of megatron sft), finished or not. The flag may be left out before them."""
+    """Directories of runs (--output_dir of megatron sft), finished or not. The flag itself is optional."""
     output: str | None = None
-    """HTML file to write. Unset: run_report.html in the run; of several runs, runs.html here."""
+    """HTML file to write. Default: run_report.html in the run; for several runs, runs.html in the current directory."""
 
 
 @dataclass(frozen=True)
 class ReportArgs(ComparisonArgs):
-    """Make the page of a run again, or compare several on one page: figures, differing options, curves."""
+    """Rewrite the page of a run, or compare several runs on one page: figures, differing options, curves."""

@@ -1,7 +1,7 @@
-"""Groups of options, one idea each. The string under a field is its `--help` and its line in docs/options.
+"""Groups of related options. The string under a field is its `--help` and its line in docs/options.
 
-A command's class (see `commands.py`) is a composition of these groups. Frozen: nothing after parsing may rewrite
-an answer the user gave; what follows from the answers is a `Plan`.
+The class of a command (see `commands.py`) combines these groups. They are frozen: nothing changes the user's options
+after parsing. Values that are derived from options are in the `Plan`.
 """
 
 from dataclasses import dataclass, field
@@ -27,12 +27,12 @@ class ModelArgs:
     """Model"""
 
     model: str = ""
-    """A Hugging Face model: a directory (config.json, safetensors, tokenizer), a name of the hub (ORG/NAME or
+    """A Hugging Face model: a directory (config.json, safetensors, tokenizer), a name on the hub (ORG/NAME or
     ORG/NAME@REVISION), or a GGUF file."""
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the parameters in the forward pass. With bfloat16, optimizer state and main weights are float32."""
+    """Dtype of the parameters in the forward pass. With bfloat16, the optimizer state and main weights are float32."""
     trust_remote_code: bool = False
-    """Allow Python files that come with the model or its tokenizer to run."""
+    """Allow running Python files from the directory of the model or tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,17 @@ class HeadShapeArgs:
     """Multi-Token Prediction"""
 
     mtp_num_layers: bounds.NonNegativeInt | None = None
-    """MTP depth: layers that predict tokens 2, 3, ... ahead. Unset: what the checkpoint has; with heads_only at
-    least 1. 0: drop the heads."""
+    """Number of MTP layers, which predict tokens 2, 3, ... ahead. Default: the number in the checkpoint; with
+    heads_only at least 1. 0 removes the heads."""
     mtp_mode: MtpMode = "joint"
-    """joint: trunk and heads train together. heads_only: only MTP tensors change, proven by hash in the run report."""
+    """joint: train trunk and heads together. heads_only: train the heads on a frozen trunk, which the run report
+    verifies by hash."""
     mtp_unroll: bounds.PositiveInt = 1
-    """Tokens that the one MTP layer learns to draft, as engines run it: from the second on, it goes on from its own
-    state. `infer` drafts as many."""
+    """Number of draft tokens that a single MTP layer is trained for, applied to its own state from the second token on,
+    as in engines. `infer` drafts this number by default."""
     draft_vocab: bounds.NonNegativeInt | None = None
-    """Tokens that the heads can draft: so many, those that the answers of --dataset hold most often. Heads then compute
-    no other logits, in training and in engines. 0: the whole vocabulary. Unset: as the checkpoint has it."""
+    """Size of the draft vocabulary: heads draft only the most frequent tokens in the answers of --dataset, and compute
+    no other logits, in training and in engines. 0: the whole vocabulary. Default: that of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +58,29 @@ class MtpArgs(HeadShapeArgs):
     """Multi-Token Prediction"""
 
     mtp_init: MtpInit | None = None
-    """Where MTP weights come from: the checkpoint, random numbers, a copy of the last decoder layer, the same behind a
-    projection that is fitted to some training rows (fit_last_layer), or the model that --mtp_graft_from names. Unset:
-    the checkpoint; with heads_only where it has no heads, fit_last_layer."""
+    """Initial weights of the heads: checkpoint; random; copy_last_layer: a copy of the last decoder layer;
+    fit_last_layer: the same copy with a projection fitted to training rows; graft: the heads of --mtp_graft_from.
+    Default: checkpoint; with heads_only and no heads in the checkpoint, fit_last_layer."""
     mtp_graft_from: str | None = None
-    """With --mtp_init graft: a Hugging Face model, as for --model, whose MTP heads are taken over, such as the one that
-    the trunk was fine-tuned from. Same family and shapes."""
+    """With --mtp_init graft: the Hugging Face model, as for --model, whose MTP heads are copied, such as the base model
+    of the trunk. Family and shapes must match."""
     mtp_loss_scaling_factor: bounds.PositiveFloat = 0.1
-    """Weight of the MTP loss (mean over depths) beside the main loss."""
+    """Weight of the MTP loss (mean over depths) relative to the main loss."""
     mtp_loss: MtpLoss | None = None
-    """What heads learn. ce: the data's tokens. The others: the trunk's own distribution of them. kl: by KL(trunk ||
-    head). tv: by the share of drafts, drawn at temperature 1, that rejection sampling rejects. nla: by -log of the
-    share that it accepts. lk_hybrid: kl where that share is small, and ever more tv as it grows. Unset: kl with
-    heads_only, else ce."""
+    """Loss of the heads. ce: cross-entropy with the data. The others compare with the trunk's distribution. kl:
+    KL(trunk || head). tv: rejection rate of drafts sampled at temperature 1. nla: -log of their acceptance rate.
+    lk_hybrid: kl at low acceptance rates, moving to tv as they grow. Default: kl with heads_only, else ce."""
     mtp_clip_grad: bounds.NonNegativeFloat | None = None
-    """Largest norm of the MTP layers' gradients, which are then clipped apart from the trunk's; --clip_grad is the
-    trunk's alone. 0 does not clip them. Unset: one norm over both."""
+    """Maximum gradient norm of the MTP layers, which are then clipped separately; --clip_grad applies to the trunk
+    only. 0 disables clipping of the heads. Default: one norm over both."""
     cache_trunk_states: str | None = None
-    """Directory for the trunk's states, with heads_only: the first epoch writes them, later epochs and later runs over
-    the same rows read them. Its size is logged before the first step."""
+    """With heads_only: cache directory for the trunk's hidden states. The first epoch writes them; later epochs and
+    later runs over the same rows read them. The size is logged before the first step."""
     draft_for: str | None = None
-    """Engine that the heads are trained for: they are fed what it feeds them, which differs for MiMo, DeepSeek-V3, GLM
-    and HY-V3. Unset: as the checkpoint says, else vllm."""
+    """Engine whose head inputs are used in training; engines differ for MiMo, DeepSeek-V3, GLM and HY-V3. Default: the
+    one in the checkpoint's config.json, else vllm."""
     mtp_unroll_beta: bounds.PositiveFraction = 0.6
-    """With --mtp_unroll: weight of each drafted token's loss, relative to the one before."""
+    """With --mtp_unroll: weight of each draft token's loss relative to the previous one."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,19 @@ class AdapterShapeArgs:
     """Low-rank adapters (LoRA)"""
 
     tuner_type: TunerType = "full"
-    """full: the parameters of the model learn. lora: they stay, and adapters beside its linear layers learn."""
+    """full: train the model's parameters. lora: freeze them and train adapters on linear layers."""
     lora_rank: bounds.PositiveInt = 8
     """Rank of the adapters."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Linear layers that get adapters, by their names in Hugging Face's files as PEFT takes them: q_proj, k_proj,
-    v_proj, o_proj, gate_proj, up_proj, down_proj, ... all-linear: all of them, experts too, but for the output
-    layer."""
+    """Linear layers that get adapters, by their names in Hugging Face's files as in PEFT: q_proj, k_proj, v_proj,
+    o_proj, gate_proj, up_proj, down_proj, ... all-linear: all of them, experts included, except the output layer."""
     lora_modules_to_save: list[str] = field(default_factory=list)
-    """Modules of the trunk that learn in full beside the adapters: embed_tokens, lm_head, norm, input_layernorm, ..."""
+    """Modules of the trunk that are trained in full: embed_tokens, lm_head, norm, input_layernorm, ..."""
     use_dora: bool = False
-    """Learn the length of each row of a weight beside its direction (DoRA), of every layer that gets an adapter."""
+    """Also train the length of each row of adapted weights (DoRA)."""
     mtp_tuner: MtpTuner | None = None
-    """How MTP heads learn beside adapters. full: all of their parameters. lora: adapters of their own. frozen: not at
-    all. Unset: lora where somebody has trained them before, full where they start anew."""
+    """How MTP heads are trained with --tuner_type lora. full: all parameters. lora: adapters. frozen: not trained.
+    Default: lora for heads of the checkpoint, full for new ones."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,11 @@ class LoraArgs(AdapterShapeArgs):
     """Low-rank adapters (LoRA)"""
 
     lora_alpha: bounds.PositiveFloat = 32.0
-    """Weight of the adapters: what they compute is multiplied by this number / --lora_rank."""
+    """Scale of the adapters: their output is multiplied by this number / --lora_rank."""
     lora_dropout: bounds.ProperFraction = 0.0
-    """Share of the numbers an adapter takes in that are zero in training."""
+    """Share of an adapter's inputs that are zeroed in training."""
     use_rslora: bool = False
-    """Divide --lora_alpha by the root of --lora_rank (rank-stabilised LoRA), not by the rank."""
+    """Divide --lora_alpha by sqrt(--lora_rank) instead of the rank (rank-stabilized LoRA)."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,9 @@ class AdapterArgs:
     """Adapters"""
 
     adapters: str | None = None
-    """Directory of adapters (LoRA) of --model, from export --merge_lora false or PEFT. infer adds them to its weights
-    in a temporary copy, which the engine then loads; deploy has vLLM serve them beside the model, to requests that name
-    the directory as theirs."""
+    """Directory of LoRA adapters for --model, from export --merge_lora false or PEFT. infer merges them into a
+    temporary copy of the model that the engine loads. deploy serves them in vLLM next to the model, for requests that
+    name the directory as their model."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class RowLengthArgs:
     """Data"""
 
     max_length: bounds.Length = 2048
-    """Longest sample in tokens; longer ones follow --truncation_strategy."""
+    """Maximum length of a sample in tokens; see --truncation_strategy for longer ones."""
 
 
 @dataclass(frozen=True)
@@ -139,25 +138,26 @@ class DataArgs(RowLengthArgs):
     """Data"""
 
     dataset: list[str] = field(default_factory=list)
-    """Files (.jsonl, .json, .parquet, .csv, .txt) or datasets of the hub (ORG/NAME:SUBSET/SPLIT@REVISION; ORG/NAME is
-    the split train of main). #500 behind one takes a random sample of 500 rows. Several are mixed."""
+    """Files (.jsonl, .json, .parquet, .csv, .txt) or datasets on the hub (ORG/NAME:SUBSET/SPLIT@REVISION; ORG/NAME
+    means the train split of main). The suffix #500 selects a random sample of 500 rows. Several are mixed."""
     val_dataset: list[str] = field(default_factory=list)
-    """Held-out files or datasets of the hub. Unset: split from --dataset by --split_dataset_ratio."""
+    """Held-out files or datasets on the hub. Default: a part of --dataset, see --split_dataset_ratio."""
     split_dataset_ratio: bounds.ProperFraction = 0.05
-    """Part of --dataset held out for evaluation when --val_dataset is not given; 0 holds out nothing."""
+    """Share of --dataset that is held out for evaluation without --val_dataset; 0 holds out nothing."""
     truncation_strategy: TruncationStrategy = "delete"
-    """What happens to samples over --max_length: delete them, cut left, cut right, or stop with an error. split is for
-    megatron pt."""
+    """Treatment of samples longer than --max_length: delete them, truncate left or right, or stop with an error. split
+    is for megatron pt."""
     max_bad_rows: bounds.NonNegativeInt = 0
-    """Rows that may be malformed before the run stops; each is named by file:line and counted in the run report."""
+    """Maximum number of malformed rows before the run stops; each is reported with file:line and counted in the run
+    report."""
     loss_scale: Literal["default", "last_round", "all"] = "default"
-    """Which tokens train: every assistant turn (default), those after the last user turn, or all tokens."""
+    """Trained tokens: every assistant turn (default), those after the last user turn, or all tokens."""
     system: str | None = None
-    """System prompt for rows that bring none."""
+    """System prompt for rows without one."""
     dataset_shuffle: bool = True
-    """Shuffle the training rows anew in every epoch."""
+    """Reshuffle the training rows in every epoch."""
     dataset_num_proc: bounds.PositiveInt = 1
-    """Processes that tokenize the dataset."""
+    """Number of processes that tokenize the dataset."""
 
 
 @dataclass(frozen=True)
@@ -165,23 +165,23 @@ class PackingArgs:
     """Packing and streaming"""
 
     packing: bool = False
-    """Put whole samples one behind the other into rows of --packing_length tokens; none sees another. Batch sizes then
+    """Pack whole samples into rows of --packing_length tokens, without attention between samples. Batch sizes then
     count rows."""
     packing_length: bounds.Length | None = None
-    """Most tokens of a packed row. Unset: --max_length."""
+    """Maximum length of a packed row in tokens. Default: --max_length."""
     padding_free: bool = False
-    """Put the samples of each micro-batch one behind the other, instead of padding them to the longest."""
+    """Concatenate the samples of each micro-batch instead of padding them to the longest."""
     sequence_packing_scheduler: Literal["none", "dp_balanced"] = "none"
-    """dp_balanced: with --packing, pack the samples of each step anew, so that all data-parallel ranks have as much
-    work; --global_batch_size then counts samples, and micro-batches are as many as are needed."""
+    """dp_balanced: with --packing, pack the samples of each step so that data-parallel ranks have equal work.
+    --global_batch_size then counts samples, and the number of micro-batches varies."""
     streaming: bool = False
-    """Read, tokenize and pack while training goes on, in the order of the files, a share of the rows on each
-    data-parallel rank; needs --packing and --train_iters."""
+    """Read, tokenize and pack rows during training in file order, a share of them on each data-parallel rank. Requires
+    --packing and --train_iters."""
     interleave_prob: list[float] = field(default_factory=list)
-    """Shares of the rows that come from each of several --dataset, such as 0.7 0.3. Unset: all rows of all of them. An
-    epoch ends with the first file that has no more rows; with --streaming each file begins again."""
+    """Share of rows from each --dataset, such as 0.7 0.3. Default: all rows of all of them. An epoch ends when the
+    first file is exhausted; with --streaming each file restarts instead."""
     streaming_buffer_size: bounds.PositiveInt = 1000
-    """Samples among which --streaming looks for those that share a row."""
+    """Number of buffered samples that --streaming packs from."""
     sft_mock_dataset_config_json: dict[str, Any] | None = None
     """JSON: train on random tokens of given lengths instead of --dataset, for benchmarks; see docs/en/packing.md."""
 
@@ -191,13 +191,13 @@ class DocumentArgs:
     """Documents"""
 
     append_eos: bool = True
-    """End each document with the tokenizer's eos token, so that the model learns where texts end."""
+    """Append the tokenizer's eos token to each document, so that the model learns where texts end."""
     truncation_strategy: TruncationStrategy = "split"
-    """What happens to documents over --max_length: split them into pieces that all train, delete them, cut left, cut
-    right, or stop with an error."""
+    """Treatment of documents longer than --max_length: split them into pieces, delete them, truncate left or right, or
+    stop with an error."""
     packing: bool = True
-    """Put documents, and pieces of long ones, one behind the other into rows of --packing_length tokens; none sees
-    another. Batch sizes then count rows."""
+    """Pack documents, and pieces of long ones, into rows of --packing_length tokens, without attention between them.
+    Batch sizes then count rows."""
 
 
 @dataclass(frozen=True)
@@ -205,12 +205,11 @@ class ReferenceModelArgs:
     """Preferences"""
 
     ref_model: str | None = None
-    """A Hugging Face model, as for --model, that answers are compared with. Unset: --model as it is before the first
-    step."""
+    """Reference model, a Hugging Face model as for --model. Default: --model before the first step."""
     ref_tensor_model_parallel_size: bounds.PositiveInt | None = None
-    """Ranks that share each matrix of the reference model. Unset: as --tensor_model_parallel_size."""
+    """Tensor-parallel size of the reference model. Default: --tensor_model_parallel_size."""
     ref_pipeline_model_parallel_size: bounds.PositiveInt | None = None
-    """Stages of the reference model. Unset: as --pipeline_model_parallel_size."""
+    """Pipeline-parallel size of the reference model. Default: --pipeline_model_parallel_size."""
 
 
 @dataclass(frozen=True)
@@ -218,23 +217,22 @@ class PreferenceArgs(ReferenceModelArgs):
     """Preferences"""
 
     loss_type: PreferenceLoss = "sigmoid"
-    """What a pair of answers adds to the loss, by TRL's names. sigmoid: DPO. hinge, ipo, robust, apo_zero, apo_down:
-    its relatives. simpo, orpo: without a reference model; simpo as TRL's CPO has it. kto: single answers, each of which
-    is good or bad."""
+    """Preference loss, by TRL's names. sigmoid: DPO. hinge, ipo, robust, apo_zero, apo_down: variants of it. simpo (as
+    in TRL's CPO), orpo: without a reference model. kto: single answers labelled good or bad."""
     beta: bounds.PositiveFloat = 0.1
     """Weight of the distance from the reference model; with ipo the paper's tau, with orpo its lambda."""
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
-    """With sigmoid, robust and simpo: share of the pairs that are taken to be the wrong way round; below 0.5."""
+    """With sigmoid, robust and simpo: assumed share of pairs with swapped labels, below 0.5."""
     simpo_gamma: bounds.NonNegativeFloat = 0.5
-    """With simpo: margin by which beta times the log-probability per token is to be larger for preferred answers."""
+    """With simpo: target margin between beta times the log-probabilities per token of both answers."""
     cpo_alpha: bounds.NonNegativeFloat = 1.0
-    """With simpo: weight of the next-token loss on the preferred answers; the SimPO paper has none, which is 0."""
+    """With simpo: weight of the next-token loss on chosen answers; the SimPO paper uses 0."""
     desirable_weight: bounds.NonNegativeFloat = 1.0
     """With kto: weight of the loss of good answers."""
     undesirable_weight: bounds.NonNegativeFloat = 1.0
     """With kto: weight of the loss of bad answers."""
     ref_logprobs_cache: str | None = None
-    """Directory for what the reference model says of the pairs; later runs over the same pairs read it. Unset:
+    """Directory for the log-probabilities of the reference model, which later runs over the same pairs read. Default:
     OUTPUT_DIR/reference."""
 
 
@@ -243,26 +241,26 @@ class ParallelLayout:
     """Parallel layout"""
 
     tensor_model_parallel_size: bounds.PositiveInt = 1
-    """Ranks that share each matrix."""
+    """Number of ranks that each matrix is split over."""
     sequence_parallel: bool = False
-    """Tensor-parallel ranks also share the activations between matrices, by position in the row."""
+    """Also split the activations between matrices over tensor-parallel ranks, by position in the row."""
     pipeline_model_parallel_size: bounds.PositiveInt = 1
-    """Stages that the layers are cut into, one rank after the other."""
+    """Number of pipeline stages that the layers are split into."""
     num_virtual_stages_per_pipeline_rank: bounds.PositiveInt | None = None
-    """Stages on each pipeline rank, interleaved, for a shorter pipeline bubble. Unset: one."""
+    """Number of interleaved stages per pipeline rank, for a shorter pipeline bubble. Default: 1."""
     pipeline_model_parallel_layout: str | None = None
-    """What each stage holds, stages apart by |: E embedding, t decoder layer, m MTP layer, L loss; *N repeats, as in
-    'Et*3|t*4|t*3mL'. Unset: layers are shared evenly, the MTP layers stand on the last stage."""
+    """Content of each stage, separated by |: E embedding, t decoder layer, m MTP layer, L loss; *N repeats, as in
+    'Et*3|t*4|t*3mL'. Default: layers are distributed evenly, with the MTP layers on the last stage."""
     decoder_first_pipeline_num_layers: bounds.PositiveInt | None = None
-    """Decoder layers of the first stage. Unset: an even share."""
+    """Number of decoder layers on the first stage. Default: an even share."""
     decoder_last_pipeline_num_layers: bounds.PositiveInt | None = None
-    """Decoder layers of the last stage. Unset: an even share."""
+    """Number of decoder layers on the last stage. Default: an even share."""
     context_parallel_size: bounds.PositiveInt = 1
-    """Ranks that share each row by position, for long rows."""
+    """Number of ranks that each row is split over by position, for long rows."""
     expert_model_parallel_size: bounds.PositiveInt = 1
-    """Ranks that share the experts of a mixture-of-experts layer."""
+    """Number of ranks that the experts of a layer are distributed over."""
     expert_tensor_parallel_size: bounds.PositiveInt = 1
-    """Ranks that share each expert's matrices."""
+    """Number of ranks that the matrices of each expert are split over."""
 
 
 @dataclass(frozen=True)
@@ -270,8 +268,8 @@ class OptimizerShareArgs:
     """Distributed optimizer and communication"""
 
     use_distributed_optimizer: bool | None = None
-    """Data-parallel ranks share the optimizer state instead of each holding all of it. Unset, here and below: on GPUs,
-    where there are such ranks."""
+    """Shard the optimizer state over data-parallel ranks. Default for this and the next two options: on GPUs with
+    several data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +277,7 @@ class TimeoutArgs:
     """Distributed optimizer and communication"""
 
     distributed_timeout_minutes: bounds.PositiveInt = 10
-    """Longest wait of one rank for another before the run ends with an error."""
+    """Maximum time that a rank waits for another before the run ends with an error, in minutes."""
 
 
 @dataclass(frozen=True)
@@ -287,9 +285,9 @@ class DistributedArgs(OptimizerShareArgs, TimeoutArgs):
     """Distributed optimizer and communication"""
 
     overlap_grad_reduce: bool | None = None
-    """Sum gradients over data-parallel ranks while the backward pass still runs."""
+    """Reduce gradients over data-parallel ranks during the backward pass."""
     overlap_param_gather: bool | None = None
-    """Gather updated parameters while the forward pass already runs; needs the two options above."""
+    """Gather updated parameters during the forward pass; requires the two options above."""
 
 
 @dataclass(frozen=True)
@@ -297,23 +295,24 @@ class PrecisionArgs:
     """Kernels"""
 
     transformer_impl: TransformerImpl = "local"
-    """Whose linear layers and norms: torch's (local) or, on NVIDIA GPUs, Transformer Engine's. Checkpoints are the
-    same."""
+    """Implementation of linear layers and norms: torch (local) or, on NVIDIA GPUs, Transformer Engine. Checkpoints are
+    interchangeable."""
     fused_kernels: Literal["auto", "none"] = "auto"
-    """auto: on GPUs norms and activations are one kernel each, and losses never hold all logits. none: everything
-    rounds where transformers does."""
+    """auto: on GPUs, use fused kernels for norms and activations, and compute losses without storing all logits. none:
+    round exactly where transformers does."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
-    """Train with linear layers and experts whose products are of 8 bits, on GPUs that have them. hybrid: gradients in
-    e5m2, all else in e4m3. Needs --transformer_impl transformer_engine. What is saved and exported is not of 8 bits."""
+    """Use 8-bit matrix products in linear layers and experts during training, on GPUs that support them. hybrid:
+    gradients in e5m2, everything else in e4m3. Requires --transformer_impl transformer_engine. Checkpoints and exports
+    stay in --torch_dtype."""
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
-    """Which numbers share a scale: those of a tensor, blocks of 128, or blocks of 32 (Blackwell). Default:
+    """Granularity of the scales: one per tensor, per block of 128, or per block of 32 (Blackwell). Default:
     blockwise."""
     fp4_format: Literal["none", "e2m1"] = "none"
-    """As --fp8_format, with products of 4 bits (NVFP4, Blackwell)."""
+    """Like --fp8_format, with 4-bit products (NVFP4, Blackwell)."""
     num_layers_at_start_in_bf16: bounds.NonNegativeInt = 1
-    """With --fp8_format or --fp4_format: the first decoder layers that stay in bfloat16."""
+    """With --fp8_format or --fp4_format: number of first decoder layers that stay in bfloat16."""
     num_layers_at_end_in_bf16: bounds.NonNegativeInt = 1
-    """With --fp8_format or --fp4_format: the last decoder layers that stay in bfloat16."""
+    """With --fp8_format or --fp4_format: number of last decoder layers that stay in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -321,13 +320,12 @@ class KernelArgs(PrecisionArgs):
     """Kernels"""
 
     attention_backend: Literal["auto", "sdpa", "flash", "flash3", "flash4", "te"] = "auto"
-    """sdpa: torch's, a call for each sequence. flash: one call for all sequences of a packed row, of flash-attn if it
-    is installed, else of torch. flash3, flash4: torch's over the kernels of flash-attn 3 (Hopper) or 4 (Hopper,
-    Blackwell), which must be installed. te: Transformer Engine's. auto: on GPUs in bfloat16 flash, where it is
-    there."""
+    """sdpa: torch's attention, one call per sequence. flash: one call per packed row, of flash-attn if it is installed,
+    else of torch. flash3, flash4: torch's attention with the kernels of flash-attn 3 (Hopper) or 4 (Hopper, Blackwell),
+    which must be installed. te: Transformer Engine's. auto: flash on GPUs in bfloat16 if available, else sdpa."""
     deterministic_mode: bool = False
-    """On GPUs too, the same options make the same bits in every run, more slowly: sums are made in one order. What
-    torch has no such way for ends the run. A CPU computes so anyway."""
+    """Use deterministic GPU kernels, which are slower: identical runs are bitwise identical. Operations without a
+    deterministic kernel end the run. CPU runs are always deterministic."""
 
 
 @dataclass(frozen=True)
@@ -335,16 +333,16 @@ class RecomputeArgs:
     """Activation recomputation"""
 
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping: nothing, some modules of each layer, or whole layers
-    (MTP layers too)."""
+    """Activations that are recomputed in the backward pass instead of stored: none, those of some modules of each layer
+    (selective), or of whole layers, MTP layers included (full)."""
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """With full: uniform keeps the input of every N layers, block recomputes only the first N layers of a stage."""
+    """With full: uniform stores the input of every Nth layer, block recomputes only the first N layers of a stage."""
     recompute_num_layers: bounds.PositiveInt = 1
     """N of --recompute_method."""
     recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
-    """With selective: core_attn, mlp, moe, mla_up_proj."""
+    """With selective: modules to recompute, of core_attn, mlp, moe, mla_up_proj."""
     distribute_saved_activations: bool = False
-    """With full: tensor-parallel ranks share what is kept; not with --sequence_parallel."""
+    """With full: shard the stored inputs over tensor-parallel ranks. Not supported with --sequence_parallel."""
 
 
 @dataclass(frozen=True)
@@ -352,9 +350,9 @@ class MoeArgs:
     """Mixture of experts"""
 
     moe_aux_loss_coeff: bounds.NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of routers that have one."""
+    """Weight of the load-balancing loss of routers."""
     moe_router_bias_update_rate: bounds.NonNegativeFloat = 0.0
-    """Step by which a router's expert bias moves after each optimizer step to level the load; 0 keeps it."""
+    """Update of a router's expert bias after each optimizer step, to balance the load; 0 keeps the bias."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +360,7 @@ class MicroBatchArgs:
     """Batches, optimizer and schedule"""
 
     micro_batch_size: bounds.PositiveInt = 1
-    """Samples per forward pass on one rank."""
+    """Number of samples per forward pass on one rank."""
 
 
 @dataclass(frozen=True)
@@ -370,22 +368,22 @@ class OptimArgs(MicroBatchArgs):
     """Batches, optimizer and schedule"""
 
     global_batch_size: bounds.PositiveInt = 16
-    """Samples per optimizer step over all ranks; gradients accumulate as needed."""
+    """Number of samples per optimizer step over all ranks; gradients are accumulated as needed."""
     num_train_epochs: bounds.PositiveFloat = 1.0
-    """Passes over the training rows; not used when --train_iters is given."""
+    """Number of passes over the training rows; ignored if --train_iters is set."""
     train_iters: bounds.PositiveInt | None = None
-    """Optimizer steps; overrides --num_train_epochs."""
+    """Number of optimizer steps; overrides --num_train_epochs."""
     lr: bounds.PositiveFloat | None = None
-    """Peak learning rate. Unset: 1e-5, in megatron dpo 1e-6; 1e-4 with --tuner_type lora; with --mtp_mode heads_only
-    1e-3 where the heads start anew, 3e-4 where they are grafted."""
+    """Peak learning rate. Default: 1e-5; 1e-6 in megatron dpo; 1e-4 with --tuner_type lora; with --mtp_mode heads_only
+    1e-3 for new heads and 3e-4 for grafted ones."""
     min_lr: bounds.NonNegativeFloat | None = None
-    """Learning rate at the end of the decay. Unset: a tenth of --lr."""
+    """Learning rate at the end of the decay. Default: a tenth of --lr."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning-rate decay."""
     lr_warmup_fraction: bounds.Fraction = 0.05
-    """Part of the steps over which the learning rate rises linearly from 0."""
+    """Share of the steps with linear warmup from 0."""
     weight_decay: bounds.NonNegativeFloat = 0.1
-    """AdamW weight decay; biases and norms are left out."""
+    """AdamW weight decay; not applied to biases and norms."""
     adam_beta1: bounds.ProperFraction = 0.9
     """AdamW beta1."""
     adam_beta2: bounds.ProperFraction = 0.95
@@ -393,9 +391,9 @@ class OptimArgs(MicroBatchArgs):
     adam_eps: bounds.PositiveFloat = 1e-8
     """AdamW epsilon."""
     clip_grad: bounds.NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 turns clipping off. See also --mtp_clip_grad."""
+    """Maximum global gradient norm; 0 disables clipping. See also --mtp_clip_grad."""
     seed: bounds.Seed = 42
-    """Seed of data order, splits, random initialisation and dropout."""
+    """Seed for data order, splits, random initialization and dropout."""
 
 
 @dataclass(frozen=True)
@@ -403,31 +401,32 @@ class RunArgs:
     """Run: saving, evaluating, resuming"""
 
     output_dir: str = ""
-    """Where checkpoints, metrics and reports go."""
+    """Directory for checkpoints, metrics and reports."""
     resume: bool = False
-    """Go on from the newest complete checkpoint in --output_dir, at the same layout bit for bit; without one, start."""
+    """Resume from the newest complete checkpoint in --output_dir, bitwise identical at the same layout; without a
+    checkpoint, start from the beginning."""
     save_steps: bounds.PositiveInt = 500
-    """Steps between checkpoints; one more is written at the end."""
+    """Number of steps between checkpoints; another one is written at the end."""
     async_save: bool = False
-    """Write checkpoints in a process of its own while training goes on."""
+    """Write checkpoints in a subprocess while training continues."""
     save_total_limit: bounds.PositiveInt | None = None
-    """Newest checkpoints to keep. Unset: all."""
+    """Number of newest checkpoints to keep. Default: all."""
     eval_steps: bounds.PositiveInt | None = None
-    """Steps between evaluations on the held-out rows. Unset: as --save_steps."""
+    """Number of steps between evaluations on the held-out rows. Default: --save_steps."""
     eval_iters: bounds.PositiveInt | None = None
-    """Global batches per evaluation. Unset: all held-out rows."""
+    """Number of global batches per evaluation. Default: all held-out rows."""
     logging_steps: bounds.PositiveInt = 1
-    """Steps between lines of metrics.jsonl, and between points of --report_to."""
+    """Number of steps between entries in metrics.jsonl and in --report_to."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Where metrics go beside metrics.jsonl: tensorboard (files in OUTPUT_DIR/tensorboard, where that package is
-    installed), wandb, swanlab, mlflow, through packages of their own; none: nowhere."""
+    """Trackers for metrics in addition to metrics.jsonl: tensorboard (files in OUTPUT_DIR/tensorboard, if the package
+    is installed), wandb, swanlab, mlflow; none disables them."""
     acceptance_samples: bounds.NonNegativeInt = 16
-    """Held-out prompts that the model continues greedily, before and after training, to measure how many drafted tokens
-    it would accept; written to acceptance.json. 0 leaves this out."""
+    """Number of held-out prompts that the model continues greedily, before and after training, to measure the
+    acceptance of drafts for acceptance.json. 0 disables this."""
     acceptance_max_new_tokens: bounds.PositiveInt = 64
-    """Tokens generated per prompt for --acceptance_samples."""
+    """Number of tokens generated per prompt for --acceptance_samples."""
     dry_run: bool = False
-    """Print the resolved plan and stop before any weight is read."""
+    """Print the plan of the run and exit before any weight is read."""
 
 
 @dataclass(frozen=True)
@@ -437,10 +436,10 @@ class EngineArgs:
     infer_backend: str = "transformers"
     """Engine that generates."""
     speculative: Literal["none", "mtp"] = "none"
-    """mtp: the checkpoint's own heads draft tokens, the trunk verifies them."""
+    """mtp: the checkpoint's heads draft tokens and the trunk verifies them."""
     draft_confidence: bounds.Fraction | None = None
-    """Draft nothing more in a step behind a draft that its head gives a smaller probability; what is written stays the
-    same. `swiftlite evaluate` measures which one is fastest. Unset: always --num_speculative_tokens."""
+    """Stop drafting in a step after a draft whose probability is below this threshold; the output does not change.
+    `swiftlite evaluate` finds the fastest value. Default: always draft --num_speculative_tokens."""
 
 
 @dataclass(frozen=True)
@@ -448,7 +447,8 @@ class SpeculationArgs:
     """Speculation"""
 
     num_speculative_tokens: bounds.PositiveInt | None = None
-    """Tokens drafted per step. Unset: as many as the heads were trained for (their depth, or --mtp_unroll)."""
+    """Number of draft tokens per step. Default: the number that the heads were trained for (their depth, or
+    --mtp_unroll)."""
 
 
 @dataclass(frozen=True)
@@ -456,9 +456,9 @@ class VllmArgs:
     """Options of vLLM"""
 
     vllm_engine_kwargs: dict[str, Any] | None = None
-    """JSON: keyword arguments for vLLM's engine, on top of what swiftlite sets; null removes one."""
+    """JSON: keyword arguments of vLLM's engine, which override swiftlite's; null removes one."""
     vllm_speculative_config: dict[str, Any] | None = None
-    """JSON: vLLM's speculative_config, whole. Unset: built from the checkpoint."""
+    """JSON: vLLM's complete speculative_config. Default: derived from the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -466,16 +466,16 @@ class SglangArgs:
     """Options of SGLang"""
 
     sglang_engine_kwargs: dict[str, Any] | None = None
-    """JSON: options of SGLang's engine by their names with underscores, on top of what swiftlite sets; null removes
+    """JSON: options of SGLang's engine, with underscores in their names, which override swiftlite's; null removes
     one."""
     sglang_speculative_algorithm: Literal["NEXTN", "EAGLE"] | None = None
-    """Algorithm that drafts with MTP heads; both are the same to SGLang. Unset: NEXTN."""
+    """SGLang's algorithm for MTP heads; both names mean the same. Default: NEXTN."""
     sglang_speculative_num_steps: bounds.PositiveInt | None = None
-    """Tokens that the heads draft one after the other. The three numbers go together; unset: from the checkpoint."""
+    """Number of consecutive draft steps. Set all three numbers or none. Default: derived from the checkpoint."""
     sglang_speculative_eagle_topk: bounds.PositiveInt | None = None
-    """Branches at each drafted token. Unset: 1, a chain."""
+    """Number of branches per draft step. Default: 1, a chain."""
     sglang_speculative_num_draft_tokens: Annotated[int, Interval(ge=2)] | None = None
-    """Tokens verified at once, the newest one included; of a chain, one more than its steps."""
+    """Number of tokens verified at once, including the newest one; for a chain, one more than its steps."""
 
 
 @dataclass(frozen=True)
@@ -483,26 +483,26 @@ class ServerArgs:
     """Server"""
 
     infer_backend: str = "vllm"
-    """Engine whose own OpenAI-compatible server is started."""
+    """Engine whose OpenAI-compatible server is started."""
     speculative: Literal["none", "mtp"] | None = None
-    """mtp: the checkpoint's own heads draft tokens, the trunk verifies them. Unset: mtp when there are heads."""
+    """mtp: the checkpoint's heads draft tokens and the trunk verifies them. Default: mtp if there are heads."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every address of this machine."""
+    """Address to listen on; 0.0.0.0 means all addresses of this machine."""
     port: bounds.Port = 8000
     """Port to listen on."""
     draft_schedule: str | None = None
-    """The bench.json of `swiftlite bench`: tokens drafted per step change with the requests under way, as measured
-    there."""
+    """A bench.json of `swiftlite bench`: adapt the number of draft tokens to the number of in-flight requests as it
+    recommends."""
     max_model_len: bounds.Length | None = None
-    """Longest prompt plus answer. Unset: the model's own limit."""
+    """Maximum length of prompt and answer in tokens. Default: the model's limit."""
     live_weights: bool = False
-    """Take new weights while serving, from a trainer. Whoever reaches the port may then replace the
-    weights and pause the server: keep --host at this machine, or give an api_key."""
+    """Accept new weights from a trainer while serving. Anyone who can reach the port can then replace the weights and
+    pause the server: use a loopback --host, or set an api_key."""
     weight_transport: WeightTransport = "file"
-    """How they come, with --live_weights. file: through the temporary directory of this machine; nccl: from GPU to GPU,
-    also between machines; ipc: within the GPU that trainer and server share."""
+    """With --live_weights: transport of new weights. file: the temporary directory of this machine; nccl: from GPU to
+    GPU, also between machines; ipc: within the GPU that trainer and server share."""
     dry_run: bool = False
-    """Print the command that would be started, ready to paste, and start nothing."""
+    """Print the command instead of running it."""
 
 
 @dataclass(frozen=True)
@@ -510,30 +510,28 @@ class EvaluationArgs:
     """Evaluation"""
 
     dataset: list[str] = field(default_factory=list)
-    """Files or datasets of the hub (as for sft) with answers that the model was not trained on; their channels are told
-    apart."""
+    """Files or datasets on the hub (as for sft) with answers that the model was not trained on; channels are reported
+    separately."""
     baseline: str | None = None
-    """A Hugging Face model, as for --model, to compare with, such as the one before training."""
+    """Hugging Face model, as for --model, to compare with, such as the one before training."""
     output_dir: str = ""
-    """Directory for evaluation.json, evaluation.svg and evaluation.html; it may exist."""
+    """Directory for evaluation.json, evaluation.svg and evaluation.html; may exist."""
     infer_backend: str = "none"
-    """An engine that generates answers to the prompts, whose own counters are read; none: teacher-forced alone."""
+    """Engine that generates answers and counts accepted drafts; none: teacher-forced measures only."""
     max_prompts: bounds.PositiveInt = 64
-    """Prompts of each channel that the engine gets."""
+    """Maximum number of prompts per channel for the engine."""
     max_new_tokens: bounds.PositiveInt = 64
-    """Longest answer in tokens."""
+    """Maximum length of an answer in tokens."""
     temperature: bounds.NonNegativeFloat = 0.0
-    """Above 0, the engine also draws answers at this temperature; what it then accepts stands beside what it accepts
-    greedily."""
+    """Above 0, the engine also samples answers at this temperature, and the report shows both acceptance rates."""
     draft_confidence: list[float] = field(default_factory=list)
-    """Values of infer's option of this name, such as 0,0.2,0.4,0.6: the engine answers with each, and a table says how
-    fast it was."""
+    """Values of infer's --draft_confidence to compare, such as 0,0.2,0.4,0.6; a table reports the speed of each."""
     max_length: bounds.Length = 2048
-    """Longest row in tokens; longer ones are cut right."""
+    """Maximum length of a row in tokens; longer ones are truncated right."""
     max_bad_rows: bounds.NonNegativeInt = 0
-    """Rows that may be malformed before the command stops; each is named by file:line."""
+    """Maximum number of malformed rows before the command stops; each is reported with file:line."""
     system: str | None = None
-    """System prompt for rows that bring none."""
+    """System prompt for rows without one."""
 
 
 @dataclass(frozen=True)
@@ -541,32 +539,32 @@ class BenchmarkArgs:
     """Benchmark"""
 
     val_dataset: list[str] = field(default_factory=list)
-    """Files or datasets of the hub with prompts (rows as for sft; the last assistant turn is left out)."""
+    """Files or datasets on the hub with prompts (rows as for sft, without the last assistant turn)."""
     output_dir: str = ""
-    """Directory for bench.json, bench.svg, bench.html and the servers' logs; it may exist."""
+    """Directory for bench.json, bench.svg, bench.html and the servers' logs; may exist."""
     infer_backend: str = "vllm"
-    """Engine whose server is measured, as `deploy` starts it."""
+    """Engine whose server is measured, started as by `deploy`."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
-    """Tokens to draft per step, a server for each; 0 drafts nothing and must be among them."""
+    """Numbers of draft tokens per step to measure, with one server each; must include 0."""
     concurrency: list[int] = field(default_factory=lambda: [1, 8, 32])
-    """Requests that are under way at once."""
+    """Numbers of concurrent requests to measure."""
     rounds: bounds.PositiveInt = 5
-    """Times that every prompt is sent at each concurrency; more tell a small gain from noise."""
+    """Number of times that every prompt is sent at each concurrency; more rounds separate small gains from noise."""
     repeat_prompts: bool = False
-    """Let rounds share one cache of prefixes, as where the same prompts come again: the table says how much of them
-    came from it, with drafts and without."""
+    """Share the prefix cache between rounds, as if the same prompts were sent again; the table reports cache hits with
+    and without drafts."""
     max_prompts: bounds.PositiveInt = 64
-    """Prompts of the files that are sent, the first ones."""
+    """Maximum number of prompts, the first ones of the files."""
     max_new_tokens: bounds.PositiveInt = 128
-    """Longest answer in tokens."""
+    """Maximum length of an answer in tokens."""
     temperature: bounds.NonNegativeFloat = 0.0
-    """Of all requests. Above 0 answers are drawn, so that they are not compared."""
+    """Temperature of all requests. Sampled answers (above 0) are not compared."""
     max_model_len: bounds.Length | None = None
-    """Longest prompt plus answer. Unset: the model's own limit."""
+    """Maximum length of prompt and answer in tokens. Default: the model's limit."""
     system: str | None = None
-    """System prompt for rows that bring none."""
+    """System prompt for rows without one."""
     sglang_engine_kwargs: dict[str, Any] | None = None
-    """JSON: options of SGLang's server by their names with underscores, on top of what swiftlite sets; null removes
+    """JSON: options of SGLang's server, with underscores in their names, which override swiftlite's; null removes
     one."""
 
 
@@ -575,18 +573,18 @@ class GenerationArgs:
     """Generation"""
 
     max_new_tokens: bounds.PositiveInt = 256
-    """Longest answer in tokens."""
+    """Maximum length of an answer in tokens."""
     temperature: bounds.NonNegativeFloat = 0.0
-    """0 is greedy. Above 0 tokens are drawn, and with --speculative the heads' drafts too; what is written has the
-    trunk's distribution all the same. SGLang on a CPU cannot verify such drafts and rejects it."""
+    """0 is greedy. Above 0 tokens are sampled, and with --speculative drafts as well; the output keeps the trunk's
+    distribution. Speculation above 0 is not supported by SGLang on a CPU."""
     top_p: bounds.PositiveFraction = 1.0
-    """Nucleus sampling: smallest set of tokens whose probability reaches this."""
+    """Nucleus sampling: sample from the smallest set of tokens with this total probability."""
     max_batch_size: bounds.PositiveInt = 32
-    """Prompts that vLLM or SGLang serves at once."""
+    """Maximum number of prompts that the engine processes at once."""
     max_model_len: bounds.Length | None = None
-    """Longest prompt plus answer. Unset: what the prompts need, within the model's limit."""
+    """Maximum length of prompt and answer in tokens. Default: what the prompts require, within the model's limit."""
     system: str | None = None
-    """System prompt for rows and chats that bring none."""
+    """System prompt for rows and chats without one."""
     seed: bounds.Seed = 42
     """Seed for sampling."""
 
@@ -596,16 +594,15 @@ class AnswerArgs:
     """Prompts and answers"""
 
     val_dataset: list[str] = field(default_factory=list)
-    """Files or datasets of the hub with prompts (rows as for sft; the last assistant turn is left out). Unset: chat on
+    """Files or datasets on the hub with prompts (rows as for sft, without the last assistant turn). Default: chat on
     stdin."""
     result_path: str | None = None
-    """JSON-lines file for the answers, each as it is finished; the same command goes on. Unset: stdout."""
+    """JSON Lines file that answers are appended to as they finish; the same command resumes. Default: stdout."""
     compare: bool = False
-    """Run the same prompts without speculation too; print the speed-up and, at temperature 0, whether the answers are
+    """Also run the prompts without speculation; print the speed-up and, at temperature 0, whether the answers are
     equal."""
     acceptance_json: str | None = None
-    """An acceptance.json of a run: add this engine's measured acceptance, at each temperature apart, beside the run's
-    own."""
+    """acceptance.json of a run, to which this engine's acceptance is added, separately for each temperature."""
 
 
 @dataclass(frozen=True)
@@ -613,15 +610,15 @@ class RegenerationArgs:
     """Rows and their new answers"""
 
     dataset: list[str] = field(default_factory=list)
-    """Files or datasets of the hub (as for sft) whose assistant's turns the model answers anew; FILE#500 takes a random
+    """Files or datasets on the hub (as for sft) whose assistant turns are regenerated; FILE#500 selects a random
     sample."""
     output_dir: str = ""
-    """Directory for dataset.jsonl, report.json and the answers so far; the same command goes on with those."""
+    """Directory for dataset.jsonl, report.json and the answers; the same command resumes from these."""
     num_answers: bounds.PositiveInt = 1
-    """Answers to each prompt; equal ones are kept once."""
+    """Number of answers per prompt; duplicates are removed."""
     gold_fraction: bounds.ProperFraction = 0.0
-    """Part of the rows of dataset.jsonl that are rows of --dataset as they are, drawn at random; below 1."""
+    """Share of original rows of --dataset in dataset.jsonl, drawn at random; below 1."""
     drop_truncated: bool = False
-    """Leave out answers that were cut at --max_new_tokens, and the turns behind them."""
+    """Drop answers that were truncated at --max_new_tokens, and the turns after them."""
     max_bad_rows: bounds.NonNegativeInt = 0
-    """Rows that may be malformed before the command stops; each is named by file:line."""
+    """Maximum number of malformed rows before the command stops; each is reported with file:line."""
