@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.messages import has_line, mention_each, mentions
+from tests.tiers import some_of
 
 pytestmark = pytest.mark.gloo
 
@@ -95,7 +96,7 @@ def test_a_rank_that_is_killed(tmp_path):
     assert mention_each(stderr.splitlines(), ["swiftlite: 0 SIGKILL"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", some_of([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], signal.SIGTERM))
 def test_a_signal_reaches_every_rank_and_is_waited_for(tmp_path, number):
     body = f"""
 def save(*_):
@@ -269,7 +270,7 @@ time.sleep(60)
     assert not Path(f"/proc/{(tmp_path / 'child').read_text()}").exists()
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", some_of([0, 3], 3))
 def test_a_rank_that_is_killed_ends_both_nodes(tmp_path, rank):
     nodes = start_nodes(tmp_path, COMMAND.format(body="os.kill(os.getpid(), signal.SIGKILL)"), str(rank))
     errors = [node.communicate(timeout=60)[1] for node in nodes]
@@ -279,7 +280,7 @@ def test_a_rank_that_is_killed_ends_both_nodes(tmp_path, rank):
     assert mention_each(errors[there].splitlines(), [f"swiftlite: {rank} {socket.gethostname()} SIGKILL"])
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", some_of([0, 3], 0))
 def test_a_node_that_notices_nothing_ends_with_the_other(tmp_path, rank):
     """Ranks in an NCCL collective do not see that another node is gone."""
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -294,7 +295,7 @@ def test_a_node_that_notices_nothing_ends_with_the_other(tmp_path, rank):
     assert has_line(errors[1 - rank // 2], f"swiftlite: {rank} {socket.gethostname()} 7")
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", some_of([0, 3], 3))
 def test_a_node_whose_ranks_fail_before_it_listens_still_says_so(tmp_path, rank):
     lines = (
         "import sys, time",

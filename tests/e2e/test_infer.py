@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.conftest import Commands
 from tests.forked import run_swiftlite
 from tests.messages import answers_equal, has_line, mentions
+from tests.tiers import some_of
 
 NUM_PROMPTS = 24
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -35,7 +36,9 @@ def wait_for_lines(path: Path, number: int, is_alive=lambda: True) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", some_of([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGTERM, signal.SIGKILL)
+)
 def test_stopped_and_gone_on_with(commands: Commands, infer: list[str], number: int):
     """With random numbers too: an answer is drawn with the number of its prompt, whatever else is asked."""
     infer += "--temperature 0.9 --top_p 0.95".split()

@@ -185,7 +185,6 @@ LAYOUTS = [  # of 4 processes
     layout(tp=2, pp=2, etp=2),
     layout(pp=2, vpp=2, ep=2),
 ]
-PAIRS_PER_FAMILY = 2
 Pair = tuple[str, bool, ParallelLayout, ParallelLayout]
 
 
@@ -230,20 +229,19 @@ def resharded(tmp_path_factory) -> tuple[Path, list[Pair]]:
     generator = random.Random(0)
     pairs: list[Pair] = []
     for family in NAMES:
-        for tied in (False, True):
-            source = make_tiny_hf(root / name(family, tied, 1), family, 1, tied, **SIZES, num_hidden_layers=4)
+        tied = len(pairs) % 2 == 0
+        source = make_tiny_hf(root / name(family, tied, 1), family, 1, tied, **SIZES, num_hidden_layers=4)
         hf_config = read_config(source)
         architecture = families.get(hf_config).architecture(hf_config)
         possible = [one for one in LAYOUTS if not layout_problems(one, architecture, 1)]
-        for number in range(PAIRS_PER_FAMILY):
-            first, second = generator.sample(possible, 2)
-            pairs.append((family, number == 0, first, second))
+        first, second = generator.sample(possible, 2)
+        pairs.append((family, tied, first, second))
     stores = [open_store() for _ in range(2 * len(pairs))]
     launch(4, reshard_all, root, pairs, [store.port for store in stores])
     return root, pairs
 
 
-@pytest.mark.parametrize("number", range(PAIRS_PER_FAMILY * len(NAMES)))
+@pytest.mark.parametrize("number", range(len(NAMES)))
 def test_over_a_checkpoint_to_another_layout(resharded, number):
     root, pairs = resharded
     family, tied, *_ = pairs[number]
@@ -252,7 +250,7 @@ def test_over_a_checkpoint_to_another_layout(resharded, number):
     assert [key for key in original if not torch.equal(written[key], original[key])] == [], pairs[number]
 
 
-@pytest.mark.parametrize("number", range(PAIRS_PER_FAMILY * len(NAMES)))
+@pytest.mark.parametrize("number", range(len(NAMES)))
 def test_an_engine_is_given_the_same_tensors_at_any_layout(resharded, number):
     root, pairs = resharded
     family, tied, *_ = pairs[number]

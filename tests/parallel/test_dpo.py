@@ -46,15 +46,12 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS: dict[tuple[str, str], dict[str, Any]] = {
     ("full", "TP2, reference PP2"): TP2 | REF_PP2,
     ("full", "PP2, reference TP2"): PP2 | REF_TP2,
-    ("full", "DP2, reference PP2"): REF_PP2,
     ("full", "CP2, packed"): {"context_parallel_size": 2, "padding_free": True},
     ("lora", "TP2"): TP2,
-    ("lora", "PP2"): PP2,
     ("experts", "EP2, reference TP2"): EP2 | REF_TP2,
     ("bfloat16", "EP2"): EP2,
     ("kto", "DP2, reference TP2"): REF_TP2,
     ("kto", "PP2, packed, micro-batches of 1"): PP2 | {"padding_free": True, "micro_batch_size": 1},
-    ("kto", "CP2, packed"): {"context_parallel_size": 2, "padding_free": True},
 }
 # Float32 sums in another order, on log-probabilities of about 100; rewards are differences of these.
 FLOAT32: dict[str, Any] = {"rel": 1e-3, "abs": 1e-3}

@@ -32,20 +32,18 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "unroll, kl, heads": ("glm4_moe", 1, UNROLL | {"mtp_loss": "kl", "mtp_mode": "heads_only"}),
     "kl": ("qwen3", 2, {"mtp_loss": "kl"}),
     "tv, packed": ("qwen3", 2, {"mtp_loss": "tv"} | PACKED),
-    "nla, packed": ("qwen3", 2, {"mtp_loss": "nla"} | PACKED),
     "draft vocabulary": ("qwen3", 2, {"mtp_loss": "kl", "mtp_mode": "heads_only"}),
     "unroll, lk": ("qwen3", 1, UNROLL | {"mtp_loss": "lk_hybrid"}),
 }
 CHOSEN = {
     "unroll": ("TP2+SP", "PP2", "CP2", "PP2 MTP apart"),
-    "unroll, packed": ("TP2", "CP2"),
-    "unroll, latent": ("TP2+SP", "CP2"),
-    "unroll, kl, heads": ("TP2+SP", "PP2", "CP2", "PP2 MTP apart"),
-    "kl": ("TP2", "PP2", "CP2", "DP2"),
-    "tv, packed": ("TP2+SP", "CP2"),
-    "nla, packed": ("TP2+SP",),
+    "unroll, packed": ("CP2",),
+    "unroll, latent": ("TP2+SP",),
+    "unroll, kl, heads": ("PP2", "PP2 MTP apart"),
+    "kl": ("TP2", "DP2"),
+    "tv, packed": ("CP2",),
     "draft vocabulary": ("TP2", "PP2"),
-    "unroll, lk": ("TP2",),
+    "unroll, lk": ("TP2+SP",),
 }
 LAYOUTS = {name: CASES[name].options for name in ("TP2", "PP2", "CP2", "DP2", "PP2 MTP apart")} | {"TP2+SP": TP2_SP}
 

@@ -23,11 +23,11 @@ LORA = {"tuner_type": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 DORA = LORA | {"use_dora": True}
 # By family and what is trained: layouts whose ranks exchange something else.
 LAYOUTS: dict[tuple[str, str], list[str]] = {
-    ("qwen2", "lora"): ["TP2", "PP2 recomputed", "CP2+distopt", "DP2"],  # tied embeddings, biases
-    ("qwen2", "dora"): ["TP2", "PP2 recomputed"],
+    ("qwen2", "lora"): ["PP2 recomputed", "CP2+distopt"],  # tied embeddings, biases
+    ("qwen2", "dora"): ["TP2"],
     # Experts that are shared out or not, shared experts, latent attention.
-    ("deepseek_v3", "lora"): ["TP2+SP", "EP2xTP2"],
-    ("deepseek_v3", "dora"): ["TP2+SP", "EP2xTP2", "ETP2xTP2"],
+    ("deepseek_v3", "lora"): ["EP2xTP2"],
+    ("deepseek_v3", "dora"): ["TP2+SP", "ETP2xTP2"],
 }
 PLACES = CASES | {
     "PP2 recomputed": Case(2, CASES["PP2"].options | FULL["uniform 2"]),

@@ -28,13 +28,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # By model and layout, under the scheduler: micro-batches then differ in length, and their number from step to step.
 CHOSEN = {
-    QWEN3: ("PP2", "CP2", "DP2", "TP2+SP", "PP2xVPP2", "PP3 MTP middle", "PP2xCP2"),
-    MIXTURE: ("EP2", "CP2", "PP2"),
+    QWEN3: ("CP2", "DP2", "TP2+SP", "PP2xVPP2", "PP3 MTP middle", "PP2xCP2"),
+    MIXTURE: ("EP2", "PP2"),
 }
-RESUMED = ("PP2", "DP2", "PP2xCP2")
-RECOMPUTE = FULL | {"selective": {"recompute_granularity": "selective"}}
+RESUMED = ("DP2", "PP2xCP2")
+RECOMPUTE = {"block 1": FULL["block 1"], "selective": {"recompute_granularity": "selective"}}
 # By model (MTP depth 2 and 1) and layout; "balanced" is one process.
-RECOMPUTED = {QWEN3: ("balanced", "TP2+SP", "CP2"), MIXTURE: ("PP2",)}
+RECOMPUTED = {QWEN3: ("balanced", "CP2"), MIXTURE: ("PP2",)}
 
 
 @dataclass

@@ -14,19 +14,22 @@ from swiftlite.engines.served_model import read_model
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.heads.drafting import Drafting
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
+from tests.tiers import some_of
 from tests.tiny import ALIKE, CLASSES, make_tiny_hf, mtp_names
 
 
 @pytest.mark.parametrize(
     ("family", "depth", "num_tokens"),
-    [
-        *((family, 2, 2) for family in sorted(CLASSES) if family not in ALIKE),
-        ("qwen3", 2, 1),
+    # Dense, with each kind of experts and attention, and with each kind of head inputs.
+    some_of(
+        [*((family, 2, 2) for family in sorted(CLASSES) if family not in ALIKE), ("qwen3", 2, 4), ("qwen3", 1, 3)],
+        ("deepseek_v3", 2, 2),
+        ("glm4_moe", 2, 2),
+        ("mimo", 2, 2),
+        ("qwen3_next", 2, 2),
         ("qwen3", 2, 4),
         ("qwen3", 1, 3),
-        ("glm4_moe", 1, 3),
-        ("mimo", 1, 1),
-    ],
+    ),
 )
 def test_counts_equal_a_reference_without_cache(trained, family, depth, num_tokens):
     directory, prompts = trained(family, depth)
@@ -44,7 +47,7 @@ def test_counts_equal_a_reference_without_cache(trained, family, depth, num_toke
         assert 0.1 < accepted / counts.drafts < 0.9
 
 
-@pytest.mark.parametrize(("depth", "num_tokens"), [(1, 3), (2, 2), (2, 4)])
+@pytest.mark.parametrize(("depth", "num_tokens"), some_of([(1, 3), (2, 2), (2, 4)], (1, 3), (2, 4)))
 def test_drafts_end_behind_the_first_unsure_one(trained, depth, num_tokens):
     directory, prompts = trained("qwen3", depth)
     engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=num_tokens))
@@ -81,7 +84,9 @@ def test_heads_for_another_engine_are_run_as_it_runs_them(trained, tmp_path, fam
     assert engine.draft_counts().accepted_per_position == counts.accepted_per_position
 
 
-@pytest.mark.parametrize(("family", "depth"), [("qwen3", 2), ("llama", 1), ("qwen3_next", 1)])
+@pytest.mark.parametrize(
+    ("family", "depth"), some_of([("qwen3", 2), ("llama", 1), ("qwen3_next", 1)], ("qwen3", 2), ("llama", 1))
+)
 def test_drafts_are_of_the_draft_vocabulary(trained, tmp_path, family, depth):
     directory, prompts = trained(family, depth)
     reference = follow(Reference.load(directory, family, depth), convention("transformers", family).drafting)
