@@ -42,7 +42,7 @@ def command_help(command: Command) -> str:
         text += ["", f"{heading}:"]
         for option in members:
             text.append(f"  --{option.name} {placeholder(option.type)}")
-            words = textwrap.wrap(option.doc + default_words(option), width - 6)
+            words = textwrap.wrap(option.doc + default_words(option), width - 6, break_on_hyphens=False)
             text += textwrap.indent("\n".join(words), " " * 6).split("\n")
     return "\n".join(text)
 
