@@ -34,7 +34,7 @@ CHOSEN = {
 RESUMED = ("DP2", "PP2xCP2")
 RECOMPUTE = {"block 1": FULL["block 1"], "selective": {"recompute_granularity": "selective"}}
 # By model (MTP depth 2 and 1) and layout; "balanced" is one process.
-RECOMPUTED = {QWEN3: ("balanced", "CP2"), MIXTURE: ("PP2",)}
+RECOMPUTED: dict[Model, tuple[str, ...]] = {QWEN3: ("balanced", "CP2"), MIXTURE: ("PP2",)}
 
 
 @dataclass
