@@ -1,10 +1,13 @@
 """A micro-batch through the model."""
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 from swiftlite.data.batch import Batch
 from swiftlite.model.context_parallel import describe_packed
-from swiftlite.model.gpt import TrunkOutput
+from swiftlite.model.forward_step import ForwardStep
+from swiftlite.model.gpt import Losses, TrunkOutput
 from swiftlite.model.loss.balance import Balance
 
 
@@ -26,3 +29,20 @@ def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None
         balance=balance,
         trunk=trunk,
     )
+
+
+def forward_step_of(
+    compute: Callable[[Losses, Batch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], balance: Balance | None = None
+) -> ForwardStep:
+    """Return the step that runs each micro-batch through the model.
+
+    Args:
+        compute: returns what is to be minimised, its number of targets, and statistics of a micro-batch.
+        balance: as for `forward`.
+    """
+
+    def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
+        batch = next(batches)
+        return forward(model, batch, balance), lambda losses: compute(losses, batch)
+
+    return forward_step

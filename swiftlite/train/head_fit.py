@@ -29,10 +29,9 @@ from swiftlite.model.context_parallel import gather_sequence, sequence_lengths
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.loss.losses import IGNORE_INDEX
-from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import whole_rows
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import on_this_rank
+from swiftlite.train.batches.micro_batches import run_batches
 
 TOKENS_PER_INPUT = 50
 """Tokens to fit to, for each of the projection's 2H inputs: some 60,000 for a hidden size of 576."""
@@ -81,14 +80,7 @@ def _run(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch], fits:
             fit.batch = batch
         return forward(chunk, unlabelled), lambda losses: (torch.zeros(()), torch.zeros((), dtype=torch.int32), None)
 
-    run_pipeline(
-        chunks,
-        mesh,
-        forward_step,
-        [on_this_rank(batches, mesh) for _ in chunks],
-        shapes=[batch.position_ids_BS.shape for batch in batches],
-        forward_only=True,
-    )
+    run_batches(chunks, mesh, batches, forward_step, forward_only=True)
 
 
 class _Fit:

@@ -20,12 +20,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
 from swiftlite.model.layers.router import take_load_balancing_loss
-from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, largest, sum_up
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.runtime.device import on_device
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import on_this_rank
+from swiftlite.train.batches.micro_batches import run_batches
 from swiftlite.train.checkpoint.checkpointer import Checkpointer
 from swiftlite.train.clipping import ClippedApart
 from swiftlite.train.metrics.sinks import Sink
@@ -212,14 +211,8 @@ class Trainer:
         """All micro-batches of a global batch through the model; returns the statistics of all ranks."""
         parts = []
         if batches:
-            parts = run_pipeline(
-                self.model,
-                self.mesh,
-                objective.make_forward_step(counts, self.mesh),
-                [on_this_rank(batches, self.mesh) for _ in self.model],
-                shapes=[batch.position_ids_BS.shape for batch in batches],
-                forward_only=forward_only,
-            )
+            forward_step = objective.make_forward_step(counts, self.mesh)
+            parts = run_batches(self.model, self.mesh, batches, forward_step, forward_only=forward_only)
         return sum_up(parts, objective.sums_shape, self.mesh)
 
     def _sum_over_data_parallel(self, *values: int) -> list[int]:

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
+from torch import nn
 
 from swiftlite.data.batch import Batch, Extra, collate, collate_packed
 from swiftlite.data.packing.packing import Rows, pack, padded
@@ -14,6 +16,8 @@ from swiftlite.data.packing.schedule import Schedule, schedule
 from swiftlite.data.sample import Sample
 from swiftlite.estimate.flops import Flops
 from swiftlite.model.context_parallel import shard_sequence
+from swiftlite.model.forward_step import ForwardStep
+from swiftlite.model.pipeline import run_pipeline
 from swiftlite.plan.layout import num_virtual_stages, sequence_multiple
 from swiftlite.plan.run import Plan
 from swiftlite.runtime.device import on_device
@@ -35,6 +39,15 @@ def on_this_rank(batches: Iterable[Batch], mesh: Mesh) -> Iterator[Batch]:
         part = shard(batch, mesh.cp.rank(), mesh.cp.size())
         moved = part.map(move).map_per_sequence(move)
         yield replace(moved, labels_KBS=part.labels_KBS, on_host=part)
+
+
+def run_batches(
+    model: Sequence[nn.Module], mesh: Mesh, batches: Sequence[Batch], forward_step: ForwardStep, *, forward_only: bool
+) -> list[Any]:
+    """Send this rank's micro-batches through its chunks of the model; see `run_pipeline`."""
+    iterators = [on_this_rank(batches, mesh) for _ in model]
+    shapes = [batch.position_ids_BS.shape for batch in batches]
+    return run_pipeline(model, mesh, forward_step, iterators, shapes=shapes, forward_only=forward_only)
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,16 @@
 """`megatron dpo`: a loss over pairs of answers, compared with a reference model where the loss needs one."""
 
 from dataclasses import replace
+from functools import partial
 
-from transformers import PreTrainedTokenizerBase
-
-from swiftlite.args.commands import DpoArgs
-from swiftlite.data.encoder import ConversationEncoder, Encoder
 from swiftlite.data.rows.pair import parse_pair
 from swiftlite.data.sample import Sample
-from swiftlite.data.template import ChatTemplate
 from swiftlite.plan.preference import preference_of
 from swiftlite.train.methods.preference import REFERENCE, PreferenceObjective
 from swiftlite.train.methods.reference import score_with_reference
+from swiftlite.train.methods.rows import make_conversation_encoder
 from swiftlite.train.methods.training import Training
 from swiftlite.train.phases import Run
-
-
-def make_pair_encoder(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
-    """Return the encoder of pairs; only the last turn of a row trains."""
-    template = ChatTemplate(tokenizer, vocab_size=vocab_size)
-    return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse_pair)
 
 
 def compare_with_reference(run: Run) -> Run:
@@ -44,7 +35,7 @@ def preference_objective(run: Run) -> PreferenceObjective:
 
 
 DPO = Training(
-    make_encoder=make_pair_encoder,
+    make_encoder=partial(make_conversation_encoder, parse=parse_pair),
     prepare=compare_with_reference,
     make_objective=preference_objective,
     extras=(REFERENCE,),

@@ -7,34 +7,31 @@ Shapes: P answers of a micro-batch; K the trunk and each MTP depth, B rows, S to
 rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from swiftlite.args.commands import DpoArgs
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.data.dataset import Data
-from swiftlite.data.encoder import ConversationEncoder, Encoder
+from swiftlite.data.encoder import Encoder
 from swiftlite.data.rows.rated import mismatch, parse_rated
 from swiftlite.data.sample import Sample
-from swiftlite.data.template import ChatTemplate
 from swiftlite.heads import Heads
-from swiftlite.model.forward import forward
+from swiftlite.model.forward import forward_step_of
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.balance import Balance
-from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import sum_up
 from swiftlite.plan.preference import Preference, preference_of
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import MicroBatches, on_this_rank
+from swiftlite.train.batches.micro_batches import MicroBatches, run_batches
 from swiftlite.train.methods.mtp_loss import add_heads, count_labels, head_coefficients, head_means, head_sums
 from swiftlite.train.methods.preference import REFERENCE, log_probabilities_of
 from swiftlite.train.methods.reference import score_with_reference
-from swiftlite.train.methods.rows import load_data
+from swiftlite.train.methods.rows import load_data, make_conversation_encoder
 from swiftlite.train.methods.training import Training
 from swiftlite.train.phases import Run
 
@@ -51,34 +48,17 @@ def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequenc
         model: the chunks of this rank, in evaluation mode.
         companions: this rank's micro-batches of them, as many as on any other.
     """
-    parts = run_pipeline(
-        model,
-        mesh,
-        _ratios(mesh),
-        [on_this_rank(companions, mesh) for _ in model],
-        shapes=[batch.position_ids_BS.shape for batch in companions],
-        forward_only=True,
-    )
+
+    def sum_ratios(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        log_p_P, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
+        ratio_P = (log_p_P - batch.extras[REFERENCE.name]).double()
+        here = mesh.cp.rank() == 0  # context-parallel ranks have the same
+        sums = torch.stack([ratio_P.sum(), torch.full_like(ratio_P, 1.0).sum()]) * here
+        return ratio_P.sum(), torch.ones((), dtype=torch.int32, device=sums.device), sums
+
+    parts = run_batches(model, mesh, companions, forward_step_of(sum_ratios), forward_only=True)
     total, number = sum_up(parts, (2,), mesh).tolist()
     return max(total / number, 0.0) if number else 0.0
-
-
-def _ratios(mesh: Mesh) -> Callable:
-    """A forward step that gives the sum of the log-ratios of a micro-batch, and their number."""
-
-    def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
-        batch = next(batches)
-
-        def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            log_p_P, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
-            ratio_P = (log_p_P - batch.extras[REFERENCE.name]).double()
-            here = mesh.cp.rank() == 0  # context-parallel ranks have the same
-            sums = torch.stack([ratio_P.sum(), torch.full_like(ratio_P, 1.0).sum()]) * here
-            return ratio_P.sum(), torch.ones((), dtype=torch.int32, device=sums.device), sums
-
-        return forward(model, batch), loss_func
-
-    return forward_step
 
 
 @dataclass(frozen=True)
@@ -127,24 +107,19 @@ class KtoObjective:
         balance = Balance(tokens, divisor=num_answers)
         counts_here = mesh.cp.rank() == 0  # context-parallel ranks have the same scores
 
-        def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
-            batch = next(batches)
+        def loss_of(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            log_p_P, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
+            ratio_P = log_p_P - batch.extras[REFERENCE.name]
+            desirable_P = batch.extras[DESIRABLE.name]
+            losses_P = self._losses(ratio_P, desirable_P)
+            total = losses_P.sum()
+            total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
+            answers = torch.full((), len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
+            figures = self._figures(losses_P, ratio_P, log_p_P, desirable_P) * counts_here
+            heads = head_sums(losses, batch, mesh)
+            return total, answers, torch.cat([figures, heads])
 
-            def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                log_p_P, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
-                ratio_P = log_p_P - batch.extras[REFERENCE.name]
-                desirable_P = batch.extras[DESIRABLE.name]
-                losses_P = self._losses(ratio_P, desirable_P)
-                total = losses_P.sum()
-                total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
-                answers = torch.full((), len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
-                figures = self._figures(losses_P, ratio_P, log_p_P, desirable_P) * counts_here
-                heads = head_sums(losses, batch, mesh)
-                return total, answers, torch.cat([figures, heads])
-
-            return forward(model, batch, balance), loss_func
-
-        return forward_step
+        return forward_step_of(loss_of, balance)
 
     def _losses(self, ratio_P: torch.Tensor, desirable_P: torch.Tensor) -> torch.Tensor:
         preference = self.preference
@@ -180,12 +155,6 @@ class KtoObjective:
         return named | head_means(sums[SUMS:])
 
 
-def make_rated_encoder(args: DpoArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
-    """Return the encoder of single answers with a label; only the last turn of a row trains."""
-    template = ChatTemplate(tokenizer, vocab_size=vocab_size)
-    return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse_rated)
-
-
 def load_rated(args: DpoArgs, encoder: Encoder, vocab_size: int) -> Data:
     """Read the rows to train on and those held out, each with the answer to another question as its companion.
 
@@ -216,7 +185,7 @@ def _scored(sample: Sample, log_p: float, companion_log_p: float) -> Sample:
 
 
 KTO = Training(
-    make_encoder=make_rated_encoder,
+    make_encoder=partial(make_conversation_encoder, parse=parse_rated),
     load=load_rated,
     prepare=partial(score_with_reference, pair_of=_with_companion, scored=_scored),
     make_objective=kto_objective,

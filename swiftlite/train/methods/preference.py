@@ -4,7 +4,7 @@ Shapes: P pairs of a micro-batch, 2 the answers of each (the preferred one first
 each MTP depth, B rows, S tokens of a row on this context-parallel rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from swiftlite.data.batch import Batch, Extra
 from swiftlite.heads import Heads
-from swiftlite.model.forward import forward
+from swiftlite.model.forward import forward_step_of
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses
 from swiftlite.model.loss.balance import Balance
@@ -170,26 +170,21 @@ class PreferenceObjective:
         balance = Balance(tokens, divisor=num_pairs)
         counts_here = mesh.cp.rank() == 0  # context-parallel ranks have the same scores
 
-        def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
-            batch = next(batches)
+        def loss_of(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            scores = score(losses.main.loss_BS, batch, mesh)
+            losses_P = pair_losses(scores, self.preference)
+            preferred = (losses.main.loss_BS * batch.loss_scale_KBS[0] * _is_preferred(batch)).sum()
+            total = losses_P.sum() + imitation * preferred
+            total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
+            pairs = torch.full((), len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
+            figures = self._figures(scores, losses_P) * counts_here
+            is_target_BS = losses.main.prediction_BS != -1
+            num_tokens = (is_target_BS & _is_preferred(batch)).sum()
+            imitated = torch.stack([preferred.detach().double(), num_tokens.double()])
+            heads = head_sums(losses, batch, mesh)
+            return total, pairs, torch.cat([pairs.double()[None], figures, imitated, heads])
 
-            def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                scores = score(losses.main.loss_BS, batch, mesh)
-                losses_P = pair_losses(scores, self.preference)
-                preferred = (losses.main.loss_BS * batch.loss_scale_KBS[0] * _is_preferred(batch)).sum()
-                total = losses_P.sum() + imitation * preferred
-                total = add_heads(total, losses, batch.loss_scale_KBS, coefficients)
-                pairs = torch.full((), len(losses_P) * counts_here, dtype=torch.int32, device=total.device)
-                figures = self._figures(scores, losses_P) * counts_here
-                is_target_BS = losses.main.prediction_BS != -1
-                num_tokens = (is_target_BS & _is_preferred(batch)).sum()
-                imitated = torch.stack([preferred.detach().double(), num_tokens.double()])
-                heads = head_sums(losses, batch, mesh)
-                return total, pairs, torch.cat([pairs.double()[None], figures, imitated, heads])
-
-            return forward(model, batch, balance), loss_func
-
-        return forward_step
+        return forward_step_of(loss_of, balance)
 
     @torch.no_grad()
     def _figures(self, scores: Scores, losses_P: torch.Tensor) -> torch.Tensor:

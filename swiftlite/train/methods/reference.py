@@ -32,17 +32,16 @@ from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.hub.model import identity_of, local_model
 from swiftlite.log import logger
-from swiftlite.model.forward import forward
+from swiftlite.model.forward import forward_step_of
 from swiftlite.model.gpt import GPTModel, Losses
 from swiftlite.model.open import open_model, read_hf_model
-from swiftlite.model.pipeline import run_pipeline
 from swiftlite.model.ranks import from_last_stage, to_all_ranks
 from swiftlite.plan.layout import data_parallel_size, ranks_of
 from swiftlite.plan.preference import reference_layout
 from swiftlite.plan.run import row_multiple_of
 from swiftlite.runtime import agreement
 from swiftlite.runtime.mesh import Mesh
-from swiftlite.train.batches.micro_batches import Batches, Collated, on_this_rank
+from swiftlite.train.batches.micro_batches import Batches, Collated, run_batches
 from swiftlite.train.checkpoint.base_digest import shared_digest_of
 from swiftlite.train.methods.preference import log_probabilities_of
 from swiftlite.train.phases import Run
@@ -237,36 +236,19 @@ def log_probabilities(
     micro_batches = Collated(batches.collate, [pairs[index : index + 1] for index in mine])
     for chunk in chunks:
         chunk.eval()
+
+    def score(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        log_p_N, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
+        log_p_P2 = log_p_N.view(-1, 2)
+        return log_p_P2.sum(), torch.ones((), dtype=torch.int32, device=log_p_P2.device), log_p_P2
+
     with mesh.active():
-        parts = run_pipeline(
-            chunks,
-            mesh,
-            _scoring(mesh),
-            [on_this_rank(micro_batches, mesh) for _ in chunks],
-            shapes=[batch.position_ids_BS.shape for batch in micro_batches],
-            forward_only=True,
-        )
+        parts = run_batches(chunks, mesh, micro_batches, forward_step_of(score), forward_only=True)
     found = torch.zeros(len(pairs), 2, device=mesh.device.torch_device)
     for index, log_p_P2 in zip(mine, parts, strict=False):  # no parts before the last stage
         found[index : index + 1] = log_p_P2
     dist.all_reduce(found, group=mesh.dp)  # each pair has one rank's number, and zeros
     return from_last_stage(found, mesh)
-
-
-def _scoring(mesh: Mesh) -> Callable:
-    """A forward step that gives the log-probabilities [P, 2] of a micro-batch."""
-
-    def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[object, Callable]:
-        batch = next(batches)
-
-        def loss_func(losses: Losses) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            log_p_N, _ = log_probabilities_of(losses.main.loss_BS, batch, mesh)
-            log_p_P2 = log_p_N.view(-1, 2)
-            return log_p_P2.sum(), torch.ones((), dtype=torch.int32, device=log_p_P2.device), log_p_P2
-
-        return forward(model, batch), loss_func
-
-    return forward_step
 
 
 def score_with_reference(

@@ -10,7 +10,9 @@ from swiftlite.acceptance.held_out import Prompt
 from swiftlite.args.commands import SftArgs
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder, Encoder
+from swiftlite.data.rows.conversation import parse_row
 from swiftlite.data.rows.mock import MockSamples, mock_lengths
+from swiftlite.data.rows.sources import RowParser
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.errors import UserError
 from swiftlite.runtime.agreement import digest
@@ -22,10 +24,12 @@ LoadData = Callable[[Any, Encoder, int], Data]
 """Reads the data of a run from its options, with the encoder and the size of the vocabulary."""
 
 
-def make_conversation_encoder(args: SftArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
-    """The encoder of rows with conversations."""
+def make_conversation_encoder(
+    args: SftArgs, tokenizer: PreTrainedTokenizerBase, vocab_size: int, parse: RowParser = parse_row
+) -> Encoder:
+    """Return the encoder of rows with conversations, or of what another parser makes of rows."""
     template = ChatTemplate(tokenizer, args.loss_scale, vocab_size)
-    return ConversationEncoder(template, args.max_length, args.truncation_strategy)
+    return ConversationEncoder(template, args.max_length, args.truncation_strategy, parse)
 
 
 def load_data(args: SftArgs, encoder: Encoder, vocab_size: int) -> Data:
