@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from swiftlite.bridge.encoding.quantization import quantization_problem
+from swiftlite.bridge.join import COPY, Join
 from swiftlite.bridge.rows import Row
 from swiftlite.errors import UserError
 from swiftlite.families.architecture import Outside
@@ -200,13 +201,28 @@ def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
     Qwen3-Next has one projection and one set of norms for all its heads. Ours are independent, so heads after the first
     keep theirs under `mtp.heads.{head}.`; a checkpoint with one head is laid out exactly like Qwen3-Next's.
     """
-    hidden = hf_config["hidden_size"]
-    mcore, hf = f"mtp.layers.{head}.", "mtp." if head == 0 else f"mtp.heads.{head}."
+    prefix = "mtp." if head == 0 else f"mtp.heads.{head}."
+    names = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    return frame_rows(hf_config, head, prefix, names)
+
+
+def frame_rows(
+    hf_config: HfConfig, head: int, prefix: str, names: tuple[str, str, str, str], join: Join = COPY
+) -> list[Row]:
+    """Bridge rows of what a head has around its decoder layer.
+
+    Args:
+        prefix: of the head in HF files.
+        names: HF names, behind the prefix, of the projection, the norms of embedding and state, and the output norm.
+        join: of the projection.
+    """
+    hidden, mcore = hf_config["hidden_size"], f"mtp.layers.{head}."
+    projection, embedding_norm, state_norm, output_norm = names
     return [
-        Row(f"{mcore}eh_proj.weight", {f"{hf}fc.weight": (hidden, 2 * hidden)}),
-        Row(f"{mcore}enorm.weight", {f"{hf}pre_fc_norm_embedding.weight": (hidden,)}),
-        Row(f"{mcore}hnorm.weight", {f"{hf}pre_fc_norm_hidden.weight": (hidden,)}),
-        Row(f"{mcore}final_layernorm.weight", {f"{hf}norm.weight": (hidden,)}),
+        Row(f"{mcore}eh_proj.weight", {f"{prefix}{projection}.weight": (hidden, 2 * hidden)}, join),
+        Row(f"{mcore}enorm.weight", {f"{prefix}{embedding_norm}.weight": (hidden,)}),
+        Row(f"{mcore}hnorm.weight", {f"{prefix}{state_norm}.weight": (hidden,)}),
+        Row(f"{mcore}final_layernorm.weight", {f"{prefix}{output_norm}.weight": (hidden,)}),
     ]
 
 

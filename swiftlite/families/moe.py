@@ -55,6 +55,26 @@ def mixture(hf_config: HfConfig) -> Mixture:
     )
 
 
+def num_dense_of_types(hf_config: HfConfig) -> int:
+    """Dense layers by `mlp_layer_types`, which come first; 1 in transformers when config.json does not say."""
+    kinds = hf_config.get("mlp_layer_types")
+    return 1 if kinds is None else kinds.count("dense")
+
+
+def layer_type_problems(hf_config: HfConfig) -> list[str]:
+    """What is wrong with `mlp_layer_types`, and with `first_k_dense_replace`, in which engines read the same."""
+    layers, num_dense = hf_config["num_hidden_layers"], num_dense_of_types(hf_config)
+    problems = []
+    kinds = hf_config.get("mlp_layer_types")
+    if kinds not in (None, ["dense"] * num_dense + ["sparse"] * (layers - num_dense)):
+        problems.append(f"mlp_layer_types is not some 'dense', then 'sparse' up to {layers} layers")
+    stated = hf_config.get("first_k_dense_replace", num_dense)
+    if stated != num_dense:
+        says = "mlp_layer_types has" if kinds is not None else "without mlp_layer_types transformers makes"
+        problems.append(f"first_k_dense_replace {stated}, but {says} {num_dense} dense layers")
+    return problems
+
+
 def mixture_problems(hf_config: HfConfig) -> list[str]:
     """Settings of the mixture that megatron-core does not compute, one line each."""
     stated = [key for key in ("first_k_dense_replace", "n_shared_experts", "routed_scaling_factor") if key in hf_config]
@@ -112,14 +132,9 @@ def _prefix(hf_config: HfConfig, head: int) -> str:
     return f"model.layers.{hf_config['num_hidden_layers'] + head}."
 
 
-def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
-    hidden, mcore, hf = hf_config["hidden_size"], f"mtp.layers.{head}.", _prefix(hf_config, head)
-    return [
-        Row(f"{mcore}eh_proj.weight", {f"{hf}eh_proj.weight": (hidden, 2 * hidden)}),
-        Row(f"{mcore}enorm.weight", {f"{hf}enorm.weight": (hidden,)}),
-        Row(f"{mcore}hnorm.weight", {f"{hf}hnorm.weight": (hidden,)}),
-        Row(f"{mcore}final_layernorm.weight", {f"{hf}shared_head.norm.weight": (hidden,)}),
-    ]
+def frame_rows(hf_config: HfConfig, head: int, output_norm: str = "shared_head.norm") -> list[Row]:
+    """Projection and norms of a head."""
+    return dense.frame_rows(hf_config, head, _prefix(hf_config, head), ("eh_proj", "enorm", "hnorm", output_norm))
 
 
 def _copies(hf_config: HfConfig, head: int) -> dict[str, str]:
@@ -130,4 +145,4 @@ def _copies(hf_config: HfConfig, head: int) -> dict[str, str]:
     }
 
 
-NEXT_LAYER_HEADS = MtpLayout(_head_of, _prefix, _frame_rows, _copies, Drafting(zeroes_first_embedding=True))
+NEXT_LAYER_HEADS = MtpLayout(_head_of, _prefix, frame_rows, _copies, Drafting(zeroes_first_embedding=True))

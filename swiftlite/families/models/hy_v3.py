@@ -4,13 +4,12 @@ transformers has other names in memory than files have (conversion_mapping.py of
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from swiftlite.bridge.rows import Row
 from swiftlite.families import dense, moe
 from swiftlite.families.family import Family, HfConfig, no_copies
 from swiftlite.families.layer import Layer
-from swiftlite.heads.drafting import Drafting
 
 # GLM-4.5's key of config.json for each of HY-V3's.
 _GLM_KEYS = {
@@ -30,17 +29,11 @@ _MEMORY_NAMES = {
 }
 
 
-def _num_dense(hf_config: HfConfig) -> int:
-    """Dense layers, which come first; 1 in transformers when config.json does not say."""
-    kinds = hf_config.get("mlp_layer_types")
-    return 1 if kinds is None else kinds.count("dense")
-
-
 def _in_glm_words(hf_config: HfConfig) -> dict[str, Any]:
     """The config with its keys for the mixture as GLM-4.5 spells them."""
     words = {glm: hf_config[own] for own, glm in _GLM_KEYS.items() if own in hf_config}
-    fixed = {"first_k_dense_replace": _num_dense(hf_config), "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
-    return {**hf_config, **words, **fixed}
+    fixed = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+    return {**hf_config, **words, **fixed, "first_k_dense_replace": moe.num_dense_of_types(hf_config)}
 
 
 def _check(hf_config: HfConfig) -> None:
@@ -64,15 +57,7 @@ def _in_own_words(problem: str) -> str:
 
 def _contradictions(hf_config: HfConfig) -> list[str]:
     """transformers reads `mlp_layer_types` and `moe_intermediate_size`; engines read the same from two other keys."""
-    layers, num_dense = hf_config["num_hidden_layers"], _num_dense(hf_config)
-    problems = []
-    kinds = hf_config.get("mlp_layer_types")
-    if kinds not in (None, ["dense"] * num_dense + ["sparse"] * (layers - num_dense)):
-        problems.append(f"mlp_layer_types is not some 'dense', then 'sparse' up to {layers} layers")
-    if hf_config.get("first_k_dense_replace", num_dense) != num_dense:
-        stated = hf_config["first_k_dense_replace"]
-        says = "mlp_layer_types has" if kinds is not None else "without mlp_layer_types transformers makes"
-        problems.append(f"first_k_dense_replace {stated}, but {says} {num_dense} dense layers")
+    problems = moe.layer_type_problems(hf_config)
     ffn = hf_config["moe_intermediate_size"]
     if hf_config.get("expert_hidden_dim", ffn) != ffn:
         problems.append(f"expert_hidden_dim {hf_config['expert_hidden_dim']}, but moe_intermediate_size {ffn}")
@@ -83,22 +68,14 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(dense.attention(hf_config, qk_norm=True), moe.mlp(_in_glm_words(hf_config), number), _HF_NAMES)
 
 
-def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
-    """GLM-4.5's, with the norm behind the decoder layer under Megatron's name."""
-    rows = moe.NEXT_LAYER_HEADS.frame_rows(hf_config, head)
-    return [
-        replace(row, hf={name.replace("shared_head.norm", "final_layernorm"): shape for name, shape in row.hf.items()})
-        for row in rows
-    ]
-
-
 HY_V3 = Family(
     name="hy_v3",
     check=_check,
     layer=_layer,
     outside=dense.outside,
+    # GLM-4.5's, with the output norm under Megatron's name.
     mtp=replace(
-        moe.NEXT_LAYER_HEADS, frame_rows=_frame_rows, copies=no_copies, drafting=Drafting(zeroes_first_embedding=True)
+        moe.NEXT_LAYER_HEADS, frame_rows=partial(moe.frame_rows, output_norm="final_layernorm"), copies=no_copies
     ),
     memory_names=_MEMORY_NAMES,
 )

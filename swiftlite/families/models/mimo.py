@@ -15,14 +15,8 @@ from swiftlite.heads.drafting import Drafting
 
 
 def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
-    hidden = hf_config["hidden_size"]
-    mcore, hf = f"mtp.layers.{head}.", f"model.mtp_layers.{head}."
-    return [
-        Row(f"{mcore}eh_proj.weight", {f"{hf}input_proj.weight": (hidden, 2 * hidden)}, SwapHalves(axis=1)),
-        Row(f"{mcore}enorm.weight", {f"{hf}token_layernorm.weight": (hidden,)}),
-        Row(f"{mcore}hnorm.weight", {f"{hf}hidden_layernorm.weight": (hidden,)}),
-        Row(f"{mcore}final_layernorm.weight", {f"{hf}final_layernorm.weight": (hidden,)}),
-    ]
+    names = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    return dense.frame_rows(hf_config, head, f"model.mtp_layers.{head}.", names, SwapHalves(axis=1))
 
 
 def _head_of(hf_config: HfConfig, hf_key: str) -> int | None:
