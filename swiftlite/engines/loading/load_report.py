@@ -12,7 +12,7 @@ from torch import nn
 
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.info import EngineInfo
-from swiftlite.engines.loading.weight_recorder import WeightRecorder
+from swiftlite.engines.loading.load_tracker import DryLoad
 from swiftlite.engines.served_model import ServedModel, fed_otherwise
 
 
@@ -75,7 +75,7 @@ class Loading:
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.recorder = WeightRecorder(Checkpoint(self.model.directory).stored)
+        self.recorder = DryLoad(Checkpoint(self.model.directory).stored)
 
     @contextmanager
     def until_it_objects(self) -> Iterator[None]:
@@ -104,8 +104,7 @@ class Loading:
                 filled.load_weights(self.recorder.weights())
         self.problems += some(
             f"{class_name} is left with {count} random numbers in {parameter}"
-            for parameter, count in self.recorder.unfilled(filled).items()
-            if not parameter.endswith(tuple(not_loaded))
+            for parameter, count in self.recorder.unfilled(filled, not_loaded).items()
         )
         return filled
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from swiftlite.engines.loading.weight_filling import Filling
+from swiftlite.engines.loading.load_tracker import RunningLoad
 
 LOAD, KEEP, FINISH = "swiftlite_load", "swiftlite_keep", "swiftlite_finish"
 """Read a file into the model; keep what a file has; load what was kept, and say what the transfer left out."""
@@ -23,7 +23,7 @@ SHARED = ("embed_tokens.weight", "lm_head.weight")
 
 @dataclass
 class _Transfer:
-    filling: Filling = field(default_factory=Filling)
+    filling: RunningLoad = field(default_factory=RunningLoad)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     unread: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -46,8 +46,8 @@ _transfers: WeakKeyDictionary[nn.Module, _Transfer] = WeakKeyDictionary()
 
 
 def load_at_once(result: bool, weight: torch.Tensor) -> bool:
-    """Whether SGLang is to copy a weight in a thread of its own, where a `Filling` sees nothing: not while a transfer
-    is under way.
+    """Whether SGLang is to copy a weight in a thread of its own, where a `RunningLoad` sees nothing: not while a
+    transfer is under way.
 
     SGLang runs it after should_async_load (sglang/srt/model_loader/utils.py of 0.5.23), which loaders of DeepSeek ask.
     """

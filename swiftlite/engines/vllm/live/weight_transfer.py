@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from swiftlite.engines.loading.weight_filling import CARRIED, Filling
+from swiftlite.engines.loading.load_tracker import CARRIED, RunningLoad
 from swiftlite.engines.vllm.live.ipc_handle import as_arguments
 
 
@@ -100,7 +100,7 @@ class _Watched:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = dict(weights)
-        filling = Filling()
+        filling = RunningLoad()
         filling.expect(tensors)
         with filling:
             self.loaded |= self._model.load_weights(tensors.items())

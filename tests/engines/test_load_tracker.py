@@ -1,12 +1,11 @@
-"""What the recorder and `Filling` say of a loader, against parameters of NaN that the same loader fills for real."""
+"""What `DryLoad` and `RunningLoad` say of a loader, against parameters of NaN that the same loader fills for real."""
 
 import pytest
 import torch
 from torch import nn
 
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.engines.loading.weight_filling import Filling
-from swiftlite.engines.loading.weight_recorder import WeightRecorder
+from swiftlite.engines.loading.load_tracker import DryLoad, RunningLoad
 from tests.tiny import make_tiny_hf
 
 
@@ -66,7 +65,7 @@ def test_it_counts_what_stays_nan(tmp_path, left_out):
     real.load_weights(((key, checkpoint.read(key)) for key in checkpoint.entries), left_out)
     nans = {name: int(parameter.isnan().sum()) for name, parameter in real.named_parameters()}
 
-    recorder = WeightRecorder(checkpoint.stored)
+    recorder = DryLoad(checkpoint.stored)
     with torch.device("meta"):
         model = Model()
     with recorder:
@@ -81,10 +80,10 @@ def test_it_counts_what_stays_nan(tmp_path, left_out):
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
 def test_a_running_model_that_loads_the_same(tmp_path, left_out):
-    """`Filling` sees real tensors, bucket after bucket."""
+    """`RunningLoad` sees real tensors, bucket after bucket."""
     checkpoint = Checkpoint(make_tiny_hf(tmp_path, "qwen3", vocab_size=VOCABULARY))
     tensors = {key: checkpoint.read(key) for key in checkpoint.entries}
-    model, filling = Model(), Filling()
+    model, filling = Model(), RunningLoad()
     filling.expect(tensors)
     with torch.no_grad(), filling:
         model.load_weights(tensors.items(), left_out)
@@ -96,14 +95,14 @@ def test_a_running_model_that_loads_the_same(tmp_path, left_out):
 def test_a_vision_tower_keeps_what_it_has():
     """No transfer brings it; what the language model lacks is found all the same."""
     model = nn.ModuleDict({"visual": nn.Linear(2, 2), "language_model": nn.Linear(2, 2)})
-    filling = Filling()
+    filling = RunningLoad()
     with torch.no_grad(), filling:
         model.get_parameter("language_model.weight").copy_(torch.ones(2, 2))
-    assert filling.unfilled(model) == ["language_model.bias"]
+    assert filling.unfilled(model) == {"language_model.bias": 2}
 
 
 def test_it_objects_to_a_shape_as_torch_does(tmp_path):
-    recorder = WeightRecorder(Checkpoint(make_tiny_hf(tmp_path, "qwen3")).stored)
+    recorder = DryLoad(Checkpoint(make_tiny_hf(tmp_path, "qwen3")).stored)
     target = torch.empty(3, 3, device="meta")
     with recorder, pytest.raises(RuntimeError):
         target.copy_(dict(recorder.weights())["model.embed_tokens.weight"])
