@@ -43,7 +43,6 @@ WITHOUT_TORCH = (
     "log.py",
     "lora.py",
     "redact.py",
-    "report/chart.py",
     "report/table.py",
     "runtime/environment.py",
     "args",

@@ -13,9 +13,8 @@ from typing import Any
 from swiftlite.args.commands import BenchArgs, deploy_args
 from swiftlite.bench import report
 from swiftlite.bench.measure import ServerResult, in_words, measure
-from swiftlite.bench.page import bench_page
+from swiftlite.bench.page import bench_chart, bench_page
 from swiftlite.bench.server import free_url
-from swiftlite.bench.speed_chart import draw
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.durable import check_writable, write_durably
@@ -68,7 +67,7 @@ def run(args: BenchArgs) -> None:
     print(report.recommendations(args, choices))
     for warning in report.warnings(choices):
         logger.warning("%s", warning)
-    write_durably(output_dir / "bench.svg", draw(servers))
+    write_durably(output_dir / "bench.svg", bench_chart(content))
     write_durably(output_dir / "bench.html", render(bench_page(content)))
     logger.info("%s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
 

@@ -1,11 +1,14 @@
-"""bench.html: the same as bench.json, to look at."""
+"""bench.html and bench.svg: the same as bench.json, to look at."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from matplotlib import figure as mpl_figure
+
 from swiftlite.args.command_line import as_typed
 from swiftlite.bench.measure import in_words
-from swiftlite.report.figure import Line, draw_lines, number
+from swiftlite.bench.report import milliseconds
+from swiftlite.report.figure import Line, as_svg, draw_lines, number
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 
 COLUMNS = (
@@ -45,6 +48,22 @@ def bench_page(content: Mapping[str, Any]) -> Page:
         Section("How it was measured", tables=_surroundings(content)),
     ]
     return Page(f"Speed of {content['options']['model']}", lead, tiles, sections)
+
+
+def bench_chart(content: Mapping[str, Any]) -> bytes:
+    """bench.svg: tokens per second by concurrency, a line for each number of drafted tokens, every round a dot."""
+    figure = mpl_figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for name, results in _named(content["servers"]).items():
+        (line,) = axis.plot([measured["tokens_per_second"] for measured in results], label=name)
+        for place, measured in enumerate(results):
+            speeds = measured["tokens_per_second_of_rounds"]
+            axis.plot([place] * len(speeds), speeds, ".", color=line.get_color(), alpha=0.5)
+    concurrencies = [str(measured["concurrency"]) for measured in content["servers"][0]["measured"]]
+    axis.set_xticks(range(len(concurrencies)), concurrencies)
+    axis.set(xlabel="requests at once", ylabel="tokens/s", ylim=(0, None))
+    axis.legend(fontsize="small")
+    return as_svg(figure)
 
 
 def _named(servers: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -89,18 +108,14 @@ def _table(servers: Mapping[str, list[dict[str, Any]]], num_prompts: int) -> Tab
                     number(measured["tokens_per_second"]),
                     number(min(speeds)),
                     number(max(speeds)),
-                    _milliseconds(measured["time_to_first_token_ms"]),
-                    _milliseconds(measured["time_per_token_ms"]),
+                    milliseconds(measured["time_to_first_token_ms"]),
+                    milliseconds(measured["time_per_token_ms"]),
                     f"{measured['cached_share_of_prompts']:.0%}",
                     f"{measured['mean_accepted_length']:.2f}",
                     "" if measured["answers_equal"] is None else f"{measured['answers_equal']} of {num_prompts}",
                 ]
             )
     return Table("Medians of rounds, and of requests with their 90th percentile", COLUMNS, rows)
-
-
-def _milliseconds(spread: Mapping[str, float] | None) -> str:
-    return f"{spread['p50']:.1f} ({spread['p90']:.1f})" if spread else ""
 
 
 def _surroundings(content: Mapping[str, Any]) -> list[Table]:

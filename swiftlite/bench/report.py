@@ -1,6 +1,6 @@
 """What `bench` says of all servers: the table, the recommendations, bench.json."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -105,15 +105,16 @@ def _row(result: ConcurrencyResult, drafted: str, ratio: str, expected: Sequence
         drafted,
         f"{figures['tokens_per_second']:.1f} ({min(result.speeds):.1f} to {max(result.speeds):.1f})",
         ratio,
-        _milliseconds(figures["time_to_first_token_ms"]),
-        _milliseconds(figures["time_per_token_ms"]),
+        milliseconds(figures["time_to_first_token_ms"]),
+        milliseconds(figures["time_per_token_ms"]),
         f"{result.cached_share:.0%}",
         f"{figures['mean_accepted_length']:.2f}",
         "" if expected is None else f"{figures['answers_equal']} of {len(expected)}",
     )
 
 
-def _milliseconds(figures: dict[str, float] | None) -> str:
+def milliseconds(figures: Mapping[str, float] | None) -> str:
+    """The median of requests, and their 90th percentile."""
     return f"{figures['p50']:.1f} ({figures['p90']:.1f})" if figures else ""
 
 

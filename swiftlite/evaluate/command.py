@@ -15,11 +15,10 @@ from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.served_model import ServedModel, read_model
-from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import EngineFigures, by_engine
 from swiftlite.evaluate.confidence import confidence_table
 from swiftlite.evaluate.figures import REPLAYED, ModelFigures, compare_with_engine, table
-from swiftlite.evaluate.page import evaluation_page
+from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.places import place_tables
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.log import logger
@@ -65,7 +64,7 @@ def run(args: EvaluateArgs) -> None:
         print(f"\n{confidence_table(confidences)}")
         report["model"]["by_draft_confidence"] = confidences
     write_durably(output_dir / "evaluation.json", json.dumps(report, indent=2).encode() + b"\n")
-    write_durably(output_dir / "evaluation.svg", draw(results))
+    write_durably(output_dir / "evaluation.svg", evaluation_chart(results))
     write_durably(output_dir / "evaluation.html", render(evaluation_page(results, names, confidences)))
     logger.info("%s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
 

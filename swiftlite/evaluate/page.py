@@ -1,14 +1,16 @@
-"""evaluation.html: the same as evaluation.json, to look at."""
+"""evaluation.html and evaluation.svg: the same as evaluation.json, to look at."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from matplotlib import figure as mpl_figure
 
 from swiftlite.acceptance.report import AT_TEMPERATURE
 from swiftlite.acceptance.teacher_forced import ALL
 from swiftlite.evaluate.confidence import COLUMNS, confidence_rows
 from swiftlite.evaluate.figures import REPLAYED, ModelFigures, in_words, rates
 from swiftlite.evaluate.places import place_sections
-from swiftlite.report.figure import Bars, draw_bars, share
+from swiftlite.report.figure import Bars, as_svg, draw_bars, share
 from swiftlite.report.page import Figure, Page, Section, Table, Tile
 
 METHODS = {
@@ -53,6 +55,37 @@ def evaluation_page(
     if "baseline" in directories:
         lead += f", beside those of {directories['baseline']}"
     return Page("Evaluation of heads", f"{lead}.", tiles, [*sections, *place_sections(results)])
+
+
+def evaluation_chart(results: Mapping[str, ModelFigures]) -> bytes:
+    """evaluation.svg: acceptance by channel, a bar for each depth, the baseline's next to it.
+
+    Args:
+        results: as for `evaluation_page`.
+    """
+    methods = list(results["model"])
+    chart = mpl_figure.Figure(figsize=(8, 3.2 * len(methods)), layout="constrained")
+    axes = chart.subplots(len(methods), squeeze=False)[:, 0]
+    for axis, method in zip(axes, methods, strict=True):
+        channels = list(results["model"][method])
+        bars = _percentages(results, method, channels)
+        width = 0.8 / max(len(bars), 1)
+        for number, (label, heights) in enumerate(bars.items()):
+            axis.bar([place + number * width for place in range(len(channels))], heights, width, label=label)
+        axis.set_xticks([place + 0.4 - width / 2 for place in range(len(channels))], channels)
+        axis.set(title=in_words(method), ylabel="accepted, %", ylim=(0, 100))
+        axis.legend(fontsize="small")
+    return as_svg(chart)
+
+
+def _percentages(results: Mapping[str, ModelFigures], method: str, channels: list[str]) -> dict[str, list[float]]:
+    """For each model and depth the percentage of each channel; 0 where a model has no such channel or depth."""
+    bars = {}
+    for name, figures in results.items():
+        shares = _shares(figures, method, channels)
+        for depth in range(max(map(len, shares))):
+            bars[f"{name}, depth {depth + 1}"] = [100 * each[depth] if depth < len(each) else 0.0 for each in shares]
+    return bars
 
 
 def _meaning(method: str) -> str:

@@ -4,6 +4,7 @@ matplotlib draws with stand-in colours, which then become the variables of templ
 dark mode of its reader. Lines differ by their dashes and bars by their hatching as well, not by colour alone.
 """
 
+import io
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from swiftlite.errors import clip
-from swiftlite.report.chart import as_svg
 from swiftlite.report.page import Figure, Table
 
 Points = Sequence[tuple[float, float]]
@@ -188,6 +188,14 @@ def _axes(height: float = HEIGHT) -> Iterator[tuple[mpl_figure.Figure, Axes]]:
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = mpl_figure.Figure(figsize=(WIDTH, height), layout="constrained")
         yield figure, figure.subplots()
+
+
+def as_svg(figure: mpl_figure.Figure) -> bytes:
+    """The figure as a file, the same bytes each time it is drawn."""
+    out = io.BytesIO()
+    with rc_context({"svg.hashsalt": "swiftlite"}):  # the ids inside would be random
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
 
 
 def _inline(figure: mpl_figure.Figure, name: str, title: str) -> Markup:

@@ -20,11 +20,10 @@ from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sample import IGNORED
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.errors import UserError
-from swiftlite.evaluate.acceptance_chart import draw
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.confidence import confidence_rows, confidence_table
 from swiftlite.evaluate.figures import compare_with_engine, table
-from swiftlite.evaluate.page import evaluation_page
+from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.places import place_tables
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.heads import Heads
@@ -193,7 +192,7 @@ def test_the_page_and_the_chart_name_the_temperature():
     page = evaluation_page({"model": methods}, {"model": "hf"})
     assert mention_each([tile.name for tile in page.tiles], ["vllm 1", "vllm 0.7 1"])
     assert mention_each([section.text for section in page.sections], ["vllm", "vllm 0.7"])
-    assert b"0.7" in draw({"model": methods})
+    assert b"0.7" in evaluation_chart({"model": methods})
 
 
 def test_a_prompt_that_leaves_no_room_is_named(tmp_path, mesh):
@@ -259,9 +258,9 @@ def test_table_and_picture():
     assert mention_each(place_tables(results).splitlines(), ["1 2", "16 31 8 50.0% 25.0%"])
     results["baseline"]["teacher_forced"]["all"]["by_context"] = [places | {"heads": places["heads"][:1]}]
     assert has_line(place_tables(results), "50.0% +0.0")
-    picture = draw(results)
+    picture = evaluation_chart(results)
     assert picture.startswith(b"<?xml")
-    assert draw(results | {"baseline": {}}) != picture
+    assert evaluation_chart(results | {"baseline": {}}) != picture
 
 
 def test_rows_without_a_channel_are_in_all_alone(tmp_path, mesh, rows):

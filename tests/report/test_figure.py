@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from swiftlite.report.chart import as_svg
+from swiftlite.report.figure import as_svg
 
 
 def draw() -> bytes:
