@@ -1,4 +1,4 @@
-"""How many drafted tokens would be accepted, as the model that is at hand says itself; no engine runs.
+"""Measure how many draft tokens would be accepted, with the model itself and without an engine.
 
 It may use `model` and everything below it.
 """

@@ -33,7 +33,7 @@ def written_tokens(answer: Sequence[int], steps: Iterable[DraftStep]) -> list[Wr
     """
     written = [WrittenToken(token, 0, None) for token in answer]
     for place, drafts, accepted in steps:
-        begin = place - 1  # the answer begins one token behind the row
+        begin = place - 1  # the answer starts one token after the row
         for position in range(accepted):
             written[begin + position] = WrittenToken(drafts[position], position + 1, None)
         for refused in drafts[accepted:]:
@@ -54,9 +54,9 @@ def describe(tokenizer: PreTrainedTokenizerBase, answer: Sequence[WrittenToken])
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """What each token adds to the text; nothing where the next one completes its character.
+    """Return the text that each token adds; empty if the next token completes its character.
 
-    Tokens are decoded behind the one before them: alone, some tokenizers leave out the space that they begin with.
+    Tokens are decoded together with the previous one, because some tokenizers drop the leading space of a single token.
     """
     texts: list[str] = []
     before = 0

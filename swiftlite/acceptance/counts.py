@@ -1,8 +1,8 @@
-"""How many drafted tokens an engine would accept, computed from one pass over a greedy continuation.
+"""Compute how many draft tokens an engine would accept, from one pass over a greedy continuation.
 
 Greedy verification accepts a draft when it equals the trunk's own next token. Given the trunk's greedy continuation,
 every draft the engine would make at a step whose earlier drafts were accepted has been computed already: the tokens it
-was conditioned on are the ones that came. So walking over the row gives the engine's counts without running it.
+was conditioned on are the ones that came. A walk over the row therefore gives the engine's counts without running it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What speculative decoding counts: steps, tokens drafted, tokens accepted at each draft position."""
+    """Counts of speculative decoding: steps, draft tokens, and accepted tokens at each draft position."""
 
     drafts: int
     drafted: int
@@ -31,7 +31,7 @@ class DraftCounts:
         )
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
-        """What was counted after `before` was."""
+        """Return the counts since `before`."""
         pairs = zip(self.accepted_per_position, before.accepted_per_position, strict=True)
         return DraftCounts(
             self.drafts - before.drafts, self.drafted - before.drafted, tuple(now - then for now, then in pairs)
@@ -55,8 +55,8 @@ class DraftStep(NamedTuple):
 
     Attributes:
         place: index of the token that the first draft is for.
-        drafts: of this step, up to the first that is refused; those behind it are not known.
-        accepted: how many of these are the tokens that came.
+        drafts: draft tokens of this step up to the first rejected one; later ones are unknown.
+        accepted: number of these that equal the actual tokens.
     """
 
     place: int

@@ -1,9 +1,9 @@
-"""Greedy continuation by the model that is being trained, at any layout: a pass for each new token, through a cache.
+"""Continue prompts greedily with the model in training, at any layout, with one forward pass per new token and a cache.
 
-Each pass takes of every row the tokens that the model has not seen: the prompt, in parts if it is long, and then one
-token after the other. The heads read the rows once, at the end, from what the cache has kept of the trunk.
+Each pass processes the tokens of every row that the model has not seen: the prompt, in parts if it is long, then one
+token at a time. The heads process the rows once, at the end, from the trunk's states in the cache.
 
-On a pipeline the rows of a rank are as many micro-batches as there are stages, so that all of these are at work.
+On a pipeline the rows of a rank form as many micro-batches as there are stages, so that all stages are busy.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -32,9 +32,9 @@ class Row:
     """A prompt and its continuation so far.
 
     Attributes:
-        first: where the continuation begins.
-        max_length: of both together.
-        num_seen: tokens that the trunk has had.
+        first: position of the first token of the continuation.
+        max_length: maximum length of prompt and continuation.
+        num_seen: number of tokens that the trunk has processed.
     """
 
     tokens: list[int]
@@ -155,7 +155,7 @@ class GreedyRows:
         )
 
     def _run(self, passes: Sequence[CachedPass], num_predictions: int) -> Sequence[torch.Tensor]:
-        """What is predicted in each micro-batch, int64 [num_predictions, N], on every rank of the model."""
+        """Return the predictions of each micro-batch, int64 [num_predictions, N], on every rank of the model."""
 
         def forward_step(micro_batches: Iterator[CachedPass], chunk: torch.nn.Module):
             model = cast(GPTModel, unwrap_model(chunk))
@@ -180,7 +180,7 @@ class GreedyRows:
 
 
 def _unseen(rows: Sequence[Row]) -> Iterator[Span]:
-    """Tokens that the model has not seen of rows that go on, MAX_PASS_TOKENS of them at most."""
+    """Return at most MAX_PASS_TOKENS unseen tokens of unfinished rows."""
     left = MAX_PASS_TOKENS
     for index, row in enumerate(rows):
         if row.is_finished or not left:
