@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetText
     """swiftlite, with a head that is a copy of the last layer where the model has none."""
     import torch
 
-    from swiftlite.acceptance.greedy import GreedyRows, Row
+    from swiftlite.acceptance.greedy import GreedyRow, GreedyRows
     from swiftlite.acceptance.held_out import HeldOut, Prompt
     from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
     from swiftlite.heads import Heads
@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetText
 
     @torch.no_grad()
     def texts() -> Texts:
-        rows = [Row.of(prompt, args.max_new_tokens, held_out.max_length) for prompt in prompts]
+        rows = [GreedyRow.of(prompt, args.max_new_tokens, held_out.max_length) for prompt in prompts]
         greedy = GreedyRows([model], mesh, rows, held_out.eos_token_ids)
         while greedy.num_unfinished:
             greedy.step()

@@ -20,7 +20,7 @@ import binpacking  # pyright: ignore[reportMissingImports]
 import contest
 import numpy as np
 
-from swiftlite.data.packing.packing import Entry, RowStream, pack
+from swiftlite.data.packing.packing import RowStream, StreamSample, pack
 from swiftlite.data.packing.schedule import schedule
 from swiftlite.estimate.flops import training_flops
 
@@ -76,7 +76,7 @@ def bench_packing(number: int, mean: int, rounds: int) -> bool:
 
 def bench_stream(number: int, mean: int) -> None:
     array = lognormal(number, mean)
-    samples = (Entry(i, 0, length) for i, length in enumerate(array.tolist()))
+    samples = (StreamSample(i, 0, length) for i, length in enumerate(array.tolist()))
     seconds, count = timed(lambda: sum(1 for _ in RowStream(samples, ROW, CHUNK)), 1)
     fill = array.sum() / (count * ROW)
     print(f"{number:>9,} as a stream, mean {mean:>4}, {CHUNK} looked ahead: {seconds:6.3f} s, fill {fill:.3%}")

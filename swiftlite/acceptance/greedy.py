@@ -28,7 +28,7 @@ Chunks = Sequence[torch.nn.Module]
 
 
 @dataclass
-class Row:
+class GreedyRow:
     """A prompt and its continuation so far.
 
     Attributes:
@@ -44,7 +44,7 @@ class Row:
     is_finished: bool = False
 
     @classmethod
-    def of(cls, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> "Row":
+    def of(cls, prompt: Sequence[int], max_new_tokens: int, max_length: int) -> "GreedyRow":
         """A prompt that has no continuation yet; one that fills `max_length` gets none."""
         max_length = min(len(prompt) + max_new_tokens, max_length)
         return cls(list(prompt), len(prompt), max_length, is_finished=len(prompt) >= max_length)
@@ -58,7 +58,7 @@ class Row:
 class _MicroBatch:
     """Some of the rows, and what the model keeps of them on this rank."""
 
-    rows: Sequence[Row]
+    rows: Sequence[GreedyRow]
     cache: Cache
 
 
@@ -69,7 +69,7 @@ class GreedyRows:
         rows: of this data-parallel rank; there may be none, while others have some.
     """
 
-    def __init__(self, model: Chunks, mesh: Mesh, rows: Sequence[Row], eos_token_ids: Collection[int | None]):
+    def __init__(self, model: Chunks, mesh: Mesh, rows: Sequence[GreedyRow], eos_token_ids: Collection[int | None]):
         self.model = model
         self.mesh = mesh
         self.rows = rows
@@ -93,7 +93,7 @@ class GreedyRows:
     def step(self) -> None:
         """One pass: the next token of each row whose tokens have all been seen then."""
         passes = []
-        complete: list[list[Row]] = []
+        complete: list[list[GreedyRow]] = []
         for batch in self._micro_batches:
             spans = list(_unseen(batch.rows))
             ends = [span.end == len(batch.rows[span.row].tokens) for span in spans]
@@ -106,12 +106,12 @@ class GreedyRows:
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 row.append(token, self.eos_token_ids)
 
-    def drafts(self, num_drafts: int) -> Iterator[tuple[Row, torch.Tensor]]:
+    def drafts(self, num_drafts: int) -> Iterator[tuple[GreedyRow, torch.Tensor]]:
         """Each continued row with what its heads say, int64 [K, S]: of depth k at the prompt's last token and each of
         the continuation but its last, for the token k + 1 further on. One pass, after the last step.
         """
         passes = []
-        continued: list[list[Row]] = []
+        continued: list[list[GreedyRow]] = []
         for batch in self._micro_batches:
             spans = [Span(index, 0, row.num_seen) for index, row in enumerate(batch.rows) if row.num_seen]
             rows = [batch.rows[span.row] for span in spans]
@@ -179,7 +179,7 @@ class GreedyRows:
         return from_last_stage(predictions, self.mesh).cpu().split(counts, dim=1)
 
 
-def _unseen(rows: Sequence[Row]) -> Iterator[Span]:
+def _unseen(rows: Sequence[GreedyRow]) -> Iterator[Span]:
     """Return at most MAX_PASS_TOKENS unseen tokens of unfinished rows."""
     left = MAX_PASS_TOKENS
     for index, row in enumerate(rows):

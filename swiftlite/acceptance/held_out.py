@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftlite.acceptance.answers import WrittenToken, describe, written_tokens
 from swiftlite.acceptance.counts import DraftCounts, count_steps, draft_steps
-from swiftlite.acceptance.greedy import Chunks, GreedyRows, Row
+from swiftlite.acceptance.greedy import Chunks, GreedyRow, GreedyRows
 from swiftlite.acceptance.report import MeasuredPrompts, add_run_acceptance, add_run_answers, read_summary
 from swiftlite.log import logger
 from swiftlite.runtime.mesh import Mesh
@@ -113,7 +113,9 @@ class HeldOut:
         progress = _Progress(when, len(self.prompts))
         for numbers in self._batches():
             mine = numbers[ranks.rank() :: ranks.size()]
-            rows = [Row.of(self.prompts[number].token_ids, self.max_new_tokens, self.max_length) for number in mine]
+            rows = [
+                GreedyRow.of(self.prompts[number].token_ids, self.max_new_tokens, self.max_length) for number in mine
+            ]
             number_of = {id(row): number for row, number in zip(rows, mine, strict=True)}
             batch = GreedyRows(model, self.mesh, rows, self.eos_token_ids)
             unfinished, new_tokens = self._sum(batch.num_unfinished, 0)

@@ -68,7 +68,7 @@ def packages() -> dict[str, tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class Part:
+class InstalledPart:
     """One thing that a user may want to do here."""
 
     name: str
@@ -80,14 +80,14 @@ class Part:
     """Whether a machine without it cannot do the main job; doctor then exits with 1."""
 
 
-def parts() -> list[Part]:
+def parts() -> list[InstalledPart]:
     """What a user may want to do, by what it needs."""
-    found = [Part("train", (), "", is_core=True), Part("export", (), "", is_core=True)]
+    found = [InstalledPart("train", (), "", is_core=True), InstalledPart("export", (), "", is_core=True)]
     for info in ENGINES.values():
         needed = () if info.is_required else (info.name,)
-        found.append(Part(f"infer, {info.name}", needed, info.install, info.is_required))
+        found.append(InstalledPart(f"infer, {info.name}", needed, info.install, info.is_required))
     for name in ("tensorboard", "wandb", "swanlab", "mlflow"):
-        found.append(Part(f"report to {name}", (name,), f"pip install {name}"))
+        found.append(InstalledPart(f"report to {name}", (name,), f"pip install {name}"))
     return found
 
 

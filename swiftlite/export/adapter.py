@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from swiftlite.bridge.adapters.files import Base, write_adapter, write_heads
+from swiftlite.bridge.adapters.files import AdapterBase, write_adapter, write_heads
 from swiftlite.bridge.adapters.rows import adapted_modules, adapted_rows, saved_names
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.transfer import stream_hf
@@ -46,7 +46,9 @@ def check_can_be_written(checkpoint: Path, lora: Lora | None, hf_model: HfModel,
         raise UserError(f"--merge_lora false: PEFT cannot read these adapters: {why}", _MERGE)
 
 
-def write(chunks: Sequence[GPTModel], directory: Path, lora: Lora, base: Base, hf_model: HfModel, heads: Heads) -> None:
+def write(
+    chunks: Sequence[GPTModel], directory: Path, lora: Lora, base: AdapterBase, hf_model: HfModel, heads: Heads
+) -> None:
     """Write the directory; collective.
 
     MTP heads, whatever of them learned, are written whole: the heads' adapters are added to their weights.

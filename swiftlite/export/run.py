@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from swiftlite.args.commands import ExportArgs
-from swiftlite.bridge.adapters.files import Base
+from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.audit import audit_hf, mtp_keys
 from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
 from swiftlite.bridge.rows import shapes_of
@@ -91,7 +91,7 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     with _whole_or_absent(output_dir) as writing:
         chunks = _open_checkpoint(args, mesh, checkpoint, hf_model, heads, lora, getattr(torch, state["torch_dtype"]))
         if lora and not args.merge_lora:
-            adapter.write(chunks, writing, lora, Base(**state["base"]), hf_model, heads)
+            adapter.write(chunks, writing, lora, AdapterBase(**state["base"]), hf_model, heads)
             logger.info("wrote %s: adapters of %s, from %s", output_dir, state["base"]["model"], checkpoint)
             return
         merge(chunks)

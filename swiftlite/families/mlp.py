@@ -65,7 +65,7 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureOfExperts:
     """A mixture of experts: a router chooses some of many gated MLPs for each token; one more may see every token.
 
     Rows are written per expert, as the files of the hub have it; files that stack all experts in one tensor are

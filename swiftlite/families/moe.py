@@ -9,13 +9,13 @@ import re
 from swiftlite.bridge.rows import Row
 from swiftlite.families import dense
 from swiftlite.families.family import HfConfig, MtpLayout
-from swiftlite.families.mlp import Mixture, Mlp
+from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.heads.drafting import Drafting
 
 _REQUIRED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
-def mlp(hf_config: HfConfig, number: int) -> Mlp | Mixture:
+def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
     """The MLP of decoder layer `number`: the first `first_k_dense_replace` are dense."""
     return dense.mlp(hf_config) if number < first_k_dense_replace(hf_config) else mixture(hf_config)
 
@@ -30,14 +30,14 @@ def num_shared(hf_config: HfConfig) -> int:
     return hf_config.get("n_shared_experts", 1)
 
 
-def mixture(hf_config: HfConfig) -> Mixture:
+def mixture(hf_config: HfConfig) -> MixtureOfExperts:
     """The mixture with the sizes of a config.json.
 
     Checked against transformers: scores are sigmoids in float32, the bias is added for the choice only, the chosen
     scores are divided by their sum (+ 1e-20) and multiplied by `routed_scaling_factor`.
     """
     groups, chosen = _groups(hf_config) if _is_grouped(hf_config) else (None, None)
-    return Mixture(
+    return MixtureOfExperts(
         hidden=hf_config["hidden_size"],
         experts=hf_config["n_routed_experts"],
         topk=hf_config["num_experts_per_tok"],

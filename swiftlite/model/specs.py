@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
 from swiftlite.families.linear_attention import GatedDeltaNet as GatedDeltaNetSizes
-from swiftlite.families.mlp import Mixture, Mlp
+from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.gated_delta_net import GatedDeltaNet
 from swiftlite.model.attention.mla import MLASelfAttention, latent_norm
@@ -93,7 +93,7 @@ def _mlp(mlp: Mlp, modules: Modules) -> ModuleSpec:
     return ModuleSpec(module=MLP, submodules=_gated(modules))
 
 
-def _mixture(mixture: Mixture, modules: Modules) -> ModuleSpec:
+def _mixture(mixture: MixtureOfExperts, modules: Modules) -> ModuleSpec:
     """A router, one MLP per expert, and one for all shared experts.
 
     Experts have torch's own linear layers whatever the others have: a call for each of them costs more than it saves.
@@ -116,7 +116,7 @@ ATTENTION_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
     LatentAttention: _latent,
     GatedDeltaNetSizes: _gated_delta_net,
 }
-MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {Mlp: _mlp, Mixture: _mixture}
+MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {Mlp: _mlp, MixtureOfExperts: _mixture}
 
 
 def attention_spec(attention: Attention, modules: Modules = LOCAL) -> ModuleSpec:

@@ -15,7 +15,7 @@ from swiftlite.data.template import ChatTemplate
 from swiftlite.engines.engine import Completion, EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt
 from swiftlite.errors import UserError
-from swiftlite.regenerate.dialogue import Answer, Dialogues
+from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn
 from swiftlite.serve.answers import AnswersFile
 from swiftlite.serve.infer import Answers, decode
 
@@ -38,7 +38,7 @@ def read_answers(file: AnswersFile, dialogues: Dialogues) -> None:
     Raises:
         UserError: a line is no answer.
     """
-    form = TypeAdapter(Answer)
+    form = TypeAdapter(RegeneratedTurn)
     for place, record in file.records():
         try:
             dialogues.answers[dialogues.requests[place]] = form.validate_python(record)
@@ -84,7 +84,7 @@ def ask_all(
             nonlocal num_tokens
             place, prompt = asked[number]
             text = decode(template.tokenizer, completion)
-            answer = Answer(text, completion.finish_reason, len(prompt), len(completion.token_ids))
+            answer = RegeneratedTurn(text, completion.finish_reason, len(prompt), len(completion.token_ids))
             file.add(place, {"source": names[place], **asdict(answer)})
             dialogues.answers[dialogues.requests[place]] = answer
             num_tokens += answer.completion_tokens

@@ -17,7 +17,7 @@ leaves no room for another."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class RegeneratedTurn:
     """What the model said in one turn, as answers.jsonl has it.
 
     Attributes:
@@ -121,7 +121,7 @@ class Dialogues:
         for turn, row in itertools.product(range(self.longest), chats):
             if turn < self._num_turns[row]:
                 self.requests += [Request(turn, row, answer) for answer in range(num_answers)]
-        self.answers: dict[Request, Answer] = {}
+        self.answers: dict[Request, RegeneratedTurn] = {}
 
     @property
     def longest(self) -> int:
@@ -132,7 +132,7 @@ class Dialogues:
         """Row and answer of every conversation."""
         return itertools.product(self.chats, range(self._num_answers))
 
-    def said(self, row: int, answer: int) -> list[Answer]:
+    def said(self, row: int, answer: int) -> list[RegeneratedTurn]:
         """The answers of one conversation; one that is not kept is the last."""
         said = []
         for turn in range(self._num_turns[row]):
@@ -144,7 +144,7 @@ class Dialogues:
                 break
         return said
 
-    def is_kept(self, answer: Answer) -> bool:
+    def is_kept(self, answer: RegeneratedTurn) -> bool:
         """Whether an answer can be trained on, and the next turn be asked behind it."""
         return bool(answer.response.strip()) and not (self._drop_truncated and answer.finish_reason == "length")
 

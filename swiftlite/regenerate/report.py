@@ -9,10 +9,12 @@ import numpy as np
 from swiftlite.args.commands import RegenerateArgs
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.regenerate.dialogue import Dialogues
-from swiftlite.regenerate.rows import Rows
+from swiftlite.regenerate.rows import DatasetRows
 
 
-def make_report(dialogues: Dialogues, rows: Rows, chats: Sequence[Conversation], num_asking: int) -> dict[str, Any]:
+def make_report(
+    dialogues: Dialogues, rows: DatasetRows, chats: Sequence[Conversation], num_asking: int
+) -> dict[str, Any]:
     """The content of report.json; it has no times in it, so a run that was stopped ends with the same.
 
     Args:

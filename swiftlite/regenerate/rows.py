@@ -16,7 +16,7 @@ NumberedRow = tuple[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class DatasetRows:
     """The rows of dataset.jsonl.
 
     Attributes:
@@ -35,7 +35,7 @@ class Rows:
         return [row for _, row in sorted([*self.gold, *self.regenerated], key=itemgetter(0))]
 
 
-def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: float, seed: int) -> Rows:
+def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: float, seed: int) -> DatasetRows:
     """Rows of all conversations, and of gold ones as many as make that part of the whole, or all.
 
     Args:
@@ -49,7 +49,7 @@ def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: 
         logger.warning("--gold_fraction %s asks for %d gold rows; all %d are taken", gold_fraction, number, len(gold))
     # RandomState, because numpy promises its stream for good.
     order = np.random.RandomState(seed).permutation(len(gold))[:number]
-    return Rows(regenerated, [gold[place] for place in order], num_conversations - len(regenerated))
+    return DatasetRows(regenerated, [gold[place] for place in order], num_conversations - len(regenerated))
 
 
 def gold_rows(chats: Sequence[Conversation]) -> list[NumberedRow]:

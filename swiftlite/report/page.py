@@ -51,7 +51,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Answer:
+class MarkedAnswer:
     """A held-out prompt and its answer, token by token (`swiftlite.acceptance.answers.describe`), after and before.
 
     Attributes:
@@ -73,7 +73,7 @@ class Section:
     text: str = ""
     tiles: Sequence[Tile] = ()
     figures: Sequence[Figure] = ()
-    answers: Sequence[Answer] = ()
+    answers: Sequence[MarkedAnswer] = ()
     tables: Sequence[Table] = ()
     commands: Sequence[str] = ()
 

@@ -13,7 +13,7 @@ from swiftlite.durable import write_durably
 from swiftlite.methods.index import command_of_run
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, number, share
 from swiftlite.report.metrics import curve
-from swiftlite.report.page import Answer, Figure, Page, Section, Table, Tile, render
+from swiftlite.report.page import Figure, MarkedAnswer, Page, Section, Table, Tile, render
 from swiftlite.report.run_files import RunFiles, read_run
 
 PAGE_FILE = "run_report.html"
@@ -177,7 +177,7 @@ def _answers_section(run: RunFiles) -> Section | None:
     for place, answer in enumerate(after or before):
         earlier = before[place]["tokens"] if after and place < len(before) else []
         answers.append(
-            Answer(answer["prompt"], answer["channel"], _drafted(answer["tokens"]), answer["tokens"], earlier)
+            MarkedAnswer(answer["prompt"], answer["channel"], _drafted(answer["tokens"]), answer["tokens"], earlier)
         )
     when = "after" if after else "before"
     text = f"Greedy answers to held-out prompts {when} training, each token marked by who wrote it."

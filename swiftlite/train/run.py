@@ -16,7 +16,7 @@ import torch.distributed as dist
 from swiftlite.acceptance.held_out import HeldOut
 from swiftlite.acceptance.report import ACCEPTANCE_FILE
 from swiftlite.args.commands import SftArgs
-from swiftlite.bridge.adapters.files import Base
+from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.adapters.rows import saved_names
 from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data
@@ -141,7 +141,7 @@ def adapter_state(run: phases.Run, state: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     base = state.get("base")
     if base is None:
-        base = asdict(Base(run.args.model, shared_digest_of(run.hf_model.directory)))
+        base = asdict(AdapterBase(run.args.model, shared_digest_of(run.hf_model.directory)))
     return {"lora": asdict(run.plan.lora), "base": base}
 
 

@@ -112,7 +112,7 @@ def test_a_text_ends_at_its_end_and_at_the_longest_row(trained, mesh, model, pro
     reference = Reference.load(hf_dir, "qwen3", depth=2)
     texts = [reference.greedy(prompt, NEW_TOKENS) for prompt in prompts]
     end = texts[0][4]
-    rows = [greedy.Row.of(prompt, NEW_TOKENS, len(prompts[0]) + 7) for prompt in prompts]
+    rows = [greedy.GreedyRow.of(prompt, NEW_TOKENS, len(prompts[0]) + 7) for prompt in prompts]
     batch = greedy.GreedyRows([model], mesh, rows, (end,))
     with torch.no_grad():
         while batch.num_unfinished:

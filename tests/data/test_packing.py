@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftlite.data.packing.packing import Entry, Rows, RowStream, pack, padded
+from swiftlite.data.packing.packing import PackedRows, RowStream, StreamSample, pack, padded
 from swiftlite.errors import UserError
 from tests.messages import mentions
 
@@ -15,7 +15,7 @@ def lognormal(number: int, mean: float = 500, longest: int = 4096, seed: int = 0
     return np.clip(drawn, 1, longest).astype(np.int64)
 
 
-def as_lists(rows: Rows) -> list[list[int]]:
+def as_lists(rows: PackedRows) -> list[list[int]]:
     return [rows[row].tolist() for row in range(len(rows))]
 
 
@@ -85,8 +85,8 @@ def test_sequences_that_no_row_can_hold(lengths, multiple, message):
 # Streams
 
 
-def numbered(lengths) -> list[Entry]:
-    return [Entry(i, 0, length) for i, length in enumerate(lengths)]
+def numbered(lengths) -> list[StreamSample]:
+    return [StreamSample(i, 0, length) for i, length in enumerate(lengths)]
 
 
 def drain(stream: RowStream) -> list[list[int]]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftlite.data.packing.packing import padded
-from swiftlite.data.packing.schedule import Schedule, schedule
+from swiftlite.data.packing.schedule import MicroBatchSchedule, schedule
 from swiftlite.errors import UserError
 
 
@@ -63,7 +63,7 @@ def test_the_square_term_counts():
     assert sorted(len(mine[0]) for mine in map(tokens.rank, range(2))) == [2, 3]
 
 
-def imbalance_of(plan: Schedule, work: np.ndarray) -> float:
+def imbalance_of(plan: MicroBatchSchedule, work: np.ndarray) -> float:
     """The work of the busiest rank over the mean, from the sequences themselves."""
     of_ranks = np.array([work[np.concatenate(plan.rank(rank))].sum() for rank in range(plan.data_parallel_size)])
     return float(of_ranks.max() / of_ranks.mean())

@@ -13,7 +13,7 @@ import pytest
 from swiftlite.args.fields import TruncationStrategy
 from swiftlite.data.dataset import load_train_val
 from swiftlite.data.encoder import ConversationEncoder
-from swiftlite.data.packing.packing import Entry, RowStream
+from swiftlite.data.packing.packing import RowStream, StreamSample
 from swiftlite.data.packing.stream import CHUNK_ROWS, CHUNKS_AHEAD, Readers, Stream
 from swiftlite.data.rows.sources import DataFile
 from swiftlite.data.sample import Sample, digest
@@ -38,13 +38,13 @@ class Rows:
             stream,
             120,
             buffer_size,
-            waiting=itertools.starmap(Entry, state.get("waiting", ())),
-            ready=[list(itertools.starmap(Entry, row)) for row in state.get("ready", ())],
+            waiting=itertools.starmap(StreamSample, state.get("waiting", ())),
+            ready=[list(itertools.starmap(StreamSample, row)) for row in state.get("ready", ())],
         )
         stream.hold(self.waiting)
 
     @property
-    def waiting(self) -> list[Entry]:
+    def waiting(self) -> list[StreamSample]:
         """Samples that have come and were not given."""
         return [*self.packed.waiting, *itertools.chain(*self.packed.ready)]
 
@@ -136,11 +136,13 @@ class Meeting:
         return Readers(rank, len(self._said), gather)
 
 
-def read_together(files, make_encoder, size: int, number: int, **options) -> list[tuple[list[Entry], list[Sample]]]:
+def read_together(
+    files, make_encoder, size: int, number: int, **options
+) -> list[tuple[list[StreamSample], list[Sample]]]:
     """The first entries as each reader of `size` sees them, and the samples that it has."""
     meeting = Meeting(size)
 
-    def read(rank: int) -> tuple[list[Entry], list[Sample]]:
+    def read(rank: int) -> tuple[list[StreamSample], list[Sample]]:
         stream = Stream(files, copy.deepcopy(make_encoder()), readers=meeting.reader(rank), **options)
         entries = list(itertools.islice(stream, number))
         return entries, stream.take(entries)

@@ -12,7 +12,7 @@ import torch
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.bench.server import free_url, serve
-from swiftlite.bridge.adapters.files import Base, digest_of, read_adapter, write_adapter
+from swiftlite.bridge.adapters.files import AdapterBase, digest_of, read_adapter, write_adapter
 from swiftlite.bridge.adapters.merge import write_merged
 from swiftlite.engines.served_model import read_model
 from swiftlite.engines.vllm.client import read_metrics
@@ -40,7 +40,7 @@ def write_adapters(base: Path, directory: Path) -> None:
                 tensors[f"{module}.lora_A.weight"] = 0.2 * torch.randn(4, shape[1])
                 tensors[f"{module}.lora_B.weight"] = 0.05 * torch.randn(shape[0], 4)
     directory.mkdir()
-    write_adapter(directory, Lora(4, 8.0), Base(str(base), digest_of(base)), tensors, {})
+    write_adapter(directory, Lora(4, 8.0), AdapterBase(str(base), digest_of(base)), tensors, {})
 
 
 def merge(base: Path, adapters: Path, directory: Path) -> None:

@@ -5,11 +5,11 @@ import pytest
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.layer import Layer
-from swiftlite.families.mlp import Mixture, Mlp
+from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from tests.messages import naming
 
 ATTENTION = GroupedQueryAttention(hidden=64, heads=4, groups=2, head_dim=16, rotary=16)
-WIDE, NARROW, EXPERTS = Mlp(64, 96), Mlp(64, 48), Mixture(64, experts=4, topk=2, ffn=32)
+WIDE, NARROW, EXPERTS = Mlp(64, 96), Mlp(64, 48), MixtureOfExperts(64, experts=4, topk=2, ffn=32)
 
 
 def architecture(*layers: Layer) -> Architecture:

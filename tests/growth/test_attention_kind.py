@@ -241,7 +241,7 @@ def continue_a_prompt(model: Path) -> str:
     make_known()
     with session() as mesh, torch.no_grad():
         (chunk,), _ = open_model(read_hf_model(model), mesh, dtype=torch.float32)
-        row = greedy.Row.of([1, 2, 3], max_new_tokens=4, max_length=16)
+        row = greedy.GreedyRow.of([1, 2, 3], max_new_tokens=4, max_length=16)
         rows = greedy.GreedyRows([chunk.eval()], mesh, [row], ())
         with pytest.raises(UserError) as raised:
             rows.step()

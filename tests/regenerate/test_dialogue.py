@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from swiftlite.data.rows.conversation import Conversation, parse_row
-from swiftlite.regenerate.dialogue import Answer, Dialogues, Request, answered_turns, distinct, prompt_behind
+from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn, Request, answered_turns, distinct, prompt_behind
 
 
 def turn(role: str, content: str, **fields) -> dict:
@@ -82,8 +82,8 @@ def test_the_same_prompts_are_asked_once():
     assert list(distinct(dict(enumerate(chats)))) == [0, 3, 4, 5]
 
 
-def said(text: str, finish_reason: Literal["stop", "length"] = "stop") -> Answer:
-    return Answer(text, finish_reason, 1, 1)
+def said(text: str, finish_reason: Literal["stop", "length"] = "stop") -> RegeneratedTurn:
+    return RegeneratedTurn(text, finish_reason, 1, 1)
 
 
 def test_requests_come_turn_by_turn():

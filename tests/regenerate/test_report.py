@@ -5,7 +5,7 @@ import pytest
 
 from swiftlite.args.commands import RegenerateArgs
 from swiftlite.data.rows.conversation import parse_row
-from swiftlite.regenerate.dialogue import Answer, Dialogues, Request
+from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn, Request
 from swiftlite.regenerate.report import in_words, lengths, make_report
 from swiftlite.regenerate.rows import make_rows
 from tests.messages import mention_each
@@ -32,11 +32,11 @@ def test_what_became_of_everything():
     asked = {number: chats[number] for number in range(5)}
     dialogues = Dialogues(asked, 1, drop_truncated=True)
     said = {
-        0: [Answer("x", "stop", 1, 10), Answer("y", "stop", 1, 20)],
-        1: [Answer("x", "stop", 1, 30), Answer("y", "length", 1, 64)],
-        2: [Answer("x", "length", 1, 64)],
-        3: [Answer("", "stop", 1, 1)],
-        4: [Answer("x", "stop", 1, 12)],  # and the next prompt has no room
+        0: [RegeneratedTurn("x", "stop", 1, 10), RegeneratedTurn("y", "stop", 1, 20)],
+        1: [RegeneratedTurn("x", "stop", 1, 30), RegeneratedTurn("y", "length", 1, 64)],
+        2: [RegeneratedTurn("x", "length", 1, 64)],
+        3: [RegeneratedTurn("", "stop", 1, 1)],
+        4: [RegeneratedTurn("x", "stop", 1, 12)],  # and the next prompt has no room
     }
     for row, answers in said.items():
         for turn, answer in enumerate(answers):

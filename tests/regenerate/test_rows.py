@@ -3,7 +3,7 @@
 import pytest
 
 from swiftlite.data.rows.conversation import Conversation, parse_row
-from swiftlite.regenerate.dialogue import Answer, Dialogues, Request
+from swiftlite.regenerate.dialogue import Dialogues, RegeneratedTurn, Request
 from swiftlite.regenerate.rows import gold_rows, make_rows
 from tests.messages import has_line
 
@@ -17,7 +17,7 @@ def answered(texts: dict[tuple[int, int], str], num_answers: int = 1) -> Dialogu
     """Conversations of one turn; texts by row and answer."""
     chats = {row: chat(row) for row, _ in texts}
     dialogues = Dialogues(chats, num_answers, drop_truncated=False)
-    dialogues.answers = {Request(0, *each): Answer(text, "stop", 5, len(text)) for each, text in texts.items()}
+    dialogues.answers = {Request(0, *each): RegeneratedTurn(text, "stop", 5, len(text)) for each, text in texts.items()}
     return dialogues
 
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from swiftlite.report.figure import Bars, Line, draw_bars, draw_lines, thin
-from swiftlite.report.page import Answer, Page, Section, Table, Tile, render
+from swiftlite.report.page import MarkedAnswer, Page, Section, Table, Tile, render
 from tests.messages import mentions
 from tests.report.files import HOSTILE
 
@@ -46,7 +46,7 @@ def test_every_text_is_escaped():
                     draw_lines("a", HOSTILE, [Line(HOSTILE, [(1, 1)]), Line("b", [(1, 2)])], x=HOSTILE, y=HOSTILE),
                     draw_bars("b", HOSTILE, [HOSTILE], [Bars(HOSTILE, [0.5])], what=HOSTILE, y=HOSTILE),
                 ],
-                [Answer(HOSTILE, HOSTILE, HOSTILE, [token], [token])],
+                [MarkedAnswer(HOSTILE, HOSTILE, HOSTILE, [token], [token])],
                 [Table(HOSTILE, [HOSTILE], [[HOSTILE]])],
                 [shlex.quote(HOSTILE)],
             )
@@ -68,7 +68,7 @@ def test_nothing_is_loaded():
 
 
 def test_white_space_that_was_refused_can_be_seen():
-    answer = Answer(
+    answer = MarkedAnswer(
         "p", "", "n", [{"text": "a", "depth": 0, "refused": " \n"}, {"text": "b", "depth": 0, "refused": ""}]
     )
     html = render(Page("t", "l", [], [Section("s", answers=[answer])])).decode()

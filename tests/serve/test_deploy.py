@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from swiftlite import log
 from swiftlite.args.commands import DeployArgs
 from swiftlite.bench.server import free_url
-from swiftlite.bridge.adapters.files import Base, digest_of, write_adapter, write_heads
+from swiftlite.bridge.adapters.files import AdapterBase, digest_of, write_adapter, write_heads
 from swiftlite.engines.served_model import read_model
 from swiftlite.errors import UserError
 from swiftlite.lora import Lora
@@ -90,7 +90,7 @@ def write_adapters(directory, base, rank: int = 4, saved: tuple[str, ...] = (), 
     }
     directory.mkdir()
     whole = load_file(base / "model.safetensors")
-    of_base = Base(str(base), digest_of(base))
+    of_base = AdapterBase(str(base), digest_of(base))
     write_adapter(directory, Lora(rank, 8.0), of_base, tensors, {name: whole[name] for name in saved})
     if heads:
         model = read_model(base)

@@ -45,7 +45,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Base:
+class AdapterBase:
     """The model that adapters belong to.
 
     Attributes:
@@ -84,7 +84,7 @@ def combine_digests(hf_dir: str | Path, digests: Mapping[str, str]) -> str:
 def write_adapter(
     directory: Path,
     lora: Lora,
-    base: Base,
+    base: AdapterBase,
     tensors: Mapping[str, torch.Tensor],
     saved: Mapping[str, torch.Tensor],
 ) -> None:
@@ -116,7 +116,7 @@ def write_adapter(
 
 
 def write_heads(
-    directory: Path, base: Base, tensors: Mapping[str, torch.Tensor], heads: Heads, model_type: str
+    directory: Path, base: AdapterBase, tensors: Mapping[str, torch.Tensor], heads: Heads, model_type: str
 ) -> None:
     """Write MTP heads, tensors by their HF names."""
     promise = heads.config_change({"model_type": model_type})

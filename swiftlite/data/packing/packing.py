@@ -17,7 +17,7 @@ from swiftlite.errors import UserError
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Rows of sequences, by index; a million sequences are two arrays.
 
     Attributes:
@@ -64,7 +64,7 @@ def check_lengths(lengths: Sequence[int] | np.ndarray, packing_length: int, mult
     )
 
 
-def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: int = 1) -> Rows:
+def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: int = 1) -> PackedRows:
     """Best-fit-decreasing: each sequence, the longest first, goes into the fullest row that still has room for it.
 
     Sequences of one length are alike, and so are rows with the same room. The loop is over pairs of these; the indices
@@ -94,7 +94,7 @@ def pack(lengths: Sequence[int] | np.ndarray, packing_length: int, *, multiple: 
     """
     sizes = check_lengths(lengths, packing_length, multiple)
     if not len(sizes):
-        return Rows(np.empty(0, np.int64), np.zeros(1, np.int64))
+        return PackedRows(np.empty(0, np.int64), np.zeros(1, np.int64))
     by_size = np.argsort(-sizes, kind="stable")  # ties stay in order of index
     distinct, counts = np.unique(sizes, return_counts=True)
 
@@ -170,7 +170,7 @@ def _join_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.repeat(starts - places, lengths) + np.arange(lengths.sum())
 
 
-def _in_order(row_of: np.ndarray, num_rows: int) -> Rows:
+def _in_order(row_of: np.ndarray, num_rows: int) -> PackedRows:
     """Rows from the row of each sequence, numbered anew by their first sequences.
 
     Example: `[1, 0, 1]`, where sequences 0 and 2 are in row 1. That row comes first, since sequence 0 does: the result
@@ -185,10 +185,10 @@ def _in_order(row_of: np.ndarray, num_rows: int) -> Rows:
     by_first = np.argsort(order[starts])  # old numbers of the rows in their new order: [1, 0]
     counts = counts[by_first]
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    return Rows(order[_join_ranges(starts[by_first], counts)], offsets)
+    return PackedRows(order[_join_ranges(starts[by_first], counts)], offsets)
 
 
-class Entry(NamedTuple):
+class StreamSample(NamedTuple):
     """A sample of a stream: which row of the files it is of, which sample of that row, and its tokens."""
 
     row: int
@@ -196,7 +196,7 @@ class Entry(NamedTuple):
     length: int
 
 
-class RowStream(Iterator[list[Entry]]):
+class RowStream(Iterator[list[StreamSample]]):
     """Rows from a stream of samples, packed with a bounded look-ahead.
 
     Whenever no row is ready, the buffer is filled up and packed; the fuller half of the rows is ready then, and the row
@@ -218,13 +218,13 @@ class RowStream(Iterator[list[Entry]]):
 
     def __init__(
         self,
-        samples: Iterable[Entry],
+        samples: Iterable[StreamSample],
         packing_length: int,
         buffer_size: int = 1000,
         *,
         multiple: int = 1,
-        waiting: Iterable[Entry] = (),
-        ready: Iterable[list[Entry]] = (),
+        waiting: Iterable[StreamSample] = (),
+        ready: Iterable[list[StreamSample]] = (),
     ):
         self.packing_length = packing_length
         self.buffer_size = buffer_size
@@ -233,7 +233,7 @@ class RowStream(Iterator[list[Entry]]):
         self.ready = deque(ready)
         self._samples = iter(samples)
 
-    def __next__(self) -> list[Entry]:
+    def __next__(self) -> list[StreamSample]:
         if not self.ready:
             self._pack()
         if not self.ready:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftlite.data.packing.packing import Rows, check_lengths, pack
+from swiftlite.data.packing.packing import PackedRows, check_lengths, pack
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MicroBatchSchedule:
     """The sequences of one step, by index: micro-batches of at most `packing_length` tokens, as many on every rank.
 
     Attributes:
@@ -27,7 +27,7 @@ class Schedule:
         work: float64 `[num_micro_batches, data_parallel_size]`, in units of the coefficients; 0 if empty.
     """
 
-    rows: Rows
+    rows: PackedRows
     work: np.ndarray
 
     @property
@@ -66,7 +66,7 @@ def schedule(
     square: float = 0.0,
     multiple: int = 1,
     num_multiple_of: int = 1,
-) -> Schedule:
+) -> MicroBatchSchedule:
     """Assign the sequences of a global batch to micro-batches of data-parallel ranks; the same on every process.
 
     There are as few micro-batches as level ranks allow.
@@ -188,7 +188,7 @@ def _packed(items: Sequence[_Item], number: int, packing_length: int) -> list[_G
     return groups
 
 
-def _as_schedule(ranks: Sequence[Sequence[_Group]], work: np.ndarray) -> Schedule:
+def _as_schedule(ranks: Sequence[Sequence[_Group]], work: np.ndarray) -> MicroBatchSchedule:
     """The schedule of each rank's micro-batches.
 
     Example: rank 0 has `[[0], [2]]`, rank 1 has `[[3], [4, 1]]`. The first of both ranks come first, then the second of
@@ -200,4 +200,4 @@ def _as_schedule(ranks: Sequence[Sequence[_Group]], work: np.ndarray) -> Schedul
     offsets = np.array([0, *itertools.accumulate(map(len, indices))])
     work_before = np.concatenate([[0.0], np.cumsum(work[order])])
     work_of_groups = np.diff(work_before[offsets])
-    return Schedule(Rows(order, offsets), work_of_groups.reshape(-1, len(ranks)))
+    return MicroBatchSchedule(PackedRows(order, offsets), work_of_groups.reshape(-1, len(ranks)))

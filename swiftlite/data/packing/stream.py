@@ -15,7 +15,7 @@ from typing import Any
 
 from swiftlite.data.encoder import Encoded, Encoder, special_token_note
 from swiftlite.data.packing.mixture import Mixture
-from swiftlite.data.packing.packing import Entry
+from swiftlite.data.packing.packing import StreamSample
 from swiftlite.data.rows.conversation import BadRow
 from swiftlite.data.rows.hub_rows import HubRows
 from swiftlite.data.rows.sources import DataFile, check_row, find_rows
@@ -75,7 +75,7 @@ class Chunk:
     rows_per_epoch: list[int]
 
 
-class Part(Iterator[UnparsedRow]):
+class FilePart(Iterator[UnparsedRow]):
     """The rows of some files, one file after the other, without end.
 
     Attributes:
@@ -145,7 +145,7 @@ class Part(Iterator[UnparsedRow]):
             at_least = 0
 
 
-class Stream(Iterator[Entry]):
+class Stream(Iterator[StreamSample]):
     """Samples without end, by their lengths; `take` gives those that this reader has read.
 
     Attributes:
@@ -194,18 +194,18 @@ class Stream(Iterator[Entry]):
         self._num_bad: int = state["num_bad"]
         counts = self._mixture.counts(self.num_read)
         files_of_parts = _parts_of(files, self._mixture.num_parts)
-        self._parts = [Part(*of_part) for of_part in zip(files_of_parts, self.rows_per_epoch, counts, strict=True)]
+        self._parts = [FilePart(*of_part) for of_part in zip(files_of_parts, self.rows_per_epoch, counts, strict=True)]
         self._held: dict[tuple[int, int], Sample] = {}  # by row and piece
         self._entries = self._read()
 
-    def __next__(self) -> Entry:
+    def __next__(self) -> StreamSample:
         return next(self._entries)
 
-    def take(self, entries: Iterable[Entry]) -> list[Sample]:
+    def take(self, entries: Iterable[StreamSample]) -> list[Sample]:
         """The samples among these that this reader has; it forgets them."""
         return [self._held.pop((entry.row, entry.piece)) for entry in entries if self._readers.owns(entry.row)]
 
-    def owner(self, entry: Entry) -> int:
+    def owner(self, entry: StreamSample) -> int:
         """The reader that has the sample."""
         return self._readers.owner(entry.row)
 
@@ -220,7 +220,7 @@ class Stream(Iterator[Entry]):
             "num_bad": self._num_bad,
         }
 
-    def hold(self, entries: Iterable[Entry]) -> None:
+    def hold(self, entries: Iterable[StreamSample]) -> None:
         """Read samples again that have come of an earlier stream and were not taken; only these are tokenized.
 
         They are found while rows are passed over, before the first sample comes; where the last of them is of the
@@ -229,7 +229,7 @@ class Stream(Iterator[Entry]):
         Raises:
             UserError: a row is not what it was.
         """
-        wanted: dict[tuple[int, int], list[Entry]] = {}  # by part and place: a row may wait in several epochs
+        wanted: dict[tuple[int, int], list[StreamSample]] = {}  # by part and place: a row may wait in several epochs
         for entry in entries:
             if not self._readers.owns(entry.row):
                 continue
@@ -245,12 +245,12 @@ class Stream(Iterator[Entry]):
         if wanted:
             raise _changed("--dataset")
 
-    def _hold(self, entry: Entry, encoded: Encoded) -> None:
+    def _hold(self, entry: StreamSample, encoded: Encoded) -> None:
         if entry.piece >= len(encoded.samples) or len(encoded.samples[entry.piece]) != entry.length:
             raise _changed(encoded.source)
         self._held[entry.row, entry.piece] = encoded.samples[entry.piece]
 
-    def _read(self) -> Iterator[Entry]:
+    def _read(self) -> Iterator[StreamSample]:
         """Samples from where the stream stands, as the readers tell each other their lengths."""
         for chunk in _ahead(self._chunks()):
             own = iter(chunk.own)
@@ -266,7 +266,7 @@ class Stream(Iterator[Entry]):
                 yield from self._samples_of(row, encoded, said[self._readers.owner(row)])
             self._check_all_parts_have_rows()
 
-    def _samples_of(self, row: int, encoded: Encoded, said: Iterator[int]) -> Iterator[Entry]:
+    def _samples_of(self, row: int, encoded: Encoded, said: Iterator[int]) -> Iterator[StreamSample]:
         """The samples of a row that have not come yet.
 
         Args:
@@ -281,7 +281,7 @@ class Stream(Iterator[Entry]):
                 self._held[row, piece] = encoded.samples[piece]
             self._num_kept[self._mixture.part(row)] += piece == 0
             self._piece = piece + 1
-            yield Entry(row, piece, lengths[piece])
+            yield StreamSample(row, piece, lengths[piece])
         self.num_read = row + 1
         self._piece = 0
 

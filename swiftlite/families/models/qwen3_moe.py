@@ -3,7 +3,7 @@
 from swiftlite.families import dense
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
-from swiftlite.families.mlp import Mixture, Mlp
+from swiftlite.families.mlp import MixtureOfExperts, Mlp
 
 
 def _num_experts(hf_config: HfConfig) -> int:
@@ -41,14 +41,14 @@ def _layer(hf_config: HfConfig, number: int) -> Layer:
     return Layer(dense.attention(hf_config, qk_norm=True), mlp(hf_config, number))
 
 
-def mlp(hf_config: HfConfig, number: int) -> Mlp | Mixture:
+def mlp(hf_config: HfConfig, number: int) -> Mlp | MixtureOfExperts:
     """The MLP of decoder layer `number`, from 0; a mixture where `decoder_sparse_step` says so."""
     return mixture(hf_config) if _is_moe_layer(hf_config, number) else dense.mlp(hf_config)
 
 
-def mixture(hf_config: HfConfig) -> Mixture:
+def mixture(hf_config: HfConfig) -> MixtureOfExperts:
     """The mixture with the sizes of a config.json, without shared experts."""
-    return Mixture(
+    return MixtureOfExperts(
         hidden=hf_config["hidden_size"],
         experts=_num_experts(hf_config),
         topk=hf_config["num_experts_per_tok"],

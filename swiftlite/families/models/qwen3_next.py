@@ -14,7 +14,7 @@ from swiftlite.families.attention import GroupedQueryAttention
 from swiftlite.families.family import Family, HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.linear_attention import GatedDeltaNet
-from swiftlite.families.mlp import Mixture, Mlp
+from swiftlite.families.mlp import MixtureOfExperts, Mlp
 from swiftlite.families.models import qwen3_moe
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
@@ -88,10 +88,10 @@ def attention(hf_config: HfConfig, number: int, *, hf_is_grouped: bool) -> Gated
     )
 
 
-def mlp(hf_config: HfConfig, number: int) -> Mixture | Mlp:
+def mlp(hf_config: HfConfig, number: int) -> MixtureOfExperts | Mlp:
     """Qwen3 MoE's mixture with a shared expert behind a gate, or a dense MLP where the config says so."""
     kind = qwen3_moe.mlp({**_NORMED, **hf_config}, number)
-    if isinstance(kind, Mixture):
+    if isinstance(kind, MixtureOfExperts):
         return replace(kind, shared_ffn=hf_config["shared_expert_intermediate_size"], shared_gate=True)
     return kind
 

@@ -10,9 +10,9 @@ import numpy as np
 from torch import nn
 
 from swiftlite.data.batch import Batch, Extra, collate, collate_packed
-from swiftlite.data.packing.packing import Rows, pack, padded
+from swiftlite.data.packing.packing import PackedRows, pack, padded
 from swiftlite.data.packing.sampler import NO_INDEX, Sampler, evaluation_batches, micro_batches
-from swiftlite.data.packing.schedule import Schedule, schedule
+from swiftlite.data.packing.schedule import MicroBatchSchedule, schedule
 from swiftlite.data.sample import Sample
 from swiftlite.estimate.flops import Flops
 from swiftlite.model.context_parallel import shard_sequence
@@ -55,7 +55,7 @@ class SampleRows(Sequence[list[Sample]]):
     """What batch sizes count: rows of samples that stay together."""
 
     samples: Sequence[Sample]
-    rows: Rows
+    rows: PackedRows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -121,7 +121,7 @@ class Batches:
     def rows(self, samples: Sequence[Sample]) -> SampleRows:
         """Packed rows if the run packs all samples into rows, else a row for each sample."""
         if self.plan.packing != "rows":
-            return SampleRows(samples, Rows(np.arange(len(samples)), np.arange(len(samples) + 1)))
+            return SampleRows(samples, PackedRows(np.arange(len(samples)), np.arange(len(samples) + 1)))
         multiple = sequence_multiple(self.plan.layout)
         lengths = [_length_of(sample, multiple) for sample in samples]
         return SampleRows(samples, pack(lengths, self.plan.packing_length, multiple=multiple))
@@ -214,7 +214,7 @@ class Batches:
         """Return which samples of a step, by their lengths, this rank computes in each of its micro-batches."""
         return self.schedule(lengths).rank(self.data_parallel_rank)
 
-    def schedule(self, lengths: Sequence[int]) -> Schedule:
+    def schedule(self, lengths: Sequence[int]) -> MicroBatchSchedule:
         """Return which samples of a step each rank computes, with equal work; see `data.packing.schedule`."""
         layout = self.plan.layout
         return schedule(

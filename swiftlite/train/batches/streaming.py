@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from swiftlite.data.batch import Batch
-from swiftlite.data.packing.packing import Entry, RowStream
+from swiftlite.data.packing.packing import RowStream, StreamSample
 from swiftlite.data.packing.sampler import micro_batches
 from swiftlite.data.packing.stream import Stream
 from swiftlite.data.sample import Sample
@@ -22,7 +22,7 @@ MicroBatches = list[list[int]]
 """The samples of each micro-batch of a rank, as they are numbered through the step."""
 
 
-class StreamedSteps(Iterator[tuple[list[Entry], list[MicroBatches]]]):
+class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
     """The samples of each step, in the order of the stream, and which of them each data-parallel rank computes.
 
     It is the same on every rank that reads.
@@ -40,12 +40,12 @@ class StreamedSteps(Iterator[tuple[list[Entry], list[MicroBatches]]]):
             batches.plan.packing_length,
             buffer_size,
             multiple=sequence_multiple(batches.plan.layout),
-            waiting=itertools.starmap(Entry, state["waiting"]),
-            ready=[list(itertools.starmap(Entry, row)) for row in state["ready"]],
+            waiting=itertools.starmap(StreamSample, state["waiting"]),
+            ready=[list(itertools.starmap(StreamSample, row)) for row in state["ready"]],
         )
         stream.hold(itertools.chain(self._rows.waiting, *self._rows.ready))
 
-    def __next__(self) -> tuple[list[Entry], list[MicroBatches]]:
+    def __next__(self) -> tuple[list[StreamSample], list[MicroBatches]]:
         plan = self._batches.plan
         if plan.packing == "step":
             entries = list(itertools.islice(self._stream, plan.global_batch_size))

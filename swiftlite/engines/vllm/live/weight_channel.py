@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from swiftlite.engines.loading.weight_update import Bucket, Part
-from swiftlite.engines.vllm.live.weight_transport import Client, Transport
+from swiftlite.engines.vllm.live.weight_transport import TransferClient, Transport
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 
 class LlmClient:
-    """The `Client` of an engine that this process started.
+    """The `TransferClient` of an engine that this process started.
 
     Args:
         llm: started with one of our backends.
@@ -43,7 +43,7 @@ class LlmClient:
 class VllmChannel:
     """See `Channel`."""
 
-    def __init__(self, client: Client, transport: Transport):
+    def __init__(self, client: TransferClient, transport: Transport):
         self._client, self._transport = client, transport
 
     def start(self, part: Part) -> None:

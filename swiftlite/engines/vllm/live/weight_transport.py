@@ -24,7 +24,7 @@ refuses a tensor has received the whole bucket by then; between two broadcasts i
 waiting."""
 
 
-class Client(Protocol):
+class TransferClient(Protocol):
     """The calls of vLLM's weight-transfer API, in this process or to a server.
 
     The first four are vLLM's own protocol of a client, `VLLMWeightSyncClient`, so its senders take one too.
@@ -68,7 +68,9 @@ class Transport(Protocol):
         ...
 
 
-def make_transport(name: WeightTransport, client: Client, num_workers: int, server: str = "127.0.0.1") -> Transport:
+def make_transport(
+    name: WeightTransport, client: TransferClient, num_workers: int, server: str = "127.0.0.1"
+) -> Transport:
     """The way of that name to the workers of an engine.
 
     Args:
@@ -95,7 +97,7 @@ class Files:
 
     device = _CPU
 
-    def __init__(self, client: Client):
+    def __init__(self, client: TransferClient):
         self._client = client
 
     def connect(self) -> None:
@@ -118,7 +120,7 @@ class Nccl:
         address: of this machine, where the workers meet this process.
     """
 
-    def __init__(self, client: Client, num_workers: int, address: str):
+    def __init__(self, client: TransferClient, num_workers: int, address: str):
         self._client, self._num_workers, self._address = client, num_workers, address
         self._sender: Any = None
         self.device = own_gpu() or _CPU
@@ -151,7 +153,7 @@ class Nccl:
 class Ipc:
     """A buffer on this process's GPU, from which the only worker copies; it computes on the same one."""
 
-    def __init__(self, client: Client):
+    def __init__(self, client: TransferClient):
         self._client = client
         self._is_connected = False
         self.device = own_gpu() or _CPU
@@ -184,9 +186,10 @@ class Ipc:
 
 
 class _WithinTransfer:
-    """The `Client` of a transfer that has begun and goes on, for a sender that takes a bucket for the whole of it."""
+    """The `TransferClient` of a transfer that has begun and goes on, for a sender that takes a bucket for the whole of
+    it."""
 
-    def __init__(self, client: Client):
+    def __init__(self, client: TransferClient):
         self.init_weight_transfer_engine = client.init_weight_transfer_engine
         self.update_weights = client.update_weights
 
