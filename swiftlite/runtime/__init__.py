@@ -1,4 +1,4 @@
-"""What a model runs on: the device, the processes and their groups, and megatron-core made to work there.
+"""Set up the device, the processes and their groups, and megatron-core for them.
 
-It may use `args` and `plan`, and knows nothing of models.
+This package may import `args` and `plan`; it contains nothing about models.
 """

@@ -26,15 +26,15 @@ def digest(value: Any) -> str:
 
 
 def check_agreement(facts: Mapping[str, str]) -> None:
-    """Compare `facts` of all ranks; returns at once when there is only one.
+    """Compare `facts` of all ranks; collective. Returns immediately if there is only one rank.
 
-    Every rank must call it, with whatever facts: one that another rank lacks is a difference too.
+    A fact that is missing on some ranks is a difference as well.
 
     Args:
-        facts: what it is -> a digest, or the value itself where it is short and says more, as a version does.
+        facts: name -> a digest, or the value itself if it is short and more informative, such as a version.
 
     Raises:
-        UserError: on every rank, with what differs and on which ranks.
+        UserError: on every rank, with the differing facts and their ranks.
     """
     size = dist.get_world_size()
     if size == 1:
@@ -50,9 +50,9 @@ _HINT = "start all nodes with the same command, the same files and the same envi
 
 
 def differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """What differs between ranks: one line per fact that is not the same everywhere.
+    """Return one line for each fact that differs between ranks.
 
-    The value that most ranks have is taken for the right one; with a tie, that of the lowest rank.
+    The most frequent value counts as the right one; in a tie, that of the lowest rank.
 
     Args:
         everyone: by rank, (host, facts).

@@ -1,7 +1,7 @@
-"""The only reader of megatron-core's version: what moved between releases, answered once.
+"""Handle differences between releases of megatron-core; no other module reads its version.
 
-Which releases were run, and with what, is in `swiftlite/cli/doctor.py`. Where code is right on all of them (keyword
-arguments handed on, methods that one release calls and another does not) nothing stands here.
+`swiftlite/cli/doctor.py` lists the tested releases. Code that works with all of them (keyword arguments that are passed
+on, methods that only some releases call) is not listed here.
 """
 
 import inspect
@@ -26,10 +26,10 @@ ASYNC_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
-# Said by 0.19 wherever a model is built, trained or saved, and nothing that a user could change: it wants HybridModel,
-# a class method for a spec's `mlp`, parameter layouts made by the caller, another package's asynchronous writer, and no
-# common.pt. 0.16 says only the last: it gives its own class of expert layer the groups of the model, and ours, which
-# takes the same from the active mesh, none.
+# Warnings of 0.19 when a model is built, trained or saved, which users cannot act on: it recommends HybridModel, a class
+# method for a spec's `mlp`, parameter layouts from the caller, another package's asynchronous writer, and no common.pt.
+# 0.16 logs only the last one: it passes process groups only to its own class of expert layers; ours reads them from the
+# active mesh.
 _KNOWN_WARNINGS = (
     ("models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     ("transformer.transformer_layer", "Rewrapping ModuleSpec"),
@@ -51,8 +51,9 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def write_common(checkpoint: Path) -> None:
-    """Make a checkpoint readable by 0.16, which wants common.pt: what is not part of a tensor. swiftlite has nothing of
-    the kind; 0.19 writes no such file, and reads one that is there."""
+    """Make a checkpoint readable by 0.16, which requires common.pt for data outside of tensors.
+
+    swiftlite has no such data. 0.19 does not write this file, but reads an existing one."""
     common = checkpoint / "common.pt"
     if not common.exists():
         torch.save({}, common)

@@ -1,9 +1,8 @@
-"""What megatron-core needs to run without CUDA. Each shim is a named function with its call sites.
+"""Shims that let megatron-core run without CUDA, each a named function with its call sites.
 
-Nothing happens at import; `install()` is called once per process, and never where CUDA is available. Paths are relative
-to megatron/core of the 0.16.1 wheel, if no other is named. tests/runtime/test_cpu.py fails for each shim that is taken
-out.
-"""
+Importing this module has no effect. `install()` is called once per process, and never if CUDA is available. Paths are
+relative to megatron/core of the 0.16.1 wheel unless stated otherwise. tests/runtime/test_cpu.py fails for each shim
+that is removed."""
 
 from typing import Any
 
@@ -61,8 +60,10 @@ def patch_current_stream() -> None:
 
 
 def patch_rng_state() -> None:
-    """The CPU's generator stands for the CUDA one, whose state tensor_parallel/random.py:55-60, 235 and 422 keeps when
-    seeds are set, under sequence parallelism and around what is recomputed."""
+    """Replace the CUDA generator by the CPU's.
+
+    tensor_parallel/random.py:55-60, 235 and 422 saves its state when seeds are set, under sequence parallelism and
+    around recomputation."""
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
@@ -70,8 +71,10 @@ def patch_rng_state() -> None:
 
 
 def patch_alltoall_dispatcher() -> None:
-    """transformer/moe/token_dispatcher.py:445 opens a CUDA stream, on which :871 copies to the CPU how many tokens go
-    where. Here they are on the CPU already; torch.distributed wants lists of numbers (moe_utils.py:1093)."""
+    """Skip the copy of token counts to the CPU.
+
+    transformer/moe/token_dispatcher.py:445 opens a CUDA stream, on which :871 copies the counts. Here they are on the
+    CPU already; torch.distributed requires lists of numbers (moe_utils.py:1093)."""
 
     def counts_to_numbers(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         for name in ("input_splits", "output_splits"):
@@ -85,8 +88,10 @@ def patch_alltoall_dispatcher() -> None:
 
 
 def run_eagerly() -> None:
-    """jit.py:21 compiles what it can fuse (counts of the stock router among it), anew for rows of other lengths; on a
-    CPU that takes a C++ compiler, and longer than it saves."""
+    """Disable compilation.
+
+    jit.py:21 compiles fusible functions (including counts of the stock router), again for each length of rows. On a CPU
+    this requires a C++ compiler and takes longer than it saves."""
     torch.compiler.set_stance("force_eager")
 
 

@@ -12,7 +12,7 @@ from swiftlite.estimate.gpus import gpu_named
 
 @dataclass(frozen=True)
 class Device:
-    """Where this process computes and which backend connects it to the others."""
+    """The device of this process and the backend that connects it to the others."""
 
     torch_device: torch.device
     backend: str  # of torch.distributed: nccl or gloo

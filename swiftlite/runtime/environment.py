@@ -1,4 +1,4 @@
-"""What a figure was measured with, and on what: versions, the machine."""
+"""Describe the environment of a measurement: versions and the machine."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ import swiftlite
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Of swiftlite, Python, and these packages, which are installed."""
+    """Return the versions of swiftlite, Python, and these installed packages."""
     found = {"swiftlite": swiftlite.__version__, "python": platform.python_version()}
     for name in packages:
         found[name] = version(name)

@@ -15,15 +15,15 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def only_run_in(output_dir: Path, directory: Path | None = None) -> Iterator[None]:
-    """Inside, no other process may run in this directory; the kernel ends that with the process, however it ends.
+    """Lock a directory against other processes; the kernel releases the lock when this process ends.
 
-    The directory is made if need be, and is gone again if nothing was written into it.
+    The directory is created if necessary, and removed again if it stays empty.
 
     Args:
-        directory: another one that is made and held in its stead.
+        directory: another directory to create and lock instead.
 
     Raises:
-        UserError: another run is in it, or the directory cannot be made.
+        UserError: another run holds the lock, or the directory cannot be created.
     """
     path = (directory or output_dir) / LOCK_FILE
     file = None
@@ -62,7 +62,7 @@ def _claim(output_dir: Path, path: Path) -> IO[str]:
 
 
 def holder_of(output_dir: Path) -> str:
-    """Which process runs in this directory now, as "PID on HOST"; empty if none does."""
+    """Return the process that holds the lock, as "PID on HOST"; empty if there is none."""
     path = output_dir / LOCK_FILE
     try:
         with path.open(encoding="utf-8") as file:
@@ -102,7 +102,7 @@ def _open_locked(path: Path) -> IO[str]:
             return file
         if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file
-        file.close()  # the one who had it has deleted it meanwhile
+        file.close()  # the previous holder has deleted it in the meantime
 
 
 def _read_holder(path: Path) -> str:

@@ -1,9 +1,8 @@
-"""What megatron-core gets wrong on any device, mended where neither a subclass nor a spec reaches.
+"""Fix bugs of megatron-core on any device where neither a subclass nor a spec can.
 
-Nothing happens at import; `install()` is called once per process, `lay_out` around one call. Paths are relative to
-megatron/core of the 0.16.1 wheel, if no other is named. tests/runtime/test_megatron_fixes.py fails for each that is
-taken out, and tests/growth/test_meshes.py for `lay_out`.
-"""
+Importing this module has no effect. `install()` is called once per process, `lay_out` around one call. Paths are
+relative to megatron/core of the 0.16.1 wheel unless stated otherwise. tests/runtime/test_megatron_fixes.py fails for
+each fix that is removed, and tests/growth/test_meshes.py for `lay_out`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +33,10 @@ def disbelieve_mocked_te() -> None:
 
 
 def let_blocks_recompute() -> None:
-    """transformer/transformer_block.py:625 of 0.19 calls a function where up to 0.17 it called the block's own method,
-    `_checkpointed_forward`; model/layers/recompute.py has one. Blocks without go on to the function."""
+    """Call the block's own method `_checkpointed_forward` again.
+
+    transformer/transformer_block.py:625 of 0.19 calls a function; up to 0.17 it called this method, which
+    model/layers/recompute.py overrides. Blocks without the method use the function."""
     stock = getattr(transformer_block, "checkpointed_forward", None)
     if stock is None or stock is _checkpointed_forward:
         return
@@ -90,9 +91,11 @@ def _scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[tor
 
 @contextmanager
 def lay_out(ranks: range) -> Iterator[None]:
-    """parallel_state.py:736 cuts up all processes of the job; :775 and :798 count them from 0, though RankGenerator can
-    count from elsewhere. Inside, initialize_model_parallel makes the groups of these ranks: all processes call it, as
-    torch asks of whoever makes a group, and it keeps groups where the process is one of them."""
+    """Let initialize_model_parallel create the groups of these ranks only.
+
+    parallel_state.py:736 uses all processes of the job, and :775 and :798 count them from 0, although RankGenerator
+    supports an offset. All processes must call it, because torch requires this for new groups; each keeps the groups
+    that it belongs to."""
     stock_generator, stock_size = parallel_state.RankGenerator, torch.distributed.get_world_size
 
     def generator(*, rank_offset: int, **options: Any) -> parallel_state.RankGenerator:
@@ -110,7 +113,7 @@ def lay_out(ranks: range) -> Iterator[None]:
 
 
 def install() -> None:
-    """Mend what is broken in this installation; a second call changes nothing."""
+    """Apply the fixes that this installation needs; a second call has no effect."""
     define_te_general_gemm()
     disbelieve_mocked_te()
     let_blocks_recompute()

@@ -1,4 +1,4 @@
-"""A mesh: the ranks of one model, in the groups of its layout, and where this rank stands among them."""
+"""Define a mesh: the ranks of one model, the process groups of its layout, and the position of this rank."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +19,9 @@ from swiftlite.runtime.device import Device
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The process groups of one model, over all ranks of the job or a part of them.
+    """The process groups of one model, over all or some ranks of the job.
 
-    A session has one mesh over all ranks, which is active. More models, each with its own layout, take more meshes:
+    A session has one active mesh over all ranks. Additional models, each with its own layout, need additional meshes:
 
         with session(layout) as mesh:
             model = build_model(..., mesh=mesh)
@@ -33,14 +33,14 @@ class Mesh:
 
     Each group is torch's: `mesh.tp.rank()`, `mesh.tp.size()`. All groups of all meshes end with the session.
 
-    A rank outside a mesh holds nothing of its model, and has no groups of it (`mesh.is_here` is False): it passes over
-    what the model's own ranks do, and is told their results (`model.ranks.to_all_ranks`).
+    A rank outside a mesh holds no part of its model and has no groups of it (`mesh.is_here` is False). It skips the
+    computation of the model's ranks and receives their results (`model.ranks.to_all_ranks`).
 
     Attributes:
-        device: what this rank computes on.
-        layout: how the model is cut up.
-        ranks: those of the job that hold the model.
-        groups: the process groups under megatron-core's names, as its classes take them (`pg_collection`); nothing on
+        device: the device of this rank.
+        layout: sizes of the parallel dimensions.
+        ranks: ranks of the job that hold the model.
+        groups: the process groups under megatron-core's names, as its classes expect them (`pg_collection`); empty on
             ranks outside.
     """
 
@@ -60,15 +60,15 @@ class Mesh:
         tied_embeddings: bool = False,
         timeout_minutes: int = 10,
     ) -> "Mesh":
-        """Make the groups of a layout; which mesh is active stays as it is.
+        """Create the groups of a layout without changing the active mesh.
 
-        Collective: every rank of the job calls it, also those outside, and those that make several make them in the
-        same order.
+        Collective: every rank of the job must call it, including ranks outside, and several meshes must be created in
+        the same order on all ranks.
 
         Args:
-            ranks: the ranks of the job that are to hold the model, in steps of one; unset: all of them.
-            tied_embeddings: the last pipeline stage uses the embedding as its output layer.
-            timeout_minutes: longest wait of one rank for another.
+            ranks: contiguous ranks of the job that hold the model; default: all.
+            tied_embeddings: whether the last pipeline stage uses the embedding as its output layer.
+            timeout_minutes: maximum time that a rank waits for another.
 
         Raises:
             OptionError: the layout does not fit the number of processes.
@@ -127,7 +127,7 @@ class Mesh:
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """Data- and context-parallel ranks: those that hold the same parameters."""
+        """The data- and context-parallel ranks, which hold the same parameters."""
         return self.groups.dp_cp
 
     @property
@@ -167,13 +167,13 @@ def check_layout(layout: ParallelLayout, num_processes: int) -> None:
 
 
 def _read_parallel_state() -> dict[str, Any]:
-    """megatron-core's globals for groups and ranks: names in capitals that begin with an underscore."""
+    """Return megatron-core's globals for groups and ranks: upper-case names with a leading underscore."""
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
 @contextmanager
 def _parallel_state(values: dict[str, Any]) -> Iterator[None]:
-    """These values instead of those that are there."""
+    """Set these globals to other values inside the context."""
     before = _read_parallel_state()
     parallel_state.__dict__.update(values)
     try:
@@ -183,10 +183,10 @@ def _parallel_state(values: dict[str, Any]) -> Iterator[None]:
 
 
 def _embedding_ranks(pp_ranks: Sequence[int], pp_size: int | None = None, *, layout: ParallelLayout, tied: bool):
-    """Ranks of one pipeline that hold the embedding's numbers: the first, the one with MTP, the last if it is tied.
+    """Return the ranks of one pipeline that hold the embedding: the first, the one with MTP, and the last if it is
+    tied.
 
-    megatron-core would take the first and the last, and with MTP on a stage of its own add the gradient of the
-    embedding to that of the output layer, in silence (parallel_state.py:525, finalize_model_grads.py:146 of 0.16.1).
-    """
+    megatron-core would use the first and the last. With MTP on a separate stage it would silently add the gradient of
+    the embedding to that of the output layer (parallel_state.py:525, finalize_model_grads.py:146 of 0.16.1)."""
     places = {0, mtp_pipeline_rank(layout)} | ({len(pp_ranks) - 1} if tied else set())
     return [pp_ranks[place] for place in sorted(places)]

@@ -8,13 +8,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let Linux send this process a signal when its parent ends, by kill -9 too; elsewhere this does nothing.
+    """Let Linux send this process a signal when its parent ends, even by kill -9; no effect on other systems.
 
-    The kernel forgets it in children of this process, and when it changes its user.
+    The kernel drops this setting in children of this process, and when the process changes its user.
 
     Args:
-        parent: the parent's process id. One that has ended already is noticed.
-        number: SIGKILL, or SIGTERM for a process that has children of its own to end.
+        parent: the parent's process id. A parent that has already ended is detected.
+        number: SIGKILL, or SIGTERM for a process that has children to stop.
     """
     try:
         prctl = ctypes.CDLL(None).prctl
