@@ -26,10 +26,10 @@ ASYNC_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
-# Warnings of 0.19 when a model is built, trained or saved, which users cannot act on: it recommends HybridModel, a class
-# method for a spec's `mlp`, parameter layouts from the caller, another package's asynchronous writer, and no common.pt.
-# 0.16 logs only the last one: it passes process groups only to its own class of expert layers; ours reads them from the
-# active mesh.
+# Warnings of 0.19 when a model is built, trained or saved, which users cannot act on: it recommends HybridModel, a
+# class method for a spec's `mlp`, parameter layouts from the caller, another package's asynchronous writer, and no
+# common.pt. 0.16 logs only the last one: it passes process groups only to its own class of expert layers; ours reads
+# them from the active mesh.
 _KNOWN_WARNINGS = (
     ("models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     ("transformer.transformer_layer", "Rewrapping ModuleSpec"),
