@@ -18,12 +18,12 @@ from swiftlite.heads import Heads
 
 @dataclass(frozen=True)
 class MtpOnDisk:
-    """MTP heads as the tensors show them.
+    """The MTP heads found in the files.
 
     Args:
         promised: depth in config.json.
-        depth: heads of which at least one tensor is there.
-        missing: HF keys that heads up to max(promised, depth) lack.
+        depth: number of heads with at least one tensor.
+        missing: missing HF keys of heads up to max(promised, depth).
     """
 
     promised: int
@@ -91,7 +91,7 @@ def _mtp_on_disk(hf_keys: Iterable[str], family: RowTable, hf_config: HfConfig) 
     found = set(mtp_keys(hf_keys, family, hf_config))
     depth = 0
     for head in {family.head_of(hf_config, key) for key in found}:
-        # A head has at least one key of its own, so no head has a number beyond the count of keys.
+        # Each head has at least one key, so the number of keys bounds the number of heads.
         if head is None or head >= len(found):
             continue
         if not found.isdisjoint(shapes_of(family.head_rows(hf_config, head))):

@@ -47,7 +47,7 @@ class Shard:
 
     @property
     def first(self) -> int:
-        """Where this rank's part begins along `partition_dim`."""
+        """Start of this rank's part along `partition_dim`."""
         return 0 if self.partition_dim is None else self.tp_rank * self.tensor.shape[self.partition_dim]
 
 
@@ -117,23 +117,23 @@ def bind(
     what: str = "the checkpoint",
     hint: str = "",
 ) -> list[Binding]:
-    """Match both sides, or say everything that does not match.
+    """Match parameters and HF keys, or report every mismatch.
 
     Args:
         shards: the parameters of this rank.
         rows: rows that claim their HF keys.
-        borrowed: rows that read HF keys claimed by others (a head that starts with the numbers of the last layer).
-        not_read: Megatron names that get their numbers elsewhere.
+        borrowed: rows that read HF keys claimed by other rows (a head that is initialized from the last layer).
+        not_read: Megatron names that are filled from other sources.
         others_hold: whether a parameter that is not in `shards` may be on another rank.
-        hf_shapes: what the HF side has, when it exists (loading); every key of it must be claimed or ignored.
-        ignored: HF keys that are declared not to be read.
-        what, hint: how the error names the HF side, and what it advises.
+        hf_shapes: shapes of the HF tensors when loading; every key must be claimed or ignored.
+        ignored: HF keys that are deliberately not read.
+        what, hint: name of the HF side and hint in errors.
 
     Raises:
         UserError: listing every Megatron parameter without a source, every row without a parameter, every HF key that
             is missing or unexpected, every shape that differs.
-        ValueError: two rows claim one HF key or one parameter, or a join does not use each number once: a mistake in
-            a family's table.
+        ValueError: two rows claim the same HF key or parameter, or a join does not use each element once: a bug in a
+            family's table.
     """
     all_rows = (*rows, *borrowed)
     row_of = _rows_by_name(all_rows)
@@ -187,7 +187,7 @@ def _check_claims(rows: Iterable[Row]) -> None:
 
 
 def expected_shapes(rows: Sequence[Row], present: Container[str]) -> dict[str, Shape]:
-    """What rows make of HF keys: those that must be there, and the copies that are."""
+    """Return the shapes of the HF keys that the rows require, and of the copies that exist."""
     expected: dict[str, Shape] = {}
     for row in rows:
         expected |= row.hf
@@ -219,7 +219,7 @@ def whole_numbers(rows: Iterable[Row], entries: Mapping[str, Entry]) -> list[str
 
 
 def _misfit(row: Row, shard: Shard) -> str:
-    """Why the HF tensors of a row cannot fill this parameter; empty when they can."""
+    """Return why the HF tensors of a row cannot fill this parameter; empty if they can."""
     axis = row.join.axis
     shapes = list(row.hf.values())
     other_axes = {_without(shape, axis) for shape in shapes}

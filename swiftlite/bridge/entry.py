@@ -1,4 +1,4 @@
-"""Where a tensor lies in a safetensors file."""
+"""Locate a tensor in a safetensors file."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Box = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies. `offset` counts bytes from the beginning of the file."""
+    """The location of one tensor. `offset` is in bytes from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -32,10 +32,10 @@ class Entry:
         return self.numel * self.dtype.itemsize
 
     def stretches(self, box: Box) -> Iterator[tuple[int, int]]:
-        """Where in the file the box lies: (offset, length) in bytes of each stretch without a gap, in order.
+        """Yield the contiguous byte ranges of a box in the file, in order, as (offset, length).
 
-        Example: rows 1 and 2, columns 3 to 5, of a bfloat16 tensor [4, 10] that begins at byte 100 of the file. A row
-        has 20 bytes and a number 2, so the stretches are (126, 6) and (146, 6).
+        Example: rows 1 and 2, columns 3 to 5, of a bfloat16 tensor [4, 10] that starts at byte 100 of the file. A row
+        has 20 bytes and an element 2, so the ranges are (126, 6) and (146, 6).
         """
         if not box:  # a tensor without axes, which is one number
             yield self.offset, self.nbytes

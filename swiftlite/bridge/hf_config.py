@@ -1,10 +1,10 @@
-"""config.json: read it, and change single keys of it.
+"""Read config.json and change single keys.
 
-Engines read keys that no class of ours or of transformers knows, so none stands between: every key that is not declared
-as changed keeps its value and its place.
+Engines read keys that no class of swiftlite or transformers knows. Therefore every key that is not changed explicitly
+keeps its value and position.
 
-Vision-language models wrap a language model, whose settings stand under `text_config`. All else asks for keys as if
-they stood at the top; where they are is known here.
+Vision-language models wrap a language model, whose settings are under `text_config`. All other code reads these keys at
+the top level; only this module handles their position.
 """
 
 import hashlib
@@ -28,13 +28,14 @@ _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
-    """The content of a model directory's config.json; that of a wrapped language model stands at the top too.
+    """Return the content of a model directory's config.json, with the keys of a wrapped language model at the top
+    level.
 
-    A config.json that does not say how many MTP layers there are, as that of Qwen3-Next-80B, promises as many as there
-    are `mtp.layers.*` tensors.
+    If config.json does not state the number of MTP layers, as for Qwen3-Next-80B, the `mtp.layers.*` tensors are
+    counted.
 
     Raises:
-        UserError: there is none, or it is not a JSON object.
+        UserError: the file is missing, or it is not a JSON object.
     """
     return as_asked(_read(hf_dir), Path(hf_dir))
 
@@ -52,7 +53,7 @@ def as_asked(content: HfConfig, hf_dir: Path) -> dict[str, Any]:
 
 
 def _unwrapped(content: HfConfig) -> dict[str, Any]:
-    """With the settings of the language model that it wraps, if it does, at the top."""
+    """Return the config with the settings of a wrapped language model at the top level."""
     text = content.get(_TEXT)
     if not isinstance(text, dict):
         return dict(content)
@@ -61,7 +62,8 @@ def _unwrapped(content: HfConfig) -> dict[str, Any]:
 
 
 def _tensor_names(hf_dir: Path) -> list[str]:
-    """Names of a model's tensors, from the index or the one file's header; none where there is no sound one."""
+    """Return the names of a model's tensors from the index or the header of a single file; empty if neither is
+    valid."""
     try:
         if (hf_dir / _INDEX).is_file():
             return [str(name) for name in read_json(hf_dir / _INDEX)["weight_map"]]
@@ -99,12 +101,12 @@ def quantization_change(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def write_patched(source_dir: str | Path, out_dir: str | Path, changes: Mapping[str, Any]) -> list[str]:
-    """Write config.json with some keys changed, added or removed (REMOVE); if none is, byte for byte.
+    """Write config.json with some keys changed, added or removed (REMOVE); without changes it is copied byte for byte.
 
-    Keys of a wrapped language model are changed where they stand, and a new one is put among them.
+    Keys of a wrapped language model are changed in place, and new keys are added next to them.
 
     Returns:
-        The difference, one line per key that really changed: `key: old -> new`.
+        The difference, one line per key that changed: `key: old -> new`.
     """
     hf_config, difference = _patch_wrapped(_read(source_dir), changes)
     if difference:

@@ -1,9 +1,8 @@
-"""How HF tensors are joined in one Megatron parameter: in which order their numbers stand there. Arithmetic on lengths.
+"""Describe how HF tensors are concatenated in one Megatron parameter, with arithmetic on lengths only.
 
-A Megatron parameter is ranges of HF tensors laid end to end along one axis, and a join is the list of these ranges. So
-one description loads, saves, slices for a rank and proves that nothing is missing. Which rank holds what is not known
-here (`placement.py`); which join a parameter has stands in its family's rows (`rows.py`).
-"""
+A Megatron parameter consists of ranges of HF tensors, placed end to end along one axis; a join is the list of these
+ranges. The same description loads, saves, slices for a rank and shows that nothing is missing. `placement.py` knows
+which rank holds what, and the rows of a family (`rows.py`) select the join of each parameter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ class SourceRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a `SourceRange` that a rank holds, and where it begins in that rank's parameter."""
+    """The part of a `SourceRange` that a rank holds, and its start in that rank's parameter."""
 
     source: int
     start: int
@@ -31,7 +30,7 @@ class Piece(NamedTuple):
 
 
 class Join(Protocol):
-    """What a row needs of a join."""
+    """The interface of a join."""
 
     @property
     def axis(self) -> int:
@@ -39,7 +38,7 @@ class Join(Protocol):
         ...
 
     def source_ranges(self, lengths: Sequence[int], total: int, tp_size: int) -> list[SourceRange]:
-        """The whole (not sharded) Megatron parameter from begin to end.
+        """Return the ranges of the whole (not sharded) Megatron parameter in order.
 
         Args:
             lengths: length along the axis of each HF tensor of the row.
@@ -51,14 +50,15 @@ class Join(Protocol):
 
 @dataclass(frozen=True)
 class Interleave:
-    """Each HF tensor is cut into `units` equal parts; part 0 of every tensor comes first, then part 1 of every tensor.
+    """Split each HF tensor into `units` equal parts and interleave them: part 0 of every tensor, then part 1 of every
+    tensor.
 
-    One unit is a plain copy, or a concatenation. One unit per query group is megatron-core's `linear_qkv`:
+    One unit is a copy, or a concatenation. One unit per query group is megatron-core's `linear_qkv`:
     [queries of the group, its key, its value], group after group. With two groups, 4 queries, 2 keys and 2 values are
     q0 q1 k0 v0 q2 q3 k1 v1.
 
     Args:
-        units: number of parts; None stands for one per tensor-parallel rank, as in megatron-core's `linear_fc1`, where
+        units: number of parts; None means one per tensor-parallel rank, as in megatron-core's `linear_fc1`, where
             every rank holds [its gate, its up].
     """
 
@@ -78,7 +78,8 @@ class Interleave:
 
 @dataclass(frozen=True)
 class InterleaveBlocks:
-    """As `Interleave`, of HF tensors that are blocks laid end to end, each of which is cut into `units` equal parts.
+    """Like `Interleave`, for HF tensors that consist of consecutive blocks, each of which is split into `units` equal
+    parts.
 
     With two units, one HF tensor of the blocks q0 q1, k0 k1 and v0 v1 v2 v3 is q0 k0 v0 v1 q1 k1 v2 v3.
 
@@ -173,10 +174,10 @@ GATE_UP = Interleave(None)
 
 
 def clip(source_ranges: Sequence[SourceRange], begin: int, end: int) -> list[Piece]:
-    """The pieces of `source_ranges` that fall into positions [begin, end), with their places counted from `begin`.
+    """Return the parts of `source_ranges` in positions [begin, end), with offsets relative to `begin`.
 
-    Example: 3 numbers of tensor 0, then 3 of tensor 1, and positions [2, 4): the last number of tensor 0 at place 0,
-    the first of tensor 1 at place 1.
+    Example: 3 elements of tensor 0, then 3 of tensor 1, and positions [2, 4): the last element of tensor 0 at offset 0,
+    the first of tensor 1 at offset 1.
     """
     pieces = []
     position = 0

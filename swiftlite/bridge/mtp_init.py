@@ -36,7 +36,7 @@ def copied_rows(family: RowTable, hf_config: HfConfig, depth: int) -> list[Row]:
 
 
 def pass_through(depth: int, norm_start: float) -> dict[str, Fill]:
-    """How heads begin where `copied_rows` gives them nothing, by Megatron name."""
+    """Return the functions that fill head parameters not covered by `copied_rows`, by Megatron name."""
 
     def start(shard: Shard) -> None:
         shard.tensor.fill_(norm_start)
@@ -50,10 +50,10 @@ def pass_through(depth: int, norm_start: float) -> dict[str, Fill]:
 
 
 def random_tensors(row: Row, std: float, seed: int, norm_start: float) -> dict[str, torch.Tensor]:
-    """A row's HF tensors as if they came from a file: norms `norm_start`, biases zero, matrices normal.
+    """Return random HF tensors for a row: norms are `norm_start`, biases zero, matrices normally distributed.
 
-    HF tensors and not Megatron's are drawn, because the order in a Megatron parameter depends on the tensor-parallel
-    size (gate and up); each from a generator of its own, so neither the order nor the rank matters.
+    HF tensors are drawn instead of Megatron's, because the order within a Megatron parameter depends on the
+    tensor-parallel size (gate and up). Each has a separate generator, so order and rank do not matter.
     """
     if row.mcore.endswith("norm.weight"):
         return {key: torch.full(shape, norm_start) for key, shape in row.hf.items()}

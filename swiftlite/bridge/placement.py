@@ -1,9 +1,9 @@
-"""Which rank holds which part of which parameter: the only file of the bridge that knows megatron-core and processes.
+"""Determine which rank holds which part of a parameter; the only module of the bridge that uses megatron-core and
+processes.
 
-A parameter says itself how it is shared (`tensor_model_parallel`, `partition_dim`), and a layer or an expert which
-number it has, so no table of names is kept here. Reading needs no collective; writing needs none but barriers where all
-ranks see the same files.
-"""
+A parameter states how it is split (`tensor_model_parallel`, `partition_dim`), and a layer or an expert states its
+number, so there is no table of names. Reading needs no collective. Writing needs only barriers if all ranks see the
+same files."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,9 +74,10 @@ def shards_of(model_chunks: Sequence[nn.Module]) -> list[Shard]:
 
 
 def _sharing(local_name: str, model: GPTModel) -> tuple[int, int, bool]:
-    """Which of how many ranks that split a parameter this is, and whether it is the first of those with the same part.
+    """Return this rank's index among the ranks that split a parameter, their number, and whether it is the first
+    replica.
 
-    Experts are split and replicated among other ranks than everything else; they know their groups themselves.
+    Experts are split and replicated over other ranks than the rest of the model; they know their groups.
     """
     if match := _EXPERTS.search(local_name):
         experts = cast(SequentialMLP, model.get_submodule(local_name[: match.start() + len(".experts")]))
@@ -98,18 +99,18 @@ def global_name(local_name: str, model: nn.Module) -> str:
         number = mixture.local_expert_indices[int(match.group(1))]
         name = f"{name[: match.start(1)]}{number}{name[match.end(1) :]}"
     if match := _NUMBERED_LAYER.match(name):
-        # An MTP layer is no TransformerLayer, but counts itself the same way.
+        # An MTP layer is not a TransformerLayer, but has the same numbering.
         layer = cast(TransformerLayer, model.get_submodule(match.group(0).rstrip(".")))
         name = f"{match.group(1)}.layers.{layer.layer_number - 1}.{name[match.end() :]}"
     return _MTP_INNER_LAYER.sub(r"\1transformer_layer.", name)
 
 
 def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> Callable[[str], bool]:
-    """Whether a parameter that this rank does not hold may be held by another one.
+    """Return whether another rank may hold a parameter that this rank does not hold.
 
-    Ranks share layers (and the embedding, the final norm, the head) over pipeline stages, and experts within a layer.
-    So another rank may hold the parameter if the model has its layer, or its expert, and this rank has not. Whoever
-    holds that finds out whether the parameter itself is there; ranks need not ask each other.
+    Pipeline stages split the layers (and the embedding, the final norm, the head), and expert-parallel ranks split the
+    experts of a layer. Another rank may hold the parameter if the model has its layer or expert and this rank does not.
+    The rank that holds the layer checks the parameter itself, so no communication is needed.
     """
     config = _unwrap(model_chunks[0]).config
     num_layers = {"decoder": config.num_layers, "mtp": config.mtp_num_layers or 0}
@@ -133,7 +134,8 @@ def others_hold(model_chunks: Sequence[nn.Module], shards: Sequence[Shard]) -> C
 
 
 def _module_of(name: str) -> str:
-    """What a pipeline stage holds or not: a layer, `decoder.layers.3.`, or else a module, `decoder.final_layernorm`."""
+    """Return the unit that pipeline stages distribute: a layer, `decoder.layers.3.`, or a module,
+    `decoder.final_layernorm`."""
     layer = _NUMBERED_LAYER.match(name)
     return layer.group(0) if layer else ".".join(name.split(".")[:2])
 

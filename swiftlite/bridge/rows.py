@@ -57,7 +57,7 @@ def shapes_of(rows: Iterable[Row]) -> dict[str, Shape]:
 
 
 def renamed(name: str, beginnings: Mapping[str, str]) -> str:
-    """A name whose beginning is among `beginnings`, with what stands there for it; any other as it is."""
+    """Return the name with a prefix in `beginnings` replaced; other names are unchanged."""
     for begin, own in beginnings.items():
         if name.startswith(begin):
             return own + name.removeprefix(begin)
@@ -65,7 +65,7 @@ def renamed(name: str, beginnings: Mapping[str, str]) -> str:
 
 
 def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
-    """The same rows one level up: a decoder layer's table, written once, serves every layer and every MTP block."""
+    """Return the rows with prefixes, so that one table of a decoder layer serves every layer and every MTP block."""
 
     def lifted(row: Row) -> Row:
         return replace(
@@ -80,14 +80,14 @@ def lift(rows: Iterable[Row], mcore_prefix: str, hf_prefix: str) -> list[Row]:
 
 
 class RowTable(Protocol):
-    """What the bridge asks of a family (`families/family.py`): its rows, and which HF keys are whose.
+    """The interface of a family (`families/family.py`) for the bridge: its rows and the owners of HF keys.
 
     `hf_config` is the content of config.json.
     """
 
     @property
     def norm_start(self) -> float:
-        """What norms have before anything is learned."""
+        """Initial weight of norms."""
         ...
 
     def mtp_block_number(self, hf_config: HfConfig, /) -> int:

@@ -57,14 +57,14 @@ Index = tuple[slice, ...]
 
 
 def scan(hf_dir: str | Path) -> tuple[dict[str, Entry], list[str]]:
-    """Read the index and every header of a Hugging Face directory, no tensor.
+    """Read the index and every header of a Hugging Face directory, but no tensor.
 
     Returns:
-        The tensors that can be read, by key in file order, and one line for each thing that is wrong: a missing or cut
-        file, a key that the index promises and its file lacks, a key in a file that the index does not know.
+        The readable tensors, by key in file order, and one line for each problem: a missing or truncated file, a key of
+        the index that its file lacks, a key in a file that the index lacks.
 
     Raises:
-        UserError: there is no safetensors file, the index itself cannot be read, or an adapter lies beside the weights.
+        UserError: there is no safetensors file, the index is unreadable, or an adapter is in the same directory.
     """
     hf_dir = Path(hf_dir)
     if (hf_dir / ADAPTER_CONFIG).is_file():
@@ -107,14 +107,14 @@ def as_read(stored: Mapping[str, Entry], encoding: DeclaredEncoding | None) -> F
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face directory; nothing but headers is read until asked. A context manager.
+    """The tensors of a Hugging Face directory, as a context manager. Opening it reads only headers.
 
     Args:
-        encoding: what config.json declares (`encoding_of`): tensors in it are read as the numbers they stand for.
+        encoding: the encoding that config.json declares (`encoding_of`); tensors in it are decoded while reading.
 
     Attributes:
-        stored: dtype, shape and place of every tensor as the files have it, by key.
-        entries: the same as a reader finds it: stacked experts apart, the factors of encoded tensors gone.
+        stored: dtype, shape and location of every tensor in the files, by key.
+        entries: the decoded view: single experts instead of stacks, no scales of encoded tensors.
 
     Raises:
         UserError: see `scan`; every problem of every file is listed.
@@ -191,7 +191,7 @@ class Checkpoint:
         return encoding.read(parts, box)
 
     def _storage(self, key: str) -> tuple[Encoding, tuple[Entry, ...]]:
-        """How a tensor is stored, and its entries in the files."""
+        """Return the encoding of a tensor and its entries in the files."""
         if self._encoding and key in self._encoded:
             return self._encoding, self._encoded[key]
         entry = self.entries[key]
@@ -207,10 +207,10 @@ class Checkpoint:
 
 
 def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
-    """What a directory holds, ready for JSON: `{key: {"dtype": "bfloat16", "shape": [..]}}`.
+    """Return the content of a directory for JSON: `{key: {"dtype": "bfloat16", "shape": [..]}}`.
 
-    Keys are those of the files, stacked experts included. Tensors in the encoding that config.json declares count as
-    the bfloat16 that an export writes in their place, their factors not at all.
+    Keys are those of the files, stacked experts included. Encoded tensors count as bfloat16, which an export writes for
+    them; their scales are left out.
     """
     with Checkpoint(hf_dir) as checkpoint:
         found = find_tensors(checkpoint.stored, encoding_of(read_config(hf_dir)))
@@ -222,17 +222,17 @@ def describe(hf_dir: str | Path) -> dict[str, dict[str, Any]]:
 
 
 class ShardedFiles:
-    """Safetensors files of a known set of tensors, filled in place by one or many processes.
+    """Safetensors files of a known set of tensors, filled in place by one or several processes.
 
-    What goes where follows from names, shapes and dtypes alone, so every process computes the same files and no tensor
-    is ever gathered. One process calls `create`, then all `write`, then all `flush`, then one calls `publish`; the
-    callers wait for each other in between. Until `publish` there are only hidden temporary names.
+    The layout of the files depends only on names, shapes and dtypes, so every process computes the same layout and no
+    tensor is gathered. One process calls `create`, then all call `write` and `flush`, then one calls `publish`; callers
+    synchronize in between. Before `publish` the files have hidden temporary names.
 
     Args:
         out_dir: existing directory.
-        tensors: key -> (dtype, shape), in the order in which they should stand in the files.
-        max_shard_bytes: size limit of one file's tensors; a larger tensor gets a file of its own.
-        encodings: of the tensors that are not written plain, by key; their dtype does not count.
+        tensors: key -> (dtype, shape), in the order of the files.
+        max_shard_bytes: maximum size of one file's tensors; a larger tensor gets a separate file.
+        encodings: encodings of the tensors that are not plain, by key; the dtypes of these tensors are ignored.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class ShardedFiles:
                 self._write_box(entry, part_box, part)
 
     def _storage(self, key: str) -> tuple[WritableEncoding, tuple[int, ...]]:
-        """How a tensor is stored, and its shape."""
+        """Return the encoding and the shape of a tensor."""
         if key in self._encodings:
             return self._encodings[key], self._tensors[key][1]
         return Plain(self._places[key].dtype), self._places[key].shape
@@ -399,7 +399,7 @@ def _read_header(hf_dir: Path, file: str) -> dict[str, Entry]:
 
 
 def _check_contiguous(path: Path, entries: Mapping[str, Entry], start: int, size: int) -> None:
-    """Tensors follow each other without gap or overlap up to the end of the file, as the safetensors package wants."""
+    """Check that tensors are contiguous up to the end of the file, as the safetensors package requires."""
     place = start
     for key, entry in entries.items():
         if entry.offset != place:

@@ -37,15 +37,15 @@ Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | None
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What became of everything: each Megatron parameter of this rank is in one of the first two, each HF key that was
-    not read is in the third.
+    """A report of where all weights went. Each Megatron parameter of this rank is in `loaded` or `initialised`, and
+    each HF key that was not read is in `dropped` or `carried`.
 
     Attributes:
         loaded: Megatron parameters read from the checkpoint.
-        initialised: Megatron parameters that got their numbers elsewhere, with where: "random", "copy_last_layer",
+        initialised: Megatron parameters filled from another source, with its name: "random", "copy_last_layer",
             "fit_last_layer", "graft".
-        dropped: HF keys declared as not needed: heads that were not asked for, buffers that follow from the config.
-        carried: HF keys of other parts than the language model, which an export has as they are.
+        dropped: HF keys that are not needed: heads that were not requested, buffers derived from the config.
+        carried: HF keys outside of the language model, which an export copies unchanged.
     """
 
     loaded: tuple[str, ...]
@@ -54,7 +54,7 @@ class WeightsReport:
     carried: tuple[str, ...] = ()
 
     def over_all_ranks(self) -> "WeightsReport":
-        """What all ranks did together; collective."""
+        """Return the combined report of all ranks; collective."""
         loaded: dict[str, None] = {}
         initialised: dict[str, str] = {}
         for report in placement.gather_from_all_ranks(self):
@@ -212,14 +212,14 @@ def _check_same_shapes(rows: Sequence[Row], wanted: Sequence[Row], base: Checkpo
 
 @dataclass(frozen=True)
 class _Sources:
-    """Where the numbers of each Megatron parameter come from.
+    """The source of each Megatron parameter.
 
     Attributes:
-        read: rows whose HF tensors are read, each for its own parameter.
-        borrowed: rows of head parameters that start with the numbers of HF tensors which `read` claims.
+        read: rows whose HF tensors are read.
+        borrowed: rows of head parameters that are initialized from HF tensors that `read` claims.
         drawn: rows of head parameters whose HF tensors are drawn at random.
         fills: functions that fill head parameters without HF tensors, by Megatron name.
-        grafted: names of head parameters that `graft_heads` will fill.
+        grafted: names of head parameters that `graft_heads` fills.
         dropped: HF keys that are not needed.
     """
 
@@ -268,7 +268,7 @@ def _check_numbers(rows: Iterable[Row], checkpoint: Checkpoint) -> None:
 
 
 def _draw(bindings: Sequence[Binding], std: float, seed: int, norm_start: float) -> None:
-    """Fill the parameters with numbers drawn for their HF tensors, of which each rank takes its slices."""
+    """Fill the parameters from random HF tensors, of which each rank takes its slices."""
     for binding in bindings:
         tensors = fresh_heads.random_tensors(binding.row, std, seed, norm_start)
         for shard, local_index, hf_key, hf_index in binding.slices():
@@ -288,32 +288,32 @@ def save_hf(
     max_shard_bytes: int = 5_000_000_000,
     carried: Path | None = None,
 ) -> list[str]:
-    """Write a Megatron model as Hugging Face safetensors; every rank writes its own slices into the files in place.
+    """Write a Megatron model as Hugging Face safetensors; every rank writes its slices into the files in place.
 
-    Ranks that do not see the first one's directory send it their slices, one at a time.
+    If some ranks do not see the first rank's directory, they send it their slices, one at a time.
 
-    All MTP heads of the model are written, whatever depth `hf_config` names; the caller writes a config.json that
-    agrees (`hf_config.write_patched`). Files appear under their names only when all are complete and on disk.
+    All MTP heads of the model are written, independent of the depth in `hf_config`; the caller writes a matching
+    config.json (`hf_config.write_patched`). Files get their names only when all are complete on disk.
 
     Args:
         family: the table of the rows of the model's family.
-        out_dir: made if missing, must not hold safetensors; best on a file system that all ranks share.
-        dtypes: dtype by HF key, as the source had it ("bfloat16" or torch.bfloat16); a key that the source lacked
-            gets the source's most frequent dtype, or float32 where the row says `is_exact`. One dtype: for all
-            tensors. None: the dtype of the parameters.
-            The keys of a mapping also say which tensors the source had: a copy such as the `lm_head.weight` of a tied
-            model is written if it is among them; one that an MTP head holds also if none of that head's tensors is.
-            Experts are stacked in one tensor if that tensor is among them.
-        encodings: of the tensors that are not written plain, by HF key; not of stacked experts. The slices that ranks
-            hold must be whole blocks of them.
-        max_shard_bytes: size limit of one file.
-        carried: safetensors file of other parts than the language model, which are written as they are.
+        out_dir: created if missing, must not contain safetensors; preferably on a shared file system.
+        dtypes: dtype by HF key in the source ("bfloat16" or torch.bfloat16); a key that the source lacked gets the
+            source's most frequent dtype, or float32 if the row is `is_exact`. A single dtype applies to all tensors.
+            None: the dtype of the parameters.
+            The keys of a mapping also list the source's tensors: a copy such as the `lm_head.weight` of a tied model is
+            written if it is among them; a copy in an MTP head also if the source had no tensor of that head. Experts
+            are stacked if the stack is among the keys.
+        encodings: encodings of tensors that are not plain, by HF key; not supported for stacked experts. The slices of
+            ranks must be whole blocks.
+        max_shard_bytes: maximum size of one file.
+        carried: safetensors file of parts outside of the language model, which are copied unchanged.
 
     Returns:
         Names of the files written, index included.
 
     Raises:
-        UserError: the directory already holds safetensors, cannot be written, or the disk has not the space.
+        UserError: the directory contains safetensors, is not writable, or the disk is too small.
     """
     rows, bindings = _bind_all(model_chunks, family, hf_config)
     source_dtypes = dtypes if isinstance(dtypes, Mapping) else {}
@@ -384,17 +384,17 @@ def stream_hf(
     bucket_bytes: int = 1_000_000_000,
     device: torch.device | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights of a live Megatron model as whole Hugging Face tensors, brought to the first rank; collective.
+    """Gather the weights of a Megatron model as whole Hugging Face tensors on the first rank; collective.
 
-    Every rank must run through it to the end; only the first one is given anything. Each number comes once: neither
-    copies of a tied embedding nor those that MTP heads hold are among the tensors. Experts come one by one.
+    Every rank must iterate to the end; only the first rank receives tensors. Each tensor is sent once, without copies
+    of a tied embedding or in MTP heads. Experts are single tensors.
 
     Args:
         family: the table of the rows of the model's family.
-        part: the trunk, or all MTP heads that the model has.
+        part: the trunk, or all MTP heads of the model.
         dtypes: as for `save_hf`.
-        bucket_bytes: most of what the first rank holds at once; a larger tensor is a bucket of its own.
-        device: where the first rank makes tensors whole; unset: on the CPU.
+        bucket_bytes: maximum size of a bucket on the first rank; a larger tensor is a separate bucket.
+        device: device of the whole tensors on the first rank; default: the CPU.
 
     Yields:
         Buckets of HF key -> tensor, which the caller may keep.
@@ -490,10 +490,10 @@ def _bind_all(
 
 
 def _pieces(bindings: Sequence[Binding], keys: Container[str]) -> Iterator[placement.Piece]:
-    """What this rank has to write.
+    """Yield the slices that this rank has to write.
 
     Args:
-        keys: HF keys that exist; of a row's copies, those among them are written.
+        keys: existing HF keys; copies are written only if they are among them.
     """
     for binding in bindings:
         if not binding.shard.writes or binding.is_copy:

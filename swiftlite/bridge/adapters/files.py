@@ -1,8 +1,7 @@
 """Directories of adapters as PEFT writes and reads them: `adapter_config.json` and `adapter_model.safetensors`.
 
-Beside these, ours have `mtp_heads.safetensors`: the MTP heads whole, which PEFT has no place for; and the digest of the
-base in the metadata of the adapters, so that no other model is taken for it.
-"""
+swiftlite adds `mtp_heads.safetensors` with the complete MTP heads, which PEFT cannot represent, and the digest of the
+base model in the metadata of the adapters, so that another base is detected."""
 
 import hashlib
 import json
@@ -30,7 +29,7 @@ _PREFIX = "base_model.model."
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", f".{HF_MAGNITUDE}"
 _DIGEST = "base_sha256"
 _PROMISE = "config"
-# What PEFT's LoRA can be asked for beside A and B, with what it is where nobody asks.
+# Features of PEFT's LoRA in addition to A and B, with their defaults.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -92,7 +91,7 @@ def write_adapter(
 
     Args:
         tensors: A's, B's and magnitudes by HF name, as `adapter_rows` has them.
-        saved: what learned in full beside them, by HF name.
+        saved: tensors that were trained in full, by HF name.
     """
     modules = {key.removesuffix(_A) for key in tensors if key.endswith(_A)}
     config = {
@@ -126,17 +125,17 @@ def write_heads(
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """A directory of adapters, read.
+    """The content of a directory of adapters.
 
     Attributes:
-        rank: rows of each A.
-        scaling: what B A is multiplied by.
-        pairs: A and B of each module, by its HF name.
-        magnitudes: of each module where it is DoRA, else none.
-        saved: whole tensors of the trunk, by HF name.
-        heads: whole MTP heads, by HF name; empty where there are none.
-        promise: what a config.json says of them.
-        base_sha256: of the base; empty where nobody noted it.
+        rank: number of rows of each A.
+        scaling: factor of the product B A.
+        pairs: A and B of each module, by HF name.
+        magnitudes: DoRA magnitudes of each module; empty for LoRA.
+        saved: tensors of the trunk that were trained in full, by HF name.
+        heads: tensors of the MTP heads, by HF name; empty if there are none.
+        promise: keys of config.json about the heads.
+        base_sha256: digest of the base model; empty if it was not recorded.
     """
 
     directory: Path
@@ -264,7 +263,8 @@ def read_adapter(directory: Path) -> SavedAdapter:
 
 
 def _read_heads(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
-    """Heads, what config.json says of them, and the digest of their base; all empty where there are none."""
+    """Return the heads, the keys of config.json about them, and the digest of their base; all empty if there are
+    none."""
     if not path.exists():
         return {}, {}, ""
     with safe_open(path, "pt") as file:

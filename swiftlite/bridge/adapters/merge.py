@@ -18,7 +18,7 @@ _SHARD_BYTES = 5_000_000_000
 
 
 class _Mtp(Protocol):
-    """What a family says of its heads' names."""
+    """The part of a family that names its heads' tensors."""
 
     def copies(self, hf_config: HfConfig, head: int, /) -> dict[str, str]:
         """HF keys of a head that repeat a tensor of the trunk, each with the trunk's key."""

@@ -1,9 +1,9 @@
-"""The rows of adapters: what an adapter of a fused Megatron layer is in PEFT's files. They follow from the layer's row.
+"""Derive the rows of adapters, which map adapters of fused Megatron layers to PEFT's files, from the rows of the
+layers.
 
-megatron-core has queries, keys and values in one layer, gate and up in another, and PEFT has an A and a B for each of
-them. So does an adapter here: `linear_qkv.adapter.lora_A_q_proj` is PEFT's `q_proj.lora_A.weight`. The B's stand in the
-order in which the layer has the rows of their HF tensors.
-"""
+megatron-core stores queries, keys and values in one layer, and gate and up in another; PEFT has an A and a B for each
+of them. An adapter here has them as well: `linear_qkv.adapter.lora_A_q_proj` is PEFT's `q_proj.lora_A.weight`. The B's
+have the order of the HF tensors' rows in the layer."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -25,12 +25,12 @@ HF_MAGNITUDE = "lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class OnePart:
-    """Of a join of several HF tensors the ranges of one, the others left out.
+    """The ranges of one HF tensor in a join of several.
 
     Args:
         whole: the join.
         lengths: length of each HF tensor along the axis.
-        source: number of the one.
+        source: index of the tensor.
     """
 
     whole: Join
@@ -62,7 +62,7 @@ def is_linear(row: Row) -> bool:
 
 
 def adapted_rows(rows: Iterable[Row], lora: Lora) -> list[Row]:
-    """The rows of the layers of which at least one HF part gets an adapter."""
+    """Return the rows of layers in which at least one HF part gets an adapter."""
     return [row for row in rows if is_linear(row) and adapted_modules(row, lora)]
 
 
@@ -100,7 +100,7 @@ def _rows_of_layer(layer: Row, lora: Lora) -> list[Row]:
 
 
 def saved_names(lora: Lora, rows: Iterable[Row]) -> set[str]:
-    """Megatron names of the parameters of the trunk that learn in full beside adapters, copies included.
+    """Return the Megatron names of the trunk's parameters that are trained in full, copies included.
 
     Args:
         rows: the trunk's.

@@ -1,1 +1,1 @@
-"""How numbers are stored: encodings (FP8 blocks), the index of those that a config declares, stacked experts."""
+"""Encodings of tensors in files (FP8 blocks), the index of encodings by config.json, and stacked experts."""

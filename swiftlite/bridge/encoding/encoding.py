@@ -1,9 +1,8 @@
-"""How a file stores the numbers of a tensor: as they are, or as codes with factors in tensors next to them.
+"""Define how files store a tensor: plain, or as codes with scales in separate tensors.
 
-`Checkpoint` asks an encoding which boxes of the file's tensors a slice needs, and decodes them with it; `ShardedFiles`
-encodes with it. Nothing else knows how a tensor is stored. config.json declares a checkpoint's encoding (`index.py`);
-the tensors that it does not find are plain.
-"""
+`Checkpoint` asks an encoding which parts of the file's tensors a slice needs, and decodes them with it; `ShardedFiles`
+encodes with it. No other code depends on the encoding. config.json declares a checkpoint's encoding (`index.py`);
+tensors that the encoding does not recognize are plain."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from swiftlite.errors import UserError
 
 
 class Encoding(Protocol):
-    """How a tensor is read.
+    """The read side of an encoding.
 
-    Example: FP8 stores `w` [300, 130] as codes `w` and factors `w_scale_inv` [3, 2], one for each block of 128 x 128.
-    Rows 130 to 139 need rows 130 to 139 of the codes and row 1 of the factors.
+    Example: FP8 stores `w` [300, 130] as codes `w` and scales `w_scale_inv` [3, 2], one for each block of 128 x 128.
+    Rows 130 to 139 need rows 130 to 139 of the codes and row 1 of the scales.
     """
 
     def entries(self, name: str) -> tuple[str, ...]:
@@ -86,12 +85,12 @@ class Plain:
 
 @dataclass(frozen=True)
 class Found:
-    """The tensors in files, as a reader sees them.
+    """The decoded view of the tensors in files.
 
     Attributes:
         tensors: every tensor, by name.
-        encoded: the file's entries of those that are not plain, by name.
-        problems: a line for each that cannot be decoded; it counts as plain.
+        encoded: the file's entries of each encoded tensor, by name.
+        problems: one line for each tensor that cannot be decoded; it counts as plain.
     """
 
     tensors: dict[str, Entry]

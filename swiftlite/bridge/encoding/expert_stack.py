@@ -21,10 +21,10 @@ _STACK_OF = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj"
 
 
 def unfold(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The same entries with every stacked one replaced by those of its experts.
+    """Return the entries with each stack replaced by the entries of its experts.
 
-    What cannot be taken apart stays, for `binding.py` to call it unexpected: another shape, or experts that are there
-    on their own too.
+    A stack with another shape, or whose experts also exist as single tensors, is kept; `binding.py` reports it as
+    unexpected.
     """
     unfolded = {}
     for key, entry in entries.items():
@@ -81,7 +81,7 @@ def _num_parts(name: str) -> int:
 
 
 def _experts_of(key: str, entry: Entry) -> dict[str, Entry]:
-    """Entries of the single experts in a stack; none if this is no stack."""
+    """Return the entries of the experts in a stack; empty if this is not a stack."""
     prefix, _, name = key.rpartition(".")
     if not prefix.endswith(".experts") or name not in _PARTS or len(entry.shape) != 3:
         return {}

@@ -1,7 +1,6 @@
-"""FP8 checkpoints in DeepSeek-V3's format: `X.weight` in float8_e4m3fn, `X.weight_scale_inv` with a factor for each
-block of it. Factors are float32 in DeepSeek-V3, bfloat16 in Qwen3-FP8. They are read as the numbers they stand for;
-what swiftlite writes is bfloat16. Which config.json promises such a checkpoint is in `quantization.py`.
-"""
+"""Read FP8 checkpoints in DeepSeek-V3's format: `X.weight` in float8_e4m3fn and `X.weight_scale_inv` with one scale per
+block. Scales are float32 in DeepSeek-V3 and bfloat16 in Qwen3-FP8. Tensors are dequantized while reading; swiftlite
+writes bfloat16. `quantization.py` checks config.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

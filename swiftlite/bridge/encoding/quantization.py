@@ -1,6 +1,4 @@
-"""What a config.json says of quantised weights: whether the format can be read, and if not, why. Without torch; what
-reads the format is in `index.py`.
-"""
+"""Check whether the quantization format of a config.json is supported. No torch; `index.py` selects the reader."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,13 +13,13 @@ _ONLY = "only fp8 (e4m3) with weight_block_size, as in DeepSeek-V3, can be read"
 
 
 def quantization_problem(hf_config: HfConfig) -> str:
-    """Why the quantization_config of a config.json cannot be read; empty when it can, or there is none."""
+    """Return why the quantization_config of a config.json is not supported; empty if it is, or if there is none."""
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return ""
     if not isinstance(quantization, dict):
         return f"quantization_config {quantization!r} is not supported; {_ONLY}"
-    # Of a method that nobody checks, FP8's check says what is different.
+    # For an unknown method, the check of FP8 reports the differences.
     return CHECKS.get(str(quantization.get("quant_method")), _fp8_problem)(quantization)
 
 
