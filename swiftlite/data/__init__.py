@@ -1,3 +1,2 @@
-"""From data files to batches of tokens and labels. This room uses numpy, torch and the tokenizer's library, and knows
-neither ranks nor models.
-"""
+"""Turn data files into batches of tokens and labels, with numpy, torch and the tokenizer's library, without ranks or
+models."""

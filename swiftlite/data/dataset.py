@@ -26,7 +26,7 @@ SHOWN_ROWS = 5
 
 @dataclass
 class Counts:
-    """Where rows went: `rows == kept + dropped_bad + dropped_too_long + not_sampled`."""
+    """Counts of rows: `rows == kept + dropped_bad + dropped_too_long + not_sampled`."""
 
     rows: int = 0
     kept: int = 0
@@ -234,7 +234,7 @@ def _read(
 
 
 def _count(row: Encoded, counts: Counts) -> None:
-    """Add an encoded row to its file's counts, where it stands among `rows` already."""
+    """Add an encoded row to its file's counts, whose `rows` already include it."""
     if row.bad is not None:
         counts.dropped_bad += 1
     elif not row.samples:
@@ -292,7 +292,7 @@ class _Kept(NamedTuple):
 def _kept(
     rows: _Rows, encoded: list[Encoded], flag: str, encoder: Encoder, offered: Collection[str] | None
 ) -> list[_Kept]:
-    """The rows that are left, of which there is at least one."""
+    """Return the remaining rows, at least one."""
     kept = []
     for number, (spec, conversation, row) in enumerate(zip(rows.specs, rows.conversations, encoded, strict=True)):
         if row.samples:

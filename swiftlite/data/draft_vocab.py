@@ -1,4 +1,4 @@
-"""Choose the tokens that MTP heads can draft: those that answers hold most often. See `swiftlite.heads.draft_vocab`."""
+"""Choose the draft vocabulary: the most frequent labels. See `swiftlite.heads.draft_vocab`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ def choose(counts_V: np.ndarray, size: int) -> DraftVocab:
 
 
 def count(labels: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
-    """How often each token is learned: int64 [V].
+    """Count how often each token is a label: int64 [V].
 
     Args:
-        labels: of each sample; below 0 where nothing is learned.
+        labels: labels of each sample; negative where ignored.
     """
     counts_V = np.zeros(vocab_size, np.int64)
     for of_sample in labels:

@@ -21,7 +21,7 @@ from swiftlite.errors import UserError
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of one row; neither samples nor bad means too long."""
+    """The result of encoding one row; without samples and without `bad` it is too long."""
 
     length: int = 0  # before truncation; of a pair, of its longer answer
     samples: tuple[Sample, ...] = ()  # several where a long row is split
@@ -99,15 +99,15 @@ def _are_equal(answers: Sequence[Sample]) -> bool:
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """An `Encoder` of documents: each is tokens of its own, without a template, and a long one is several samples.
+    """An `Encoder` of documents without a template; a long document gives several samples.
 
     Attributes:
-        tokenizer: encodes a document as it would any text, with its token for the beginning if it has one.
-        vocab_size: tokens that the model has an embedding of.
-        append_eos: whether each document ends with the tokenizer's eos token.
+        tokenizer: encodes a document like any text, with its beginning-of-text token if it has one.
+        vocab_size: number of tokens in the model's embedding.
+        append_eos: whether to append the tokenizer's eos token to each document.
 
     Raises:
-        UserError: there is no eos token to append.
+        UserError: the tokenizer has no eos token to append.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -154,9 +154,10 @@ class DocumentEncoder:
 
 
 def split(document: Sample, max_length: int) -> tuple[Sample, ...]:
-    """A document in pieces of at most `max_length` tokens, each of which begins with the last token of the one before.
+    """Split a document into pieces of at most `max_length` tokens; each starts with the last token of the previous
+    piece.
 
-    So every token but the first of the document is a label exactly once.
+    Every token except the first of the document is therefore a label exactly once.
 
     Example: tokens `a b c d e f` in pieces of 3 are `a b c`, `c d e`, `e f`, with labels `b c`, `d e`, `f`.
 
@@ -171,7 +172,7 @@ def split(document: Sample, max_length: int) -> tuple[Sample, ...]:
 
 
 def special_token_note(row: Encoded) -> str:
-    """Where a special token stands, and what becomes of it."""
+    """Describe where a special token occurs and how it is encoded."""
     becomes = "it becomes that token, as in transformers, and may end a turn or a text early"
     return f"{row.source} has {row.special_token}: {becomes}"
 

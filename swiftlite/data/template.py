@@ -58,7 +58,7 @@ def load_tokenizer(hf_dir: str | Path, trust_remote_code: bool = False) -> PreTr
 
 
 def _config_problem(hf_dir: str | Path, trust_remote_code: bool) -> str:
-    """What transformers says of config.json, which it reads before a tokenizer; "" where nothing."""
+    """Return transformers' error about config.json, which it reads before a tokenizer; empty if there is none."""
     try:
         AutoConfig.from_pretrained(hf_dir, trust_remote_code=trust_remote_code)
     except Exception as error:  # as many kinds
@@ -67,7 +67,7 @@ def _config_problem(hf_dir: str | Path, trust_remote_code: bool) -> str:
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """What finds a special token in a text."""
+    """Return a pattern that finds special tokens in a text."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, special)) or "(?!)")
 
@@ -136,10 +136,11 @@ class ChatTemplate:
         return ids
 
     def special_token_in(self, conversation: Conversation) -> str:
-        """A special token that stands in what somebody says, such as `<|im_end|>` in a text about templates; or "".
+        """Return a special token in the text of a message, such as `<|im_end|>` in a text about templates; empty if
+        none.
 
-        It is encoded as the special token, as transformers does: what follows may pass for another turn.
-        """
+        Like transformers, the tokenizer encodes it as the special token, so the text after it may look like another
+        turn."""
         for message in conversation.messages:
             for text in (message["content"], message.get("reasoning_content", "")):
                 if found := self._special_tokens.search(text):
@@ -200,7 +201,7 @@ class ChatTemplate:
         return text
 
     def _find_turn_end(self) -> str:
-        """What the template writes after an assistant's last words, such as `<|im_end|>`, less white space."""
+        """Return the template's text after an assistant's answer, such as `<|im_end|>`, without white space."""
         try:
             text = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}], None)
         except RowError as error:
@@ -378,7 +379,7 @@ class ChatTemplate:
         decoded = self._decode(ids[first:last])
         if decoded == text:
             return True
-        # SentencePiece decoders drop a leading space unless something stands before it.
+        # SentencePiece decoders drop a leading space at the start of a text.
         before = max(0, first - 1)
         if self._decode(ids[before:last]) == self._decode(ids[before:first]) + text:
             return True

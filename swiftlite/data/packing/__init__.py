@@ -1,1 +1,1 @@
-"""Which samples a micro-batch holds: packing, scheduling, sampling, streams."""
+"""Select the samples of each micro-batch: packing, scheduling, sampling, streaming."""

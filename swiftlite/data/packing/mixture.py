@@ -1,4 +1,4 @@
-"""Which file the next row comes from, where --interleave_prob mixes several: drawn by a seed, the same everywhere."""
+"""Draw the file of each row for --interleave_prob by a seed, identically on every rank."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,10 +10,10 @@ BLOCK = 1024
 
 
 class Mixture:
-    """Numbers of rows to parts and places: row 7 of the mixture may be row 2 of part 1.
+    """Map row numbers of the mixture to parts and their rows: row 7 of the mixture may be row 2 of part 1.
 
     Args:
-        probabilities: of each part, of which only the ratios count; none is one part that has all rows.
+        probabilities: weight of each part; only ratios matter. Empty: one part has all rows.
         seed: at least 0.
     """
 

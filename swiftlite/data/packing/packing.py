@@ -1,8 +1,7 @@
-"""Which sequences share a row of `packing_length` tokens: best-fit-decreasing, over all lengths or over a stream.
+"""Pack sequences into rows of `packing_length` tokens by best-fit-decreasing, over all lengths or over a stream.
 
-Pure functions of lengths; a sequence is never split. Packed rows become tensors in `batch.py`; who computes which
-sequences of a step is `schedule.py`'s.
-"""
+All functions depend only on lengths, and sequences are never split. `batch.py` makes tensors of packed rows;
+`schedule.py` assigns sequences to ranks."""
 
 import bisect
 import itertools
@@ -166,22 +165,22 @@ class _OpenRows:
 
 def _join_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Ranges one after the other: starts `[5, 0]` and lengths `[3, 2]` give `[5, 6, 7, 0, 1]`."""
-    places = np.cumsum(lengths) - lengths  # where in the result each range begins: [0, 3]
+    places = np.cumsum(lengths) - lengths  # start of each range in the result: [0, 3]
     return np.repeat(starts - places, lengths) + np.arange(lengths.sum())
 
 
 def _in_order(row_of: np.ndarray, num_rows: int) -> PackedRows:
-    """Rows from the row of each sequence, numbered anew by their first sequences.
+    """Return rows, renumbered by their first sequences, from the row of each sequence.
 
-    Example: `[1, 0, 1]`, where sequences 0 and 2 are in row 1. That row comes first, since sequence 0 does: the result
-    is `[0, 2]`, `[1]`.
+    Example: in `[1, 0, 1]` sequences 0 and 2 are in row 1. This row comes first, because sequence 0 does: the result is
+    `[0, 2]`, `[1]`.
 
     Args:
         row_of: `[num_sequences]`; every row below `num_rows` has a sequence.
     """
     order = np.argsort(row_of, kind="stable")  # the sequences of row 0, of row 1, ...: [1, 0, 2]
     counts = np.bincount(row_of, minlength=num_rows)  # [1, 2]
-    starts = np.cumsum(counts) - counts  # where each row begins in `order`: [0, 1]
+    starts = np.cumsum(counts) - counts  # start of each row in `order`: [0, 1]
     by_first = np.argsort(order[starts])  # old numbers of the rows in their new order: [1, 0]
     counts = counts[by_first]
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -189,7 +188,7 @@ def _in_order(row_of: np.ndarray, num_rows: int) -> PackedRows:
 
 
 class StreamSample(NamedTuple):
-    """A sample of a stream: which row of the files it is of, which sample of that row, and its tokens."""
+    """A sample of a stream: its row in the files, its index within the row, and its length in tokens."""
 
     row: int
     piece: int
@@ -197,23 +196,23 @@ class StreamSample(NamedTuple):
 
 
 class RowStream(Iterator[list[StreamSample]]):
-    """Rows from a stream of samples, packed with a bounded look-ahead.
+    """Rows packed from a stream of samples with a bounded look-ahead.
 
-    Whenever no row is ready, the buffer is filled up and packed; the fuller half of the rows is ready then, and the row
-    with the oldest sample of the buffer, so that none waits for ever. All other samples stay. What comes depends on
-    the lengths alone. At the end of the stream everything is packed.
+    Whenever no row is ready, the buffer is filled and packed. The fuller half of the rows becomes ready, together with
+    the row that contains the oldest sample, so that no sample waits forever. All other samples stay in the buffer. The
+    result depends only on the lengths. At the end of the stream all samples are packed.
 
     Attributes:
         waiting: the buffer, oldest first.
-        ready: rows that are packed, next first.
+        ready: packed rows, next first.
 
     Args:
-        samples: by their lengths.
-        packing_length: most tokens of a row.
-        buffer_size: most samples that wait to be packed.
+        samples: the stream, as lengths.
+        packing_length: maximum number of tokens in a row.
+        buffer_size: maximum number of samples in the buffer.
         multiple: as for `pack`.
-        waiting: of the stream that this one continues; its `samples` are then those that the other had not read.
-        ready: of the stream that this one continues.
+        waiting: buffer of the stream that this one continues; `samples` are then the ones it had not read.
+        ready: packed rows of the stream that this one continues.
     """
 
     def __init__(

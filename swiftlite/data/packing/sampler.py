@@ -1,4 +1,4 @@
-"""Which samples a step trains on: pure functions of the step, so that resuming needs no state but the step number."""
+"""Select the samples of each step as a function of the step, so that resuming needs only the step number."""
 
 from dataclasses import dataclass, field
 
@@ -10,13 +10,13 @@ NO_INDEX = -1
 
 @dataclass(frozen=True)
 class Sampler:
-    """Epochs one after the other, each in an order of its own, cut into global batches.
+    """Consecutive epochs, each with its own order, split into global batches.
 
-    A batch may end one epoch and begin the next, so every sample comes exactly once per epoch and none is dropped.
+    A batch may span two epochs, so every sample occurs exactly once per epoch and none is dropped.
 
     Attributes:
         num_samples: at least 1.
-        global_batch_size: samples per step over all ranks.
+        global_batch_size: number of samples per step over all ranks.
         seed: at least 0.
         shuffle: False keeps the order of the files.
     """

@@ -52,7 +52,8 @@ class MicroBatchSchedule:
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest rank over the mean: 1 is level, and the time that a step takes for want of it."""
+        """Work of the busiest rank divided by the mean; 1 is balanced. A step takes this factor longer than a balanced
+        one."""
         ranks = self.work.sum(axis=0)
         return float(ranks.max() / ranks.mean())
 
@@ -115,15 +116,16 @@ def _work_of(group: _Group) -> float:
 
 
 def _level(items: Sequence[_Item], num_groups: int, at_least: int) -> list[_Group]:
-    """Groups level in work: each item, the most work first, goes to the group with the least so far.
+    """Distribute items over groups with balanced work: each item, most work first, goes to the group with the least
+    work.
 
-    Each group gets at least so many items, if there are enough of them.
+    Each group gets at least this minimum of items, if there are enough.
 
-    Example: work of 8, 6, 4, 4, 2 in two groups. 8 and 6 open one each, both 4 go where less is (6 + 4 = 10, then
-    8 + 4 = 12), and so does 2: the groups are `[8, 4]` and `[6, 4, 2]`.
+    Example: work of 8, 6, 4, 4, 2 in two groups. 8 and 6 go to one group each, each 4 to the group with less work
+    (6 + 4 = 10, then 8 + 4 = 12), and so does 2: the groups are `[8, 4]` and `[6, 4, 2]`.
     """
     groups: list[_Group] = [[] for _ in range(num_groups)]
-    heap = [(0.0, number) for number in range(num_groups)]  # work so far, and of which group
+    heap = [(0.0, number) for number in range(num_groups)]  # work so far, and the index of the group
     num_lacking = at_least * num_groups
     for position, item in enumerate(items):
         if len(items) - position == num_lacking:

@@ -1,10 +1,9 @@
-"""`--streaming`: samples from files that are never held in memory, epoch after epoch, read by one rank or by several.
+"""Stream samples from files without holding these in memory (`--streaming`), read by one or several ranks.
 
-Rows are numbered in the order in which they come, through all epochs. Each reader parses and tokenizes the rows whose
-numbers are its own, row n on reader n modulo their number, in a thread that is a little ahead; all readers then tell
-each other the lengths. So each knows every sample by its length, has a part of them, and decides as the others do what
-comes next. What comes depends neither on the number of readers nor on what was read ahead.
-"""
+Rows are numbered in file order through all epochs. Row n is parsed and tokenized by reader `n % size`, in a thread that
+reads slightly ahead. The readers then exchange the lengths. Each reader thus knows the length of every sample and holds
+a part of them, and all readers compute the same order, which does not depend on their number or on how far they have
+read ahead."""
 
 import itertools
 from collections import deque
@@ -25,15 +24,15 @@ from swiftlite.errors import UserError
 from swiftlite.log import logger
 
 CHUNK_ROWS = 32
-"""Rows that a reader reads before the readers tell each other the lengths."""
+"""Number of rows that each reader reads between two exchanges of lengths."""
 CHUNKS_AHEAD = 4
 
 Gather = Callable[[list[int]], list[list[int]]]
-"""Gives every reader the numbers of each, by rank; collective."""
+"""Returns the numbers of every reader, by rank; collective."""
 UnparsedRow = tuple[Callable[[], Any], str]
-"""What parses a row, and where it stands."""
+"""A function that parses a row, and its `file:line`."""
 
-# What a reader says of a row, in the place of its number of samples.
+# Codes that a reader sends for a row instead of its number of samples.
 BAD = -1
 BAD_AGAIN = -2  # in an epoch after the first, which has counted it
 TOO_LONG = -3  # where that is an error
@@ -41,7 +40,7 @@ TOO_LONG = -3  # where that is an error
 
 @dataclass
 class Readers:
-    """Who reads: this reader's number, how many there are, and how they tell each other numbers."""
+    """The readers of a stream: index of this reader, their number, and a collective to exchange numbers."""
 
     rank: int = 0
     size: int = 1
@@ -54,19 +53,19 @@ class Readers:
         return row % self.size
 
     def say(self, owner: int, text: str) -> str:
-        """The text of one reader, on all of them."""
+        """Return the text of one reader on all readers; collective."""
         return bytes(self.gather(list(text.encode()) if owner == self.rank else [])[owner]).decode()
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that came one after the other, as one reader has read them.
+    """Consecutive rows, as read by one reader.
 
     Attributes:
         first: number of the first row.
         own: this reader's rows among them.
-        said: of each of these `BAD` or the like, or the number of its samples and their lengths.
-        rows_per_epoch: of each part, where its end has been seen.
+        said: for each of these a code such as `BAD`, or the number of its samples followed by their lengths.
+        rows_per_epoch: number of rows of each part, 0 until its end was reached.
     """
 
     first: int
@@ -76,14 +75,14 @@ class Chunk:
 
 
 class FilePart(Iterator[UnparsedRow]):
-    """The rows of some files, one file after the other, without end.
+    """An infinite iterator over the rows of some files, one file after another.
 
     Attributes:
-        rows_per_epoch: 0 until the end of the files was seen.
-        first: place in its epoch of the row that comes first; those before it are passed over.
+        rows_per_epoch: 0 until the end of the files was reached.
+        first: position in its epoch of the first row to return; earlier rows are skipped.
 
     Args:
-        num_read: rows that come no more.
+        num_read: number of rows that were already read.
 
     Raises:
         UserError: while iterating: files that hold no rows, or fewer or more than before.
@@ -106,7 +105,7 @@ class FilePart(Iterator[UnparsedRow]):
 
     @property
     def is_first_epoch(self) -> bool:
-        """Whether the row that came last comes for the first time."""
+        """Whether the last row belongs to the first epoch."""
         return not self.rows_per_epoch or self.num_read <= self.rows_per_epoch
 
     def one_epoch(self) -> Iterator[UnparsedRow]:
@@ -115,7 +114,7 @@ class FilePart(Iterator[UnparsedRow]):
                 yield parse, f"{file.name}:{line}"
 
     def up_to_first(self) -> Iterator[tuple[int, UnparsedRow]]:
-        """Give (place, row) while rows are passed over, each once, and of the first row, which comes all the same."""
+        """Yield (position, row) for each skipped row and for the first row, which is still returned afterwards."""
         while self._num_to_pass:
             yield self._pass()
         first = next(self._rows)
@@ -127,10 +126,10 @@ class FilePart(Iterator[UnparsedRow]):
         return next(self._rows)
 
     def _read(self) -> Iterator[tuple[int, UnparsedRow]]:
-        """(place, row), from the beginning of an epoch.
+        """Yield (position, row) from the start of an epoch.
 
-        Example: of a part of 5 rows of which 7 were read, places 0 and 1 are passed over, then 2, 3, 4, 0, ... come.
-        """
+        Example: for a part with 5 rows of which 7 were read, positions 0 and 1 are skipped, then 2, 3, 4, 0, ...
+        follow."""
         at_least = self.first
         while True:
             num_rows = 0
@@ -146,21 +145,21 @@ class FilePart(Iterator[UnparsedRow]):
 
 
 class Stream(Iterator[StreamSample]):
-    """Samples without end, by their lengths; `take` gives those that this reader has read.
+    """An infinite iterator over samples, as lengths; `take` returns the samples that this reader has read.
 
     Attributes:
-        num_read: rows that all of their samples have come of.
-        rows_per_epoch: of each part, 0 until it is known.
+        num_read: number of rows whose samples have all been returned.
+        rows_per_epoch: number of rows of each part, 0 until it is known.
 
     Args:
-        files: of formats that are read row by row, each as a whole.
-        encoder: not used by anyone else, since a thread uses it.
-        readers: who shares the work; unset: nobody.
-        probabilities: of each file, to draw rows from; unset: the files come one after the other.
-        seed: of the draws.
-        max_bad_rows: that an epoch may leave out.
+        files: files in formats that are read row by row, without sampling.
+        encoder: used by a thread, so by no one else.
+        readers: the readers that share the work; default: this one only.
+        probabilities: weight of each file; default: the files are read one after another.
+        seed: seed of the draws.
+        max_bad_rows: maximum number of bad rows per epoch.
         system: system prompt for rows that bring none.
-        state: of a stream of the same files and options, by whatever readers, to be continued bit for bit.
+        state: state of a stream of the same files and options, with any number of readers, to continue exactly.
 
     Raises:
         UserError: no such file; while iterating, on every reader: more bad rows than allowed, a row that is too long
@@ -202,16 +201,17 @@ class Stream(Iterator[StreamSample]):
         return next(self._entries)
 
     def take(self, entries: Iterable[StreamSample]) -> list[Sample]:
-        """The samples among these that this reader has; it forgets them."""
+        """Return the samples among these that this reader holds, and release them."""
         return [self._held.pop((entry.row, entry.piece)) for entry in entries if self._readers.owns(entry.row)]
 
     def owner(self, entry: StreamSample) -> int:
-        """The reader that has the sample."""
+        """Return the reader that holds the sample."""
         return self._readers.owner(entry.row)
 
     def state(self) -> dict[str, Any]:
-        """What a stream that continues this one needs, for JSON; samples that have come and were not taken, `hold`
-        brings back."""
+        """Return the state for a stream that continues this one, for JSON.
+
+        Samples that were returned but not taken are restored by `hold`."""
         return {
             "num_read": self.num_read,
             "piece": self._piece,
@@ -221,13 +221,13 @@ class Stream(Iterator[StreamSample]):
         }
 
     def hold(self, entries: Iterable[StreamSample]) -> None:
-        """Read samples again that have come of an earlier stream and were not taken; only these are tokenized.
+        """Read samples again that an earlier stream returned but that were not taken; only these are tokenized.
 
-        They are found while rows are passed over, before the first sample comes; where the last of them is of the
-        epoch before, that is read for itself.
+        They are found while rows are skipped, before the first sample is returned. If the last one belongs to the
+        previous epoch, that epoch is read separately.
 
         Raises:
-            UserError: a row is not what it was.
+            UserError: a row has changed.
         """
         wanted: dict[tuple[int, int], list[StreamSample]] = {}  # by part and place: a row may wait in several epochs
         for entry in entries:
@@ -251,7 +251,7 @@ class Stream(Iterator[StreamSample]):
         self._held[entry.row, entry.piece] = encoded.samples[entry.piece]
 
     def _read(self) -> Iterator[StreamSample]:
-        """Samples from where the stream stands, as the readers tell each other their lengths."""
+        """Yield samples from the current position, as the readers exchange their lengths."""
         for chunk in _ahead(self._chunks()):
             own = iter(chunk.own)
             said = [iter(numbers) for numbers in self._readers.gather(chunk.rows_per_epoch + chunk.said)]
@@ -267,10 +267,10 @@ class Stream(Iterator[StreamSample]):
             self._check_all_parts_have_rows()
 
     def _samples_of(self, row: int, encoded: Encoded, said: Iterator[int]) -> Iterator[StreamSample]:
-        """The samples of a row that have not come yet.
+        """Yield the samples of a row that were not returned yet.
 
         Args:
-            said: what the reader of the row says of it comes next.
+            said: numbers from the row's reader; those about this row are next.
         """
         num_samples = next(said)
         if num_samples in (BAD, TOO_LONG):
@@ -289,7 +289,7 @@ class Stream(Iterator[StreamSample]):
         """Count a bad row, on every reader.
 
         Raises:
-            UserError: there is one too many, or the row is too long where that is an error.
+            UserError: there are too many, or the row is too long and --truncation_strategy is error.
         """
         problem, hint = "", ""
         if why == TOO_LONG:
@@ -319,7 +319,7 @@ class Stream(Iterator[StreamSample]):
     # In the thread
 
     def _chunks(self) -> Iterator[Chunk]:
-        """This reader's rows from where the stream stands."""
+        """Yield this reader's rows from the current position."""
         for first in itertools.count(self.num_read, CHUNK_ROWS * self._readers.size):
             own: list[Encoded] = []
             said: list[int] = []
@@ -333,7 +333,7 @@ class Stream(Iterator[StreamSample]):
             yield Chunk(first, own, said, [part.rows_per_epoch for part in self._parts])
 
     def _outcome(self, encoded: Encoded, is_first_epoch: bool) -> list[int]:
-        """What this reader says of a row."""
+        """Return the numbers that this reader sends for a row."""
         if encoded.bad:
             return [BAD if is_first_epoch else BAD_AGAIN]
         if not encoded.samples and self._encoder.truncation_strategy == "error":
@@ -352,7 +352,7 @@ class Stream(Iterator[StreamSample]):
 
 
 def _parts_of(files: Sequence[str], num_parts: int) -> list[list[DataFile]]:
-    """All files as one part, or each as a part of its own."""
+    """Return all files as one part, or each as a separate part."""
     found = []
     for name in files:
         file = find_rows(name)
@@ -362,7 +362,7 @@ def _parts_of(files: Sequence[str], num_parts: int) -> list[list[DataFile]]:
 
 
 def _ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The same chunks, each read in a thread before it is asked for."""
+    """Yield the chunks, each read ahead in a thread."""
     pool = ThreadPoolExecutor(1, "reads --dataset", initializer=run_templates_unbounded)
     pending = deque(pool.submit(next, chunks) for _ in range(CHUNKS_AHEAD))
     try:

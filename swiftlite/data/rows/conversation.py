@@ -46,7 +46,7 @@ ORDER = {
 
 
 class RowError(UserError):
-    """One field of one row cannot be. Knows the field; whoever reads the file adds `file:line`, see `BadRow`."""
+    """An invalid field of a row. It names the field; the reader of the file adds `file:line`, see `BadRow`."""
 
     def __init__(self, field: str, problem: str, hint: str = ""):
         super().__init__(f"{field}: {problem}", hint)
@@ -54,7 +54,7 @@ class RowError(UserError):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that was left out: where it stands and why."""
+    """A row that was left out: its location and the reason."""
 
     source: str
     problem: str
@@ -66,17 +66,17 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of one row, as `apply_chat_template` takes them.
+    """The turns of one row, in the format of `apply_chat_template`.
 
     Attributes:
-        messages: role, content, and where given tool_calls, reasoning_content, name, tool_call_id.
-        weights: one per message; what a token of that turn weighs in the loss if the turn trains.
+        messages: role, content, and if given tool_calls, reasoning_content, name, tool_call_id.
+        weights: one per message; the loss weight of a token of that turn if the turn is trained.
         tools: JSON schemas, untouched.
         channel: the row's own name for its domain.
         source: `file:line`; for Parquet the row's number instead of a line.
-        rejected: the assistant's turn that the last one is preferred to; None where the row is no pair.
-        trains_heads: whether MTP heads learn from the last turn.
-        extras: values of the training method that the row brings, such as a label; see `Sample.extras`.
+        rejected: the rejected alternative of the last turn; None if the row is not a pair.
+        trains_heads: whether MTP heads are trained on the last turn.
+        extras: values for the training method, such as a label; see `Sample.extras`.
     """
 
     messages: list[Message]
@@ -89,24 +89,24 @@ class Conversation:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def prompt(self) -> "Conversation":
-        """What a model is asked: the same without its last turn where that is the assistant's."""
+        """Return the prompt: the conversation without a final assistant turn."""
         if self.messages[-1]["role"] != "assistant":
             return self
         return replace(self, messages=self.messages[:-1], weights=self.weights[:-1], rejected=None)
 
     def with_answer(self, text: str) -> "Conversation":
-        """The same with one more turn, the assistant's."""
+        """Return the conversation with another assistant turn."""
         turn = {"role": "assistant", "content": text}
         return replace(self, messages=[*self.messages, turn], weights=[*self.weights, 1.0])
 
     def other(self) -> "Conversation":
-        """The same with the rejected answer in the place of the preferred one."""
+        """Return the conversation with the rejected answer instead of the chosen one."""
         assert self.rejected is not None
         return replace(self, messages=[*self.messages[:-1], self.rejected], rejected=None)
 
     def with_last_turn_alone(self) -> "Conversation":
-        """Return the same turns, of which only the last one trains: tool calls before an answer are part of the
-        question."""
+        """Return the conversation with only the last turn trained: tool calls before an answer are part of the
+        prompt."""
         return replace(self, weights=[0.0] * (len(self.messages) - 1) + self.weights[-1:])
 
     def answer(self) -> str | None:
@@ -130,15 +130,10 @@ class Conversation:
 def parse_row(row: object, *, system: str | None = None, needs_answer: bool = True, source: str = "") -> Conversation:
     """Recognise a row's format by its fields and check every turn.
 
-    Args:
-        row: one JSON object or table row; fields that are None count as absent, unknown ones are passed over unless
-            they look like a known one misspelt.
-        system: system prompt for rows that bring none.
-        needs_answer: whether the last turn must be the assistant's, as in training.
-        source: `file:line`, kept on the result.
-    Raises:
-        RowError: naming the field.
-    """
+    Args: row: one JSON object or table row; fields that are None count as absent, unknown ones are ignored unless they
+    look like a misspelled known one. system: system prompt for rows without one. needs_answer: whether the last turn
+    must be the assistant's, as in training. source: `file:line`, kept on the result. Raises: RowError: naming the
+    field."""
     if is_deeper(row, MAX_DEPTH):  # a table's; JSON has been looked at
         raise RowError("row", f"is nested more than {MAX_DEPTH} deep")
     if not isinstance(row, dict):
@@ -406,7 +401,7 @@ def shown(value: object) -> str:
 
 
 def _expect(kind: type[Kind], value: Any, path: str, words: str) -> Kind:
-    """The value, if it is of this kind; the words say of which, such as "a list of turns"."""
+    """Return the value if it is of this type; `words` names the type, such as "a list of turns"."""
     if not isinstance(value, kind):
         raise RowError(path, f"is {_kind(value)}, not {words}")
     return value

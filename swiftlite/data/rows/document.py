@@ -36,7 +36,7 @@ def parse_document(row: object, *, system: str | None = None, source: str = "") 
 
 
 def _text_of(row: dict[str, Any], hint: str) -> tuple[str, Any]:
-    """The name of the field that holds the text, and what it holds."""
+    """Return the name and the content of the field with the text."""
     messages = row.get("messages")
     if row.get("text") is None and isinstance(messages, list) and len(messages) == 1:
         turn = messages[0]

@@ -1,8 +1,7 @@
-"""Rows of a dataset of the hub, through the optional package `datasets`: `org/name:subset/split@revision#500`.
+"""Read datasets on the hub with the optional package `datasets`: `org/name:subset/split@revision#500`.
 
-`datasets` keeps a dataset as Arrow files. Which files belong to which commit is noted beside them, so that ranks, a
-resumed run and a machine without network read the same rows and ask nobody.
-"""
+`datasets` stores a dataset as Arrow files. The files of each commit are recorded next to them, so that ranks, resumed
+runs and machines without network read the same rows without a request."""
 
 import hashlib
 import importlib.util
@@ -33,14 +32,14 @@ class HubRows:
 
     @property
     def name(self) -> str:
-        """What stands before the number of a row."""
+        """Prefix of the number of a row."""
         return str(self.dataset)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """(number from 1, row).
+        """Yield (number from 1, row).
 
         Raises:
-            UserError: the dataset cannot be had.
+            UserError: the dataset is not available.
         """
         files = fetch_rows(self.dataset)
         from datasets import Dataset
@@ -54,10 +53,10 @@ class HubRows:
 
 
 def commit_of_dataset(name: HubName) -> str:
-    """The commit that the name stands for; of the dataset only its card is fetched.
+    """Return the commit of the name; only the dataset's card is downloaded.
 
     Raises:
-        UserError: there is no such dataset, or nobody can say so.
+        UserError: the dataset does not exist, or the hub cannot be reached.
     """
     if importlib.util.find_spec("datasets") is None:
         raise UserError(f"{name} is a dataset of the hub, which the package datasets reads", INSTALL)
@@ -65,10 +64,10 @@ def commit_of_dataset(name: HubName) -> str:
 
 
 def fetch_rows(name: HubName) -> list[Path]:
-    """The Arrow files of the split, in order; fetched if they are not here.
+    """Return the Arrow files of the split in order; missing ones are downloaded.
 
     Raises:
-        UserError: the dataset cannot be had, or has no such subset or split.
+        UserError: the dataset is not available, or has no such subset or split.
     """
     commit = commit_of_dataset(name)
     from datasets import config
@@ -100,7 +99,7 @@ def _load(name: HubName, commit: str) -> list[Path]:
                 raise LocalEntryNotFoundError("it is not in the cache")
             builder.download_and_prepare(download_config=DownloadConfig(max_retries=5))
             dataset = cast(Dataset, builder.as_dataset(split=name.split))
-        # Of a subset or split that is not there, of files that are no rows, of a script: the first line says which.
+        # Missing subset or split, files without rows, a script: the first line of the error says which.
         except (ValueError, RuntimeError, DatasetsError) as error:
             reason = clip(" ".join(str(error.__cause__ or error).split()), 400)
             hint = "ORG/NAME:SUBSET/SPLIT names both, ORG/NAME:/SPLIT the split alone"

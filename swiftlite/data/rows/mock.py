@@ -65,7 +65,7 @@ def mock_lengths(config: dict[str, Any], *, seed: int = 42, num_samples: int = N
 
 
 def _read_lengths(path: Path) -> np.ndarray:
-    """One length on each line; a first line that is no number is a header."""
+    """Read one length per line, after an optional header."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

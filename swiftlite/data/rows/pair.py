@@ -1,8 +1,7 @@
-"""One row with two answers, of which the first is preferred: a `Conversation` that knows the other one.
+"""Parse rows with a chosen and a rejected answer into a `Conversation` with `rejected`.
 
-Formats: any of `conversation.py` with `rejected_response` or `rejected_messages` beside it, as in ms-swift; `chosen`
-and `rejected` with or without `prompt`, texts or lists of messages, as in TRL.
-"""
+Formats: any of `conversation.py` with `rejected_response` or `rejected_messages`, as in ms-swift; `chosen` and
+`rejected` with or without `prompt`, as texts or lists of messages, as in TRL."""
 
 from dataclasses import replace
 from typing import Any
@@ -75,7 +74,7 @@ def _turns(given: dict[str, Any], name: str) -> dict[str, Any]:
     begins_with_answer = (
         isinstance(answer, list) and isinstance(answer[0], dict) and answer[0].get("role") == "assistant"
     )
-    if prompt is None or not begins_with_answer:  # a list that begins earlier holds the prompt
+    if prompt is None or not begins_with_answer:  # a longer list contains the prompt
         return {"messages": answer}
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(before, list):

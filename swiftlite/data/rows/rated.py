@@ -1,8 +1,7 @@
-"""One row with one answer that is good or bad, and each answer set behind another row's question.
+"""Parse rows with one answer and a label, and pair each prompt with the answer of another row.
 
-Formats: any of `conversation.py` with `label` beside it, as in ms-swift; `prompt` and `completion`, texts or lists of
-messages, with `label`, as in TRL.
-"""
+Formats: any of `conversation.py` with `label`, as in ms-swift; `prompt` and `completion`, as texts or lists of
+messages, with `label`, as in TRL."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -71,17 +70,17 @@ def _from_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStrategy, seed: int) -> list[Sample]:
-    """Return the samples, each with a companion: its question before the answer of another sample.
+    """Return the samples, each with a companion: its prompt followed by the answer of another sample.
 
-    The pairing is drawn by the seed, so the order of the rows decides nothing: files often alternate between a good and
-    a bad answer, where a neighbour would always be of one kind.
+    The pairing is drawn by the seed and does not depend on the order of rows: files often alternate between good and
+    bad answers, where the next row always has the other label.
 
     Args:
-        max_length: of the result, in tokens.
-        strategy: `left` cuts its beginning, all else its end.
+        max_length: maximum length of the companion in tokens.
+        strategy: `left` truncates its start, every other value its end.
 
     Raises:
-        UserError: there are no two questions.
+        UserError: all samples have the same prompt.
     """
     questions = [_question_of(sample).tobytes() for sample in samples]
     if len(set(questions)) < 2:
@@ -98,11 +97,12 @@ def mismatch(samples: Sequence[Sample], max_length: int, strategy: TruncationStr
 
 
 def others(questions: Sequence[Hashable], seed: int) -> np.ndarray:
-    """Return for each row the number of a row with another question: each row once, in an order drawn by the seed.
+    """Return for each row the number of a row with another question; each row is used once, in an order drawn by the
+    seed.
 
-    Rows of one question stand next to each other, the questions in a random order, the most frequent one first. Moved
-    on by the size of the largest group no row meets its own group. Where one question has more than half of the rows,
-    its rows share those of the others.
+    Rows are grouped by question, with the groups in a random order, largest first. Shifting by the size of the largest
+    group pairs no row with its own group. If one question has more than half of the rows, its rows share those of the
+    others.
 
     Example: questions `a a b c`, drawn in the order `1 0 3 2`: the groups are `1 0`, `3`, `2`, the largest has 2 rows,
     so rows 1, 0, 3, 2 get rows 3, 2, 1, 0.

@@ -1,9 +1,8 @@
-"""Data files to conversations: .jsonl, .json, .parquet, .csv, .txt, and `FILE#500` for a random sample of 500 rows.
-Datasets of the hub (`hub_rows.py`) come the same way.
+"""Read conversations from .jsonl, .json, .parquet, .csv and .txt files; `FILE#500` selects a random sample of 500 rows.
 
-Every row knows its `file:line`. A bad row is returned beside the good ones, never dropped in silence; how many are
-allowed is decided in `dataset.py`. What a row may hold is in `conversation.py`.
-"""
+Datasets on the hub (`hub_rows.py`) have the same interface. Every row has its `file:line`. Bad rows are returned with
+the good ones and never dropped silently; `dataset.py` decides how many are allowed. `conversation.py` defines the
+formats."""
 
 import csv
 import io
@@ -47,7 +46,7 @@ class DataFile:
 
     @property
     def name(self) -> str:
-        """What stands before the line of a row."""
+        """Prefix of the line number of a row."""
         return str(self.path)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
@@ -61,7 +60,7 @@ class DataFile:
 
 @dataclass
 class FileRows:
-    """What one file held: `num_rows == len(conversations) + len(bad_rows) + num_not_sampled`."""
+    """The rows of one file: `num_rows == len(conversations) + len(bad_rows) + num_not_sampled`."""
 
     num_rows: int = 0
     conversations: list[Conversation] = field(default_factory=list)
@@ -146,7 +145,7 @@ def check_row(
 
 
 def _check_columns(where: str, names: list[str]) -> None:
-    """Of two columns of one name, a row would have the last in silence."""
+    """Refuse two columns with the same name, of which a row would silently contain the last."""
     for name, number in Counter(names).items():
         if number > 1:
             raise UserError(f"{where}: {number} columns are called {name!r}", "rename or remove all but one")
@@ -271,7 +270,7 @@ def _batches_of_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 @contextmanager
 def _naming_parquet(path: Path, num_read: int) -> Iterator[None]:
-    """What goes wrong in here becomes a UserError that names the file and the rows before."""
+    """Convert errors in the context to a UserError that names the file and the last row."""
     import pyarrow
 
     try:
