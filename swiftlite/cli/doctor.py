@@ -21,8 +21,8 @@ from swiftlite.estimate.flops import training_flops
 from swiftlite.estimate.setup import Setup, planned_setup
 from swiftlite.estimate.suggestion import suggest
 from swiftlite.families.index import FAMILIES, architecture_of
-from swiftlite.hub.model import description_of, local_model
-from swiftlite.plan.facts import read_hf_config
+from swiftlite.hub.model import local_model
+from swiftlite.plan.facts import Facts, read_facts
 from swiftlite.plan.kernels import automatic
 from swiftlite.plan.layout import data_parallel_size
 from swiftlite.redact import redact_text
@@ -96,7 +96,7 @@ def run(args: DoctorArgs) -> int:
     wrong or the plan does not fit."""
     if args.plan:
         report = report_layouts if args.gpu_type else _report_plan
-        return 0 if report(args) else 1
+        return 0 if report(args, read_facts(args)) else 1
     is_well = _report_machine()
     if args.model is not None:
         directory = local_model(args.model)
@@ -276,10 +276,9 @@ GB = 1e9
 _COLUMNS = ("stage", "parameters", "weights", "gradients", "optimizer", "activations", "logits", "total", "holds")
 
 
-def _report_plan(args: DoctorArgs) -> bool:
+def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
     """What a rank of each pipeline stage needs, whether that fits, and what to change if not."""
-    assert args.model is not None  # a rule says so
-    hf_config = read_hf_config(description_of(args.model))
+    hf_config = facts.hf_config
     setup = planned_setup(args, hf_config)
     stages = memory.estimate(hf_config, setup)
     print(f"{args.model}\n{_describe(setup)}\n\nGB (1e9 bytes) on one rank of each pipeline stage")
@@ -300,7 +299,7 @@ def _report_plan(args: DoctorArgs) -> bool:
         print(_suggestion(hf_config, setup, gpu_memory_gb))
     if setup.mtp_mode == "heads_only" and setup.heads.layers:
         print(f"\n{_cached_trunk(hf_config, setup)}")
-    return report_reference(args, hf_config, setup, stages) and fits
+    return report_reference(args, facts, setup, stages) and fits
 
 
 def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:

@@ -33,7 +33,7 @@ def fetch(args: Any) -> None:
     """
     if isinstance(args, DoctorArgs):  # a plan needs no weights
         return
-    for name in models_in(args):
+    for name in models_in(args).values():
         local_model(name)
     for name in dataset_names(args):
         fetch_rows(name)

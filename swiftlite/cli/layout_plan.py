@@ -12,8 +12,7 @@ from swiftlite.estimate.flops import training_flops
 from swiftlite.estimate.gpus import GPUS, Gpu
 from swiftlite.estimate.search import DOUBLINGS, Candidate, global_batch_size, has_layout, larger, ranked
 from swiftlite.families.family import HfConfig
-from swiftlite.hub.model import description_of
-from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.facts import Facts
 from swiftlite.report.table import text_table
 from swiftlite.rules.common import changed
 
@@ -42,11 +41,11 @@ _WORDS = {
 }
 
 
-def report_layouts(args: DoctorArgs) -> bool:
+def report_layouts(args: DoctorArgs, facts: Facts) -> bool:
     """Print them; returns whether there is one that fits."""
     assert args.model is not None  # rules say so
     assert args.gpu_type is not None
-    hf_config, gpu = read_hf_config(description_of(args.model)), GPUS[args.gpu_type]
+    hf_config, gpu = facts.hf_config, GPUS[args.gpu_type]
     gpu_memory_gb = args.gpu_memory_gb or gpu.memory_gb
     found = ranked(args, hf_config, gpu, gpu_memory_gb)
     if not found:

@@ -22,10 +22,8 @@ from swiftlite.cli.help import command_help, overview
 from swiftlite.cli.parse import parse
 from swiftlite.cli.table import Command, commands, find
 from swiftlite.errors import UserError, is_of_memory, is_of_storage, reason_of
-from swiftlite.families.index import FAMILIES, known_architecture
-from swiftlite.heads import Heads
-from swiftlite.hub.model import description_of
-from swiftlite.plan.facts import read_hf_config
+from swiftlite.families.index import FAMILIES
+from swiftlite.plan.facts import read_facts
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule, render
@@ -188,9 +186,9 @@ def _log(notes: list[str], command: Command, processes: launch.Processes) -> Non
 
 
 def _dry_run(args: SftArgs, world_size: int) -> str:
-    hf_config = read_hf_config(description_of(args.model))
-    checkpoint, head = Heads.from_config(hf_config), largest_head(known_architecture(hf_config))
-    family = FAMILIES.get(str(hf_config.get("model_type")))
+    facts = read_facts(args, world_size)
+    checkpoint, head = facts.heads, largest_head(facts.architecture)
+    family = FAMILIES.get(str(facts.hf_config.get("model_type")))
     heads = heads_for_engine(args, checkpoint, family) if family else None
     if heads and heads.layers and args.draft_vocab:
         # The plan shows how many tokens they can draft; which ones the run chooses from its rows.

@@ -1,23 +1,18 @@
 """`swiftlite doctor --plan --loss_type`: the table of the time while the reference model is asked."""
 
-from typing import Any
-
 from swiftlite.args.commands import DoctorArgs
 from swiftlite.estimate import memory
 from swiftlite.estimate.reference_memory import AskingMemory, estimate_asking
 from swiftlite.estimate.setup import Setup
-from swiftlite.hub.model import description_of
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
-from swiftlite.plan.facts import read_hf_config
+from swiftlite.plan.facts import Facts
 from swiftlite.report.table import text_table
 
 GB = 1e9
 _COLUMNS = ("ranks", "stage", "model", "reference stage", "weights", "a layer", "logits", "total", "in training")
 
 
-def report_reference(
-    args: DoctorArgs, hf_config: dict[str, Any], setup: Setup, stages: list[memory.StageMemory]
-) -> bool:
+def report_reference(args: DoctorArgs, facts: Facts, setup: Setup, stages: list[memory.StageMemory]) -> bool:
     """Print what ranks need before the first step; returns whether that fits. True for a run without a reference.
 
     Args:
@@ -25,7 +20,7 @@ def report_reference(
     """
     if args.loss_type is None or args.loss_type in WITHOUT_REFERENCE:
         return True
-    config = read_hf_config(description_of(args.ref_model)) if args.ref_model else hf_config
+    config = facts.described("ref_model")[1] if args.ref_model else facts.hf_config
     asking = estimate_asking(args, setup, stages, config)
     print("\nGB on one rank before the first step, while the reference model is asked; it is closed for training")
     print(text_table([_COLUMNS, *(_row(part, stages) for part in asking)], indent="  ", numbers=True))

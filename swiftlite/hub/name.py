@@ -73,10 +73,10 @@ def served_name(text: str) -> str | None:
     return name and name.repository
 
 
-def models_in(args: Any) -> list[str]:
-    """What a command's options say of models: paths and names."""
+def models_in(args: Any) -> dict[str, str]:
+    """What a command's options say of models, by option: paths and names."""
     values = vars(args)
-    return [values[option] for option in _MODEL_OPTIONS if values.get(option)]
+    return {option: values[option] for option in _MODEL_OPTIONS if values.get(option)}
 
 
 def dataset_names(args: Any) -> list[HubName]:
@@ -88,7 +88,7 @@ def dataset_names(args: Any) -> list[HubName]:
 
 def hub_names(args: Any) -> list[HubName]:
     """All models and datasets of the hub that a command's options name."""
-    models = [model_name(text) for text in models_in(args)]
+    models = [model_name(text) for text in models_in(args).values()]
     return [name for name in models if name is not None] + dataset_names(args)
 
 

@@ -1,9 +1,11 @@
 """What rules look at: the model's config.json, directories of runs, the number of processes; never weights."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from swiftlite.args.commands import ExportArgs
 from swiftlite.args.config import near
 from swiftlite.bridge.hf_config import as_asked
 from swiftlite.families.architecture import Architecture
@@ -11,7 +13,7 @@ from swiftlite.families.index import known_architecture
 from swiftlite.heads import Heads
 from swiftlite.hub.commits import read_commits
 from swiftlite.hub.model import description_of
-from swiftlite.hub.name import model_name
+from swiftlite.hub.name import model_name, models_in
 from swiftlite.json_file import read_json
 from swiftlite.methods.index import command_of_run
 from swiftlite.methods.method import Method
@@ -25,6 +27,10 @@ class Facts:
     """Processes of the run."""
     hf_config: dict[str, Any]
     """The model's config.json; empty when there is none to read (another rule says so)."""
+    directory: Path = Path()
+    """The model's small files, or where they would lie; of no meaning without --model."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the options say of models, by option; none that is empty."""
 
     @property
     def architecture(self) -> Architecture | None:
@@ -35,6 +41,31 @@ class Facts:
     def heads(self) -> Heads:
         """The MTP heads that it promises."""
         return Heads.from_config(self.hf_config)
+
+    def described(self, option: str) -> tuple[Path, dict[str, Any]]:
+        """The directory and config.json of the model that this option names, which are asked for where a rule looks.
+
+        Raises:
+            UserError: it is a name, and cannot be had.
+        """
+        directory = description_of(self.names.get(option, ""))
+        return directory, read_hf_config(directory)
+
+
+def read_facts(args: Any, world_size: int = 1) -> Facts:
+    """Read what a command's rules look at.
+
+    A run that `export --to_hf` reads is never a name of the hub.
+
+    Raises:
+        UserError: --model is a name, and cannot be had.
+    """
+    names = models_in(args)
+    if "model" not in names:
+        return Facts(world_size, {}, names=names)
+    is_of_run = isinstance(args, ExportArgs) and not args.to_mcore
+    directory = Path(args.model) if is_of_run else description_of(args.model)
+    return Facts(world_size, read_hf_config(config_directory(directory)), directory, names)
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:

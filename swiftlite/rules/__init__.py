@@ -22,7 +22,7 @@ from swiftlite.args.config import Problem
 from swiftlite.errors import OptionError
 from swiftlite.families.index import impossible_values
 from swiftlite.methods.index import method_of
-from swiftlite.plan.facts import Facts, read_hf_config
+from swiftlite.plan.facts import config_directory, read_facts
 from swiftlite.rules import bench, common, deploy, doctor, evaluate, export, infer, regenerate, report
 
 
@@ -42,10 +42,9 @@ def check(args: Any, world_size: int = 1) -> list[str]:
     problems: list[Problem] = list(common.texts_can_be(args))
     if problems:  # no rule could look at them
         raise OptionError(problems)
-    directory = common.directory_of_model(args)
-    facts = Facts(world_size, read_hf_config(directory) if directory else {})
-    if directory and (found := impossible_values(facts.hf_config)):  # nor can a rule count with these
-        where = directory / "config.json"
+    facts = read_facts(args, world_size)
+    if found := impossible_values(facts.hf_config):  # nor can a rule count with these
+        where = config_directory(facts.directory) / "config.json"
         raise OptionError([(f"{where}: {problem}", "copy it from the model's source again") for problem in found])
     module = rules_of(args)
     for rule in module.RULES:

@@ -44,7 +44,7 @@ def concurrency_can_be(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
 
 def bench_has_heads(args: BenchArgs, facts: Facts) -> Iterator[Problem]:
     if facts.hf_config and not facts.heads.layers:
-        yield f"{common.no_heads(args.model)}: there is nothing to compare", common.TRAIN_HEADS
+        yield f"{common.no_heads(facts)}: there is nothing to compare", common.TRAIN_HEADS
 
 
 def speculative_config_leaves_the_number(args: BenchArgs, facts: Facts) -> Iterator[Problem]:

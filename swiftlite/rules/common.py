@@ -16,9 +16,8 @@ from swiftlite.data.rows.hub_rows import commit_of_dataset
 from swiftlite.errors import UserError
 from swiftlite.families.index import get as get_family
 from swiftlite.heads import Heads, depth_key
-from swiftlite.hub.model import description_of
 from swiftlite.hub.name import dataset_name, model_name
-from swiftlite.plan.facts import Facts, config_directory, is_run, near_path, read_hf_config, run_checkpoints
+from swiftlite.plan.facts import Facts, is_run, near_path, run_checkpoints
 from swiftlite.plan.heads import heads_of
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems
 
@@ -67,21 +66,6 @@ def _is_too_long(path: str) -> bool:
     return len(path.encode()) > _MAX_PATH or any(len(name.encode()) > _MAX_NAME for name in Path(path).parts)
 
 
-def directory_of_model(args: Any) -> Path | None:
-    """Where the config.json of --model lies, or would; None without --model.
-
-    A run that `export --to_hf` reads is never a name of the hub.
-
-    Raises:
-        UserError: it is a name, and cannot be had.
-    """
-    given = vars(args).get("model")  # `report` has none
-    if not given:
-        return None
-    is_of_run = isinstance(args, ExportArgs) and not args.to_mcore
-    return config_directory(Path(given) if is_of_run else description_of(given))
-
-
 def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
     if not args.model:
         yield (
@@ -89,7 +73,7 @@ def hf_model_is_a_directory(args: Any, facts: Facts) -> Iterator[Problem]:
             "give a directory (config.json, safetensors, tokenizer), a name of the hub (ORG/NAME), or a GGUF file",
         )
         return
-    path = description_of(args.model)
+    path = facts.directory
     if not path.exists():
         yield _absent_model(args.model)
     elif path.is_file():
@@ -128,7 +112,7 @@ def family_takes_the_model(args: Any, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config:
         return  # another rule says so
     try:
-        get_family(facts.hf_config, description_of(args.model))
+        get_family(facts.hf_config, facts.directory)
     except UserError as error:
         yield error.problem, error.hint
 
@@ -173,14 +157,13 @@ def output_dir_is_given(args: Any, facts: Facts) -> Iterator[Problem]:
         yield f"--output_dir {args.output_dir} cannot be made: {place} {why}", "name a place you may write"
 
 
-def no_heads(model: str) -> str:
-    """What the config.json of this model lacks, in words."""
-    directory = description_of(model)
-    return f"{directory / 'config.json'} promises no MTP layer ({depth_key(read_hf_config(directory))})"
+def no_heads(facts: Facts) -> str:
+    """What the config.json of the model lacks, in words."""
+    return f"{facts.directory / 'config.json'} promises no MTP layer ({depth_key(facts.hf_config)})"
 
 
 def baseline_is_a_model(args: EvaluateArgs | ExportArgs, facts: Facts) -> Iterator[Problem]:
-    if args.baseline is not None and not (description_of(args.baseline) / "config.json").is_file():
+    if args.baseline is not None and not (facts.described("baseline")[0] / "config.json").is_file():
         yield f"--baseline {args.baseline} has no config.json", "give the directory of a Hugging Face model"
 
 
@@ -188,8 +171,7 @@ def graft_has_heads(args: SftArgs | ExportArgs, facts: Facts) -> Iterator[Proble
     """--mtp_graft_from names a model of the same type that promises heads."""
     if args.mtp_graft_from is None:
         return
-    base = description_of(args.mtp_graft_from)
-    config = read_hf_config(base)
+    base, config = facts.described("mtp_graft_from")
     if not base.is_dir():
         yield f"--mtp_graft_from {base} is not a directory", near_path(base)
     elif not config:

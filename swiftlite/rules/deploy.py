@@ -31,7 +31,7 @@ def given_of_drafting(args: DeployArgs) -> list[str]:
 def speculation_has_heads(args: DeployArgs, facts: Facts) -> Iterator[Problem]:
     if not facts.hf_config or facts.heads.layers:
         return
-    why = common.no_heads(args.model)
+    why = common.no_heads(facts)
     hint = f"leave it out, or {common.TRAIN_HEADS}"
     if args.speculative == "mtp":
         yield f"--speculative mtp, but {why}", hint

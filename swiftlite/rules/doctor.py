@@ -12,7 +12,6 @@ from swiftlite.engines.index import ENGINES, names_with
 from swiftlite.engines.info import EngineInfo
 from swiftlite.estimate.gpus import GPUS
 from swiftlite.estimate.setup import planned_kernels, planned_setup
-from swiftlite.hub.model import description_of
 from swiftlite.methods.dpo import WITHOUT_REFERENCE
 from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.kernels import Machine, kernel_problems
@@ -23,7 +22,7 @@ from swiftlite.rules.training import dpo, sft_lora
 
 
 def model_to_audit_is_a_directory(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
-    if args.model is not None and not description_of(args.model).is_dir():
+    if args.model is not None and not facts.directory.is_dir():
         path = Path(args.model)
         near = "" if path.exists() else near_path(path)
         yield f"--model {path} is no directory", near or "give the directory of a Hugging Face model"
@@ -77,7 +76,7 @@ def plan_fits_the_model(args: DoctorArgs, facts: Facts) -> Iterator[Problem]:
         return
     if args.model is None:
         yield "--plan needs a model", "add --model DIRECTORY, a Hugging Face model's; its config.json is enough"
-    elif description_of(args.model).is_dir() and not facts.hf_config:
+    elif facts.directory.is_dir() and not facts.hf_config:
         yield (
             f"--model {args.model} has no config.json that is a JSON object with a model's settings",
             "give a Hugging Face model's",

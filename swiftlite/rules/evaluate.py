@@ -18,7 +18,7 @@ def there_are_rows(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
 
 def there_are_heads(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:
     if facts.hf_config and not facts.heads.layers:
-        yield f"{common.no_heads(args.model)}: there is nothing to measure", common.TRAIN_HEADS
+        yield f"{common.no_heads(facts)}: there is nothing to measure", common.TRAIN_HEADS
 
 
 def output_dir_can_be(args: EvaluateArgs, facts: Facts) -> Iterator[Problem]:

@@ -7,7 +7,6 @@ from swiftlite.args.command_line import as_typed
 from swiftlite.args.commands import GenerationCommand, InferArgs
 from swiftlite.args.config import Problem
 from swiftlite.engines.index import ENGINES
-from swiftlite.hub.model import description_of
 from swiftlite.plan.facts import Facts
 from swiftlite.rules import common, engine
 
@@ -15,9 +14,9 @@ from swiftlite.rules import common, engine
 def speculation_has_heads(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
     if isinstance(args, InferArgs) and args.adapters:
         return  # they may bring heads
-    config = description_of(args.model) / "config.json"
+    config = facts.directory / "config.json"
     if args.speculative == "mtp" and config.is_file() and facts.hf_config and not facts.heads.layers:
-        yield f"--speculative mtp, but {common.no_heads(args.model)}", f"leave it out, or {common.TRAIN_HEADS}"
+        yield f"--speculative mtp, but {common.no_heads(facts)}", f"leave it out, or {common.TRAIN_HEADS}"
 
 
 def speculative_options_have_speculation(args: GenerationCommand, facts: Facts) -> Iterator[Problem]:
@@ -64,7 +63,7 @@ def length_is_the_models(args: GenerationCommand, facts: Facts) -> Iterator[str]
     if longest and args.max_model_len and args.max_model_len > longest:
         yield (
             f"--max_model_len {args.max_model_len} is beyond what the model was made for: max_position_embeddings "
-            f"{longest} in {description_of(args.model) / 'config.json'}"
+            f"{longest} in {facts.directory / 'config.json'}"
         )
 
 

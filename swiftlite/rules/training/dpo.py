@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 from swiftlite.args.bounds import out_of_bounds
 from swiftlite.args.commands import DoctorArgs, DpoArgs
 from swiftlite.args.config import Problem
 from swiftlite.families.index import known_architecture
-from swiftlite.hub.model import description_of
-from swiftlite.plan.facts import Facts, near_path, read_hf_config
+from swiftlite.plan.facts import Facts, near_path
 from swiftlite.plan.layout import layout_of, layout_problems, process_problems, ranks_of, sequence_multiple
 from swiftlite.plan.preference import SMOOTHED, preference_of, reference_layout
 from swiftlite.rules import common
@@ -50,12 +48,11 @@ def pairs_have_room(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
 def reference_is_a_model(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
     if args.ref_model is None:
         return
-    directory = description_of(args.ref_model)
-    config = read_hf_config(directory)
+    directory, config = facts.described("ref_model")
     if not config:
         yield (
             f"--ref_model {args.ref_model} has no config.json",
-            near_path(Path(directory)) or "give a model's directory",
+            near_path(directory) or "give a model's directory",
         )
     elif known_architecture(config) is None:
         yield f"--ref_model {args.ref_model}: {config.get('model_type')} is no known kind of model", ""
@@ -74,7 +71,7 @@ def reference_fits_its_layout(args: DpoArgs, facts: Facts) -> Iterator[Problem]:
 
 def reference_layout_problems(args: DpoArgs | DoctorArgs, facts: Facts) -> Iterator[Problem]:
     """Why the reference model cannot be laid out as asked, beyond what is wrong with the model's own layout."""
-    config = read_hf_config(description_of(args.ref_model)) if args.ref_model else facts.hf_config
+    config = facts.described("ref_model")[1] if args.ref_model else facts.hf_config
     architecture = known_architecture(config) if config else None
     layout = reference_layout(args)
     num_ranks = len(ranks_of(layout, facts.world_size))

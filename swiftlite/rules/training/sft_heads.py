@@ -8,9 +8,8 @@ from swiftlite.args.config import Problem
 from swiftlite.conventions.index import CONVENTIONS
 from swiftlite.families import FAMILIES
 from swiftlite.heads import Heads
-from swiftlite.hub.model import description_of
 from swiftlite.methods.index import method_of
-from swiftlite.plan.facts import Facts, read_hf_config
+from swiftlite.plan.facts import Facts
 from swiftlite.plan.heads import (
     LR_OF_NEW_HEADS,
     heads_of,
@@ -159,7 +158,7 @@ def graft_is_asked_for_once(args: SftArgs, facts: Facts) -> Iterator[Problem]:
         )
     elif args.mtp_graft_from is not None and facts.hf_config:
         wanted = heads_of(args, facts.heads).layers
-        grafted = Heads.from_config(read_hf_config(description_of(args.mtp_graft_from)))
+        grafted = Heads.from_config(facts.described("mtp_graft_from")[1])
         present = grafted.layers
         if grafted.draft_vocab and args.draft_vocab is None:
             yield (
