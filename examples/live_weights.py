@@ -14,7 +14,6 @@ Run:      python examples/live_weights.py; further options are those of `swiftli
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from swiftlite import rules
@@ -24,6 +23,7 @@ from swiftlite.data.dataset import load_prompts
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.served import ServedVllm
 from swiftlite.errors import UserError
 from swiftlite.train.live_weights import LiveWeights
@@ -57,7 +57,7 @@ class Service:
         self.stop = stop_token_ids(template, MODEL)
         self.prompts = [encode_prompt(template, chat.prompt()) for chat in load_prompts([DATASET])[:32]]
         config = EngineConfig(
-            Path(MODEL),
+            resolve_served(MODEL),
             "float32",
             num_speculative_tokens=1,
             max_model_len=512,

@@ -56,6 +56,7 @@ WITHOUT_TORCH = (
     "rules",
     "cli",
 )
+NAMES = ("plan/facts.py", "families/resolved.py", "cli/fetch.py", "cli/doctor.py")  # they become directories here
 INDEXES = ("engines/index.py", "conventions/index.py")  # an engine's name leads to what is known of it
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
@@ -90,6 +91,12 @@ def test_imports_point_down_only(file):
 def test_only_some_import_megatron(file):
     if not str(file).startswith(MEGATRON):
         assert not [name for name in imports(file) if name.split(".")[0] == "megatron"]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if str(file) not in NAMES], ids=str)
+def test_a_model_is_handed_in(file):
+    asked = {"swiftlite.hub.model.local_model", "swiftlite.hub.model.description_of"}
+    assert not asked & set(imports(file))
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.parts[0] != "runtime"], ids=str)

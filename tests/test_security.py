@@ -18,6 +18,7 @@ from swiftlite.args.config import read_file
 from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.data.template import load_tokenizer
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers.engine import TransformersEngine
 from swiftlite.errors import UserError
 from tests.evil import Evil
@@ -111,7 +112,7 @@ def test_python_files_of_a_model_do_not_run(tmp_path, file):
     names = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
     (directory / file).write_text(json.dumps(content | {"auto_map": names, "tokenizer_class": "Evil"}))
     load_tokenizer(directory)
-    TransformersEngine(EngineConfig(directory, "float32")).close()
+    TransformersEngine(EngineConfig(resolve_served(directory), "float32")).close()
     assert not (tmp_path / "ran").exists()
     with suppress(UserError):  # there is nothing in it
         load_tokenizer(directory, trust_remote_code=True)
@@ -121,10 +122,10 @@ def test_python_files_of_a_model_do_not_run(tmp_path, file):
 def test_pickled_weights_are_not_opened(tmp_path):
     directory = make_tiny_hf(tmp_path / "model", "qwen3")
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    TransformersEngine(EngineConfig(directory, "float32")).close()
+    TransformersEngine(EngineConfig(resolve_served(directory), "float32")).close()
     (directory / "model.safetensors").unlink()
     with pytest.raises(UserError, match=naming("model.safetensors safetensors")):
-        TransformersEngine(EngineConfig(directory, "float32"))
+        TransformersEngine(EngineConfig(resolve_served(directory), "float32"))
     with pytest.raises(UserError, match=naming("model.safetensors safetensors")):
         Checkpoint(directory)
     assert not (tmp_path / "ran").exists()

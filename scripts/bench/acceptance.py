@@ -77,11 +77,12 @@ def measure(args: argparse.Namespace, prompts: Texts) -> tuple[GetTexts, GetText
     from swiftlite.acceptance.greedy import GreedyRow, GreedyRows
     from swiftlite.acceptance.held_out import HeldOut, Prompt
     from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
+    from swiftlite.families.resolved import resolve
     from swiftlite.heads import Heads
-    from swiftlite.model.open import open_model, read_hf_model
+    from swiftlite.model.open import open_model
     from swiftlite.runtime.distributed import session
 
-    hf_model = read_hf_model(args.model)
+    hf_model = resolve(args.model)
     has_heads = bool(hf_model.heads.drafts)
     mesh = args.stack.enter_context(session())
     (model,), _ = open_model(

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from swiftlite.acceptance.statistics import sum_up
 from swiftlite.data.batch import collate_packed, shift_left
 from swiftlite.data.packing.packing import pack
 from swiftlite.data.sample import Sample
+from swiftlite.families.resolved import HfModel
 from swiftlite.model.forward import forward
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.runtime.mesh import Mesh
 
 ALL = "all"
@@ -25,7 +25,7 @@ ALL = "all"
 
 @torch.no_grad()
 def teacher_forced(
-    hf_dir: Path,
+    hf_model: HfModel,
     samples: Sequence[Sample],
     *,
     torch_dtype: str,
@@ -36,7 +36,6 @@ def teacher_forced(
     """The rows of one model, by channel, and `all` of them together.
 
     Args:
-        hf_dir: a Hugging Face model.
         mesh: not split: this rank holds the whole model.
         row_length: most tokens of a forward pass, or the longest sample if that has more.
         num_drafts: tokens drafted in each step of the walk; unset: as many as the heads were trained for.
@@ -47,7 +46,6 @@ def teacher_forced(
         `replayed`: `DraftCounts.to_json` of an engine's walk over the same rows, which skips what it has accepted;
         and the same acceptance by place, `places.describe`.
     """
-    hf_model = read_hf_model(hf_dir)
     heads = hf_model.heads
     (model,), _ = open_model(hf_model, mesh, dtype=getattr(torch, torch_dtype))
     model.eval()

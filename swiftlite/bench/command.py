@@ -22,8 +22,9 @@ from swiftlite.engines.engine import Sampling
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt
-from swiftlite.engines.served_model import ServedModel, read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 from swiftlite.report.page import render
 from swiftlite.serve import deploy
@@ -38,9 +39,9 @@ def run(args: BenchArgs) -> None:
         UserError: the engine would not draft that many tokens with these heads, or verify them at this temperature, or
             a prompt is too long: before any server starts. A server that fails: what was measured before it is kept.
     """
-    model = read_model(args.model)
+    model = resolve_served(args.model)
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
-    template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
+    template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])
     prompts = load(args, model, template)
     ENGINES[args.infer_backend].check_temperature(args.temperature)
     sampling = Sampling(args.max_new_tokens, args.temperature, stop_token_ids=stop_token_ids(template, model.directory))
@@ -72,7 +73,7 @@ def run(args: BenchArgs) -> None:
     logger.info("%s, bench.svg and bench.html", output_dir / report.BENCH_JSON)
 
 
-def load(args: BenchArgs, model: ServedModel, template: ChatTemplate) -> list[list[int]]:
+def load(args: BenchArgs, model: HfModel, template: ChatTemplate) -> list[list[int]]:
     """The prompts as token ids.
 
     Raises:
@@ -86,7 +87,7 @@ def load(args: BenchArgs, model: ServedModel, template: ChatTemplate) -> list[li
             "give more rows, or a lower number",
         )
     prompts = [encode_prompt(template, chat) for chat in asked]
-    limit = args.max_model_len or model.hf_config["max_position_embeddings"]
+    limit = args.max_model_len or model.config["max_position_embeddings"]
     for chat, prompt in zip(asked, prompts, strict=True):
         if len(prompt) + args.max_new_tokens > limit:
             name = "--max_model_len" if args.max_model_len else "max_position_embeddings"

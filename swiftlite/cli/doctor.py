@@ -16,11 +16,13 @@ from swiftlite.args.commands import DoctorArgs
 from swiftlite.cli.layout_plan import report_layouts
 from swiftlite.cli.reference_plan import report_reference
 from swiftlite.engines.index import ENGINES
+from swiftlite.errors import UserError
 from swiftlite.estimate import memory
 from swiftlite.estimate.flops import training_flops
 from swiftlite.estimate.setup import Setup, planned_setup
 from swiftlite.estimate.suggestion import suggest
 from swiftlite.families.index import FAMILIES, architecture_of
+from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.hub.model import local_model
 from swiftlite.plan.facts import Facts, read_facts
 from swiftlite.plan.kernels import automatic
@@ -99,10 +101,7 @@ def run(args: DoctorArgs) -> int:
         return 0 if report(args, read_facts(args)) else 1
     is_well = _report_machine()
     if args.model is not None:
-        directory = local_model(args.model)
-        is_well = _report_model(directory) and is_well
-        if args.engine is not None:
-            is_well = _report_engine(args, directory) and is_well
+        is_well = _report_model(args) and is_well
     return 0 if is_well else 1
 
 
@@ -185,29 +184,37 @@ def _cuda() -> str:
     return f"{found}; torch is built for CUDA {built}"
 
 
-def _report_model(directory: Path) -> bool:
-    from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
-    from swiftlite.bridge.hf_config import read_config
-    from swiftlite.errors import UserError
-    from swiftlite.families import index
-    from swiftlite.heads import Heads
-
+def _report_model(args: DoctorArgs) -> bool:
+    """Audit --model, and ask --engine about it."""
+    assert args.model is not None
+    directory = local_model(args.model)
     print(f"\n{directory}")
     try:
-        hf_config = read_config(directory)
-        family = index.get(hf_config, directory)
-        depth = mtp_depth_on_disk(directory, family, hf_config)
-        problems = audit_hf(directory, family) + _tokenizer_problems(directory, hf_config)
-        drafted = Heads.from_config(hf_config).draft_vocab
+        model = resolve(directory)
+    except UserError as error:
+        print(f"  {error}")
+        return False
+    is_whole = _report_audit(model)
+    return (args.engine is None or _report_engine(args, model)) and is_whole
+
+
+def _report_audit(model: HfModel) -> bool:
+    from swiftlite.bridge.audit import audit_hf, mtp_depth_on_disk
+
+    directory = model.directory
+    try:
+        depth = mtp_depth_on_disk(directory, model.family, model.config)
+        problems = audit_hf(directory, model.family) + _tokenizer_problems(directory, model.config)
+        drafted = model.heads.draft_vocab
     except UserError as error:
         print(f"  {error}")
         return False
     missing = f", {len(depth.missing)} tensors missing" if depth.missing else ""
     verdict = f"{len(problems)} problems" if problems else "whole: keys, shapes, MTP depth, all numbers finite"
     promise = f"{depth.promised} promised by config.json, {depth.depth} in the tensors{missing}"
-    lines = [("family", family.name), ("MTP depth", promise), ("audit", verdict)]
+    lines = [("family", model.family.name), ("MTP depth", promise), ("audit", verdict)]
     if drafted:
-        lines.insert(2, ("draft vocabulary", f"{len(drafted)} of {hf_config['vocab_size']} tokens"))
+        lines.insert(2, ("draft vocabulary", f"{len(drafted)} of {model.config['vocab_size']} tokens"))
     if not _has_tokenizer(directory):
         lines.append(("tokenizer", "missing: copy tokenizer.json and tokenizer_config.json from the model's source"))
     print(text_table(lines, indent="  "))
@@ -239,15 +246,14 @@ def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]
     return [f"tokenizer.json has tokens up to {largest}, config.json vocab_size {vocab_size}: text may end in an error"]
 
 
-def _report_engine(args: DoctorArgs, directory: Path) -> bool:
+def _report_engine(args: DoctorArgs, model: HfModel) -> bool:
     from swiftlite.engines.engine import EngineConfig
     from swiftlite.engines.loading.dry_load import dry_load
-    from swiftlite.errors import UserError
 
     assert args.engine is not None
     info = ENGINES[args.engine]
     config = EngineConfig(
-        directory,
+        model,
         args.torch_dtype,
         args.trust_remote_code,
         args.num_speculative_tokens,

@@ -6,7 +6,6 @@ needs, is imported before `start_engine` is called with the engine's name.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
@@ -14,6 +13,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.index import ENGINES
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class EngineConfig:
     """What an engine is started with.
 
     Args:
-        model: directory of a Hugging Face model.
+        model: see `resolve_served`.
         torch_dtype: bfloat16 or float32.
         trust_remote_code: whether Python files of the model may run.
         num_speculative_tokens: tokens to draft per step; 0 drafts nothing, None as many as the engine has heads for.
@@ -81,7 +81,7 @@ class EngineConfig:
             to be told so at its start; of itself it drafts the likeliest token. Greedy answers are drafted as ever.
     """
 
-    model: Path
+    model: HfModel
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     trust_remote_code: bool = False
     num_speculative_tokens: int | None = 0

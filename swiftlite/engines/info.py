@@ -58,13 +58,13 @@ class EngineInfo:
         read_speculative_config: function that takes a command's options and returns those of speculative decoding that
             the user gave, by the engine's own names; it returns None when there are none.
         rules: what cannot be of its options, as functions that yield (problem, hint).
-        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, a `ServedModel`, whether the
+        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, an `HfModel`, whether the
             server drafts, and the `DraftSchedule` by which it does or None. "": the engine has no server, and `deploy`
             does not offer it.
         client: name of the `Client` class that `bench` asks the server through. "": `bench` does not offer the engine.
         dry_load: name of the function that takes an `EngineConfig` and returns a `LoadReport`, called in a process of
             its own. "": `doctor` does not offer the engine.
-        known_report: name of the function that takes a `ServedModel` and returns a `LoadReport` of what is known where
+        known_report: name of the function that takes an `HfModel` and returns a `LoadReport` of what is known where
             the engine is not installed. "": nothing is known.
         command_needs_no_install: whether the server's command can be printed where the engine is not installed.
         plugin: what the engine lacks to serve our checkpoints; None when it lacks nothing.

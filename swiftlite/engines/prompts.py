@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from swiftlite.data.rows.conversation import Conversation, RowError
 from swiftlite.data.template import ChatTemplate
-from swiftlite.engines.served_model import ServedModel
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 
 
 def needed_length(
-    model: ServedModel,
+    model: HfModel,
     asked: Sequence[Conversation],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -25,7 +25,7 @@ def needed_length(
     Raises:
         UserError: a prompt leaves no room for an answer; names its row.
     """
-    limit = max_model_len or model.hf_config["max_position_embeddings"]
+    limit = max_model_len or model.config["max_position_embeddings"]
     for chat, prompt in zip(asked, prompts, strict=True):
         if len(prompt) >= limit:
             name = "--max_model_len" if max_model_len else "max_position_embeddings"
@@ -38,7 +38,7 @@ def needed_length(
 
 
 def sequence_length(
-    model: ServedModel, longest: int, num_speculative_tokens: int | None, max_model_len: int | None = None
+    model: HfModel, longest: int, num_speculative_tokens: int | None, max_model_len: int | None = None
 ) -> int:
     """What an engine has to have room for, within the model's limit.
 
@@ -48,7 +48,7 @@ def sequence_length(
     """
     # vLLM stops drafting where drafts would not fit: leave it room behind the last token.
     drafts = 1 + (num_speculative_tokens or model.heads.drafts)
-    return max_model_len or min(model.hf_config["max_position_embeddings"], longest + drafts)
+    return max_model_len or min(model.config["max_position_embeddings"], longest + drafts)
 
 
 def encode_prompt(template: ChatTemplate, chat: Conversation) -> list[int]:

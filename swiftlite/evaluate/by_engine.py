@@ -16,7 +16,6 @@ from swiftlite.data.sample import Sample, make_sample
 from swiftlite.data.template import ChatTemplate, stop_token_ids
 from swiftlite.engines.engine import Completion, Engine, EngineConfig, Sampling, start_engine
 from swiftlite.engines.prompts import encode_prompt, needed_length
-from swiftlite.engines.served_model import read_model
 from swiftlite.evaluate.confidence import by_confidence
 
 
@@ -67,8 +66,8 @@ def by_engine(
     prompts = {channel: [encode_prompt(template, chat) for chat in chosen] for channel, chosen in chats.items()}
     asked = list(chain(*chats.values()))
     ids = list(chain(*prompts.values()))
-    max_model_len = needed_length(read_model(config.model), asked, ids, max_new_tokens, config.num_speculative_tokens)
-    greedy = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model))
+    max_model_len = needed_length(config.model, asked, ids, max_new_tokens, config.num_speculative_tokens)
+    greedy = Sampling(max_new_tokens, stop_token_ids=stop_token_ids(template, config.model.directory))
     engine = start_engine(backend, replace(config, max_model_len=max_model_len))
     try:
         # First what an engine may refuse.

@@ -14,13 +14,15 @@ from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import ends_at_sigterm
-from swiftlite.engines.served_model import ServedModel, read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.evaluate.by_engine import EngineFigures, by_engine
 from swiftlite.evaluate.confidence import confidence_table
 from swiftlite.evaluate.figures import REPLAYED, ModelFigures, compare_with_engine, table
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.places import place_tables
 from swiftlite.evaluate.rows import load_rows
+from swiftlite.families.resolved import HfModel
+from swiftlite.hub.name import models_in
 from swiftlite.log import logger
 from swiftlite.report.page import render
 from swiftlite.runtime.distributed import session
@@ -33,8 +35,8 @@ def run(args: EvaluateArgs) -> None:
     Raises:
         UserError: rows that cannot be used, a model that is not whole, an --output_dir that cannot be written.
     """
-    names = {"model": args.model} | ({"baseline": args.baseline} if args.baseline else {})
-    models = {name: read_model(directory) for name, directory in names.items()}
+    names = models_in(args)
+    models = {option: resolve_served(name) for option, name in names.items()}
     rows = {name: _read_rows(args, model) for name, model in models.items()}
     output_dir = Path(args.output_dir)
     check_writable("--output_dir", output_dir)
@@ -49,7 +51,7 @@ def run(args: EvaluateArgs) -> None:
     with session() as mesh:
         for name, model in models.items():
             _, data = rows[name]
-            forced = teacher_forced(model.directory, data.val, torch_dtype=args.torch_dtype, mesh=mesh)
+            forced = teacher_forced(model, data.val, torch_dtype=args.torch_dtype, mesh=mesh)
             results[name] = {"teacher_forced": _without_walks(forced), "replayed": _walks(forced)}
             if name in served:
                 results[name] |= _beside_the_engine(args, model, served[name], mesh)
@@ -69,10 +71,10 @@ def run(args: EvaluateArgs) -> None:
     logger.info("%s, evaluation.svg and evaluation.html", output_dir / "evaluation.json")
 
 
-def _read_rows(args: EvaluateArgs, model: ServedModel) -> tuple[PreTrainedTokenizerBase, Data]:
+def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PreTrainedTokenizerBase, Data]:
     """This model's tokenizer, and the rows as it reads them."""
     return load_rows(
-        model.directory,
+        model,
         args.dataset,
         offered=vars(args),
         trust_remote_code=args.trust_remote_code,
@@ -82,10 +84,10 @@ def _read_rows(args: EvaluateArgs, model: ServedModel) -> tuple[PreTrainedTokeni
     )
 
 
-def _serve(args: EvaluateArgs, model: ServedModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> EngineFigures:
+def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> EngineFigures:
     """What the engine answers, and what it accepts meanwhile."""
     config = EngineConfig(
-        model=model.directory,
+        model=model,
         torch_dtype=args.torch_dtype,
         trust_remote_code=args.trust_remote_code,
         num_speculative_tokens=args.num_speculative_tokens,
@@ -104,7 +106,7 @@ def _serve(args: EvaluateArgs, model: ServedModel, tokenizer: PreTrainedTokenize
         )
 
 
-def _beside_the_engine(args: EvaluateArgs, model: ServedModel, served: EngineFigures, mesh: Mesh) -> ModelFigures:
+def _beside_the_engine(args: EvaluateArgs, model: HfModel, served: EngineFigures, mesh: Mesh) -> ModelFigures:
     """What the engine counted and, where its drafts are those the heads were trained for, the walk over its answers."""
     engine = args.infer_backend
     counted = served.by_channel
@@ -118,7 +120,7 @@ def _beside_the_engine(args: EvaluateArgs, model: ServedModel, served: EngineFig
         )
         return {engine: counted, **drawn}
     forced = teacher_forced(
-        model.directory,
+        model,
         served.answers,
         torch_dtype=args.torch_dtype,
         mesh=mesh,

@@ -1,18 +1,17 @@
 """Rows with answers, as one model reads them."""
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from swiftlite.bridge.hf_config import read_config
 from swiftlite.data.dataset import Data, load_train_val
 from swiftlite.data.encoder import ConversationEncoder
 from swiftlite.data.template import ChatTemplate, load_tokenizer
+from swiftlite.families.resolved import HfModel
 
 
 def load_rows(
-    hf_dir: Path,
+    model: HfModel,
     dataset: Sequence[str],
     *,
     offered: Collection[str] | None = None,
@@ -29,7 +28,7 @@ def load_rows(
     Raises:
         UserError: as `load_train_val`.
     """
-    tokenizer = load_tokenizer(hf_dir, trust_remote_code)
-    template = ChatTemplate(tokenizer, vocab_size=read_config(hf_dir)["vocab_size"])
+    tokenizer = load_tokenizer(model.directory, trust_remote_code)
+    template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])
     encoder = ConversationEncoder(template, max_length, "right")
     return tokenizer, load_train_val(encoder, (), dataset, max_bad_rows=max_bad_rows, system=system, offered=offered)

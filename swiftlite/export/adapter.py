@@ -12,11 +12,11 @@ from swiftlite.bridge.adapters.rows import adapted_modules, adapted_rows, saved_
 from swiftlite.bridge.rows import Row
 from swiftlite.bridge.transfer import stream_hf
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
 from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import gather_adapters, gather_saved, merged
-from swiftlite.model.open import HfModel
 
 _MERGE = "leave --merge_lora out: the export then has the adapters in its weights"
 

@@ -9,10 +9,10 @@ from swiftlite.data import draft_vocab
 from swiftlite.data.dataset import Data
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
 from swiftlite.json_file import read_json
 from swiftlite.methods.index import command_of_run
-from swiftlite.model.open import HfModel
 from swiftlite.train.methods.training import training_of
 from swiftlite.train.metrics.run_report import REPORT_FILE
 

@@ -7,7 +7,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.errors import UserError
 from swiftlite.evaluate.figures import rates
 from swiftlite.evaluate.rows import load_rows
-from swiftlite.hub.model import local_model
+from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.log import logger
 from swiftlite.plan.facts import model_of_run
 from swiftlite.runtime.mesh import Mesh
@@ -21,7 +21,7 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
     """
     if args.min_acceptance is None and args.max_regression is None:
         return
-    found = _mean(args, hf_dir, torch_dtype, mesh)
+    found = _mean(args, resolve(hf_dir), torch_dtype, mesh)
     problems = []
     if args.min_acceptance is not None and found < args.min_acceptance:
         problems.append(
@@ -34,7 +34,7 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
                 "--max_regression compares with the model that the run began with, and that is not there any more",
                 "nothing was written; add --baseline DIR",
             )
-        before = _mean(args, local_model(baseline), torch_dtype, mesh)
+        before = _mean(args, resolve(baseline), torch_dtype, mesh)
         logger.info("acceptance on --val_dataset: %.1f %%, of %s %.1f %%", 100 * found, baseline, 100 * before)
         if before - found > args.max_regression:
             problems.append(
@@ -50,8 +50,8 @@ def check_acceptance(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mes
         raise UserError("; ".join(problems), "nothing was written; train the heads on, or add --force")
 
 
-def _mean(args: ExportArgs, hf_dir: Path, torch_dtype: str, mesh: Mesh) -> float:
+def _mean(args: ExportArgs, model: HfModel, torch_dtype: str, mesh: Mesh) -> float:
     """The mean over depths of the share of predictions that are the trunk's own; 0 for a model without heads."""
-    _, data = load_rows(hf_dir, args.val_dataset, offered=vars(args))
-    shares = rates("teacher_forced", teacher_forced(hf_dir, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL])
+    _, data = load_rows(model, args.val_dataset, offered=vars(args))
+    shares = rates("teacher_forced", teacher_forced(model, data.val, torch_dtype=torch_dtype, mesh=mesh)[ALL])
     return sum(shares) / max(len(shares), 1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from swiftlite.args.commands import ExportArgs
 from swiftlite.bridge.adapters.files import AdapterBase
 from swiftlite.bridge.audit import audit_hf, mtp_keys
-from swiftlite.bridge.hf_config import dtype_change, read_config, write_patched
+from swiftlite.bridge.hf_config import dtype_change, write_patched
 from swiftlite.bridge.rows import shapes_of
 from swiftlite.bridge.tensors import describe
 from swiftlite.bridge.transfer import WeightsReport, graft_heads, save_hf
@@ -24,16 +24,16 @@ from swiftlite.export.card import model_card
 from swiftlite.export.draft_vocab import restrict_heads
 from swiftlite.export.gate import check_acceptance
 from swiftlite.export.origin import origin_of
+from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.heads import Heads, depth_key
 from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
-from swiftlite.hub.model import identity_of, local_model, optional_model
 from swiftlite.hub.name import model_name
 from swiftlite.hub.push import push
 from swiftlite.log import logger
 from swiftlite.lora import Lora
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters, merge
-from swiftlite.model.open import HfModel, build_hf_model, open_model, read_hf_model
+from swiftlite.model.open import build_hf_model, open_model
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.agreement import check_agreement
@@ -76,20 +76,22 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)
     origin = origin_of(checkpoint) if args.push_to_hub else None
-    hf_model = read_hf_model(checkpoint.parent / "source")
+    hf_model = resolve(checkpoint.parent / "source")
+    graft_from = _resolve_graft(args)
     state = read_state(checkpoint)
-    heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]))
+    heads = _heads_of_result(args, replace(hf_model.heads, layers=state["mtp_num_layers"]), graft_from)
     heads = restrict_heads(args, checkpoint.parent, hf_model, heads)
     lora = _lora_of(args, state)
     if not args.merge_lora:
         adapter.check_can_be_written(checkpoint, lora, hf_model, heads)
     tensors = source_tensors(hf_model.directory)
-    if args.mtp_graft_from:
-        tensors = with_heads_of(hf_model, tensors, local_model(args.mtp_graft_from))
+    if graft_from:
+        tensors = with_heads_of(hf_model, tensors, graft_from)
     dtypes = dtypes_of(tensors)
     output_dir = Path(args.output_dir)
     with _whole_or_absent(output_dir) as writing:
-        chunks = _open_checkpoint(args, mesh, checkpoint, hf_model, heads, lora, getattr(torch, state["torch_dtype"]))
+        dtype = getattr(torch, state["torch_dtype"])
+        chunks = _open_checkpoint(mesh, checkpoint, hf_model, heads, lora, graft_from, dtype)
         if lora and not args.merge_lora:
             adapter.write(chunks, writing, lora, AdapterBase(**state["base"]), hf_model, heads)
             logger.info("wrote %s: adapters of %s, from %s", output_dir, state["base"]["model"], checkpoint)
@@ -125,9 +127,10 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
         UserError: the model cannot be read, has heads that its config.json does not promise, or --output_dir cannot be
             written (nothing is left behind).
     """
-    check_agreement({"commit of --model": identity_of(args.model)})
-    hf_model = read_hf_model(args.model)
-    heads = _heads_of_result(args, hf_model.heads)
+    hf_model = resolve(args.model)
+    check_agreement({"commit of --model": hf_model.identity})
+    graft_from = _resolve_graft(args)
+    heads = _heads_of_result(args, hf_model.heads, graft_from)
     declared = hf_model.config.get("dtype") or hf_model.config.get("torch_dtype")
     dtype = args.torch_dtype or declared or "bfloat16"
     state = {"mtp_num_layers": heads.layers, "torch_dtype": dtype}
@@ -138,13 +141,13 @@ def to_mcore(args: ExportArgs, mesh: Mesh) -> None:
             mesh,
             dtype=getattr(torch, dtype),
             heads=heads,
-            mtp_init="graft" if args.mtp_graft_from else "checkpoint",
-            graft_from=optional_model(args.mtp_graft_from),
+            mtp_init="graft" if graft_from else "checkpoint",
+            graft_from=graft_from,
         )
         _check_no_head_is_forgotten(args, hf_model, heads, report)
         logger.info("%s", report.over_all_ranks())
         if dist.get_rank() == 0:
-            write_source(hf_model, writing, heads, optional_model(args.mtp_graft_from))
+            write_source(hf_model, writing, heads, graft_from)
         hint = "make room or mend it, and run the same command again"
         Checkpointer(writing, mesh, chunks, None, state, hint=hint).save(0)
     family = hf_model.family.name
@@ -172,13 +175,16 @@ def _check_no_head_is_forgotten(args: ExportArgs, hf_model: HfModel, heads: Head
         )
 
 
-def _heads_of_result(args: ExportArgs, own: Heads) -> Heads:
+def _resolve_graft(args: ExportArgs) -> HfModel | None:
+    """The model that gives its heads; None without --mtp_graft_from."""
+    return resolve(args.mtp_graft_from) if args.mtp_graft_from else None
+
+
+def _heads_of_result(args: ExportArgs, own: Heads, graft_from: HfModel | None) -> Heads:
     """The MTP heads that the result gets: the model's own, another model's, or none."""
     if args.mtp == "strip":
         return Heads()
-    if args.mtp_graft_from:
-        return Heads.from_config(read_config(local_model(args.mtp_graft_from)))
-    return own
+    return graft_from.heads if graft_from else own
 
 
 def _lora_of(args: ExportArgs, state: Mapping[str, Any]) -> Lora | None:
@@ -190,21 +196,21 @@ def _lora_of(args: ExportArgs, state: Mapping[str, Any]) -> Lora | None:
 
 
 def _open_checkpoint(
-    args: ExportArgs,
     mesh: Mesh,
     checkpoint: Path,
     hf_model: HfModel,
     heads: Heads,
     lora: Lora | None,
+    graft_from: HfModel | None,
     dtype: torch.dtype,
 ) -> list[GPTModel]:
-    """The checkpoint's model on this rank, its heads from --mtp_graft_from if that is given."""
+    """The checkpoint's model on this rank, its heads from another model if one is given."""
     chunks = build_hf_model(hf_model, mesh, dtype=dtype, heads=heads)
     if lora:
         add_adapters(chunks, lora, hf_model.family.rows(hf_model.config, heads.layers))
-    load_checkpoint(checkpoint, mesh, chunks, with_heads=not args.mtp_graft_from)
-    if args.mtp_graft_from:
-        graft_heads(chunks, local_model(args.mtp_graft_from), hf_model.family, hf_model.config)
+    load_checkpoint(checkpoint, mesh, chunks, with_heads=graft_from is None)
+    if graft_from:
+        graft_heads(chunks, graft_from.directory, hf_model.family, hf_model.config)
     return chunks
 
 

@@ -59,20 +59,6 @@ def local_model(name: str) -> Path:
     return Path(name)
 
 
-def optional_model(name: str | None) -> Path | None:
-    """`local_model`, of an option that may be unset."""
-    return local_model(name) if name else None
-
-
 def is_gguf(name: str) -> bool:
     """Whether this is a GGUF file that is here."""
     return name.endswith(".gguf") and Path(name).is_file()
-
-
-def identity_of(name: str) -> str:
-    """What a name stands for, in a word that is the same on every machine that has the same: the commit, or the digest
-    of a GGUF file; empty for a directory."""
-    hub_name = model_name(name)
-    if hub_name is None and not is_gguf(name):
-        return ""
-    return description_of(name).name

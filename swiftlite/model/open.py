@@ -1,52 +1,15 @@
-"""From a Hugging Face directory to a model on this rank: `read_hf_model`, then `open_model`."""
+"""From a Hugging Face model (`families/resolved.py`) to its part on this rank."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from swiftlite import families
-from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.transfer import MtpInit, WeightsReport, load_hf
-from swiftlite.families.family import Family
+from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
-from swiftlite.hub.model import local_model
 from swiftlite.model.build import build_model
 from swiftlite.model.gpt import GPTModel
 from swiftlite.runtime.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class HfModel:
-    """A Hugging Face model as its directory describes it; no tensor has been read.
-
-    Attributes:
-        config: content of config.json.
-    """
-
-    directory: Path
-    config: dict[str, Any]
-    family: Family
-
-    @property
-    def heads(self) -> Heads:
-        """The MTP heads that config.json promises."""
-        return Heads.from_config(self.config)
-
-
-def read_hf_model(name: str | Path) -> HfModel:
-    """Read config.json and find the family.
-
-    Args:
-        name: a directory, or what `local_model` makes one of.
-
-    Raises:
-        UserError: there is no config.json, or its model cannot be computed here.
-    """
-    directory = local_model(str(name))
-    config = read_config(directory)
-    return HfModel(directory, config, families.get(config, directory))
 
 
 def build_hf_model(
@@ -80,7 +43,7 @@ def open_model(
     dtype: torch.dtype,
     heads: Heads | None = None,
     mtp_init: MtpInit = "checkpoint",
-    graft_from: str | Path | None = None,
+    graft_from: HfModel | None = None,
     seed: int = 42,
     **options: Any,
 ) -> tuple[list[GPTModel], WeightsReport]:
@@ -102,7 +65,7 @@ def open_model(
         hf_model.family,
         hf_model.config,
         mtp_init=mtp_init,
-        graft_from=graft_from,
+        graft_from=graft_from and graft_from.directory,
         seed=seed,
     )
     return chunks, report

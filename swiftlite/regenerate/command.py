@@ -14,6 +14,7 @@ from swiftlite.data.rows.conversation import Conversation
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.interrupt import ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt, sequence_length
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.log import logger
 from swiftlite.regenerate.ask import ask_all, names_of, read_answers
@@ -32,7 +33,8 @@ def run(args: RegenerateArgs) -> None:
     Raises:
         UserError: before any engine starts, where that is possible.
     """
-    model, template, sampling = read_for_asking(args)
+    model = resolve_served(args.model)
+    template, sampling = read_for_asking(args, model)
     chats = load_prompts(args.dataset, system=args.system, seed=args.seed, max_bad_rows=args.max_bad_rows)
     asking = _asking(chats)
     gold = _gold(chats, args.gold_fraction)

@@ -8,14 +8,15 @@ from tempfile import TemporaryDirectory
 
 from swiftlite.bridge.adapters.files import read_adapter
 from swiftlite.bridge.adapters.merge import write_merged
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
+from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
 
 
 @contextmanager
-def with_adapters(model: str, adapters: str | None) -> Iterator[str | Path]:
+def with_adapters(base: HfModel, adapters: str | None) -> Iterator[HfModel]:
     """What an engine is to load: the model itself, or a temporary directory of it with the adapters added.
 
     No engine knows of them then, so every engine takes them, heads included, and computes as fast as without.
@@ -24,9 +25,8 @@ def with_adapters(model: str, adapters: str | None) -> Iterator[str | Path]:
         UserError: they cannot be read, or belong to another model.
     """
     if adapters is None:
-        yield model
+        yield base
         return
-    base = read_model(model)
     adapter = read_adapter(Path(adapters))
     adapter.check_base(base.directory)
     with TemporaryDirectory(prefix="swiftlite-adapters-") as place:
@@ -36,5 +36,5 @@ def with_adapters(model: str, adapters: str | None) -> Iterator[str | Path]:
             if path.is_file() and not path.name.endswith(_NOT_COPIED):
                 shutil.copy2(path, merged / path.name)
         logger.info("adding the adapters of %s to a copy of the model in %s", adapters, place)
-        write_merged(base.directory, base.hf_config, base.family, adapter, merged)
-        yield merged
+        write_merged(base.directory, base.config, base.family, adapter, merged)
+        yield resolve_served(merged)

@@ -18,8 +18,8 @@ from swiftlite.args.commands import GenerationCommand
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.durable import write_durably
 from swiftlite.engines.engine import Sampling
-from swiftlite.engines.served_model import ServedModel
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.json_file import parse_json, read_json
 from swiftlite.log import logger
 from swiftlite.redact import redact
@@ -208,7 +208,7 @@ def as_line(record: dict[str, Any]) -> bytes:
 
 def describe(
     args: GenerationCommand,
-    model: ServedModel,
+    model: HfModel,
     asked: Sequence[Conversation],
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,

@@ -13,9 +13,10 @@ from pkgutil import resolve_name
 from swiftlite.args.commands import DeployArgs
 from swiftlite.engines.draft_schedule import read_schedule
 from swiftlite.engines.index import ENGINES
-from swiftlite.engines.served_model import ServedModel, log_untrained_drafts, read_model
+from swiftlite.engines.served_model import log_untrained_drafts, resolve_served
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 
 
@@ -26,7 +27,7 @@ def run(args: DeployArgs) -> None:
         UserError: the engine would not draft with the checkpoint's heads, or the port is taken; nothing has been
             started.
     """
-    model = read_model(args.model)
+    model = resolve_served(args.model)
     command = server_command(args, model)
     if args.speculative != "none":
         log_untrained_drafts(model, args.num_speculative_tokens)
@@ -62,7 +63,7 @@ def check_address(host: str, port: int) -> None:
             raise UserError(f"{option} cannot be used: {error.strerror}", hint) from None
 
 
-def server_command(args: DeployArgs, model: ServedModel) -> ServerCommand:
+def server_command(args: DeployArgs, model: HfModel) -> ServerCommand:
     """The command of the engine that --infer_backend names; without --speculative, heads draft if there are any.
 
     Raises:

@@ -26,8 +26,9 @@ from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Samplin
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.interrupt import Terminated, ends_at_sigterm
 from swiftlite.engines.prompts import encode_prompt, needed_length
-from swiftlite.engines.served_model import ServedModel, log_untrained_drafts, read_model
+from swiftlite.engines.served_model import log_untrained_drafts, resolve_served
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 from swiftlite.serve.adapters import with_adapters
 from swiftlite.serve.answers import AnswersFile, as_line, describe
@@ -68,25 +69,19 @@ def run(args: InferArgs) -> None:
     _check_result_path(args)
     if args.acceptance_json:
         read_acceptance(Path(args.acceptance_json))
-    with ends_at_sigterm(), with_adapters(args.model, args.adapters) as name:
-        model, template, sampling = read_for_asking(args, name)
+    base = resolve_served(args.model)
+    with ends_at_sigterm(), with_adapters(base, args.adapters) as model:
+        template, sampling = read_for_asking(args, model)
         if args.val_dataset:
             _answer_files(args, model, template, sampling)
         else:
             _chat(args, model, template, sampling)
 
 
-def read_for_asking(
-    args: GenerationCommand, name: str | Path | None = None
-) -> tuple[ServedModel, ChatTemplate, Sampling]:
-    """The model, how its prompts are written, and how its answers are drawn.
-
-    Args:
-        name: of the model, where that is another than --model.
-    """
-    model = read_model(args.model if name is None else name)
+def read_for_asking(args: GenerationCommand, model: HfModel) -> tuple[ChatTemplate, Sampling]:
+    """How a model's prompts are written, and how its answers are drawn."""
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
-    template = ChatTemplate(tokenizer, vocab_size=model.hf_config["vocab_size"])
+    template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])
     stops = stop_token_ids(template, model.directory)
     if args.speculative == "mtp":
         log_untrained_drafts(model, args.num_speculative_tokens)
@@ -98,10 +93,10 @@ def read_for_asking(
         stop_token_ids=stops,
         draft_confidence=args.draft_confidence or 0.0,
     )
-    return model, template, sampling
+    return template, sampling
 
 
-def _answer_files(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:
+def _answer_files(args: InferArgs, model: HfModel, template: ChatTemplate, sampling: Sampling) -> None:
     asked = [chat.prompt() for chat in load_prompts(args.val_dataset, system=args.system, seed=args.seed)]
     prompts = [encode_prompt(template, chat) for chat in asked]
     length = needed_length(model, asked, prompts, args.max_new_tokens, args.num_speculative_tokens, args.max_model_len)
@@ -246,9 +241,9 @@ def summary(result: Answers, plain: Answers | None = None, temperature: float = 
     return lines
 
 
-def _chat(args: InferArgs, model: ServedModel, template: ChatTemplate, sampling: Sampling) -> None:
+def _chat(args: InferArgs, model: HfModel, template: ChatTemplate, sampling: Sampling) -> None:
     """Answer the lines of stdin, each a user's turn of one conversation, until it ends."""
-    limit = args.max_model_len or min(model.hf_config["max_position_embeddings"], CHAT_LENGTH)
+    limit = args.max_model_len or min(model.config["max_position_embeddings"], CHAT_LENGTH)
     engine = start_engine(args.infer_backend, engine_config(args, model, limit))
     messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
     try:
@@ -276,11 +271,11 @@ def _ask() -> str:
     return sys.stdin.readline()
 
 
-def engine_config(args: GenerationCommand, model: ServedModel, max_model_len: int) -> EngineConfig:
+def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int) -> EngineConfig:
     """How the options start the engine that they name."""
     info = ENGINES[args.infer_backend]
     return EngineConfig(
-        model=model.directory,
+        model=model,
         torch_dtype=args.torch_dtype,
         trust_remote_code=args.trust_remote_code,
         num_speculative_tokens=args.num_speculative_tokens if args.speculative == "mtp" else 0,

@@ -13,12 +13,12 @@ from swiftlite.args.fields import MoeArgs, RecomputeArgs
 from swiftlite.bridge.transfer import WeightsReport
 from swiftlite.data.batch import Batch
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.heads import depth_key
-from swiftlite.hub.model import optional_model
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.lora import add_adapters
-from swiftlite.model.open import HfModel, open_model
+from swiftlite.model.open import open_model
 from swiftlite.plan.layout import group_of
 from swiftlite.plan.run import Plan, Schedule
 from swiftlite.plan.trainable import Trainable
@@ -57,11 +57,13 @@ def make_learner(
     schedule: Schedule,
     trainable: Trainable,
     rows_to_fit: Sequence[Batch] | None = None,
+    graft_from: HfModel | None = None,
 ) -> Learner:
     """Open --model as the options say, and make everything that training it needs; collective.
 
     Args:
         rows_to_fit: micro-batches that the projections of new heads are fitted to; None where the heads need no fit.
+        graft_from: the model that gives its heads where `plan.mtp_init` is graft.
 
     Raises:
         UserError: the directory cannot be read, does not match the model, or has heads that nothing asked for and
@@ -75,7 +77,7 @@ def make_learner(
         dtype=dtype,
         heads=plan.heads,
         mtp_init=plan.mtp_init,
-        graft_from=optional_model(args.mtp_graft_from),
+        graft_from=graft_from,
         seed=args.seed,
         freeze_trunk=trainable.freezes_trunk,
         recompute=group_of(args, RecomputeArgs),

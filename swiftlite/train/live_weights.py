@@ -14,8 +14,8 @@ from megatron.core.distributed import DistributedDataParallel
 from swiftlite.bridge.placement import is_first_rank
 from swiftlite.bridge.rows import HfPart
 from swiftlite.bridge.transfer import Dtypes, stream_hf, streamed_tensors
+from swiftlite.families.resolved import HfModel
 from swiftlite.model.layers.lora import merged
-from swiftlite.model.open import HfModel
 from swiftlite.train.trainer import whole_parameters
 
 Bucket = Mapping[str, torch.Tensor]

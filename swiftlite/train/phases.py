@@ -22,12 +22,11 @@ from swiftlite.bridge.tensors import describe
 from swiftlite.data.dataset import Data
 from swiftlite.data.encoder import Encoder
 from swiftlite.errors import UserError, reason_of
+from swiftlite.families.resolved import HfModel
 from swiftlite.hub.commits import check_commits, write_commits
-from swiftlite.hub.model import identity_of, local_model, optional_model
 from swiftlite.hub.name import hub_names
 from swiftlite.log import logger
 from swiftlite.methods.index import method_of
-from swiftlite.model.open import HfModel
 from swiftlite.plan.facts import run_checkpoints
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import Plan, Schedule, layout_lines
@@ -56,7 +55,7 @@ class Run:
     """Everything that a run is made of before its first step.
 
     Attributes:
-        hf_model: --model.
+        hf_model, graft_from, ref_model: --model, --mtp_graft_from, --ref_model.
         rows: what batch sizes count; none where training rows are read while training goes on.
         encoder: made the samples of the rows.
         checkpoint: the one to continue from; None for a new run.
@@ -67,6 +66,8 @@ class Run:
     args: SftArgs
     mesh: Mesh
     hf_model: HfModel
+    graft_from: HfModel | None
+    ref_model: HfModel | None
     tokenizer: PreTrainedTokenizerBase
     plan: Plan
     schedule: Schedule
@@ -104,11 +105,11 @@ class Outcome:
     evaluation: Mapping[str, float]
 
 
-def open_session(args: SftArgs) -> AbstractContextManager[Mesh]:
+def open_session(args: SftArgs, hf_model: HfModel) -> AbstractContextManager[Mesh]:
     """The processes of the run, connected and laid out."""
     return session(
         layout_of(args),
-        tied_embeddings=bool(read_config(local_model(args.model)).get("tie_word_embeddings")),
+        tied_embeddings=bool(hf_model.config.get("tie_word_embeddings")),
         seed=args.seed,
         timeout_minutes=args.distributed_timeout_minutes,
         deterministic=args.deterministic_mode,
@@ -135,7 +136,7 @@ def checkpoint_to_resume(args: SftArgs) -> Path | None:
     return None
 
 
-def check_ranks_agree(args: SftArgs, plan: Plan, data: Data, checkpoint: Path | None) -> None:
+def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, checkpoint: Path | None) -> None:
     """Every rank must be about to do the same; nodes have files of their own.
 
     Raises:
@@ -152,8 +153,8 @@ def check_ranks_agree(args: SftArgs, plan: Plan, data: Data, checkpoint: Path | 
             **versions,
             **plan.kernels.described,
             "rows of the dataset": data.digest[:16],
-            "tensors of --model": digest(describe(local_model(args.model))),
-            "commit of --model": identity_of(args.model),
+            "tensors of --model": digest(describe(hf_model.directory)),
+            "commit of --model": hf_model.identity,
             "checkpoint": checkpoint.name if checkpoint else "none",
         }
     )
@@ -211,7 +212,7 @@ def restore(run: Run) -> dict[str, Any]:
     """
     if run.checkpoint is None:
         if run.is_first_rank:
-            write_source(run.hf_model, run.output_dir, run.plan.heads, optional_model(run.args.mtp_graft_from))
+            write_source(run.hf_model, run.output_dir, run.plan.heads, run.graft_from)
             write_config(run.args, run.output_dir / "args.json", method_of(run.args).words)
             write_commits(run.output_dir, hub_names(run.args))
         return {"step": 0}
@@ -242,7 +243,7 @@ def check_run_files(run: Run) -> None:
         read_config(source)
     except UserError as error:
         logger.warning("%s; written again from --model", error.problem)
-        write_source(run.hf_model, run.output_dir, run.plan.heads, optional_model(run.args.mtp_graft_from))
+        write_source(run.hf_model, run.output_dir, run.plan.heads, run.graft_from)
     acceptance = run.output_dir / ACCEPTANCE_FILE
     if acceptance.exists():
         try:
@@ -325,6 +326,6 @@ def write_page(run: Run) -> None:
 
 def hand_out_weights(run: Run, after_step: AfterStep) -> Callable[[int], None]:
     """What a trainer calls after each step, so that `after_step` gets the weights, in the precision of an export."""
-    dtypes = dtypes_of(describe_tensors(run.hf_model, optional_model(run.args.mtp_graft_from)))
+    dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
     weights = LiveWeights(run.learner.wrapped, run.hf_model, dtypes)
     return lambda step: after_step(step, weights)

@@ -24,9 +24,9 @@ from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.packing.stream import Readers, Stream
 from swiftlite.data.template import load_tokenizer
 from swiftlite.estimate.flops import training_flops
+from swiftlite.families.resolved import HfModel, resolve_options
 from swiftlite.log import logger
 from swiftlite.model.build import check_computable
-from swiftlite.model.open import HfModel, read_hf_model
 from swiftlite.plan.heads import heads_for_engine
 from swiftlite.plan.kernels import largest_head, this_machine
 from swiftlite.plan.run import make_plan, make_schedule
@@ -57,21 +57,25 @@ def run(args: SftArgs, after_step: phases.AfterStep | None = None) -> int:
     Returns:
         0, or 128 plus the number of the signal that stopped the run (a checkpoint was saved).
     """
-    with phases.open_session(args) as mesh, phases.claim_output_dir(args):
-        prepared = prepare(args, mesh)
+    models = resolve_options(args)
+    with phases.open_session(args, models["model"]) as mesh, phases.claim_output_dir(args):
+        prepared = prepare(args, mesh, models)
         state = phases.restore(prepared)
         trainer = make_trainer(prepared, state, after_step)
         outcome = phases.fit(prepared, trainer, state["step"], make_held_out(prepared))
         return phases.finish(prepared, outcome)
 
 
-def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
+def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.Run:
     """Read data and model, and make what trains it; nothing is written but caches.
+
+    Args:
+        models: of the options, see `resolve_options`.
 
     Raises:
         UserError: data, model or checkpoint cannot be used, or the ranks do not agree.
     """
-    hf_model = read_hf_model(args.model)
+    hf_model = models["model"]
     check_model_links(hf_model.directory)
     check_computable(mesh.layout, mesh.device)
     training = training_of(args)
@@ -101,7 +105,7 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
     schedule = make_schedule(args, len(rows))
 
     checkpoint = phases.checkpoint_to_resume(args)
-    phases.check_ranks_agree(args, plan, data, checkpoint)
+    phases.check_ranks_agree(args, hf_model, plan, data, checkpoint)
     data_state = phases.data_state(args, data, tokenizer)
     phases.check_same_data(checkpoint, data_state)
     rows_to_fit = None
@@ -109,13 +113,15 @@ def prepare(args: SftArgs, mesh: Mesh) -> phases.Run:
         chosen = samples_to_fit(data.train, hf_model.config["hidden_size"])
         # Rejected answers and companions are no text that heads should imitate.
         rows_to_fit = batches.evaluation([replace(sample, others=(), companion=None) for sample in chosen])
-    learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit)
+    learner = make_learner(args, mesh, hf_model, plan, schedule, trainable, rows_to_fit, models.get("mtp_graft_from"))
     if checkpoint is None:  # so the weights of this report are those that training starts from
         logger.info("%s", learner.weights_report)
     prepared = phases.Run(
         args=args,
         mesh=mesh,
         hf_model=hf_model,
+        graft_from=models.get("mtp_graft_from"),
+        ref_model=models.get("ref_model"),
         tokenizer=tokenizer,
         plan=plan,
         schedule=schedule,

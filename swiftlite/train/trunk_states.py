@@ -29,12 +29,12 @@ from swiftlite.data.dataset import Data
 from swiftlite.data.sample import digest
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.json_file import read_json
 from swiftlite.log import logger
 from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.gpt import GPTModel, TrunkOutput
 from swiftlite.model.loss.losses import TokenLoss
-from swiftlite.model.open import HfModel
 from swiftlite.model.ranks import largest
 from swiftlite.model.stage_states import StageStates
 from swiftlite.plan.layout import ParallelLayout

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 from swiftlite.acceptance import greedy, held_out
 from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance, read_answers
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.families.resolved import resolve
+from swiftlite.model.open import open_model
 from tests.engines.reference import Reference
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf
@@ -34,7 +35,7 @@ def make_held_out(mesh, path, prompts, **changed) -> HeldOut:
 @pytest.fixture
 def model(trained, mesh):
     hf_dir, _ = trained("qwen3", 2)
-    (model,), _ = open_model(read_hf_model(hf_dir), mesh, dtype=torch.float32)
+    (model,), _ = open_model(resolve(hf_dir), mesh, dtype=torch.float32)
     return model.eval()
 
 

@@ -11,14 +11,14 @@ from transformers import AutoTokenizer
 from swiftlite.args.commands import BenchArgs
 from swiftlite.bench.command import load
 from swiftlite.data.template import ChatTemplate
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
 
 
 def test_prompts_that_cannot_be_sent(tmp_path):
-    model = read_model(make_tiny_hf(tmp_path / "model", "mimo", 1, with_tokenizer=True))
+    model = resolve_served(make_tiny_hf(tmp_path / "model", "mimo", 1, with_tokenizer=True))
     template = ChatTemplate(AutoTokenizer.from_pretrained(model.directory))
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"query": f"What is {n}?"}) + "\n" for n in range(3)))

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from swiftlite.args.commands import SftArgs
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.train import run as training
 from swiftlite.train.live_weights import LiveWeights
@@ -52,7 +53,7 @@ def main(name: str, model: str, rows: str, output_dir: str, transport: Any) -> N
     # Otherwise SGLang takes 20 s to fill a large cache with zeros.
     small = {"max_total_tokens": 4096, "max_running_requests": 4} if name == "sglang" else {}
     config = EngineConfig(
-        Path(model),
+        resolve_served(model),
         "float32",
         num_speculative_tokens=1,
         max_model_len=256,

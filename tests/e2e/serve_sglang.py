@@ -21,6 +21,7 @@ from typing import Any
 
 from swiftlite.cli.main import main
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.sglang.options import cpu_variables
 from swiftlite.errors import UserError
 from tests.weights_of import trunk_and_heads
@@ -33,7 +34,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     tensor: what a loader joins does not come together.
     """
     config = EngineConfig(
-        Path(job["model"]),
+        resolve_served(job["model"]),
         "float32",
         num_speculative_tokens=job["num_tokens"],
         max_model_len=256,

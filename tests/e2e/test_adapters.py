@@ -14,7 +14,7 @@ from swiftlite.args.commands import DeployArgs
 from swiftlite.bench.server import free_url, serve
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, read_adapter, write_adapter
 from swiftlite.bridge.adapters.merge import write_merged
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.client import read_metrics
 from swiftlite.lora import Lora
 from swiftlite.serve import deploy
@@ -30,10 +30,10 @@ NEW_TOKENS = 24
 
 def write_adapters(base: Path, directory: Path) -> None:
     """Adapters of the trunk's linear layers, large enough to change every answer."""
-    model = read_model(base)
+    model = resolve_served(base)
     torch.manual_seed(1)
     tensors = {}
-    for row in model.family.trunk_rows(model.hf_config):
+    for row in model.family.trunk_rows(model.config):
         for key, shape in row.hf.items():
             if key.endswith("_proj.weight"):
                 module = key.removesuffix(".weight")
@@ -44,9 +44,9 @@ def write_adapters(base: Path, directory: Path) -> None:
 
 
 def merge(base: Path, adapters: Path, directory: Path) -> None:
-    model = read_model(base)
+    model = resolve_served(base)
     shutil.copytree(base, directory, ignore=shutil.ignore_patterns("*.safetensors"))
-    write_merged(base, model.hf_config, model.family, read_adapter(adapters), directory)
+    write_merged(base, model.config, model.family, read_adapter(adapters), directory)
 
 
 def ask(url: str, model: str, prompt: list[int]) -> list[int]:
@@ -82,7 +82,7 @@ def test_adapters_answer_as_the_merged_model_and_heads_draft(tmp_path):
     options: dict[str, Any] = {"num_speculative_tokens": 1, "max_model_len": 256, "torch_dtype": "float32"}
     args = DeployArgs(model=str(base), infer_backend="vllm", adapters=str(adapters), port=port, **options)
     answers = []
-    with serve(deploy.server_command(args, read_model(base)), url, tmp_path / "log"):
+    with serve(deploy.server_command(args, resolve_served(base)), url, tmp_path / "log"):
         for name, directory in (("tuned", merged), (str(base), base)):
             expected, counts = Reference.load(directory, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
             before = accepted(url)

@@ -9,6 +9,7 @@ import pytest
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.served_model import resolve_served
 from tests.engines.chi_square import FALSE_ALARM, probability
 from tests.engines.joint import PROMPT, joint_distribution
 from tests.tiny import make_tiny_hf
@@ -35,7 +36,7 @@ def draw(
     assert not HAS_TRITON
     shipped = rejection_sampler.expand_batch_to_tokens
     options: dict[str, Any] = {"num_speculative_tokens": 2, "max_model_len": 64, "draws_drafts": draws_drafts}
-    engine: Any = start_engine("vllm", EngineConfig(directory, "float32", **options))
+    engine: Any = start_engine("vllm", EngineConfig(resolve_served(directory), "float32", **options))
     assert rejection_sampler.expand_batch_to_tokens is not shipped
     if as_shipped:
         rejection_sampler.expand_batch_to_tokens = shipped

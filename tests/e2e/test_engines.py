@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from swiftlite.heads.drafting import Drafting
@@ -198,7 +199,9 @@ def test_an_answer_ends_where_it_should(trained):
     # One token that joins others on their way is padded to a draft (v1/core/sched/scheduler.py), which is counted.
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
     expected, counts = Reference.load(directory, "qwen3", depth=1).simulate(prompts, NEW_TOKENS, 1)
-    engine = start_engine("vllm", EngineConfig(directory, "float32", num_speculative_tokens=1, max_model_len=256))
+    engine = start_engine(
+        "vllm", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=1, max_model_len=256)
+    )
     try:
         completions = engine.generate(prompts, Sampling(NEW_TOKENS))
         assert [completion.token_ids for completion in completions] == expected
@@ -247,11 +250,11 @@ def test_every_head_drafts_its_own_step(trained, tmp_path):
     reference.depth = 1  # the first head, going on alone
     assert reference.simulate(prompts, 12, 2)[1].accepted_per_position[1] < counts.accepted_per_position[1]
     code = f"""
-from pathlib import Path
 from swiftlite.engines.engine import *
+from swiftlite.engines.served_model import resolve_served
 if __name__ == "__main__":
     engine = start_engine("vllm", EngineConfig(
-        Path({str(directory)!r}), "float32", num_speculative_tokens=None, max_model_len=64, max_batch_size=2,
+        resolve_served({str(directory)!r}), "float32", num_speculative_tokens=None, max_model_len=64, max_batch_size=2,
         engine_kwargs={{"max_num_batched_tokens": 64, "enforce_eager": False}},
     ))
     completions = engine.generate({prompts!r}, Sampling(12))
@@ -271,11 +274,11 @@ def test_drawn_drafts_leave_the_trunks_distribution_alone(tmp_path):
     """Under the same runner: vLLM draws the drafts of our classes, and more of them are kept than of the likeliest."""
     directory = make_tiny_hf(tmp_path / "model", "qwen3", depth=1, vocab_size=6)
     code = f"""
-from pathlib import Path
 from swiftlite.engines.engine import *
+from swiftlite.engines.served_model import resolve_served
 if __name__ == "__main__":
     engine = start_engine("vllm", EngineConfig(
-        Path({str(directory)!r}), "float32", num_speculative_tokens=2, max_model_len=64, max_batch_size=8,
+        resolve_served({str(directory)!r}), "float32", num_speculative_tokens=2, max_model_len=64, max_batch_size=8,
         draws_drafts=True, engine_kwargs={{"max_num_batched_tokens": 64}},
     ))
     completions = engine.generate([{PROMPT}] * 200, Sampling(3, temperature={TEMPERATURE}))

@@ -15,6 +15,7 @@ import torch
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
+from swiftlite.engines.served_model import resolve_served
 from tests.forked import Host
 from tests.weights_of import trunk_and_heads
 
@@ -83,7 +84,7 @@ def serve(
         os.environ["VLLM_CACHE_ROOT"] = str(compile_in)
         compiling = {"enforce_eager": False}
     config = EngineConfig(
-        directory,
+        resolve_served(directory),
         dtype,
         num_speculative_tokens=num_speculative_tokens,
         max_model_len=256,
@@ -117,7 +118,9 @@ def drafted_by_load(directory: Path, schedule: DraftSchedule, loads: list[list[l
     from swiftlite.engines.vllm.options import schedule_options
 
     given = {"method": "mtp", "num_speculative_tokens": schedule.largest, **schedule_options(schedule)}
-    engine: Any = start_engine("vllm", EngineConfig(directory, "float32", max_model_len=256, speculative_config=given))
+    engine: Any = start_engine(
+        "vllm", EngineConfig(resolve_served(directory), "float32", max_model_len=256, speculative_config=given)
+    )
     served = []
     try:
         for prompts in loads:
@@ -138,7 +141,9 @@ def prefix_hits(
 ) -> int:
     """Tokens that vLLM took from its prefix cache, by its own count, as it answered a prompt for the second time."""
     length = len(prompt) + 16
-    config = EngineConfig(directory, dtype, num_speculative_tokens=num_speculative_tokens, max_model_len=length)
+    config = EngineConfig(
+        resolve_served(directory), dtype, num_speculative_tokens=num_speculative_tokens, max_model_len=length
+    )
     engine: Any = start_engine("vllm", config)
     try:
         for _ in range(2):

@@ -7,6 +7,7 @@ import pytest
 
 from swiftlite.engines.engine import EngineConfig, start_engine
 from swiftlite.engines.index import ENGINES
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf
@@ -20,7 +21,7 @@ def test_an_engine_that_is_not_installed_names_the_pip_command(name, tmp_path, m
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # Python's own way to say that a module cannot be imported
     with pytest.raises(UserError) as error:
-        start_engine(name, EngineConfig(directory))
+        start_engine(name, EngineConfig(resolve_served(directory)))
     assert mentions(str(error.value), name)
     assert "pip install" in error.value.hint
 

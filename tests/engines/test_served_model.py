@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftlite.bridge.audit import audit_hf
 from swiftlite.engines.index import ENGINES
-from swiftlite.engines.served_model import log_fed_otherwise, read_model, require_heads
+from swiftlite.engines.served_model import log_fed_otherwise, require_heads, resolve_served
 from swiftlite.errors import UserError
 from swiftlite.families import FAMILIES
 from tests.messages import mentions, naming
@@ -26,7 +26,7 @@ def edit(directory, drop=(), add=None):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("family", sorted(CLASSES))
 def test_whole_heads_pass(family, depth, tmp_path):
-    model = read_model(make_tiny_hf(tmp_path, family, depth))
+    model = resolve_served(make_tiny_hf(tmp_path, family, depth))
     require_heads(model)
     assert model.heads.layers == depth
 
@@ -35,7 +35,7 @@ def test_whole_heads_pass(family, depth, tmp_path):
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
 def test_an_engine_that_feeds_heads_otherwise_is_named(family, engine, tmp_path, caplog):
     for_sglang = ENGINES["sglang"].convention_for(FAMILIES[family]).drafting
-    model = read_model(make_tiny_hf(tmp_path, family, 1, mtp_drafting=for_sglang.to_json()))
+    model = resolve_served(make_tiny_hf(tmp_path, family, 1, mtp_drafting=for_sglang.to_json()))
     log_fed_otherwise(model, ENGINES[engine])
     difference = for_sglang.difference(ENGINES[engine].convention_for(FAMILIES[family]).drafting)
     assert bool(difference) is bool(caplog.text) is (engine == "vllm")
@@ -43,17 +43,17 @@ def test_an_engine_that_feeds_heads_otherwise_is_named(family, engine, tmp_path,
 
 
 def test_heads_for_vllm_in_another_engine(tmp_path, caplog):
-    log_fed_otherwise(read_model(make_tiny_hf(tmp_path / "mimo", "mimo", 1)), ENGINES["sglang"])
+    log_fed_otherwise(resolve_served(make_tiny_hf(tmp_path / "mimo", "mimo", 1)), ENGINES["sglang"])
     assert mentions(caplog.text, "SGLang --draft_for sglang")
     caplog.clear()
-    log_fed_otherwise(read_model(make_tiny_hf(tmp_path / "qwen3", "qwen3", 1)), ENGINES["sglang"])
-    log_fed_otherwise(read_model(make_tiny_hf(tmp_path / "none", "mimo", 0)), ENGINES["sglang"])
+    log_fed_otherwise(resolve_served(make_tiny_hf(tmp_path / "qwen3", "qwen3", 1)), ENGINES["sglang"])
+    log_fed_otherwise(resolve_served(make_tiny_hf(tmp_path / "none", "mimo", 0)), ENGINES["sglang"])
     assert not caplog.text
 
 
 def test_a_path_that_is_no_directory(tmp_path):
-    with pytest.raises(UserError, match=naming(f"--model {tmp_path / 'absent'}")):
-        read_model(tmp_path / "absent")
+    with pytest.raises(UserError, match=naming(f"{tmp_path / 'absent'}: config.json")):
+        resolve_served(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("part", ["", "checkpoint-20"])
@@ -61,31 +61,31 @@ def test_a_training_run_is_told_to_export(part, tmp_path):
     (tmp_path / "args.json").write_text("{}")
     (tmp_path / "checkpoint-20").mkdir()
     with pytest.raises(UserError) as error:
-        read_model(tmp_path / part)
+        resolve_served(tmp_path / part)
     assert f"swiftlite export --to_hf --model {tmp_path / part}" in error.value.hint
 
 
 def test_a_model_exported_into_the_run_is_a_model(tmp_path):
     (tmp_path / "args.json").write_text("{}")
-    assert read_model(make_tiny_hf(tmp_path / "hf", "qwen3", 1)).heads.layers == 1
+    assert resolve_served(make_tiny_hf(tmp_path / "hf", "qwen3", 1)).heads.layers == 1
 
 
 def test_an_unknown_family(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(UserError, match="gpt2"):
-        read_model(tmp_path)
+        resolve_served(tmp_path)
 
 
 def test_a_file_cut_short(tmp_path):
     file = make_tiny_hf(tmp_path, "qwen3") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=naming("model.safetensors:")):
-        read_model(tmp_path)
+        resolve_served(tmp_path)
 
 
 def test_no_heads_promised(tmp_path):
     with pytest.raises(UserError) as error:
-        require_heads(read_model(make_tiny_hf(tmp_path, "qwen3")))
+        require_heads(resolve_served(make_tiny_hf(tmp_path, "qwen3")))
     assert mentions(str(error.value), "--speculative mtp config.json")
     assert "--mtp_num_layers 1" in error.value.hint
 
@@ -94,7 +94,7 @@ def test_a_missing_tensor_of_a_head_is_named(tmp_path):
     directory = make_tiny_hf(tmp_path, "qwen3", 2)
     edit(directory, drop=["mtp.heads.1.fc.weight", "mtp.layers.0.mlp.up_proj.weight"])
     with pytest.raises(UserError) as error:
-        require_heads(read_model(directory))
+        require_heads(resolve_served(directory))
     assert mentions(str(error.value), "mtp.heads.1.fc.weight mtp.layers.0.mlp.up_proj.weight")
 
 
@@ -102,7 +102,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
     directory = make_tiny_hf(tmp_path, "qwen3", 1)
     edit(directory, add={"mtp.fc.weight": torch.zeros(64, 127)})
     with pytest.raises(UserError, match=naming("mtp.fc.weight [64, 127] config.json [64, 128]")):
-        require_heads(read_model(directory))
+        require_heads(resolve_served(directory))
 
 
 def test_all_heads_missing_although_promised(tmp_path):
@@ -110,7 +110,7 @@ def test_all_heads_missing_although_promised(tmp_path):
     names = load_file(directory / "model.safetensors")
     edit(directory, drop=[name for name in names if "mtp" in name])
     with pytest.raises(UserError, match=naming("model.mtp_layers.0.input_proj.weight")):
-        require_heads(read_model(directory))
+        require_heads(resolve_served(directory))
 
 
 def test_a_head_beyond_the_promise_is_named(tmp_path):
@@ -118,7 +118,7 @@ def test_a_head_beyond_the_promise_is_named(tmp_path):
     extra = load_file(directory / "model.safetensors")["mtp.fc.weight"]
     edit(directory, add={"mtp.heads.1.fc.weight": extra})
     with pytest.raises(UserError, match=naming("mtp.heads.1.fc.weight")):
-        require_heads(read_model(directory))
+        require_heads(resolve_served(directory))
 
 
 def test_an_adapter_beside_the_weights(tmp_path):
@@ -131,8 +131,8 @@ def test_an_adapter_beside_the_weights(tmp_path):
     adapted.save_pretrained(str(directory))
     assert not torch.equal(AutoModelForCausalLM.from_pretrained(directory)(ids).logits, own)
     with pytest.raises(UserError) as refused:
-        read_model(directory)
+        resolve_served(directory)
     assert "adapter_config.json" in refused.value.problem
     assert "adapter_config.json" in "".join(audit_hf(directory, FAMILIES["qwen3"]))
     (directory / "adapter_config.json").unlink()
-    read_model(directory)
+    resolve_served(directory)

@@ -5,7 +5,7 @@ from torch import nn
 
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.loading.load_report import Loading
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from tests.messages import mentions
 from tests.tiny import make_tiny_hf
 
@@ -13,7 +13,7 @@ from tests.tiny import make_tiny_hf
 @pytest.mark.parametrize(("version", "is_noted"), [("0.32.0", False), ("0.32.1", False), ("0.33.0", True)])
 def test_another_version_than_the_one_measured_is_noted(tmp_path, version, is_noted):
     info = ENGINES["vllm"]
-    loading = Loading(info, read_model(make_tiny_hf(tmp_path, "qwen3", depth=1)))
+    loading = Loading(info, resolve_served(make_tiny_hf(tmp_path, "qwen3", depth=1)))
     assert loading.report(version, 1).notes == []  # nothing drafts
     draft_class = type(info.convention_for(loading.model.family).draft, (nn.Module,), {})
     loading.draft = draft_class()

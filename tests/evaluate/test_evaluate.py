@@ -19,6 +19,7 @@ from swiftlite.bridge.transfer import load_hf
 from swiftlite.data.dataset import load_prompts
 from swiftlite.data.sample import IGNORED
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.evaluate.by_engine import by_engine
 from swiftlite.evaluate.confidence import confidence_rows, confidence_table
@@ -26,6 +27,7 @@ from swiftlite.evaluate.figures import compare_with_engine, table
 from swiftlite.evaluate.page import evaluation_chart, evaluation_page
 from swiftlite.evaluate.places import place_tables
 from swiftlite.evaluate.rows import load_rows
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
 from swiftlite.model.build import build_model
 from tests.messages import has_line, mention_each, mentions, naming
@@ -48,8 +50,8 @@ def rows(tmp_path) -> str:
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
 def test_teacher_forced_is_what_single_samples_say(tmp_path, mesh, rows, family):
     hf_dir = make_tiny_hf(tmp_path / "model", family, depth=2, with_tokenizer=True)
-    _, data = load_rows(hf_dir, [rows])
-    found = teacher_forced(hf_dir, data.val, torch_dtype="float32", mesh=mesh, row_length=100)
+    _, data = load_rows(resolve(hf_dir), [rows])
+    found = teacher_forced(resolve(hf_dir), data.val, torch_dtype="float32", mesh=mesh, row_length=100)
     assert list(found) == ["all", "sum", "tale"]
     assert [channel["samples"] for channel in found.values()] == [12, 6, 3]
 
@@ -109,12 +111,12 @@ def in_buckets(figures: dict, place: str) -> Counter:
 
 def test_a_walk_drafts_as_many_tokens_as_the_engine(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=2, with_tokenizer=True)
-    tokenizer, data = load_rows(hf_dir, [rows])
+    tokenizer, data = load_rows(resolve(hf_dir), [rows])
     for num_drafts in (1, 2):
-        config = EngineConfig(hf_dir, "float32", num_speculative_tokens=num_drafts)
+        config = EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=num_drafts)
         served = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=4)
         assert served.num_speculative_tokens == num_drafts
-        walks = teacher_forced(hf_dir, served.answers, torch_dtype="float32", mesh=mesh, num_drafts=num_drafts)
+        walks = teacher_forced(resolve(hf_dir), served.answers, torch_dtype="float32", mesh=mesh, num_drafts=num_drafts)
         walk = walks["all"]["replayed"]
         assert len(walk["acceptance_per_position"]) == num_drafts
         assert {name: served.by_channel["all"][name] for name in walk} == walk
@@ -122,8 +124,8 @@ def test_a_walk_drafts_as_many_tokens_as_the_engine(tmp_path, mesh, rows):
 
 def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    tokenizer, data = load_rows(hf_dir, [rows])
-    config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
+    tokenizer, data = load_rows(resolve(hf_dir), [rows])
+    config = EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=None)
     served = by_engine("transformers", config, data.val_conversations, tokenizer, max_new_tokens=8, max_prompts=2)
     found = served.by_channel
     assert {channel: each["prompts"] for channel, each in found.items()} == {"all": 6, "sum": 2, "tale": 2}
@@ -138,7 +140,7 @@ def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
         max_prompts=2,
     ).by_channel
     assert again["tale"] == again["all"] == found["tale"]
-    walks = teacher_forced(hf_dir, served.answers, torch_dtype="float32", mesh=mesh)
+    walks = teacher_forced(resolve(hf_dir), served.answers, torch_dtype="float32", mesh=mesh)
     for channel in found:
         walk = walks[channel]["replayed"]
         assert {name: found[channel][name] for name in walk} == walk
@@ -146,8 +148,8 @@ def test_an_engine_counts_by_channel(tmp_path, mesh, rows):
 
 def test_an_engine_counts_drawn_answers_apart(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    tokenizer, data = load_rows(hf_dir, [rows])
-    config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
+    tokenizer, data = load_rows(resolve(hf_dir), [rows])
+    config = EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=None)
     options: dict[str, Any] = {"max_new_tokens": 8, "max_prompts": 2}
     greedy = by_engine("transformers", config, data.val_conversations, tokenizer, **options)
     both = by_engine("transformers", config, data.val_conversations, tokenizer, **options, temperature=1.5)
@@ -163,10 +165,10 @@ def test_an_engine_counts_drawn_answers_apart(tmp_path, mesh, rows):
 
 def test_values_of_draft_confidence_are_compared(tmp_path, rows, capsys):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    tokenizer, data = load_rows(hf_dir, [rows])
+    tokenizer, data = load_rows(resolve(hf_dir), [rows])
     served = by_engine(
         "transformers",
-        EngineConfig(hf_dir, "float32", num_speculative_tokens=3),
+        EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=3),
         data.val_conversations,
         tokenizer,
         max_new_tokens=8,
@@ -201,7 +203,7 @@ def test_a_prompt_that_leaves_no_room_is_named(tmp_path, mesh):
     path.write_text(json.dumps({"query": "very " * 200, "response": "Yes."}))
     tokenizer = AutoTokenizer.from_pretrained(hf_dir)
     conversations = load_prompts([str(path)])
-    config = EngineConfig(hf_dir, "float32", num_speculative_tokens=None)
+    config = EngineConfig(resolve_served(hf_dir), "float32", num_speculative_tokens=None)
     with pytest.raises(UserError, match=naming("long.jsonl:1 max_position_embeddings 64")):
         by_engine("transformers", config, conversations, tokenizer, max_new_tokens=8, max_prompts=2)
 
@@ -222,11 +224,11 @@ def test_an_error_names_only_options_that_the_command_has(tmp_path, command, bad
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"query": "Yes?", "response": ""}))
     with pytest.raises(UserError) as raised:
-        load_rows(hf_dir, [str(path)], offered=vars(command()))
+        load_rows(resolve(hf_dir), [str(path)], offered=vars(command()))
     assert re.findall(r"--\w+", str(raised.value)) == bad
     path.write_text(json.dumps({"query": "very " * 200, "response": "Yes."}))
     with pytest.raises(UserError) as raised:
-        load_rows(hf_dir, [str(path)], offered=vars(command()), max_length=8)
+        load_rows(resolve(hf_dir), [str(path)], offered=vars(command()), max_length=8)
     assert re.findall(r"--\w+", str(raised.value)) == cut
     assert mentions(raised.value.problem, "8")
 
@@ -265,10 +267,10 @@ def test_table_and_picture():
 
 def test_rows_without_a_channel_are_in_all_alone(tmp_path, mesh, rows):
     hf_dir = make_tiny_hf(tmp_path / "model", "mimo", depth=1, with_tokenizer=True)
-    _, data = load_rows(hf_dir, [rows])
+    _, data = load_rows(resolve(hf_dir), [rows])
     plain = [replace(sample, channel=None) for sample in data.val]
-    found = teacher_forced(hf_dir, plain, torch_dtype="float32", mesh=mesh)
-    named = teacher_forced(hf_dir, data.val, torch_dtype="float32", mesh=mesh)
+    found = teacher_forced(resolve(hf_dir), plain, torch_dtype="float32", mesh=mesh)
+    named = teacher_forced(resolve(hf_dir), data.val, torch_dtype="float32", mesh=mesh)
     assert list(found) == ["all"]
     (one,), (other,) = found["all"]["heads"], named["all"]["heads"]  # type: ignore[misc]
     assert one == pytest.approx(other)  # sums in another order

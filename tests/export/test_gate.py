@@ -10,6 +10,7 @@ from swiftlite.args.commands import ExportArgs
 from swiftlite.errors import UserError
 from swiftlite.evaluate.rows import load_rows
 from swiftlite.export.gate import check_acceptance
+from swiftlite.families.resolved import resolve
 from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
 
@@ -45,8 +46,8 @@ def test_the_gate(tmp_path, mesh, rows, caplog):
 def test_a_model_without_heads_is_a_baseline_of_nothing(tmp_path, mesh, rows):
     bare = make_tiny_hf(tmp_path / "bare", "qwen3", with_tokenizer=True)
     headed = make_tiny_hf(tmp_path / "headed", "qwen3", depth=1, with_tokenizer=True)
-    _, data = load_rows(bare, [rows])
-    assert teacher_forced(bare, data.val, torch_dtype="float32", mesh=mesh)["all"]["heads"] == []
+    _, data = load_rows(resolve(bare), [rows])
+    assert teacher_forced(resolve(bare), data.val, torch_dtype="float32", mesh=mesh)["all"]["heads"] == []
     args = ExportArgs(baseline=str(bare), val_dataset=[rows], max_regression=0.0)
     check_acceptance(args, headed, "float32", mesh)
 

@@ -20,8 +20,9 @@ from swiftlite.bridge.transfer import save_hf
 from swiftlite.data.template import load_tokenizer
 from swiftlite.errors import UserError
 from swiftlite.export.run import run, to_hf, to_mcore
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.runtime.lock import only_run_in
 from swiftlite.train.checkpoint.source import describe_tensors, dtypes_of
 from tests.messages import mentions, naming
@@ -120,7 +121,7 @@ def test_grafted_heads_have_the_copies_of_where_they_come_from(has_copies, where
 
 def test_new_heads_have_copies_as_published_ones_do(tmp_path, mesh):
     hf_dir = make_tiny_hf(tmp_path / "hf", "glm4_moe")
-    model = read_hf_model(hf_dir)
+    model = resolve(hf_dir)
     chunks, _ = open_model(model, mesh, dtype=torch.float32, heads=Heads(1), mtp_init="random")
     save_hf(chunks, tmp_path / "out", model.family, model.config, dtypes=dtypes_of(describe_tensors(model)))
     heads = {key for key in tensors(tmp_path / "out") if model.family.is_mtp(model.config, key)}
@@ -155,7 +156,7 @@ def assert_only_exact_are_float32(directory: Path) -> None:
 def test_new_heads_have_the_precision_of_the_trunk(family, tmp_path, mesh):
     """The bias of a router levels experts by steps of 0.001, which bfloat16 does not tell apart above 0.25."""
     hf_dir = make_tiny_hf(tmp_path / "hf", family, dtype=torch.bfloat16)
-    model = read_hf_model(hf_dir)
+    model = resolve(hf_dir)
     chunks, _ = open_model(model, mesh, dtype=torch.bfloat16, heads=Heads(1), mtp_init="random")
     own = dtypes_of(describe_tensors(model))
     save_hf(chunks, tmp_path / "out", model.family, model.config, dtypes=own)

@@ -33,11 +33,12 @@ from swiftlite.families.family import HfConfig
 from swiftlite.families.layer import Layer
 from swiftlite.families.models.qwen3 import QWEN3
 from swiftlite.families.rank import ParameterCount, Rank
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
 from swiftlite.model import specs
 from swiftlite.model.layers.kernels import Modules
 from swiftlite.model.layers.tensor_parallel import ColumnParallelLinear
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.runtime.distributed import session
 from swiftlite.train import run as training
 from tests.growth.unheard import TOKENS, export_hf, hf_config, is_trained, logits, make_model, run, there_and_back
@@ -240,7 +241,7 @@ def continue_a_prompt(model: Path) -> str:
     """What is said when acceptance is to be measured."""
     make_known()
     with session() as mesh, torch.no_grad():
-        (chunk,), _ = open_model(read_hf_model(model), mesh, dtype=torch.float32)
+        (chunk,), _ = open_model(resolve(model), mesh, dtype=torch.float32)
         row = greedy.GreedyRow.of([1, 2, 3], max_new_tokens=4, max_length=16)
         rows = greedy.GreedyRows([chunk.eval()], mesh, [row], ())
         with pytest.raises(UserError) as raised:

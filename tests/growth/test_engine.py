@@ -34,12 +34,13 @@ from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Samplin
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.load_report import LoadReport
-from swiftlite.engines.served_model import ServedModel, read_model, require_heads
+from swiftlite.engines.served_model import require_heads, resolve_served
 from swiftlite.engines.server_command import ServerCommand
 from swiftlite.engines.transformers.engine import load_trunk
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.errors import UserError
 from swiftlite.families import Family
+from swiftlite.families.resolved import HfModel
 from tests.engines.reference import Reference, write_trained
 from tests.messages import answers_equal, has_line, mentions
 from tests.tiny import make_tiny_tokenizer
@@ -73,9 +74,9 @@ class PlainEngine:
     """See `Engine`."""
 
     def __init__(self, config: EngineConfig):
-        model = read_model(config.model)
+        model = config.model
         self.num_speculative_tokens = 1 if config.num_speculative_tokens is None else config.num_speculative_tokens
-        trunk: Any = load_trunk(model, config)
+        trunk: Any = load_trunk(config)
         self._decoder = trunk.get_decoder()
         self._output_layer = trunk.get_output_embeddings()
         self._max_length = config.max_model_len or trunk.config.max_position_embeddings
@@ -145,7 +146,7 @@ class PlainEngine:
 
 
 # 4. Its server and the client of it, for `deploy` and `bench`.
-def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
+def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
     if schedule is not None:
         raise UserError("plain drafts as many tokens at every load", "leave --draft_schedule out")
     num_tokens = (args.num_speculative_tokens or 1) if drafts else 0
@@ -155,7 +156,7 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule:
 
 def serve(directory: str, port: str, num_tokens: str) -> None:
     """Answer POST requests with one event each: the tokens, and the counts of their drafts."""
-    engine = PlainEngine(EngineConfig(Path(directory), "float32", num_speculative_tokens=int(num_tokens)))
+    engine = PlainEngine(EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=int(num_tokens)))
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -211,7 +212,7 @@ class PlainClient:
 
 # 5. What its loader makes of a checkpoint, for `doctor --engine`.
 def look(config: EngineConfig) -> LoadReport:
-    model = read_model(config.model)
+    model = config.model
     problems = []
     try:
         require_heads(model)
@@ -252,7 +253,7 @@ def swiftlite(*words: object) -> int:
 
 def test_its_tokens_and_counts_are_those_of_a_reference(added, model):
     prompts = [[1, 2, 3], [40], [7, 8]]
-    engine = start_engine("plain", EngineConfig(model, "float32", num_speculative_tokens=None))
+    engine = start_engine("plain", EngineConfig(resolve_served(model), "float32", num_speculative_tokens=None))
     completions = engine.generate(prompts, Sampling(12))
     expected, counts = Reference.load(model, "qwen3", 1).simulate(prompts, 12, 1)
     assert [completion.token_ids for completion in completions] == expected

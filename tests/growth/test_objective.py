@@ -26,10 +26,11 @@ from swiftlite.data.batch import Batch
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, make_sample
 from swiftlite.estimate.flops import training_flops
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
 from swiftlite.model.forward import forward
 from swiftlite.model.gpt import Losses
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.model.pipeline import ForwardStep
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.distributed import session
@@ -104,7 +105,7 @@ HELD_OUT = make_pairs(8, seed=1)
 def train(hf_dir: Path, metrics_file: Path, mesh: Mesh) -> list[dict[str, float]]:
     """The metrics over held-out pairs before and after training."""
     objective: Objective = PreferenceObjective(BETA)
-    hf_model = read_hf_model(hf_dir)
+    hf_model = resolve(hf_dir)
     plan = make_plan(ARGS, mesh.dp.size(), Heads())
     flops = training_flops(hf_model.config)
     batches = Batches(plan, mesh.dp.rank(), 0, flops)

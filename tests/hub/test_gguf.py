@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftlite.data.template import ChatTemplate, load_tokenizer, stop_token_ids
 from swiftlite.errors import OptionError, UserError
-from swiftlite.hub.model import description_of, identity_of, local_model
+from swiftlite.families.resolved import resolve
+from swiftlite.hub.model import description_of, local_model
 from swiftlite.rules import check
 from tests.messages import mentions, naming
 from tests.rules.good import SFT
@@ -75,7 +76,7 @@ def test_a_real_file_computes_what_transformers_makes_of_it():
     assert [tokenizer.decode([token]) for token in stops] == ["<|im_end|>"]
 
     assert description_of(str(FILE)) == local_model(str(FILE)) == directory
-    assert identity_of(str(FILE)) == directory.name
+    assert resolve(FILE).identity == directory.name
     kept = [path.name for path in directory.parent.iterdir() if path.is_dir()]
     assert sorted(kept) == [directory.name, "descriptions"]
 

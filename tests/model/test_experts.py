@@ -7,10 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftlite.args.fields import DistributedArgs
+from swiftlite.families.resolved import resolve
 from swiftlite.model.layers.experts import GroupedMLP, together
 from swiftlite.model.layers.swiglu import SwiGLU
 from swiftlite.model.layers.tensor_parallel import AddsGradients
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.plan.kernels import Kernels
 from swiftlite.train.optim import wrap_model
 from tests.model.test_logits import load_megatron
@@ -125,7 +126,7 @@ def test_gradients_of_all_experts_are_added_at_once(overlaps, dtype, tmp_path, m
     directory = make_tiny_hf(tmp_path, "qwen3_moe", num_experts=4, vocab_size=131)
     sums, additions = [], []
     for at_once in (False, True):
-        (chunk,), _ = open_model(read_hf_model(directory), mesh, dtype=dtype, kernels=Kernels(has_grouped_experts=True))
+        (chunk,), _ = open_model(resolve(directory), mesh, dtype=dtype, kernels=Kernels(has_grouped_experts=True))
         monkeypatch.setattr(GroupedMLP, "works_with_overlap", at_once)
         monkeypatch.setattr(GroupedMLP, "add_gradients_in_place", AddsGradients.add_gradients_in_place)
         if not at_once:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from swiftlite.families.resolved import resolve
 from swiftlite.model.gpt import Losses
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.train.optim import wrap_model
 from tests.tiny import make_tiny_hf
 
@@ -17,7 +18,7 @@ TOKENS = torch.tensor([[5, 9, 5, 7, 3, 5], [2, 2, 8, 1, 0, 4]])  # some occur mo
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def hf_model(request, tmp_path_factory):
     directory = make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen3", depth=2, tied=request.param)
-    return read_hf_model(directory)
+    return resolve(directory)
 
 
 def losses(model: torch.nn.Module) -> torch.Tensor:

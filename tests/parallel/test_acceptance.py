@@ -14,8 +14,9 @@ from swiftlite.acceptance.held_out import HeldOut, Prompt
 from swiftlite.acceptance.report import read_acceptance
 from swiftlite.args.commands import SftArgs
 from swiftlite.families import FAMILIES
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from tests.engines.reference import Reference, follow, write_trained
@@ -79,7 +80,7 @@ def measure(job: Job) -> None:
     if stages := options.get("pipeline_model_parallel_layout"):
         options["pipeline_model_parallel_layout"] = stages.replace("MTP", "m" * job.heads.layers)
     with session(layout_of(SftArgs(model=str(job.hf_dir), **options)), timeout_minutes=2) as mesh:
-        chunks, _ = open_model(read_hf_model(job.hf_dir), mesh, dtype=torch.float32, heads=job.heads)
+        chunks, _ = open_model(resolve(job.hf_dir), mesh, dtype=torch.float32, heads=job.heads)
         for chunk in chunks:
             chunk.eval()
         held_out = HeldOut(

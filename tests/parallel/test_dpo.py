@@ -17,6 +17,7 @@ from swiftlite.errors import UserError
 from swiftlite.estimate.memory import estimate
 from swiftlite.estimate.reference_memory import estimate_asking
 from swiftlite.estimate.setup import planned_setup
+from swiftlite.families.resolved import resolve
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.methods import reference
@@ -26,6 +27,7 @@ from tests.parallel.launch import launch, open_store, prepare_session
 from tests.parallel.parity import OPTIONS, SIZES
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import write_pairs, write_rated
+from tests.train.prepared import prepare
 
 pytestmark = pytest.mark.gloo
 
@@ -125,9 +127,9 @@ def test_a_layout_changes_no_number(tmp_path):
 
 def prepare_with(args: list[DpoArgs]) -> str:
     """What a rank is told that has options of its own."""
-    with phases.open_session(args[0]) as mesh:
+    with phases.open_session(args[0], resolve(args[0].model)) as mesh:
         try:
-            training.prepare(args[dist.get_rank()], mesh)
+            prepare(args[dist.get_rank()], mesh)
         except UserError as error:
             return str(error)
     return ""
@@ -167,8 +169,8 @@ class Logits(TorchDispatchMode):
 
 def hold_both(args: DpoArgs) -> dict[str, int]:
     """Bytes of what this rank holds while the reference model is asked, by names of `AskingMemory`."""
-    with phases.open_session(args) as mesh:
-        run = training.prepare(args, mesh)
+    with phases.open_session(args, resolve(args.model)) as mesh:
+        run = prepare(args, mesh)
         model = reference.open_reference(run)
         chunks = model.open()
         config = run.hf_model.config

@@ -13,8 +13,9 @@ from swiftlite.args.commands import SftArgs
 from swiftlite.args.fields import MoeArgs
 from swiftlite.data.batch import collate, collate_packed
 from swiftlite.data.sample import make_sample
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
 from swiftlite.train.head_fit import RIDGE, fit_heads, samples_to_fit
@@ -57,7 +58,7 @@ def fit(job: Job) -> None:
     samples = [make_sample(row, np.ones(len(row))) for row in make_rows()]
     with session(layout_of(SftArgs(model=str(job.hf_dir), **job.options)), timeout_minutes=2) as mesh:
         chunks, _ = open_model(
-            read_hf_model(job.hf_dir), mesh, dtype=torch.float32, heads=Heads(DEPTH), mtp_init="fit_last_layer"
+            resolve(job.hf_dir), mesh, dtype=torch.float32, heads=Heads(DEPTH), mtp_init="fit_last_layer"
         )
         mine = samples[mesh.dp.rank() :: mesh.dp.size()]
         pairs = [mine[start : start + 2] for start in range(0, len(mine), 2)]
@@ -143,7 +144,7 @@ def test_fit_changes_nothing_else(tmp_path, mesh):
     hf_dir = make_tiny_hf(tmp_path / "hf", "glm4_moe", depth=0)
     samples = [make_sample(row, np.ones(len(row))) for row in make_rows()[:4]]
     chunks, _ = open_model(
-        read_hf_model(hf_dir),
+        resolve(hf_dir),
         mesh,
         dtype=torch.float32,
         heads=Heads(1),

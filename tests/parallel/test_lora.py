@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.families.resolved import resolve
 from swiftlite.model.layers.lora import Adapter, add_adapters
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.plan.heads import lora_of
 from swiftlite.plan.layout import layout_of
 from swiftlite.runtime.distributed import session
@@ -68,7 +69,7 @@ def draw(layout: dict[str, Any], hf_dir: Path) -> dict[str, bytes]:
     """By adapter: which inputs of a step's first micro-batch this rank keeps."""
     args = SftArgs(model=str(hf_dir), torch_dtype="float32", lora_dropout=0.5, **LORA, **layout)
     with session(layout_of(args), tied_embeddings=False) as mesh:
-        hf_model = read_hf_model(hf_dir)
+        hf_model = resolve(hf_dir)
         chunks, _ = open_model(hf_model, mesh, dtype=torch.float32, heads=hf_model.heads)
         lora = lora_of(args, hf_model.heads)
         assert lora is not None

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite.args.commands import SftArgs
-from swiftlite.model.open import read_hf_model
+from swiftlite.families.resolved import resolve
 from swiftlite.plan.layout import layout_of
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.plan.trainable import trainable_of
@@ -226,7 +226,7 @@ def bytes_to_load(hf_dir: Path) -> tuple[int, int]:
     """Of the optimizer's state: the bytes that this rank lays out to resume, and those of the whole state."""
     args = SftArgs(model=str(hf_dir), torch_dtype="bfloat16", use_distributed_optimizer=True, train_iters=8)
     with session(layout_of(args), tied_embeddings=False, seed=1) as mesh:
-        hf_model = read_hf_model(hf_dir)
+        hf_model = resolve(hf_dir)
         plan = make_plan(args, 2, hf_model.heads)
         trainable = trainable_of(args, plan.heads)
         learner = make_learner(args, mesh, hf_model, plan, make_schedule(args, 8), trainable)

@@ -13,7 +13,8 @@ from torch import nn
 
 from swiftlite.args.fields import ParallelLayout
 from swiftlite.bridge.rows import HfPart
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.families.resolved import resolve
+from swiftlite.model.open import open_model
 from swiftlite.runtime.distributed import session
 from swiftlite.train.live_weights import LiveWeights
 from swiftlite.train.optim import wrap_model
@@ -68,7 +69,7 @@ def send_both_parts(layout: ParallelLayout, hf_dir: Path) -> dict[str, dict[str,
     received = {}
     parts: tuple[HfPart, ...] = ("trunk", "heads")
     with session(layout, timeout_minutes=2) as mesh:
-        hf_model = read_hf_model(hf_dir)
+        hf_model = resolve(hf_dir)
         chunks, _ = open_model(hf_model, mesh, dtype=torch.float32)
         live = LiveWeights(wrap_model(chunks, mesh, torch.float32), hf_model, bucket_bytes=20_000)
         for part in parts:

@@ -22,15 +22,16 @@ pytestmark = [
 # vLLM's kernels for FP8 on a CPU need AMX. Which kernel multiplies is not in question here: none does.
 LOAD_ALL = """
 import dataclasses, json, sys
-from pathlib import Path
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.dry_load import dry_load
 from vllm.model_executor.kernels.linear.scaled_mm import cpu
 for kernel in vars(cpu).values():
     if getattr(kernel, "__module__", "") == cpu.__name__ and "is_supported" in vars(kernel):
         kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
 for directory in sys.argv[1:]:
-    print(json.dumps(dataclasses.asdict(dry_load(EngineConfig(Path(directory), num_speculative_tokens=None)))))
+    config = EngineConfig(resolve_served(directory), num_speculative_tokens=None)
+    print(json.dumps(dataclasses.asdict(dry_load(config))))
 """
 
 

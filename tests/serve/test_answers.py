@@ -12,7 +12,7 @@ import pytest
 from swiftlite.args.commands import InferArgs
 from swiftlite.data.rows.conversation import Conversation
 from swiftlite.engines.engine import Sampling
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.serve.answers import AnswersFile, as_line, describe
 from tests.messages import mentions, naming
@@ -188,7 +188,7 @@ def test_what_answers_are_made_with(tmp_path):
 
     def made_with(**options) -> dict:
         args = InferArgs(model=str(directory), **options)
-        return describe(args, read_model(directory), [chat], [[1, 2]], Sampling(8, stop_token_ids=(3,)))
+        return describe(args, resolve_served(directory), [chat], [[1, 2]], Sampling(8, stop_token_ids=(3,)))
 
     first = made_with(vllm_engine_kwargs={"hf_token": "SECRET"})
     assert "SECRET" not in json.dumps(first)

@@ -17,7 +17,7 @@ from swiftlite import log
 from swiftlite.args.commands import DeployArgs
 from swiftlite.bench.server import free_url
 from swiftlite.bridge.adapters.files import AdapterBase, digest_of, write_adapter, write_heads
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from swiftlite.lora import Lora
 from swiftlite.serve import deploy
@@ -30,7 +30,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 def command(model, **options: Any) -> list[str]:
     given: dict[str, Any] = {"infer_backend": "sglang", "torch_dtype": "float32"} | options
     args = DeployArgs(model=str(model), **given)
-    made = deploy.server_command(args, read_model(model))
+    made = deploy.server_command(args, resolve_served(model))
     return [*(f"{name}={value}" for name, value in made.variables.items()), *made.words]
 
 
@@ -93,8 +93,8 @@ def write_adapters(directory, base, rank: int = 4, saved: tuple[str, ...] = (), 
     of_base = AdapterBase(str(base), digest_of(base))
     write_adapter(directory, Lora(rank, 8.0), of_base, tensors, {name: whole[name] for name in saved})
     if heads:
-        model = read_model(base)
-        of_heads = {name: whole[name] for name in whole if model.family.is_mtp(model.hf_config, name)}
+        model = resolve_served(base)
+        of_heads = {name: whole[name] for name in whole if model.family.is_mtp(model.config, name)}
         write_heads(directory, of_base, of_heads, model.heads, "qwen3")
     return str(directory)
 

@@ -14,6 +14,7 @@ from swiftlite.runtime.mesh import Mesh
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.parallel.parity import save_gradients
+from tests.train.prepared import prepare
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
 TOOL_TURNS = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
@@ -70,7 +71,7 @@ def write_rated(path: Path) -> Path:
 
 def train(args: DpoArgs, mesh: Mesh) -> Path:
     """All phases in order; returns the run's directory."""
-    run = training.prepare(args, mesh)
+    run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
     trainer.fit(state["step"])
@@ -80,7 +81,7 @@ def train(args: DpoArgs, mesh: Mesh) -> Path:
 
 def first_step(args: DpoArgs, mesh: Mesh) -> tuple[dict[str, float], dict[str, torch.Tensor], list[Sample]]:
     """Metrics and gradients, by HF name, of one step over all training pairs, and those pairs."""
-    run = training.prepare(args, mesh)
+    run = prepare(args, mesh)
     run.output_dir.mkdir(exist_ok=True)
     metrics = training.make_trainer(run, {"step": 0}).step(1)
     out_dir, hf_model = Path(args.output_dir) / "gradients", run.hf_model

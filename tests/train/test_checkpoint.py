@@ -16,10 +16,11 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
 from swiftlite.log import logger
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint, read_state, resolve_checkpoint
 from tests.evil import Evil
 from tests.messages import has_line, mentions, naming
@@ -39,7 +40,7 @@ STREAM = {
 
 @pytest.fixture(scope="module")
 def hf_model(tmp_path_factory):
-    return read_hf_model(make_tiny_hf(tmp_path_factory.mktemp("hf"), "qwen3", depth=1))
+    return resolve(make_tiny_hf(tmp_path_factory.mktemp("hf"), "qwen3", depth=1))
 
 
 @pytest.fixture

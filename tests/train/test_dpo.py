@@ -24,6 +24,7 @@ from swiftlite.train.methods.reference import log_probabilities
 from tests.messages import has_line, naming
 from tests.tiny import make_tiny_hf
 from tests.train.pairs import LOSSES, first_step, log_p, open_hf, train, write_pairs
+from tests.train.prepared import prepare
 from tests.train.test_sft import metrics
 
 
@@ -128,7 +129,7 @@ def reference_of(pair: Sample) -> list[float]:
 
 def test_heads_learn_from_the_preferred_answers_alone(options, mesh):
     """Their loss is what `megatron sft` has on those answers."""
-    run = training.prepare(options(global_batch_size=16, micro_batch_size=16), mesh)
+    run = prepare(options(global_batch_size=16, micro_batch_size=16), mesh)
     (batch,) = run.batches.train(run.rows, Sampler(16, 16, 0, shuffle=False), 0)
     preferred = replace(run.data, train=[replace(pair, others=()) for pair in run.data.train])
     (alone,) = run.batches.train(run.batches.rows(preferred.train), Sampler(16, 16, 0, shuffle=False), 0)
@@ -156,7 +157,7 @@ def test_at_the_first_step_the_model_is_its_own_reference(options, mesh):
 def test_an_export_says_what_the_run_has_learned(options, mesh, hf_dir, tmp_path, changed, merge_lora):
     """transformers, and PEFT where adapters stay apart, have the log-probabilities that the trained model has."""
     args = options(lr=1e-2, **changed)
-    run = training.prepare(args, mesh)
+    run = prepare(args, mesh)
     trainer = training.make_trainer(run, phases.restore(run))
     trainer.fit(0)
     trainer.close()
@@ -191,25 +192,25 @@ def test_a_resumed_run_takes_the_steps_of_an_unbroken_one(options, mesh, tmp_pat
 def test_the_cache_is_read_and_refused_by_name(options, mesh, tmp_path, ref_dir):
     cache = tmp_path / "cache"
     args = options(ref_model=str(ref_dir), ref_logprobs_cache=str(cache))
-    first = training.prepare(args, mesh)
+    first = prepare(args, mesh)
     numbers = load_file(cache / "reference.safetensors")["log_probabilities"]
     written = (cache / "reference.safetensors").stat().st_mtime_ns
-    again = training.prepare(args, mesh)
+    again = prepare(args, mesh)
     assert (cache / "reference.safetensors").stat().st_mtime_ns == written
     assert [reference_of(pair) for pair in first.data.train] == [reference_of(pair) for pair in again.data.train]
     assert numbers.size(1) == 2
     with pytest.raises(UserError, match=naming(f"--ref_logprobs_cache {cache} model")):
-        training.prepare(replace(args, ref_model=None), mesh)
+        prepare(replace(args, ref_model=None), mesh)
     save_file({"other": numbers}, cache / "reference.safetensors")
     with pytest.raises(UserError, match=naming(f"{cache / 'reference.safetensors'}")):
-        training.prepare(args, mesh)
+        prepare(args, mesh)
     (cache / "reference.safetensors").rename(cache / "notes.txt")
     with pytest.raises(UserError, match=naming(f"--ref_logprobs_cache {cache} reference.safetensors")):
-        training.prepare(args, mesh)
+        prepare(args, mesh)
 
 
 def test_a_run_that_is_killed_keeps_what_was_scored(options, mesh, tmp_path, ref_dir, monkeypatch, caplog):
-    whole = training.prepare(options(ref_model=str(ref_dir), ref_logprobs_cache=str(tmp_path / "whole")), mesh)
+    whole = prepare(options(ref_model=str(ref_dir), ref_logprobs_cache=str(tmp_path / "whole")), mesh)
     cache = tmp_path / "cache"
     args = options(ref_model=str(ref_dir), ref_logprobs_cache=str(cache))
     monkeypatch.setattr(reference, "SLICE_PAIRS", 3)
@@ -223,10 +224,10 @@ def test_a_run_that_is_killed_keeps_what_was_scored(options, mesh, tmp_path, ref
 
     monkeypatch.setattr(reference, "log_probabilities", scored)
     with pytest.raises(KeyboardInterrupt):
-        training.prepare(args, mesh)
+        prepare(args, mesh)
     assert len(list(cache.iterdir())) == 3
     with caplog.at_level("INFO"):
-        again = training.prepare(args, mesh)
+        again = prepare(args, mesh)
     assert has_line(caplog.text, "11")  # of 20 pairs
     assert [path.name for path in cache.iterdir()] == ["reference.safetensors"]
     assert [reference_of(pair) for pair in again.data.train] == [reference_of(pair) for pair in whole.data.train]
@@ -242,7 +243,7 @@ def test_a_slice_is_small_in_pairs_and_tokens(monkeypatch):
 def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
     """Their digests are in a tensor: a safetensors header may have 100 MB, those of 1.4 million pairs."""
     args = options()
-    asked = replace(reference.open_reference(training.prepare(args, mesh)), directory=tmp_path / "cache")
+    asked = replace(reference.open_reference(prepare(args, mesh)), directory=tmp_path / "cache")
     answers = {f"{n:064x}": (float(n), -float(n)) for n in range(100_000)}
     asked._check_directory()
     asked._write_all(answers, {"model": "one"})
@@ -254,7 +255,7 @@ def test_the_cache_holds_millions_of_pairs(options, mesh, tmp_path):
 def test_few_micro_batches_are_in_memory(options, mesh, monkeypatch):
     """Held-out rows and pairs that a reference model scores: each is collated when it is run."""
     args = options(micro_batch_size=1, global_batch_size=1, split_dataset_ratio=0.5)
-    run = training.prepare(args, mesh)
+    run = prepare(args, mesh)
     alive: weakref.WeakSet = weakref.WeakSet()
     most = []
     collate = Batches.collate
@@ -279,4 +280,4 @@ def test_pairs_that_are_ties_as_tokens_or_too_long_are_named(options, mesh, tmp_
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"query": "a", "response": "b " * 40, "rejected_response": "c"}) + "\n")
     with pytest.raises(UserError, match=naming("long.jsonl:1 --max_length 48")):
-        training.prepare(options(dataset=[str(long)], max_length=48, truncation_strategy="error"), mesh)
+        prepare(options(dataset=[str(long)], max_length=48, truncation_strategy="error"), mesh)

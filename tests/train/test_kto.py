@@ -16,6 +16,7 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
 from tests.train.pairs import RATED, first_step, open_hf, train, write_rated
+from tests.train.prepared import prepare
 from tests.train.test_dpo import options, ref_dir  # noqa: F401, fixtures
 from tests.train.test_sft import metrics
 
@@ -95,7 +96,7 @@ def test_a_step_is_trls(rated, mesh, tmp_path, hf_dir, ref_dir, changed):  # noq
 
 
 def test_heads_learn_from_good_answers_alone(rated, mesh):
-    run = training.prepare(rated(global_batch_size=16, micro_batch_size=16), mesh)
+    run = prepare(rated(global_batch_size=16, micro_batch_size=16), mesh)
     (batch,) = run.batches.train(run.rows, Sampler(16, 16, 0, shuffle=False), 0)
     good = batch.extras["desirable"]
     assert (batch.labels_KBS[1, ~good] == -100).all()
@@ -117,7 +118,7 @@ def test_one_question_has_no_other(rated, mesh, tmp_path):
     path = tmp_path / "one.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match=naming("--loss_type kto --dataset")):
-        training.prepare(rated(dataset=[str(path)]), mesh)
+        prepare(rated(dataset=[str(path)]), mesh)
 
 
 @pytest.mark.parametrize("packing", [{"packing": True}, {"packing": True, "sequence_packing_scheduler": "dp_balanced"}])
@@ -127,10 +128,10 @@ def test_kl_is_the_same_in_packed_rows(rated, mesh, tmp_path, ref_dir, packing):
     kl = []
     for name, more in {"padded": {"global_batch_size": 20}, "packed": {"packing_length": 192, **packing}}.items():
         args = rated(output_dir=str(tmp_path / name), **models, **more)
-        run = training.prepare(args, mesh)
+        run = prepare(args, mesh)
         if name == "packed":
             args = rated(output_dir=str(tmp_path / "all"), global_batch_size=len(run.rows), **models, **more)
-            run = training.prepare(args, mesh)
+            run = prepare(args, mesh)
         batches = run.batches.train(run.rows, Sampler(len(run.rows), len(run.rows), 0), 0)
         if name == "packed":
             assert 1 < len(batches.companions) < 20

@@ -7,7 +7,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from safetensors.torch import load_file
 
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.families.resolved import resolve
+from swiftlite.model.open import open_model
 from swiftlite.train.live_weights import Bucket, LiveWeights
 from swiftlite.train.optim import wrap_model
 from tests.tiny import make_tiny_hf
@@ -34,7 +35,7 @@ def hf_dir(tmp_path):
 
 @pytest.fixture
 def wrapped(hf_dir, mesh) -> list[DistributedDataParallel]:
-    chunks, _ = open_model(read_hf_model(hf_dir), mesh, dtype=torch.float32)
+    chunks, _ = open_model(resolve(hf_dir), mesh, dtype=torch.float32)
     return wrap_model(chunks, mesh, torch.float32)
 
 
@@ -45,7 +46,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 def test_trunk_and_heads_together_are_the_model(hf_dir, wrapped):
     engine = Engine()
-    LiveWeights(wrapped, read_hf_model(hf_dir)).send(engine)
+    LiveWeights(wrapped, resolve(hf_dir)).send(engine)
     assert [part for part, _ in engine.received] == ["target", "draft"]
     trunk, heads = (tensors for _, tensors in engine.received)
     assert all(key.startswith("mtp.") for key in heads)
@@ -55,12 +56,12 @@ def test_trunk_and_heads_together_are_the_model(hf_dir, wrapped):
 @pytest.mark.parametrize(("options", "parts"), [({"draft": False}, ["target"]), ({"target": False}, ["draft"])])
 def test_one_part_may_stay(hf_dir, wrapped, options, parts):
     engine = Engine()
-    LiveWeights(wrapped, read_hf_model(hf_dir)).send(engine, **options)
+    LiveWeights(wrapped, resolve(hf_dir)).send(engine, **options)
     assert [part for part, _ in engine.received] == parts
 
 
 def test_they_are_as_the_last_step_left_them(hf_dir, wrapped):
-    live = LiveWeights(wrapped, read_hf_model(hf_dir))
+    live = LiveWeights(wrapped, resolve(hf_dir))
     with torch.no_grad():
         for parameter in wrapped[0].parameters():
             parameter += 1
@@ -72,7 +73,7 @@ def test_they_are_as_the_last_step_left_them(hf_dir, wrapped):
 
 def test_no_bucket_is_larger_than_it_may_be(hf_dir, wrapped):
     limit = 40_000
-    live = LiveWeights(wrapped, read_hf_model(hf_dir), bucket_bytes=limit)
+    live = LiveWeights(wrapped, resolve(hf_dir), bucket_bytes=limit)
     buckets = list(live.stream("trunk"))
     assert len(buckets) > 1
     for bucket in buckets:
@@ -83,6 +84,6 @@ def test_no_bucket_is_larger_than_it_may_be(hf_dir, wrapped):
 def test_precision_is_that_of_an_export(hf_dir, wrapped):
     original = load_file(hf_dir / "model.safetensors")
     dtypes = {key: "bfloat16" if key.startswith("mtp.") else "float32" for key in original}
-    live = LiveWeights(wrapped, read_hf_model(hf_dir), dtypes)
+    live = LiveWeights(wrapped, resolve(hf_dir), dtypes)
     assert {tensor.dtype for bucket in live.stream("heads") for tensor in bucket.values()} == {torch.bfloat16}
     assert {tensor.dtype for bucket in live.stream("trunk") for tensor in bucket.values()} == {torch.float32}

@@ -15,6 +15,7 @@ from swiftlite.bridge.adapters.files import digest_of
 from swiftlite.bridge.hf_config import read_config
 from swiftlite.errors import UserError
 from swiftlite.export.run import to_hf
+from swiftlite.families.resolved import resolve
 from swiftlite.lora import is_adapter
 from swiftlite.model.layers.lora import Adapter, gather_adapters, merged
 from swiftlite.plan.kernels import Machine
@@ -23,6 +24,7 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
+from tests.train.prepared import prepare
 from tests.train.test_sft import metrics, train
 
 STEPS = 20
@@ -115,7 +117,7 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
     args = options(model=str(base), **LORA, **changed)
     model = peft_model(base, r=4, lora_alpha=6.0, **config)
 
-    run = training.prepare(args, mesh)
+    run = prepare(args, mesh)
     begun = adapters_of(run)
     theirs = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {peft_name(key) for key in begun} == {name for name in theirs if "lora_" in name}
@@ -164,7 +166,7 @@ def test_adapters_learn_what_pefts_learn(options, mesh, tmp_path, family, change
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "deepseek_v3", "qwen3_moe", "qwen3_5"])
 def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, family, use_dora):
     base = make_tiny_hf(tmp_path / "base", family, depth=1, with_tokenizer=True)
-    run = training.prepare(options(model=str(base), tuner_type="lora", use_dora=use_dora), mesh)
+    run = prepare(options(model=str(base), tuner_type="lora", use_dora=use_dora), mesh)
     (chunk,) = run.learner.chunks
     assert any(name.startswith("mtp.") and is_adapter(name) for name, _ in chunk.named_parameters())
     logits = []
@@ -174,7 +176,7 @@ def test_before_the_first_step_every_bit_is_the_base_s(options, mesh, tmp_path, 
         logits.append([made.main, *made.mtp])
     assert all(torch.equal(adapted, plain) for adapted, plain in zip(*logits, strict=True))
     weights = {name: tensor for name, tensor in chunk.state_dict().items() if ".adapter." not in name}
-    (other,) = training.prepare(options(model=str(base)), mesh).learner.chunks
+    (other,) = prepare(options(model=str(base)), mesh).learner.chunks
     assert all(torch.equal(weights[name], parameter) for name, parameter in other.named_parameters())
 
 
@@ -189,7 +191,7 @@ def test_heads_beside_adapters(options, mesh, tmp_path, hf_dir, tuner, learns, u
     run = train(args, mesh)
     report = json.loads((run / "run_report.json").read_text())["tensors"]
     assert report["frozen_but_changed"] == report["trained_but_unchanged"] == []
-    chunk = training.prepare(replace(args, output_dir=str(tmp_path / "other")), mesh).learner.chunks[0]
+    chunk = prepare(replace(args, output_dir=str(tmp_path / "other")), mesh).learner.chunks[0]
     parameters = dict(chunk.named_parameters())
     assert any(name.startswith("mtp.") and ".adapter." in name for name in parameters) == (tuner == "lora")
     for name, parameter in parameters.items():
@@ -197,9 +199,9 @@ def test_heads_beside_adapters(options, mesh, tmp_path, hf_dir, tuner, learns, u
 
     to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "merged")), mesh)
     to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
-    with with_adapters(str(hf_dir), str(tmp_path / "adapter")) as directory:
-        assert digest_of(directory) == digest_of(tmp_path / "merged") != digest_of(hf_dir)
-        assert read_config(directory) == read_config(tmp_path / "merged")
+    with with_adapters(resolve(hf_dir), str(tmp_path / "adapter")) as model:
+        assert digest_of(model.directory) == digest_of(tmp_path / "merged") != digest_of(hf_dir)
+        assert model.config == read_config(tmp_path / "merged")
 
 
 def test_adapters_learn_the_same_beside_fused_kernels(options, mesh, tmp_path, monkeypatch):
@@ -246,7 +248,7 @@ def test_recomputed_layers_drop_the_same(options, mesh, tmp_path):
 
 def test_a_mask_takes_one_number_however_many_tokens_there_are(options, mesh):
     """Tensor-parallel ranks have different tokens of experts, and the same ones of the layers after these."""
-    run = training.prepare(options(tuner_type="lora", lora_dropout=0.5), mesh)
+    run = prepare(options(tuner_type="lora", lora_dropout=0.5), mesh)
     (adapter, *_) = (module for module in run.learner.chunks[0].modules() if isinstance(module, Adapter))
     after = set()
     for num_tokens in (0, 3, 7):
@@ -261,14 +263,14 @@ def test_adapters_of_another_model_are_refused(options, mesh, tmp_path):
     to_hf(ExportArgs(to_hf=True, model=str(run), output_dir=str(tmp_path / "adapter"), merge_lora=False), mesh)
     other = make_tiny_hf(tmp_path / "other", "qwen3", depth=1, with_tokenizer=True, seed=1)
     refused = pytest.raises(UserError, match=naming(f"--adapters {other} config.json"))
-    with refused, with_adapters(str(other), str(tmp_path / "adapter")):
+    with refused, with_adapters(resolve(other), str(tmp_path / "adapter")):
         pass
     smaller = make_tiny_hf(tmp_path / "smaller", "qwen3", depth=1, with_tokenizer=True, num_hidden_layers=1)
     tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")  # as others write it: without a digest
     (tmp_path / "adapter/mtp_heads.safetensors").unlink()
     refused = pytest.raises(UserError, match=r"--adapters .*\n.* model\.layers\.1\.")
-    with refused, with_adapters(str(smaller), str(tmp_path / "adapter")):
+    with refused, with_adapters(resolve(smaller), str(tmp_path / "adapter")):
         pass
 
 
@@ -295,7 +297,7 @@ def test_adapters_that_do_not_fit_are_refused(options, mesh, tmp_path, hf_dir, c
     changed(files)
     (directory / "adapter_config.json").write_text(json.dumps(files["config"]))
     save_file(files["tensors"], directory / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=naming(why)), with_adapters(str(hf_dir), str(directory)):
+    with pytest.raises(UserError, match=naming(why)), with_adapters(resolve(hf_dir), str(directory)):
         pass
 
 

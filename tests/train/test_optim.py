@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.train.optim import make_optimizer, wrap_model
 from tests.tiny import make_tiny_hf
@@ -19,7 +20,7 @@ STEPS, LR, MIN_LR = 20, 1e-2, 1e-3
 @pytest.fixture(scope="module")
 def chunks(tmp_path_factory, mesh):
     """A model with biases, and its name for each parameter."""
-    hf_model = read_hf_model(make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen2"))
+    hf_model = resolve(make_tiny_hf(tmp_path_factory.mktemp("model"), "qwen2"))
     chunks, _ = open_model(hf_model, mesh, dtype=torch.float32)
     return chunks
 
@@ -94,7 +95,7 @@ def test_an_update_is_adamw_without_decay_of_biases_and_norms(chunks, mesh):
 
 @pytest.mark.parametrize(("clip_grad", "mtp_clip_grad"), [(0.5, 0.2), (0.0, 0.2), (0.5, 0.0)])
 def test_trunk_and_heads_are_clipped_by_their_own_norms(tmp_path, mesh, clip_grad, mtp_clip_grad):
-    hf_model = read_hf_model(make_tiny_hf(tmp_path / "model", "qwen3", depth=1))
+    hf_model = resolve(make_tiny_hf(tmp_path / "model", "qwen3", depth=1))
     chunks, _ = open_model(hf_model, mesh, dtype=torch.float32)
     optimizer: Any
     _, optimizer, scheduler = make(chunks, mesh, clip_grad=clip_grad, mtp_clip_grad=mtp_clip_grad)

@@ -13,9 +13,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from swiftlite.args.commands import SftArgs
+from swiftlite.families.resolved import HfModel, resolve
 from swiftlite.heads import Heads
 from swiftlite.model.gpt import GPTModel
-from swiftlite.model.open import HfModel, open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.plan.run import make_plan, make_schedule
 from swiftlite.runtime.mesh import Mesh
 from swiftlite.train.checkpoint.checkpointer import Checkpointer, load_checkpoint
@@ -30,7 +31,7 @@ SAVED_AFTER, UPDATES = 2, 4
 @pytest.fixture(scope="module", params=["qwen3", "glm4_moe"])
 def hf_model(request, tmp_path_factory) -> HfModel:
     """The second one has experts, whose optimizer is one of a chain."""
-    return read_hf_model(make_tiny_hf(tmp_path_factory.mktemp("hf"), request.param, depth=1))
+    return resolve(make_tiny_hf(tmp_path_factory.mktemp("hf"), request.param, depth=1))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from swiftlite.data.sample import IGNORED
 from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.train.pairs import open_hf
+from tests.train.prepared import prepare
 from tests.train.test_sft import metrics
 
 
@@ -46,7 +47,7 @@ def options(hf_dir, tmp_path):
 
 def train(args: PtArgs, mesh) -> tuple[phases.Run, float]:
     """The run when all is done, and its evaluation before the first step."""
-    run = training.prepare(args, mesh)
+    run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
     before = trainer.evaluate()["eval_loss"]

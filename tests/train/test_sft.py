@@ -14,11 +14,12 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from tests.messages import has_line, mentions, naming
 from tests.tiny import make_tiny_hf
+from tests.train.prepared import prepare
 
 
 def train(args, mesh) -> Path:
     """All phases in order; returns the run's directory."""
-    run = training.prepare(args, mesh)
+    run = prepare(args, mesh)
     state = phases.restore(run)
     trainer = training.make_trainer(run, state)
     outcome = phases.fit(run, trainer, state["step"], training.make_held_out(run))
@@ -37,7 +38,7 @@ def names(directory: Path) -> set[str]:
 
 
 def test_each_phase_writes_its_own_files(options, mesh, tmp_path):
-    run = training.prepare(options(save_steps=2, acceptance_samples=2, acceptance_max_new_tokens=4), mesh)
+    run = prepare(options(save_steps=2, acceptance_samples=2, acceptance_max_new_tokens=4), mesh)
     assert not run.output_dir.exists()
     assert (len(run.data.train), len(run.data.val), run.schedule.steps) == (16, 4, 4)
 
@@ -116,7 +117,7 @@ def test_a_run_does_not_resume_over_other_data(options, mesh, hf_dir, change, na
     kept = {path: path.read_bytes() for path in (Path(args.dataset[0]), hf_dir / "chat_template.jinja")}
     change(args, hf_dir)
     with pytest.raises(UserError, match=naming(f"--resume checkpoint-2 {named}")):
-        training.prepare(replace(args, train_iters=4, resume=True), mesh)
+        prepare(replace(args, train_iters=4, resume=True), mesh)
     for path, content in kept.items():
         path.write_bytes(content)
     train(replace(args, train_iters=4, resume=True), mesh)
@@ -127,7 +128,7 @@ def test_a_stream_does_not_resume_over_longer_files(options, mesh):
     train(args, mesh)
     add_a_row(args, None)
     with pytest.raises(UserError, match=naming("--resume --dataset")):
-        training.prepare(replace(args, train_iters=4, resume=True), mesh)
+        prepare(replace(args, train_iters=4, resume=True), mesh)
 
 
 def test_a_checkpoint_without_digests_of_its_data_resumes(options, mesh):
@@ -137,12 +138,12 @@ def test_a_checkpoint_without_digests_of_its_data_resumes(options, mesh):
     state = json.loads(path.read_text())
     del state["data"]
     path.write_text(json.dumps(state))
-    training.prepare(replace(args, train_iters=4, resume=True), mesh)
+    prepare(replace(args, train_iters=4, resume=True), mesh)
 
 
 def test_a_checkpoint_past_the_last_step_is_named(options, mesh):
     train(options(), mesh)
-    run = training.prepare(options(train_iters=3, resume=True), mesh)
+    run = prepare(options(train_iters=3, resume=True), mesh)
     with pytest.raises(UserError, match=naming("checkpoint-4 3")):
         phases.restore(run)
 
@@ -160,15 +161,15 @@ def test_heads_that_config_does_not_promise_are_not_dropped_in_silence(options, 
     config = json.loads((hf_dir / "config.json").read_text())
     (hf_dir / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
     with pytest.raises(UserError, match=naming("config.json --mtp_num_layers 0 num_nextn_predict_layers")):
-        training.prepare(options(), mesh)
-    run = training.prepare(options(mtp_num_layers=0), mesh)
+        prepare(options(), mesh)
+    run = prepare(options(mtp_num_layers=0), mesh)
     assert run.plan.heads.layers == 0
     assert any(key.startswith("mtp.") for key in run.learner.weights_report.dropped)
 
 
 def test_heads_that_are_grafted_come_from_the_other_model(options, mesh, tmp_path):
     base = make_tiny_hf(tmp_path / "base", "qwen3", depth=1, with_tokenizer=True, seed=1)
-    run = training.prepare(options(mtp_init="graft", mtp_graft_from=str(base)), mesh)
+    run = prepare(options(mtp_init="graft", mtp_graft_from=str(base)), mesh)
     (chunk,) = run.learner.chunks
     found = chunk.state_dict()["mtp.layers.0.eh_proj.weight"]
     expected = load_file(base / "model.safetensors")["mtp.fc.weight"]
@@ -179,4 +180,4 @@ def test_mock_samples_that_are_too_long_are_named(options, mesh, tmp_path):
     mock = {"mode": "file", "path": str(tmp_path / "lengths.csv")}
     (tmp_path / "lengths.csv").write_text("16\n40\n")
     with pytest.raises(UserError, match=naming("40 --max_length 32")):
-        training.prepare(options(sft_mock_dataset_config_json=mock, max_length=32, dataset=[]), mesh)
+        prepare(options(sft_mock_dataset_config_json=mock, max_length=32, dataset=[]), mesh)

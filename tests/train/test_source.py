@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import resolve
 from swiftlite.heads import Heads
-from swiftlite.model.open import read_hf_model
 from swiftlite.train.checkpoint.source import check_model_links, check_source, dtypes_of, source_tensors, write_source
 from tests.messages import naming
 from tests.tiny import make_tiny_hf
@@ -26,7 +26,7 @@ def hf_dir(tmp_path):
 
 
 def test_small_files_are_copied_and_weights_are_not(hf_dir, tmp_path):
-    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1))
+    source = write_source(resolve(hf_dir), tmp_path / "run", Heads(1))
     assert source == tmp_path / "run" / "source"
     copied = {path.name for path in source.iterdir()}
     assert copied == {path.name for path in hf_dir.iterdir()} - {
@@ -43,12 +43,12 @@ def test_config_tells_of_the_heads_of_the_run_and_of_no_quantisation(hf_dir, tmp
     config = json.loads((hf_dir / "config.json").read_text())
     quantised = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (hf_dir / "config.json").write_text(json.dumps(quantised))
-    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1, unroll=3))
+    source = write_source(resolve(hf_dir), tmp_path / "run", Heads(1, unroll=3))
     assert json.loads((source / "config.json").read_text()) == {**config, "mtp_unroll": 3}
 
 
 def test_the_precision_of_every_tensor_is_noted(hf_dir, tmp_path):
-    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1))
+    source = write_source(resolve(hf_dir), tmp_path / "run", Heads(1))
     with safe_open(hf_dir / "model.safetensors", "pt") as file:
         dtypes = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
     expected = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
@@ -58,7 +58,7 @@ def test_the_precision_of_every_tensor_is_noted(hf_dir, tmp_path):
 
 def test_grafted_heads_bring_their_own_precision(hf_dir, tmp_path):
     base = make_tiny_hf(tmp_path / "base", "qwen3", depth=1, dtype=torch.float32)
-    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1), base)
+    source = write_source(resolve(hf_dir), tmp_path / "run", Heads(1), resolve(base))
     found = dtypes_of(source_tensors(source))
     assert {found[name] for name in found if name.startswith("mtp.")} == {"float32"}
     assert {found[name] for name in found if not name.startswith("mtp.")} == {"bfloat16"}
@@ -67,7 +67,7 @@ def test_grafted_heads_bring_their_own_precision(hf_dir, tmp_path):
 def test_a_place_that_cannot_be_made_is_named(hf_dir, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"--output_dir .*file/run.*Not a directory"):
-        write_source(read_hf_model(hf_dir), tmp_path / "file" / "run", Heads(1))
+        write_source(resolve(hf_dir), tmp_path / "file" / "run", Heads(1))
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_links_out_of_a_model_are_not_followed(hf_dir, tmp_path):
     hf_dir.rename(tmp_path / "models--a--b" / "blobs")
     for blob in (tmp_path / "models--a--b" / "blobs").iterdir():
         (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
-    source = write_source(read_hf_model(snapshot), tmp_path / "run", Heads(1))
+    source = write_source(resolve(snapshot), tmp_path / "run", Heads(1))
     assert (source / "tokenizer.json").is_file()
     assert not (source / "tokenizer.json").is_symlink()
     (tmp_path / "secret").write_text("not the model's")
     (snapshot / "leak.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=naming("leak.txt /secret")):
-        write_source(read_hf_model(snapshot), tmp_path / "other", Heads(1))
+        write_source(resolve(snapshot), tmp_path / "other", Heads(1))
 
 
 def test_a_directory_that_is_only_called_like_the_cache(hf_dir, tmp_path):
@@ -113,7 +113,7 @@ def test_a_directory_that_is_only_called_like_the_cache(hf_dir, tmp_path):
 
 
 def test_links_out_of_a_run_are_not_followed(hf_dir, tmp_path):
-    source = write_source(read_hf_model(hf_dir), tmp_path / "run", Heads(1))
+    source = write_source(resolve(hf_dir), tmp_path / "run", Heads(1))
     (source / "inside.json").symlink_to("config.json")
     check_source(tmp_path / "run")
     (tmp_path / "secret").write_text("not the run's")

@@ -17,6 +17,7 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.metrics.trackers import TRACKERS, PatientTracker, TrackedRun, open_trackers
 from tests.messages import has_line
+from tests.train.prepared import prepare
 
 CONFIG = redact({"lr": 1e-3, "model": "a model", "nothing": None, "kwargs": {"api_key": "sesame"}})
 
@@ -143,7 +144,7 @@ def test_keys_are_not_told(request, monkeypatch, tmp_path, name):
 
 
 def test_a_run_of_sft_is_in_mlflow(mlflow_local, options, mesh, tmp_path):
-    run = training.prepare(options(report_to=["mlflow"], acceptance_samples=2, acceptance_max_new_tokens=4), mesh)
+    run = prepare(options(report_to=["mlflow"], acceptance_samples=2, acceptance_max_new_tokens=4), mesh)
     phases.restore(run)
     phases.fit(run, training.make_trainer(run, {"step": 0}), 0, training.make_held_out(run))
     client = mlflow_local.MlflowClient()

@@ -12,6 +12,7 @@ from swiftlite.train import phases
 from swiftlite.train import run as training
 from swiftlite.train.trainer import Trainer, seed_of_step
 from tests.messages import mentions, naming
+from tests.train.prepared import prepare
 
 
 class Listed:
@@ -32,7 +33,7 @@ def make_trainer(options, mesh):
     """The trainer of a run that has not begun."""
 
     def make(after_step=None, **changed) -> Trainer:
-        run = training.prepare(options(**changed), mesh)
+        run = prepare(options(**changed), mesh)
         trainer = training.make_trainer(run, phases.restore(run))
         return replace(trainer, sinks=[Listed()], after_step=after_step)
 

@@ -10,13 +10,12 @@ import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
 from pkgutil import resolve_name
 
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.load_report import LoadReport
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import check_files, resolve_served
 from swiftlite.errors import UserError
 
 
@@ -26,12 +25,12 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
     Raises:
         UserError: no model of a known family is there, or the engine itself does not start to work here.
     """
-    model = read_model(config.model)
+    check_files(config.model)
     if info.known_report and not info.is_installed:
-        return resolve_name(info.known_report)(model)
-    options = {name: value for name, value in dataclasses.asdict(config).items() if name != "model"}
+        return resolve_name(info.known_report)(config.model)
+    options = {name: value for name, value in vars(config).items() if name != "model"}
     words = [sys.executable, "-W", "ignore", "-m", "swiftlite.engines.loading.dry_load"]
-    command = [*words, info.dry_load, str(config.model)]
+    command = [*words, info.dry_load, str(config.model.directory)]
     # Options go by stdin, because everybody on the machine sees a command line, and one may be a key.
     done = subprocess.run(command, input=json.dumps(options), capture_output=True, text=True)
     if done.returncode != 0:
@@ -42,7 +41,7 @@ def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
 
 def main(target: str, directory: str) -> None:
     """Print the report of one engine, with the options that stdin brings as JSON."""
-    report = resolve_name(target)(EngineConfig(Path(directory), **json.load(sys.stdin)))
+    report = resolve_name(target)(EngineConfig(resolve_served(directory), **json.load(sys.stdin)))
     print(json.dumps(dataclasses.asdict(report)))
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.load_tracker import DryLoad
-from swiftlite.engines.served_model import ServedModel, fed_otherwise
+from swiftlite.engines.served_model import fed_otherwise
+from swiftlite.families.resolved import HfModel
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Loading:
     """
 
     info: EngineInfo
-    model: ServedModel
+    model: HfModel
     target: nn.Module | None = None
     draft: nn.Module | None = None
     problems: list[str] = field(default_factory=list)
@@ -134,7 +135,7 @@ class Loading:
     def _unread(self) -> list[str]:
         """Keys that went nowhere; neither what follows from the config nor the copies that tied models have."""
         family = self.model.family
-        copies = chain.from_iterable(row.hf_copies for row in family.rows(self.model.hf_config))
+        copies = chain.from_iterable(row.hf_copies for row in family.rows(self.model.config))
         keys = (self.recorder.keys - self.recorder.used).difference(copies)
         left = sorted(key for key in keys if not family.is_derived(key) and not family.is_carried(key))
         return [f"no class of {self.info.label} reads {key}" for key in some(left)]

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from swiftlite.bridge.binding import compare_shapes
 from swiftlite.bridge.rows import Shape, shapes_of
 from swiftlite.bridge.tensors import some
-from swiftlite.engines.served_model import ServedModel
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 
 Bucket = Mapping[str, torch.Tensor]
 Part = Literal["target", "draft"]
@@ -75,9 +75,9 @@ class WeightUpdate:
         layout: what of its layout is not supported, see `unsupported_layout`.
     """
 
-    def __init__(self, name: str, channel: Channel, model: ServedModel, drafts: bool, layout: str = ""):
+    def __init__(self, name: str, channel: Channel, model: HfModel, drafts: bool, layout: str = ""):
         self._name, self._channel, self._drafts, self._layout = name, channel, drafts, layout
-        family, config = model.family, model.hf_config
+        family, config = model.family, model.config
         self._target = shapes_of(family.trunk_rows(config))
         self._draft: dict[str, Shape] = {}
         for head in range(model.heads.layers):

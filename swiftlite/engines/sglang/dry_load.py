@@ -26,7 +26,6 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from swiftlite.bridge.tensors import some
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.loading.load_report import Loading, LoadReport, one_rank, stage
-from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.sglang.engine import checked_options
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.weight_transfer import SHARED
@@ -42,7 +41,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
     Raises:
         UserError: no model of a known family is there.
     """
-    model = read_model(config.model)
+    model = config.model
     drafts = model.heads.layers > 0 and config.num_speculative_tokens != 0
     loading = Loading(SGLANG, model)
     problem = depth_problem(model, config.num_speculative_tokens) if drafts else None
@@ -50,7 +49,7 @@ def dry_load(config: EngineConfig) -> LoadReport:
         loading.problems.append(problem)
     with loading.until_it_objects():
         with stage("SGLang refuses its options"):
-            server_args = checked_options(_options(model, config, drafts))
+            server_args = checked_options(_options(config, drafts))
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         with one_rank(distributed):
             initialize_dp_attention(server_args)
@@ -72,7 +71,7 @@ def _replaced(loading: Loading) -> list[str]:
     return [f"{type(loading.draft).__name__} loads another tensor over {key}" for key in some(keys)]
 
 
-def _options(model: ServedModel, config: EngineConfig, drafts: bool) -> dict[str, Any]:
+def _options(config: EngineConfig, drafts: bool) -> dict[str, Any]:
     """SGLang's options for heads that may be broken: what is wrong with them is to be found out."""
     num_tokens = config.num_speculative_tokens or 1
     drafting = {
@@ -82,7 +81,7 @@ def _options(model: ServedModel, config: EngineConfig, drafts: bool) -> dict[str
         "speculative_num_draft_tokens": num_tokens + 1,
     }
     return {
-        "model_path": str(model.directory),
+        "model_path": str(config.model.directory),
         "dtype": config.torch_dtype,
         "trust_remote_code": config.trust_remote_code,
         "skip_tokenizer_init": True,

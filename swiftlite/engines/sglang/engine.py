@@ -19,7 +19,6 @@ from swiftlite.engines.devices import on_devices
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
-from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.options import cpu_options, cpu_variables, is_on_cpu, speculative_options
 from swiftlite.errors import UserError
@@ -42,14 +41,13 @@ class SglangEngine:
             raise UserError(
                 f"weight_transport {config.weight_transport}: SGLang takes new weights from files", "use file"
             )
-        model = read_model(config.model)
         os.environ.update(cpu_variables())  # read when SGLang is imported
         import sglang
 
         require_plugin(SGLANG)
         # It would log an error only to say that it uses `report_lost_process`.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
-        server_args = checked_options(engine_options(model, config))
+        server_args = checked_options(engine_options(config))
         with on_devices(config.devices):
             self._engine = sglang.Engine(server_args=server_args)
         self.num_speculative_tokens: int = server_args.speculative_num_steps or 0
@@ -61,7 +59,7 @@ class SglangEngine:
 
         channel = SglangChannel(self._engine, server_args.tp_size)
         layout = unsupported_layout(server_args.pp_size, server_args.ep_size > 1)
-        self._weights = WeightUpdate("SGLang", channel, model, self.num_speculative_tokens > 0, layout)
+        self._weights = WeightUpdate("SGLang", channel, config.model, self.num_speculative_tokens > 0, layout)
 
     def _keep_sigterm(self) -> None:
         """Leave SIGTERM to this process. With its first request SGLang would take it for itself: answer all that waits,
@@ -129,7 +127,7 @@ class SglangEngine:
         self._engine.shutdown()
 
 
-def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
+def engine_options(config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments for `sglang.Engine`.
 
     Args:
@@ -139,7 +137,7 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
         UserError: the heads are not whole, or SGLang would draft with something else.
     """
     options: dict[str, Any] = {
-        "model_path": str(model.directory),
+        "model_path": str(config.model.directory),
         "dtype": config.torch_dtype,
         "trust_remote_code": config.trust_remote_code,
         "context_length": config.max_model_len,
@@ -150,7 +148,7 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
     }
     drafts = config.num_speculative_tokens != 0
     if drafts:
-        options |= speculative_options(model, config.num_speculative_tokens, config.speculative_config)
+        options |= speculative_options(config.model, config.num_speculative_tokens, config.speculative_config)
         if config.draws_drafts and options["speculative_eagle_topk"] == 1 and not is_on_cpu():
             options["speculative_use_rejection_sampling"] = True
     options |= cpu_options(drafts) | config.engine_kwargs

@@ -15,13 +15,14 @@ import torch
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.loading.load_report import LoadReport
-from swiftlite.engines.served_model import ServedModel, fed_otherwise, log_fed_otherwise, require_heads
+from swiftlite.engines.served_model import fed_otherwise, log_fed_otherwise, require_heads
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
 
 
-def depth_problem(model: ServedModel, num_steps: int | None = None) -> str | None:
+def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
     """Why SGLang would draft with something else than the checkpoint's heads; None when it would not.
 
     Args:
@@ -42,7 +43,7 @@ def depth_problem(model: ServedModel, num_steps: int | None = None) -> str | Non
 
 
 def speculative_options(
-    model: ServedModel, num_tokens: int | None = None, given: Mapping[str, Any] | None = None
+    model: HfModel, num_tokens: int | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """SGLang's four options of drafting by their names: those given, else what the checkpoint has.
 
@@ -92,7 +93,7 @@ def schedule_options(schedule: DraftSchedule, bench_json: Path) -> dict[str, Any
     return {"speculative_adaptive": True, "speculative_adaptive_config": str(path.absolute())}
 
 
-def _token_map(model: ServedModel) -> dict[str, str]:
+def _token_map(model: HfModel) -> dict[str, str]:
     """SGLang's option for heads with a draft vocabulary.
 
     Raises:
@@ -106,14 +107,14 @@ def _token_map(model: ServedModel) -> dict[str, str]:
     return {"speculative_token_map": str(path.absolute())}
 
 
-def known_report(model: ServedModel) -> LoadReport:
+def known_report(model: HfModel) -> LoadReport:
     """What is known of SGLang's draft classes, for a machine where SGLang is not installed."""
     known = SGLANG.convention_for(model.family)
     problem = depth_problem(model)
     note = fed_otherwise(model, SGLANG)
     return LoadReport(
         engine="sglang 0.5.23, as known to swiftlite; it is not installed here, so its loader was not run",
-        target=(model.hf_config.get("architectures") or [None])[0],
+        target=(model.config.get("architectures") or [None])[0],
         draft=known.draft if model.heads.layers else None,
         num_mtp_heads=model.heads.layers,
         num_drafting=known.num_drafting(model.heads.layers),

@@ -6,14 +6,14 @@ from typing import Any
 
 from swiftlite.args.commands import DeployArgs
 from swiftlite.engines.draft_schedule import DraftSchedule
-from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.sglang.info import SGLANG
 from swiftlite.engines.sglang.options import cpu_options, cpu_variables, schedule_options, speculative_options
+from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import served_name
 
 
-def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
+def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
     """SGLang's server of a model.
 
     Raises:

@@ -27,11 +27,12 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.tensors import Checkpoint, some
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
-from swiftlite.engines.served_model import ServedModel, read_model, require_heads
+from swiftlite.engines.served_model import require_heads
 from swiftlite.engines.transformers.mtp_heads import DraftOutput, MtpCandidateGenerator, load_heads
 from swiftlite.engines.transformers.recurrent import RecurrentStates, crop_keys
 from swiftlite.engines.transformers.verification import verify, verify_greedily, warpers
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 
 
 class TransformersEngine:
@@ -44,12 +45,12 @@ class TransformersEngine:
     def __init__(self, config: EngineConfig):
         if config.devices:
             raise UserError("devices for transformers, which computes on this process's own", "leave them out")
-        model = read_model(config.model)
+        model = config.model
         num_tokens = model.heads.drafts if config.num_speculative_tokens is None else config.num_speculative_tokens
         if num_tokens or config.num_speculative_tokens is None:
             require_heads(model)
         self.num_speculative_tokens = num_tokens
-        trunk: Any = load_trunk(model, config)
+        trunk: Any = load_trunk(config)
         self._decoder, self._output_layer = trunk.get_decoder(), trunk.get_output_embeddings()
         longest = trunk.config.max_position_embeddings
         self._max_length = min(config.max_model_len or longest, longest)
@@ -161,12 +162,13 @@ class TransformersEngine:
             self._counts += DraftCounts(1, num_drafted, accepted)
 
 
-def load_trunk(model: ServedModel, config: EngineConfig) -> PreTrainedModel:
+def load_trunk(config: EngineConfig) -> PreTrainedModel:
     """The model without its MTP heads, on the GPU when there is one.
 
     Raises:
         UserError: a tensor of the trunk is missing; transformers would put random numbers in its place.
     """
+    model = config.model
     options: dict[str, Any] = {
         "dtype": getattr(torch, config.torch_dtype),
         "output_loading_info": True,
@@ -177,10 +179,10 @@ def load_trunk(model: ServedModel, config: EngineConfig) -> PreTrainedModel:
     if model.family.name == "mimo":
         # transformers has no MiMo class; the trunk is a Qwen2 whose config has another name.
         model_class = Qwen2ForCausalLM
-        options["config"] = Qwen2Config(**{k: v for k, v in model.hf_config.items() if k != "model_type"})
+        options["config"] = Qwen2Config(**{k: v for k, v in model.config.items() if k != "model_type"})
     else:
         options["trust_remote_code"] = config.trust_remote_code
-    if encoding_of(model.hf_config):
+    if encoding_of(model.config):
         model_class, options["config"] = _unquantised_class(model_class, model, options)
         options["state_dict"] = _trunk_tensors(model, options["dtype"])
         source = None
@@ -198,7 +200,7 @@ def load_trunk(model: ServedModel, config: EngineConfig) -> PreTrainedModel:
     return trunk.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _unquantised_class(model_class: Any, model: ServedModel, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
+def _unquantised_class(model_class: Any, model: HfModel, options: dict[str, Any]) -> tuple[Any, PreTrainedConfig]:
     """The class of a quantised model's trunk, and its config without the quantisation."""
     config = options.pop("config", None)
     trust_remote_code = options.pop("trust_remote_code", False)
@@ -214,13 +216,13 @@ def _unquantised_class(model_class: Any, model: ServedModel, options: dict[str, 
     return type(trunk), trunk.config
 
 
-def _trunk_tensors(model: ServedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The trunk's tensors as training reads them.
 
     transformers 5.19 multiplies FP8 by the wrong factors, or raises, where a matrix is no multiple of a block, as
     DeepSeek-V3's `kv_a_proj_with_mqa` of 576 rows (integrations/finegrained_fp8.py).
     """
-    family, hf_config = model.family, model.hf_config
+    family, hf_config = model.family, model.config
     tensors = {}
     with Checkpoint(model.directory, encoding_of(hf_config)) as checkpoint:
         for key, entry in checkpoint.entries.items():

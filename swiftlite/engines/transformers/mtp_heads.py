@@ -23,8 +23,8 @@ from swiftlite.bridge.encoding.expert_stack import stack
 from swiftlite.bridge.encoding.index import encoding_of
 from swiftlite.bridge.rows import Row, renamed, shapes_of
 from swiftlite.bridge.tensors import Checkpoint
-from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.transformers.verification import draw
+from swiftlite.families.resolved import HfModel
 from swiftlite.heads.drafting import Drafting
 
 
@@ -80,20 +80,20 @@ class DraftOutput(nn.Module):
         return whole.index_copy_(-1, self._drafted, logits)
 
 
-def load_heads(model: ServedModel, decoder: Any) -> nn.ModuleList:
+def load_heads(model: HfModel, decoder: Any) -> nn.ModuleList:
     """The checkpoint's MTP heads, on the decoder's device and in its dtype."""
     heads = nn.ModuleList()
-    with Checkpoint(model.directory, encoding_of(model.hf_config)) as checkpoint:
+    with Checkpoint(model.directory, encoding_of(model.config)) as checkpoint:
         for index in range(model.heads.layers):
-            frame = model.family.mtp.frame_rows(model.hf_config, index)
+            frame = model.family.mtp.frame_rows(model.config, index)
             state = {row.mcore.removeprefix(f"mtp.layers.{index}."): _read(row, checkpoint) for row in frame}
-            block = model.family.mtp.block(model.hf_config, index)
-            names = shapes_of(model.family.block_rows(model.hf_config))
+            block = model.family.mtp.block(model.config, index)
+            names = shapes_of(model.family.block_rows(model.config))
             tensors = {
                 f"transformer_layer.{renamed(name, model.family.memory_names)}": checkpoint.read(block + name)
                 for name in names
             }
-            head = MtpHead(decoder, model.family.mtp_block_number(model.hf_config))
+            head = MtpHead(decoder, model.family.mtp_block_number(model.config))
             head.load_state_dict(state | stack(tensors), strict=True)
             heads.append(head)
     return heads.requires_grad_(False).eval()

@@ -20,7 +20,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.loading.load_report import Loading, LoadReport, one_rank, stage
-from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.options import num_drafting_heads, num_tokens_to_draft
 from swiftlite.errors import UserError
@@ -38,12 +37,12 @@ def dry_load(config: EngineConfig) -> LoadReport:
     Raises:
         UserError: no model of a known family is there.
     """
-    model = read_model(config.model)
+    model = config.model
     loading = Loading(VLLM, model)
     with loading.until_it_objects():
-        speculative = _speculative_config(model, config, loading.problems)
+        speculative = _speculative_config(config, loading.problems)
         with stage("vLLM refuses its options"):
-            vllm_config = _vllm_config(model, config, speculative)
+            vllm_config = _vllm_config(config, speculative)
         with set_current_vllm_config(vllm_config), one_rank(distributed):
             loading.target = _load(loading, vllm_config, vllm_config.model_config)
             loading.draft = _load_draft(loading, vllm_config)
@@ -56,13 +55,13 @@ def dry_load(config: EngineConfig) -> LoadReport:
     return loading.report(vllm.__version__, num_drafting)
 
 
-def _speculative_config(model: ServedModel, config: EngineConfig, problems: list[str]) -> dict[str, Any] | None:
+def _speculative_config(config: EngineConfig, problems: list[str]) -> dict[str, Any] | None:
     """vLLM's options of drafting for heads that may be broken: what is wrong with them is to be found out.
 
     Args:
         problems: gets a line when vLLM would run another head than the one trained for a step.
     """
-    given = config.speculative_config
+    model, given = config.model, config.speculative_config
     if (given is None and model.heads.layers == 0) or config.num_speculative_tokens == 0:
         return None
     if given is not None and given.get("method") != "mtp":
@@ -76,9 +75,9 @@ def _speculative_config(model: ServedModel, config: EngineConfig, problems: list
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens}
 
 
-def _vllm_config(model: ServedModel, config: EngineConfig, speculative: dict[str, Any] | None) -> VllmConfig:
+def _vllm_config(config: EngineConfig, speculative: dict[str, Any] | None) -> VllmConfig:
     options = {
-        "model": str(model.directory),
+        "model": str(config.model.directory),
         "dtype": config.torch_dtype,
         "trust_remote_code": config.trust_remote_code,
         "enforce_eager": True,

@@ -17,7 +17,6 @@ from swiftlite.engines.devices import on_devices
 from swiftlite.engines.engine import Completion, EngineConfig, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.loading.weight_update import Bucket, WeightUpdate, unsupported_layout
 from swiftlite.engines.plugin import require_plugin
-from swiftlite.engines.served_model import ServedModel, read_model
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.live.weight_channel import LlmClient, VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
@@ -39,7 +38,6 @@ class VllmEngine:
     """
 
     def __init__(self, config: EngineConfig):
-        model = read_model(config.model)
         require_plugin(VLLM)
         # A start logs some hundred lines at INFO and thirty at WARNING, from four processes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -53,7 +51,7 @@ class VllmEngine:
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         num_devices = config.engine_kwargs.get("tensor_parallel_size", 1)
         check_gpus(config.weight_transport, config.devices or range(num_devices))
-        options = engine_options(model, config)
+        options = engine_options(config)
         try:
             with outside_torchrun(), on_devices(config.devices):
                 self._llm = LLM(**options)
@@ -73,7 +71,7 @@ class VllmEngine:
         self._transport = make_transport(config.weight_transport, client, num_workers)
         channel = VllmChannel(client, self._transport)
         layout = unsupported_layout(parallel.pipeline_parallel_size, parallel.enable_expert_parallel)
-        self._weights = WeightUpdate("vLLM", channel, model, method == "mtp", layout)
+        self._weights = WeightUpdate("vLLM", channel, config.model, method == "mtp", layout)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
@@ -150,15 +148,15 @@ def _completion(output: Any) -> Completion:
     return Completion(list(answer.token_ids), "stop" if answer.finish_reason == "stop" else "length")
 
 
-def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
+def engine_options(config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM`.
 
     Raises:
         UserError: the heads are not whole, or vLLM would run another head than the one trained for a step.
     """
-    attention = attention_options(model, config.torch_dtype)
+    attention = attention_options(config.model, config.torch_dtype)
     options = {
-        "model": str(model.directory),
+        "model": str(config.model.directory),
         "dtype": config.torch_dtype,
         "trust_remote_code": config.trust_remote_code,
         "max_model_len": config.max_model_len,
@@ -169,7 +167,7 @@ def engine_options(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
         "disable_log_stats": False,  # the counts of drafts are among the statistics
         "enforce_eager": is_on_cpu(),  # compiling takes minutes and gains little there
         **attention,
-        "speculative_config": with_backend_of_trunk(speculative_config(model, config), attention),
+        "speculative_config": with_backend_of_trunk(speculative_config(config), attention),
         "weight_transfer_config": {"backend": BACKENDS[config.weight_transport]},
     } | config.engine_kwargs
     return {name: value for name, value in options.items() if value is not None}

@@ -10,14 +10,15 @@ from typing import Any
 
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
-from swiftlite.engines.served_model import ServedModel, log_fed_otherwise, require_heads
+from swiftlite.engines.served_model import log_fed_otherwise, require_heads
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.errors import UserError
 from swiftlite.families.attention import LatentAttention
+from swiftlite.families.resolved import HfModel
 from swiftlite.log import logger
 
 
-def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, Any] | None:
+def speculative_config(config: EngineConfig) -> dict[str, Any] | None:
     """vLLM's options of drafting, after making sure that it drafts with what was trained.
 
     Returns:
@@ -28,7 +29,7 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
     """
     from swiftlite.engines.vllm.plugin import DRAFTS
 
-    given = config.speculative_config
+    model, given = config.model, config.speculative_config
     if given is not None and given.get("method") != "mtp":
         if "model" in given and Path(given["model"]).resolve() == model.directory.resolve():
             raise UserError(
@@ -52,7 +53,7 @@ def speculative_config(model: ServedModel, config: EngineConfig) -> dict[str, An
     return {"method": "mtp", **(given or {}), "num_speculative_tokens": num_tokens_to_draft(model, num_tokens)}
 
 
-def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
+def num_tokens_to_draft(model: HfModel, num_tokens: int | None) -> int:
     """Tokens per step that this vLLM drafts with heads that were trained for them; unset, all that they were.
 
     Raises:
@@ -75,7 +76,7 @@ def num_tokens_to_draft(model: ServedModel, num_tokens: int | None) -> int:
     return num_tokens
 
 
-def num_drafting_heads(model: ServedModel) -> int:
+def num_drafting_heads(model: HfModel) -> int:
     """MTP heads that draft in this vLLM; the classes of our plugin run all of them in its newer model runner."""
     from swiftlite.engines.vllm.plugin import has_multi_module_runner
 
@@ -102,7 +103,7 @@ def is_on_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-def attention_options(model: ServedModel, torch_dtype: str) -> dict[str, Any]:
+def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
     """vLLM's options without which it computes a kind of attention wrongly, or not at all.
 
     Raises:
@@ -113,7 +114,7 @@ def attention_options(model: ServedModel, torch_dtype: str) -> dict[str, Any]:
             f"vLLM's classes of {model.family.name} import torchvision, which is not installed",
             "install torchvision for this torch, or use --infer_backend transformers",
         )
-    attentions = model.family.architecture(model.hf_config).attentions
+    attentions = model.family.architecture(model.config).attentions
     options: dict[str, Any] = {}
     if is_on_cpu() and any(isinstance(attention, LatentAttention) for attention in attentions):
         # Its rotary kernel there takes the rotary part of a query for a whole tensor: with 0.32 every token behind the

@@ -16,7 +16,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.args.fields import WeightTransport
 from swiftlite.engines.engine import Completion, OnAnswer, Sampling, check_prompts
 from swiftlite.engines.loading.weight_update import Bucket, Part, WeightUpdate, unsupported_layout
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.client import read_metrics
 from swiftlite.engines.vllm.live.weight_channel import VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS, check_gpus, make_transport
@@ -54,7 +54,7 @@ class ServedVllm:
                 f"the server at {url} is paused: an update of its weights is under way, or has failed",
                 "start the server again if nobody is updating it",
             )
-        model = read_model(config["model_config"]["model"])
+        model = resolve_served(config["model_config"]["model"])
         drafting = config["speculative_config"] or {}
         self.num_speculative_tokens: int = drafting.get("num_speculative_tokens", 0)
         self._max_length: int = config["model_config"]["max_model_len"]

@@ -10,19 +10,19 @@ from swiftlite.bridge.tensors import Checkpoint
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.plugin import require_plugin
-from swiftlite.engines.served_model import ServedModel
 from swiftlite.engines.server_command import ServerCommand, flags
 from swiftlite.engines.vllm import options
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.live.weight_transport import BACKENDS
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.hub.name import served_name
 from swiftlite.log import logger
 
 GUARD = "swiftlite.engines.vllm.live.guard.KeyOnEveryRoute"
 
 
-def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
+def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: DraftSchedule | None) -> ServerCommand:
     """vLLM's server of a model.
 
     Raises:
@@ -31,13 +31,13 @@ def server_command(args: DeployArgs, model: ServedModel, drafts: bool, schedule:
     require_plugin(VLLM)
     num_tokens = args.num_speculative_tokens if schedule is None else schedule.largest
     config = EngineConfig(
-        model.directory,
+        model,
         num_speculative_tokens=num_tokens if drafts else 0,
         speculative_config=args.vllm_speculative_config,
         draws_drafts=True,  # each request has a temperature of its own
     )
     attention = options.attention_options(model, args.torch_dtype)
-    speculative = options.with_backend_of_trunk(options.speculative_config(model, config), attention)
+    speculative = options.with_backend_of_trunk(options.speculative_config(config), attention)
     if schedule is not None and speculative is not None:
         speculative |= options.schedule_options(schedule)
     given: dict[str, Any] = {
@@ -69,7 +69,7 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM can make room for."""
 
 
-def lora_options(adapters: str, model: ServedModel, drafts: bool) -> dict[str, Any]:
+def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
     """vLLM's options for adapters beside a model; a request names their directory as its model.
 
     Args:

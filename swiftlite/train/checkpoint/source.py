@@ -15,8 +15,8 @@ from swiftlite.bridge.hf_config import quantization_change, write_patched
 from swiftlite.bridge.tensors import Checkpoint, describe
 from swiftlite.durable import write_durably
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
-from swiftlite.model.open import HfModel
 
 TENSORS_FILE = "tensors.json"
 CARRIED_FILE = "carried.safetensors"
@@ -24,7 +24,7 @@ CARRIED_FILE = "carried.safetensors"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: str | Path | None = None) -> Path:
+def write_source(hf_model: HfModel, run_dir: Path, heads: Heads, graft_from: HfModel | None = None) -> Path:
     """Copy every small file of the model directory, and note the dtype and shape of every tensor.
 
     config.json is copied with the run's heads, and without quantisation, which exports do not have;
@@ -69,7 +69,7 @@ def carried_file(source: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def describe_tensors(hf_model: HfModel, graft_from: str | Path | None = None) -> dict[str, dict[str, Any]]:
+def describe_tensors(hf_model: HfModel, graft_from: HfModel | None = None) -> dict[str, dict[str, Any]]:
     """Dtype and shape of each tensor of a model directory, by HF name.
 
     Args:
@@ -80,17 +80,12 @@ def describe_tensors(hf_model: HfModel, graft_from: str | Path | None = None) ->
 
 
 def with_heads_of(
-    hf_model: HfModel, tensors: Mapping[str, dict[str, Any]], graft_from: str | Path
+    hf_model: HfModel, tensors: Mapping[str, dict[str, Any]], graft_from: HfModel
 ) -> dict[str, dict[str, Any]]:
-    """The tensors of this model with those of another directory's MTP heads in the place of its own."""
+    """The tensors of this model with those of another model's MTP heads in the place of its own."""
     trunk = {key: tensor for key, tensor in tensors.items() if not hf_model.family.is_mtp(hf_model.config, key)}
-    return trunk | describe_heads(hf_model, graft_from)
-
-
-def describe_heads(hf_model: HfModel, hf_dir: str | Path) -> dict[str, dict[str, Any]]:
-    """Dtype and shape of each tensor of MTP heads that another directory has for this model."""
-    tensors = describe(Path(hf_dir))
-    return {key: tensor for key, tensor in tensors.items() if hf_model.family.is_mtp(hf_model.config, key)}
+    others = describe(graft_from.directory)
+    return trunk | {key: tensor for key, tensor in others.items() if hf_model.family.is_mtp(hf_model.config, key)}
 
 
 def dtypes_of(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

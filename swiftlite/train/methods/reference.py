@@ -22,19 +22,18 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from swiftlite.bridge.hf_config import read_config
 from swiftlite.bridge.tensors import describe
 from swiftlite.data.batch import Batch
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.sample import Sample, digest
 from swiftlite.durable import check_writable, write_durably
 from swiftlite.errors import UserError
+from swiftlite.families.resolved import HfModel
 from swiftlite.heads import Heads
-from swiftlite.hub.model import identity_of, local_model
 from swiftlite.log import logger
 from swiftlite.model.forward import forward_step_of
 from swiftlite.model.gpt import GPTModel, Losses
-from swiftlite.model.open import open_model, read_hf_model
+from swiftlite.model.open import open_model
 from swiftlite.model.ranks import from_last_stage, to_all_ranks
 from swiftlite.plan.layout import data_parallel_size, ranks_of
 from swiftlite.plan.preference import reference_layout
@@ -61,13 +60,12 @@ class Reference:
     """A reference model that is not open yet.
 
     Attributes:
-        model: a Hugging Face model, as `read_hf_model` takes it.
         mesh: the ranks that it is opened on.
         batches: cuts rows for them.
         directory: where the numbers are kept.
     """
 
-    model: str
+    model: HfModel
     torch_dtype: str
     mesh: Mesh
     batches: Batches
@@ -97,7 +95,7 @@ class Reference:
 
     def _score(self, missing: Mapping[str, Sample], manifest: Mapping[str, str]) -> Answers:
         """Ask the model about these pairs, by digest, one slice after the other; collective over all ranks."""
-        logger.info("the reference model %s scores %d samples", self.model, len(missing))
+        logger.info("the reference model %s scores %d samples", self.model.name, len(missing))
         chunks = self.open()
         answers: Answers = {}
         for keys in slices(missing):
@@ -118,9 +116,8 @@ class Reference:
         Raises:
             UserError: they have different ones.
         """
-        tensors = agreement.digest(describe(read_hf_model(self.model).directory))
-        commit = identity_of(self.model)
-        agreement.check_agreement({"tensors of --ref_model": tensors, "commit of --ref_model": commit})
+        tensors = agreement.digest(describe(self.model.directory))
+        agreement.check_agreement({"tensors of --ref_model": tensors, "commit of --ref_model": self.model.identity})
 
     def open(self) -> list[GPTModel]:
         """Return the model's stages on this rank, none outside its mesh; collective over the ranks of the mesh.
@@ -128,18 +125,17 @@ class Reference:
         Raises:
             UserError: it cannot be opened.
         """
-        hf_model = read_hf_model(self.model)
         if not self.mesh.is_here:
             return []
         dtype = torch.bfloat16 if self.torch_dtype == "bfloat16" else torch.float32
         with self.mesh.active():
             kernels = self.batches.plan.kernels
-            chunks, _ = open_model(hf_model, self.mesh, dtype=dtype, heads=Heads(), kernels=kernels)
+            chunks, _ = open_model(self.model, self.mesh, dtype=dtype, heads=Heads(), kernels=kernels)
         return chunks
 
     def _manifest(self) -> dict[str, str]:
         """Return what the numbers depend on beside the pairs, by the words that report a difference; collective."""
-        return {"model": shared_digest_of(read_hf_model(self.model).directory), "torch_dtype": self.torch_dtype}
+        return {"model": shared_digest_of(self.model.directory), "torch_dtype": self.torch_dtype}
 
     def _check_directory(self) -> None:
         """Make the directory where it is new.
@@ -291,11 +287,11 @@ def open_reference(run: Run) -> Reference:
     """Return the reference model on a mesh of its own layout, which may leave the last ranks out; collective."""
     args: Any = run.args
     layout = reference_layout(args)
-    model = args.ref_model or args.model
+    model = run.ref_model or run.hf_model
     mesh = run.mesh
     ranks = ranks_of(layout, run.plan.world_size)
     if layout != mesh.layout:
-        tied = bool(read_config(local_model(model)).get("tie_word_embeddings"))
+        tied = bool(model.config.get("tie_word_embeddings"))
         minutes = args.distributed_timeout_minutes
         mesh = Mesh.create(mesh.device, layout, ranks=ranks, tied_embeddings=tied, timeout_minutes=minutes)
     packing = "none" if run.plan.packing == "none" else "micro_batch"

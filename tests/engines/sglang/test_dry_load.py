@@ -23,11 +23,11 @@ pytestmark = [
 ]
 LOAD_ALL = """
 import dataclasses, json, sys
-from pathlib import Path
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.sglang.dry_load import dry_load
 for directory, options in json.loads(sys.argv[1]):
-    report = dry_load(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
+    report = dry_load(EngineConfig(resolve_served(directory), **{"num_speculative_tokens": None, **options}))
     print(json.dumps(dataclasses.asdict(report)))
 """
 # SGLang keeps states of linear attention on GPUs alone ("extra_buffer requires platform support").

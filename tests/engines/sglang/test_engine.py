@@ -12,7 +12,7 @@ from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import EngineConfig
 from swiftlite.engines.index import ENGINES
 from swiftlite.engines.plugin import require_plugin
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.sglang.engine import draft_counts, engine_options
 from swiftlite.engines.sglang.options import cpu_variables
 from swiftlite.errors import UserError
@@ -22,7 +22,7 @@ from tests.tiny import make_tiny_hf
 
 def speculative(directory: Path, **options: Any) -> dict[str, Any]:
     """SGLang's options of drafting, by the ends of their names."""
-    given = engine_options(read_model(directory), EngineConfig(directory, **options))
+    given = engine_options(EngineConfig(resolve_served(directory), **options))
     prefix = "speculative_"
     return {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
 
@@ -50,8 +50,10 @@ def test_another_draft_than_the_heads_is_refused(tmp_path, family, depth, words)
 
 def test_engine_kwargs_come_last_and_null_removes(tmp_path):
     directory = make_tiny_hf(tmp_path, "mimo", depth=1)
-    config = EngineConfig(directory, max_model_len=64, engine_kwargs={"dtype": "half", "context_length": None})
-    options = engine_options(read_model(directory), config)
+    config = EngineConfig(
+        resolve_served(directory), max_model_len=64, engine_kwargs={"dtype": "half", "context_length": None}
+    )
+    options = engine_options(config)
     assert options["dtype"] == "half"
     assert "context_length" not in options
 
@@ -61,7 +63,7 @@ def test_a_cpu_gets_its_own_options(tmp_path, monkeypatch, has_accelerator, draf
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
     directory = make_tiny_hf(tmp_path, "mimo", depth=1)
-    options = engine_options(read_model(directory), EngineConfig(directory, num_speculative_tokens=int(drafts)))
+    options = engine_options(EngineConfig(resolve_served(directory), num_speculative_tokens=int(drafts)))
     assert ("device" in options) is not has_accelerator
     assert ("decode_attention_backend" in options) is (drafts and not has_accelerator)
     assert cpu_variables() == ({} if has_accelerator else {"SGLANG_USE_CPU_ENGINE": "1"})

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers.engine import load_trunk
 from swiftlite.errors import UserError
 from tests.bridge.test_fp8 import expected, make_fp8
@@ -19,7 +19,7 @@ from tests.tiny import make_tiny_hf, memory_name, per_expert
 
 
 def start(directory, num_tokens: int | None = 0, torch_dtype: Any = "float32", **options):
-    config = EngineConfig(directory, torch_dtype, num_speculative_tokens=num_tokens, **options)
+    config = EngineConfig(resolve_served(directory), torch_dtype, num_speculative_tokens=num_tokens, **options)
     return start_engine("transformers", config)
 
 
@@ -127,10 +127,10 @@ def test_a_tied_mimo_needs_no_code_of_its_own(tmp_path):
 def test_fp8_rows_that_are_no_multiple_of_a_block(tmp_path, family):
     """DeepSeek-V3's `kv_a_proj_with_mqa` has 576 rows in blocks of 128; here no block divides any matrix."""
     directory = make_fp8(tmp_path, family, depth=1)
-    model = read_model(directory)
-    held = per_expert(load_trunk(model, EngineConfig(directory, "bfloat16")).state_dict())
+    model = resolve_served(directory)
+    held = per_expert(load_trunk(EngineConfig(model, "bfloat16")).state_dict())
     numbers = expected(directory)
-    keys = [key for key in numbers if not model.family.is_mtp(model.hf_config, key)]
+    keys = [key for key in numbers if not model.family.is_mtp(model.config, key)]
     keys = [key for key in keys if not model.family.is_carried(key)]
     assert {memory_name(family, key) for key in keys} == held.keys()
     for key in keys:

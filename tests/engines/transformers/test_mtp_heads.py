@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
 from swiftlite.heads.drafting import Drafting
 from tests.engines.reference import UNDECIDED, Reference, convention, follow, with_vocab
@@ -33,7 +33,9 @@ from tests.tiny import ALIKE, CLASSES, make_tiny_hf, mtp_names
 )
 def test_counts_equal_a_reference_without_cache(trained, family, depth, num_tokens):
     directory, prompts = trained(family, depth)
-    engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=num_tokens))
+    engine = start_engine(
+        "transformers", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=num_tokens)
+    )
     completions = engine.generate(prompts, Sampling(20))
     reference = Reference.load(directory, family, depth)
     follow(reference, convention("transformers", family).drafting)
@@ -50,7 +52,9 @@ def test_counts_equal_a_reference_without_cache(trained, family, depth, num_toke
 @pytest.mark.parametrize(("depth", "num_tokens"), some_of([(1, 3), (2, 2), (2, 4)], (1, 3), (2, 4)))
 def test_drafts_end_behind_the_first_unsure_one(trained, depth, num_tokens):
     directory, prompts = trained("qwen3", depth)
-    engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=num_tokens))
+    engine = start_engine(
+        "transformers", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=num_tokens)
+    )
     reference = Reference.load(directory, "qwen3", depth)
     follow(reference, convention("transformers", "qwen3").drafting)
     before = engine.draft_counts()
@@ -79,7 +83,9 @@ def test_heads_for_another_engine_are_run_as_it_runs_them(trained, tmp_path, fam
     shutil.copytree(directory, tmp_path / "model")
     config = json.loads((directory / "config.json").read_text()) | {"mtp_drafting": fed.to_json()}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    engine = start_engine("transformers", EngineConfig(tmp_path / "model", "float32", num_speculative_tokens=3))
+    engine = start_engine(
+        "transformers", EngineConfig(resolve_served(tmp_path / "model"), "float32", num_speculative_tokens=3)
+    )
     assert [completion.token_ids for completion in engine.generate(prompts, Sampling(20))] == expected
     assert engine.draft_counts().accepted_per_position == counts.accepted_per_position
 
@@ -93,7 +99,7 @@ def test_drafts_are_of_the_draft_vocabulary(trained, tmp_path, family, depth):
     _, counts_of_all = reference.simulate(prompts, 20, 2)
     reference.draft_vocab = [token for token in range(reference.trunk.config.vocab_size) if token % 4]
     model = with_vocab(directory, tmp_path / "model", reference.draft_vocab)
-    engine = start_engine("transformers", EngineConfig(model, "float32", num_speculative_tokens=2))
+    engine = start_engine("transformers", EngineConfig(resolve_served(model), "float32", num_speculative_tokens=2))
     clear = [prompt for prompt in prompts if reference.closest_choice(prompt, 20, 2) > UNDECIDED]
     completions = engine.generate(clear, Sampling(20))
     answers, counts = reference.simulate(clear, 20, 2)
@@ -112,7 +118,9 @@ def test_swapped_projection_halves_are_noticed_by_counts_alone(trained, family, 
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
 
-    configs = [EngineConfig(model, "float32", num_speculative_tokens=1) for model in (directory, tmp_path)]
+    configs = [
+        EngineConfig(resolve_served(model), "float32", num_speculative_tokens=1) for model in (directory, tmp_path)
+    ]
     engines = [start_engine("transformers", config) for config in configs]
     right, wrong = (engine.generate(prompts, Sampling(20)) for engine in engines)
     assert right == wrong
@@ -123,7 +131,7 @@ def test_swapped_projection_halves_are_noticed_by_counts_alone(trained, family, 
 
 def test_no_head_accepts_by_chance(tmp_path):
     directory = make_tiny_hf(tmp_path, "qwen3", depth=1)
-    engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=1))
+    engine = start_engine("transformers", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=1))
     engine.generate([[1, 2, 3], [4], [5, 6]], Sampling(40))
     counts = engine.draft_counts()
     assert counts.drafted > 60
@@ -141,7 +149,7 @@ def test_the_drafter_works_in_the_loop_of_transformers(trained):
             return drafter
 
     model: Any = WithHeads.from_pretrained(directory).eval()
-    heads = load_heads(read_model(directory), model.model)
+    heads = load_heads(resolve_served(directory), model.model)
     greedy: Any = Qwen3ForCausalLM.from_pretrained(directory).eval()
     for prompt in prompts:
         ids = torch.tensor([prompt])

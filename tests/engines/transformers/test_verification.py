@@ -11,7 +11,7 @@ from transformers import Qwen3ForCausalLM
 
 from swiftlite.acceptance.counts import DraftCounts
 from swiftlite.engines.engine import EngineConfig, Sampling, start_engine
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.transformers import engine as engine_module
 from swiftlite.engines.transformers import verification
 from swiftlite.engines.transformers.mtp_heads import MtpCandidateGenerator, load_heads
@@ -114,7 +114,7 @@ def make_small(tmp_path, family: str, depth: int):
 
 def answered(directory, top_p: float, confidence: float = 0.0) -> tuple[list[list[int]], DraftCounts]:
     """Three tokens behind PROMPT, 600 times."""
-    engine = start_engine("transformers", EngineConfig(directory, "float32", num_speculative_tokens=2))
+    engine = start_engine("transformers", EngineConfig(resolve_served(directory), "float32", num_speculative_tokens=2))
     sampling = Sampling(3, temperature=TEMPERATURE, top_p=top_p, draft_confidence=confidence)
     completions = engine.generate([PROMPT] * 600, sampling)
     return [completion.token_ids for completion in completions], engine.draft_counts()
@@ -159,7 +159,7 @@ def test_the_loop_of_transformers_verifies_drawn_drafts(tmp_path):
             return drafter
 
     model: Any = WithHeads.from_pretrained(directory).eval()
-    heads = load_heads(read_model(directory), model.model)
+    heads = load_heads(resolve_served(directory), model.model)
     torch.manual_seed(0)
     ids = torch.tensor([PROMPT])
     options = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "max_new_tokens": 3, "use_mtp": True}

@@ -19,6 +19,7 @@ from swiftlite.engines.index import ENGINES
 from swiftlite.engines.info import EngineInfo
 from swiftlite.engines.loading.dry_load import dry_load
 from swiftlite.engines.loading.load_report import LoadReport
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.errors import UserError
 from tests.engines.broken import BROKEN, BROKEN_FAMILIES, damage, make, projection, without_projection
 from tests.engines.reference import convention
@@ -31,11 +32,11 @@ pytestmark = [
 ]
 LOAD_ALL = """
 import dataclasses, json, sys
-from pathlib import Path
 from swiftlite.engines.engine import EngineConfig
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.dry_load import dry_load
 for directory, options in json.loads(sys.argv[1]):
-    report = dry_load(EngineConfig(Path(directory), **{"num_speculative_tokens": None, **options}))
+    report = dry_load(EngineConfig(resolve_served(directory), **{"num_speculative_tokens": None, **options}))
     print(json.dumps(dataclasses.asdict(report)))
 """
 # Qwen3.5's classes of vLLM import torchvision, which a CPU has no build of here.
@@ -151,7 +152,7 @@ def test_doctor_ends_well_when_the_engine_would_serve_it_right(tmp_path, capsys,
     kwargs = {"max_num_seqs": 2}
     args = DoctorArgs(model=str(directory), engine="vllm", num_speculative_tokens=3, vllm_engine_kwargs=kwargs)
     assert doctor.run(args) == 0
-    assert asked == [("vllm", EngineConfig(directory, num_speculative_tokens=3, engine_kwargs=kwargs))]
+    assert asked == [("vllm", EngineConfig(resolve_served(directory), num_speculative_tokens=3, engine_kwargs=kwargs))]
     assert reports["mimo", 1].verdict in capsys.readouterr().out
 
 
@@ -161,7 +162,7 @@ def test_a_vllm_that_does_not_run_here_is_told(tmp_path, monkeypatch):
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(UserError, match=naming("vLLM ImportError: libcuda.so.1")):
-        dry_load(ENGINES["vllm"], EngineConfig(make(tmp_path / "model", "mimo", 1)))
+        dry_load(ENGINES["vllm"], EngineConfig(resolve_served(make(tmp_path / "model", "mimo", 1))))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,6 @@ def test_a_vllm_that_does_not_run_here_is_told(tmp_path, monkeypatch):
 )
 def test_what_is_known_of_sglang_without_it(tmp_path, monkeypatch, family, depth):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    report = dry_load(ENGINES["sglang"], EngineConfig(make(tmp_path, family, depth)))
+    report = dry_load(ENGINES["sglang"], EngineConfig(resolve_served(make(tmp_path, family, depth))))
     assert mentions(report.engine, "sglang swiftlite")
     assert mention_each(report.problems, [f"{report.draft} 2"] * (depth == 2))

@@ -7,7 +7,7 @@ import pytest
 
 from swiftlite.engines.draft_schedule import DraftSchedule
 from swiftlite.engines.engine import EngineConfig, start_engine
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.engine import engine_options
 from swiftlite.engines.vllm.info import VLLM
 from swiftlite.engines.vllm.options import schedule_options, speculative_config
@@ -25,9 +25,9 @@ pytestmark = [
 def derive(tmp_path, family, depth, num_tokens, given=None, runs_all_heads=False, monkeypatch=None):
     if monkeypatch is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runs_all_heads)))
-    model = read_model(make_tiny_hf(tmp_path, family, depth))
-    config = EngineConfig(model.directory, num_speculative_tokens=num_tokens, speculative_config=given)
-    return speculative_config(model, config)
+    model = resolve_served(make_tiny_hf(tmp_path, family, depth))
+    config = EngineConfig(model, num_speculative_tokens=num_tokens, speculative_config=given)
+    return speculative_config(config)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +73,19 @@ def test_a_step_that_another_head_was_trained_for_is_refused(
 @pytest.mark.parametrize("torch_dtype", ["float32", "bfloat16"])
 def test_latent_attention_in_float32_is_kept_from_amx(tmp_path, family, torch_dtype):
     """vLLM takes AMX kernels where the CPU has them, for trunk and draft apart; they end with an error in float32."""
-    model = read_model(make_tiny_hf(tmp_path, family, 1))
-    options = engine_options(model, EngineConfig(model.directory, torch_dtype=torch_dtype, num_speculative_tokens=1))
+    model = resolve_served(make_tiny_hf(tmp_path, family, 1))
+    options = engine_options(EngineConfig(model, torch_dtype=torch_dtype, num_speculative_tokens=1))
     expected = "CPU_MLA" if (family, torch_dtype) == ("deepseek_v3", "float32") else None
     assert (options.get("attention_backend"), options["speculative_config"].get("attention_backend")) == (expected,) * 2
 
 
 def test_drafts_are_drawn_where_answers_are(tmp_path):
-    model = read_model(make_tiny_hf(tmp_path, "qwen3", 1))
-    config = EngineConfig(model.directory, num_speculative_tokens=1, draws_drafts=True)
+    model = resolve_served(make_tiny_hf(tmp_path, "qwen3", 1))
+    config = EngineConfig(model, num_speculative_tokens=1, draws_drafts=True)
     derived = {"method": "mtp", "num_speculative_tokens": 1}
-    assert speculative_config(model, config) == {**derived, "draft_sample_method": "probabilistic"}
-    assert speculative_config(model, replace(config, draws_drafts=False)) == derived
-    assert speculative_config(model, replace(config, speculative_config=derived)) == derived
+    assert speculative_config(config) == {**derived, "draft_sample_method": "probabilistic"}
+    assert speculative_config(replace(config, draws_drafts=False)) == derived
+    assert speculative_config(replace(config, speculative_config=derived)) == derived
     VLLM.check_temperature(0.5)
 
 
@@ -123,7 +123,7 @@ def test_heads_that_are_not_there_are_refused(tmp_path):
 
 
 def test_an_option_that_vllm_does_not_know(tmp_path):
-    config = EngineConfig(make_tiny_hf(tmp_path, "qwen3"), engine_kwargs={"max_modle_len": 3})
+    config = EngineConfig(resolve_served(make_tiny_hf(tmp_path, "qwen3")), engine_kwargs={"max_modle_len": 3})
     with pytest.raises(UserError) as error:
         start_engine("vllm", config)
     assert "max_modle_len" in str(error.value)
@@ -133,7 +133,7 @@ def test_an_option_that_vllm_does_not_know(tmp_path):
 def test_a_plugin_that_vllm_may_not_load(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     with pytest.raises(UserError) as error:
-        start_engine("vllm", EngineConfig(make_tiny_hf(tmp_path, "qwen3")))
+        start_engine("vllm", EngineConfig(resolve_served(make_tiny_hf(tmp_path, "qwen3"))))
     assert "VLLM_PLUGINS=another" in str(error.value)
     assert mentions(error.value.hint, "swiftlite")
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from swiftlite.engines.loading.weight_update import WeightUpdate, unsupported_layout
-from swiftlite.engines.served_model import read_model
+from swiftlite.engines.served_model import resolve_served
 from swiftlite.engines.vllm.live.weight_channel import LlmClient, VllmChannel
 from swiftlite.engines.vllm.live.weight_transport import Files
 from swiftlite.errors import UserError
@@ -50,9 +50,9 @@ class FakeLLM:
 def make(tmp_path, llm: Any, drafts: bool = True, layout: str = "") -> tuple[WeightUpdate, dict, dict]:
     """The update, and the tensors of trunk and heads."""
     directory = make_tiny_hf(tmp_path / "model", "glm4_moe", depth=1)
-    model, tensors = read_model(directory), load_file(directory / "model.safetensors")
-    copies = model.family.mtp.copies(model.hf_config, 0)
-    heads = {key: t for key, t in tensors.items() if model.family.is_mtp(model.hf_config, key) and key not in copies}
+    model, tensors = resolve_served(directory), load_file(directory / "model.safetensors")
+    copies = model.family.mtp.copies(model.config, 0)
+    heads = {key: t for key, t in tensors.items() if model.family.is_mtp(model.config, key) and key not in copies}
     trunk = {key: tensor for key, tensor in tensors.items() if key not in heads and key not in copies}
     client = LlmClient(llm)
     return WeightUpdate("vLLM", VllmChannel(client, Files(client)), model, drafts, layout), trunk, heads

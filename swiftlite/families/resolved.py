@@ -1,0 +1,69 @@
+"""What the name of a model stands for, as one value: a command resolves each name once and hands the value down.
+
+Rules look at config.json before weights are here (`plan/facts.py`).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftlite.bridge.hf_config import read_config
+from swiftlite.errors import UserError
+from swiftlite.families.family import Family
+from swiftlite.families.index import get
+from swiftlite.heads import Heads
+from swiftlite.hub.model import local_model
+from swiftlite.hub.name import models_in
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """A Hugging Face model as its directory describes it; no tensor has been read.
+
+    Attributes:
+        name: as it was given: a directory, a name of the hub or a GGUF file.
+        directory: config.json, safetensors, tokenizer.
+        config: content of config.json.
+    """
+
+    name: str
+    directory: Path
+    config: dict[str, Any]
+    family: Family
+
+    @property
+    def heads(self) -> Heads:
+        """The MTP heads that config.json promises."""
+        return Heads.from_config(self.config)
+
+    @property
+    def identity(self) -> str:
+        """A word that is the same on every machine that has the same model: the commit, or the digest of a GGUF file;
+        empty for a directory."""
+        return "" if self.directory == Path(self.name) else self.directory.name
+
+
+def resolve(name: str | Path) -> HfModel:
+    """Bring a model here if it is not, read its config.json and find its family.
+
+    Args:
+        name: a directory, or what `local_model` makes one of.
+
+    Raises:
+        UserError: it cannot be had, there is no config.json (a training run has a message of its own), or the model
+            cannot be computed here.
+    """
+    directory = local_model(str(name))
+    is_of_run = any((place / "args.json").is_file() for place in (directory, directory.parent))
+    if is_of_run and not (directory / "config.json").is_file():
+        raise UserError(
+            f"{directory} is a training run, not a Hugging Face model",
+            f"convert it first: swiftlite export --to_hf --model {directory} --output_dir DIR",
+        )
+    config = read_config(directory)
+    return HfModel(str(name), directory, config, get(config, directory))
+
+
+def resolve_options(args: Any) -> dict[str, HfModel]:
+    """Every model that a command's options name, by option."""
+    return {option: resolve(name) for option, name in models_in(args).items()}
