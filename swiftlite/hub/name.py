@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from swiftlite.args.data_file import DATA_SUFFIXES, split_sample
 
-_MODEL_OPTIONS = ("model", "mtp_graft_from", "baseline", "ref_model")
+MODEL_OPTIONS = ("model", "mtp_graft_from", "baseline", "ref_model")
 _DATASET_OPTIONS = ("dataset", "val_dataset")
 
 _REPOSITORY = r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
@@ -76,7 +76,7 @@ def served_name(text: str) -> str | None:
 def models_in(args: Any) -> dict[str, str]:
     """What a command's options say of models, by option: paths and names."""
     values = vars(args)
-    return {option: values[option] for option in _MODEL_OPTIONS if values.get(option)}
+    return {option: values[option] for option in MODEL_OPTIONS if values.get(option)}
 
 
 def dataset_names(args: Any) -> list[HubName]:

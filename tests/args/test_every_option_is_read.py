@@ -1,4 +1,4 @@
-"""No option may do nothing: the command's code reads each one, as `args.NAME`, or its whole group."""
+"""No option may do nothing: the command's code reads each one, as `args.NAME`, in its group or among the models."""
 
 import ast
 import dataclasses
@@ -12,6 +12,7 @@ from swiftlite.args import fields
 from swiftlite.args.docs import options
 from swiftlite.cli.table import commands
 from swiftlite.engines.index import ENGINES
+from swiftlite.hub.name import MODEL_OPTIONS
 
 PACKAGE = Path(swiftlite.__file__).parent
 READERS = {
@@ -60,7 +61,7 @@ def attributes_of_args(path: Path) -> set[str]:
 
 
 def groups_of_args(path: Path) -> set[str]:
-    """The fields of every GROUP of `group_of(args, GROUP)`, and of `layout_of(args)`."""
+    """The fields of every GROUP of `group_of(args, GROUP)`, of `layout_of(args)` and of `models_in(args)`."""
     files = path.rglob("*.py") if path.is_dir() else [path]
     calls = [
         ast.unparse(node)
@@ -70,7 +71,8 @@ def groups_of_args(path: Path) -> set[str]:
     ]
     groups = [name for call in calls for name in re.findall(r"^group_of\(args, (\w+)\)$", call)]
     groups += ["ParallelLayout" for call in calls if call == "layout_of(args)"]
-    return {field.name for group in groups for field in dataclasses.fields(getattr(fields, group))}
+    names = {field.name for group in groups for field in dataclasses.fields(getattr(fields, group))}
+    return names | set(MODEL_OPTIONS if {"models_in(args)", "resolve_options(args)"} & set(calls) else ())
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: command.words)
