@@ -1,5 +1,5 @@
-"""How engines draft with the heads of each family, as measured: one file per engine, one line per family.
+"""Record how engines draft with the heads of each family, as measured: one file per engine, one line per family.
 
-Both sides read it: engines' adapters, to know what an engine will do with a checkpoint, and training, to feed heads
-what the engine that will run them does (`sft --draft_for`).
+Adapters of engines use it to know how an engine will run a checkpoint, and training uses it to give heads the inputs of
+the engine that will run them (`sft --draft_for`).
 """

@@ -1,9 +1,8 @@
-"""What an engine does with a family's MTP heads.
+"""Describe how an engine runs a family's MTP heads.
 
-Engines differ in which state they feed a head and in how many heads they run, and none of them reports it: the text
-stays right, only the acceptance falls. Each line is measured: the running engine's counts of accepted drafts equal
-those of an independent reference that follows it. docs/en/serving.md shows all lines.
-"""
+Engines differ in the inputs of a head and in the number of heads that they run, and they do not report it: the text
+stays correct, only the acceptance drops. Each line is measured: the engine's counts of accepted drafts equal those of
+an independent reference that follows it. docs/en/serving.md shows all lines."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,20 +15,17 @@ from swiftlite.heads.drafting import Drafting
 class Convention:
     """How one engine drafts with one family's heads.
 
-    Attributes:
-        draft: the class that runs the heads, as the engine prints it.
-        heads: which of several heads draft. each: every head its own step. first: the first one every step, the others
-            never. last: all are loaded into one place, so the last one stays and drafts every step. one: a checkpoint
-            with more is refused.
-        drafting: what the heads are fed.
-    """
+    Attributes: draft: the class that runs the heads, as the engine prints it. heads: which of several heads draft.
+    each: every head drafts its own step. first: the first one drafts every step. last: all are loaded into the same
+    parameters, so the last one drafts every step. one: a checkpoint with more heads is refused. drafting: inputs of the
+    heads."""
 
     draft: str
     heads: Literal["each", "first", "last", "one"] = "each"
     drafting: Drafting = Drafting()
 
     def num_drafting(self, num_mtp_heads: int) -> int:
-        """How many of a checkpoint's MTP heads draft."""
+        """Return how many of a checkpoint's MTP heads draft."""
         return num_mtp_heads if self.heads == "each" else min(num_mtp_heads, 1)
 
 

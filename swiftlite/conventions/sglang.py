@@ -1,4 +1,4 @@
-"""How SGLang 0.5.23 drafts, which is not always how heads are trained."""
+"""Conventions of SGLang 0.5.23, which differ from vLLM's for some families."""
 
 from swiftlite.conventions.convention import Convention
 from swiftlite.families import Family
@@ -27,5 +27,5 @@ _LINES = {
 
 
 def convention(family: Family) -> Convention | None:
-    """The line of a family; None when there is none."""
+    """Return the line of a family; None if there is none."""
     return _LINES.get(family.name)

@@ -1,4 +1,4 @@
-"""How vLLM 0.32 drafts. Training feeds heads what vLLM feeds them, so that stands in one place, the family's file."""
+"""Conventions of vLLM 0.32. Training uses vLLM's head inputs, so they are defined once, in the family's file."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
     "mimo": ("MiMoMTP", "first"),  # asserts that the draft step is 0
     "qwen3_moe": ("Qwen3MoeMTPModel", "each"),
     "seed_oss": ("SeedOssMTPModel", "each"),
-    # These classes could run more; they were published with one head, and nobody has measured two.
+    # These classes support more heads; published models have one, and two were not measured.
     "glm4_moe": ("Glm4MoeMTP", "first"),
     "glm4_moe_lite": ("Glm4MoeLiteMTP", "first"),
     "deepseek_v3": ("DeepSeekMTP", "first"),
@@ -30,7 +30,7 @@ _DRAFTS: dict[str, tuple[str, Literal["each", "first"]]] = {
 
 
 def convention(family: Family) -> Convention | None:
-    """The line of a family; None when there is none."""
+    """Return the line of a family; None if there is none."""
     if family.name not in _DRAFTS:
         return None
     draft, heads = _DRAFTS[family.name]

@@ -1,1 +1,1 @@
-"""What a run may cost: memory, operations, time, and which layout is likely the fastest. Arithmetic, no torch."""
+"""Estimate memory, FLOPs and time of a run, and the fastest layout. Arithmetic, no torch."""

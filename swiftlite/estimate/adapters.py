@@ -1,4 +1,4 @@
-"""What adapters add to the parameters of a rank and to the operations of a token. Arithmetic, no torch."""
+"""Count the parameters and operations that adapters add. Arithmetic, no torch."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ _SPLIT_BY_COLUMNS = re.compile(r"\.(linear_proj|linear_fc2|out_proj)\.weight$")
 
 
 def is_split_by_columns(name: str) -> bool:
-    """Whether tensor-parallel ranks share what this layer, by its Megatron name, takes in; else what it makes."""
+    """Return whether tensor-parallel ranks split the input of this layer (by Megatron name) instead of its output."""
     return _SPLIT_BY_COLUMNS.search(name) is not None
 
 
@@ -38,7 +38,7 @@ def adapter_parameters(rows: Iterable[Row], lora: Lora, rank: Rank) -> Parameter
 
 
 def adapter_macs(layer: Layer, rows: Sequence[Row], lora: Lora) -> int:
-    """Multiply-adds for each token of a layer's adapters; of its experts those that the router chooses."""
+    """Return the multiply-adds per token of a layer's adapters, with only the experts that the router selects."""
     count = adapter_parameters(rows, lora, Rank())
     experts = layer.mlp.experts
     return count.dense + (count.expert * layer.mlp.topk // experts if experts else 0)

@@ -1,11 +1,10 @@
-"""Floating-point operations of training, from config.json and real lengths. Arithmetic, no torch. What a layer counts
-is the layer's own answer (`families/layer.py`).
+"""Count the FLOPs of training from config.json and actual lengths. Arithmetic, no torch. Each kind of layer counts its
+own operations (`families/layer.py`).
 
-Counted is what a step asks for: each multiply-add of a matrix or of attention as two operations; attention for the
-pairs of tokens that see each other, n * (n + 1) / 2 of a sequence of n; of the experts those that the router chooses;
-the vocabulary for tokens that are learned (`model.loss` computes no other logits). Not counted: padding, recomputation,
-and what is no matrix product (norms, rotary angles, softmax, optimizer).
-"""
+A multiply-add of a matrix or of attention counts as two operations; attention counts causal pairs of tokens, n * (n +
+1) / 2 for a sequence of n; experts count if the router selects them; the vocabulary counts for labels only
+(`model.loss` computes no other logits). Padding, recomputation, and operations other than matrix products (norms,
+rotary embeddings, softmax, optimizer) are not counted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,15 +61,15 @@ def training_flops(
     trunk_is_read: bool = False,
     lora: Lora | None = None,
 ) -> Flops:
-    """Operations of training the trunk, MTP layers, and the output layer of each.
+    """Return the FLOPs of training the trunk, the MTP layers, and the output layer for each.
 
-    A backward pass is twice the forward pass: gradients of inputs and of weights. With `heads_only` the trunk has none,
-    its loss neither, and the output layer none of its weights. With adapters there are gradients of weights only for
-    them, and for what learns in full beside them.
+    A backward pass costs twice the forward pass: gradients of inputs and of weights. With `heads_only` there are no
+    gradients of the trunk, of its loss, and of the output layer's weights. With adapters only adapters and modules
+    trained in full have gradients of weights.
 
     Args:
         hf_config: config.json.
-        trunk_is_read: from disk, so that it costs nothing; with `heads_only`.
+        trunk_is_read: whether cached states replace the trunk, with `heads_only`.
 
     Raises:
         UserError: a model_type that is not known.

@@ -1,4 +1,4 @@
-"""What makers promise of their GPUs, for figures that are compared with it (MFU) or made of it (`speed.py`)."""
+"""Specifications of GPUs by their vendors, for MFU and for `speed.py`."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ class Gpu:
     """A kind of GPU.
 
     Attributes:
-        capability: the compute capability, which decides what precisions there are.
+        capability: compute capability, which determines the supported precisions.
         peak_flops: bfloat16 operations per second on tensor cores, without sparsity.
-        processors: streaming multiprocessors, each of which computes one tile of a product at a time.
+        processors: number of streaming multiprocessors; each computes one tile of a product at a time.
         memory_gb: memory, in GB (1e9 bytes).
         hbm: bytes per second between memory and processors.
-        link: bytes per second that a GPU sends to the others of its machine: NVLink, else PCIe.
-        linked: GPUs that are so connected.
-        network: bytes per second that a GPU sends to other machines, where each has a network port of its own.
+        link: bytes per second from a GPU to others in its machine: NVLink, else PCIe.
+        linked: number of GPUs connected in this way.
+        network: bytes per second from a GPU to other machines, with one network port per GPU.
     """
 
     capability: float

@@ -1,7 +1,7 @@
-"""How long a decoder layer or an MTP layer takes for one micro-batch. What it multiplies and keeps is its own answer
-(`families/layer.py`).
+"""Estimate the time of a decoder layer or an MTP layer for one micro-batch. Each kind of layer defines its matrix
+products and activations (`families/layer.py`).
 
-Constants as in `timing.py`. Next: `speed.py`, what a step is made of.
+See `timing.py` for constants and `speed.py` for whole steps.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ class LayerSpeed:
         return flops / (self.gpu.peak_flops * self.software.attention)
 
     def _elementwise(self, layer: Layer) -> float:
-        """Seconds of what is no product, forward and backward: passes over memory."""
+        """Return the seconds of operations other than products, forward and backward: passes over memory."""
         return memory_seconds(self.gpu, _BYTES_MOVED * layer.kept(self.rank))
 
     def _tensor_collective(self, low: LowPrecision | None = None) -> float:

@@ -1,15 +1,14 @@
-"""How much memory a rank of a training run needs: `doctor --plan`. Arithmetic on config.json and options, no torch.
+"""Estimate the memory of a rank in training for `doctor --plan`. Arithmetic on config.json and options, no torch.
 
-Parameters, gradients and optimizer state are counted exactly (but for the padding of the distributed optimizer's
-buffers, a few kilobytes). Activations are the tensors that autograd keeps in our own model (`swiftlite/model`), written
-down module by module as `saved_tensors_hooks` shows them; `scripts/bench/memory.py` measures both. What fused kernels
-keep is read from torch's and megatron-core's sources: on a CPU torch has no fused norm.
+Parameters, gradients and optimizer state are exact (except for the padding of the distributed optimizer's buffers, a
+few kilobytes). Activations are the tensors that autograd saves in our own model (`swiftlite/model`), listed module by
+module as `saved_tensors_hooks` reports them; `scripts/bench/memory.py` measures both. Activations of fused kernels were
+read from the sources of torch and megatron-core, because on a CPU torch has no fused norm.
 
-What a virtual stage holds and keeps is in `stage_memory.py`; here, how many are in flight. Not counted: the CUDA
-context, NCCL's buffers, the allocator's fragments (`RESERVE`), and one layer's gradients in the backward pass. With
-adapters, activations are counted as if every weight learned, which is more than there are: a norm that stays keeps
-less. What DoRA keeps beside is counted (`estimate/adapters.py`).
-"""
+`stage_memory.py` estimates a virtual stage; this module counts how many are in flight. The CUDA context, NCCL's
+buffers, fragmentation (`RESERVE`) and one layer's gradients in the backward pass are not counted. With adapters,
+activations are counted as if every weight were trained, which overestimates them, because a frozen norm saves less.
+Activations of DoRA are counted (`estimate/adapters.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ USUAL_GPU_MEMORY_GB = 80.0
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of one pipeline stage. Everything but `parameters` and `trained`, those that learn, is in bytes."""
+    """The memory of one rank of a pipeline stage, in bytes except `parameters` and `trained`, the number of trained
+    ones."""
 
     holds: str
     """Its virtual stages, as in a layout string: "E t*4" or "t*2 | t*2 m L"."""
@@ -155,7 +155,7 @@ def _bytes_in_flight(waiting: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def usable_bytes(gpu_memory_gb: float) -> int:
-    """Of a GPU's memory, what a run can count on."""
+    """Return the part of a GPU's memory that a run can use."""
     return int(gpu_memory_gb * 1e9 * (1 - RESERVE))
 
 

@@ -14,17 +14,17 @@ from swiftlite.plan.low_precision import LowPrecision, takes_low_precision
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer's product on a rank.
+    """A matrix product of a linear layer on a rank.
 
     Attributes:
-        module: what --recompute_modules calls the part that it belongs to; empty for none.
-        number: how often there is one like it.
-        is_grouped: whether those are one kernel.
-        stack_bytes: as `Software.stack_bytes`, where they are.
-        is_expert: whether the matrices are an expert's.
-        low: of which precision it is; None for bfloat16.
-        tokens_in, tokens_out: those whose states and whose gradients are quantised here; fewer than `tokens` where
-            ranks gather what each has quantised.
+        module: name of its part in --recompute_modules; empty if none.
+        number: number of identical products.
+        is_grouped: whether these are one kernel.
+        stack_bytes: as `Software.stack_bytes`, for grouped products.
+        is_expert: whether the matrices belong to an expert.
+        low: its low precision; None for bfloat16.
+        tokens_in, tokens_out: number of tokens whose states and gradients are quantized here; fewer than `tokens` if
+            ranks gather quantized tensors.
     """
 
     tokens: float
@@ -80,10 +80,10 @@ def products_of(
     stack_bytes: float = 0,
     low: LowPrecision | None = None,
 ) -> Iterator[Product]:
-    """The products of a decoder layer on a rank; every expert gets the same number of tokens.
+    """Return the products of a decoder layer on a rank, with the same number of tokens for every expert.
 
     Args:
-        low: of those that take it; of experts, where they are grouped.
+        low: precision of the products that support it, including grouped experts.
     """
     experts, of_mlp = layer.mlp.experts, layer.mlp.recompute_modules[0]
     for name, size_out, size_in in layer.matrices:
@@ -108,10 +108,10 @@ def products_of(
 
 
 def in_low_precision(product: Product, low: LowPrecision, rank: Rank, is_split_by_columns: bool) -> Product:
-    """The same product, of this precision.
+    """Return the product with this precision.
 
     Args:
-        is_split_by_columns: whether tensor-parallel ranks share what it takes in, else what it makes.
+        is_split_by_columns: whether tensor-parallel ranks split its input instead of its output.
     """
     here = there = product.tokens
     if not product.is_expert:

@@ -1,7 +1,8 @@
-"""Memory of `megatron dpo` while its reference model is asked: `doctor --plan --loss_type`. Arithmetic, no torch.
+"""Estimate the memory of `megatron dpo` while the reference model is evaluated (`doctor --plan --loss_type`).
 
-It is asked before the first step, when the model, its gradients' buffers and the optimizer's float32 weights stand
-already; moments come with the first step, when the reference model is gone. So a rank needs the larger one of two sums.
+The reference model is evaluated before the first step, when the model, its gradient buffers and the optimizer's float32
+weights are already allocated. Moments are allocated in the first step, when the reference model has been freed. A rank
+therefore needs the larger of two sums. Arithmetic, no torch.
 """
 
 import dataclasses
@@ -20,16 +21,16 @@ from swiftlite.plan.preference import reference_layout
 
 @dataclass(frozen=True)
 class AskingMemory:
-    """What each of some ranks holds while the reference model is asked, in bytes.
+    """The memory of a range of ranks while the reference model is evaluated, in bytes.
 
     Attributes:
         first, last: the ranks.
-        stage: of the model's pipeline.
-        model: its weights, the gradients' buffers, and float32 weights where its own are not.
-        reference_stage: of the reference model's pipeline; None on ranks that hold nothing of it.
+        stage: stage in the model's pipeline.
+        model: its weights, gradient buffers, and float32 main weights unless it is float32.
+        reference_stage: stage in the reference model's pipeline; None on ranks without a part of it.
         reference: its weights.
-        layer: the most that one of its layers computes; less, since nothing is kept for a backward pass.
-        logits: of one row of the data.
+        layer: peak memory of one of its layers; an upper bound, because nothing is saved for a backward pass.
+        logits: logits of one row.
     """
 
     first: int
@@ -47,10 +48,10 @@ class AskingMemory:
 
 
 def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
-    """How the reference model stands: its own layout, one row of the data at a time, no heads.
+    """Return the setup of the reference model: its own layout, one row at a time, no heads.
 
     Args:
-        setup: the model's.
+        setup: setup of the model.
     """
     layout = reference_layout(args)
     return dataclasses.replace(
@@ -69,10 +70,10 @@ def reference_setup(args: DoctorArgs, setup: Setup) -> Setup:
 def estimate_asking(
     args: DoctorArgs, setup: Setup, stages: list[StageMemory], reference_config: HfConfig
 ) -> list[AskingMemory]:
-    """What ranks hold while the reference model is asked, by the stages that they compute of both.
+    """Return the memory of the ranks while the reference model is evaluated, grouped by their stages of both models.
 
     Args:
-        setup, stages: of the model, as trained.
+        setup, stages: those of the model in training.
         reference_config: the reference model's config.json.
     """
     asked = reference_setup(args, setup)
@@ -102,5 +103,5 @@ def estimate_asking(
 
 
 def _float32_weights(stage: StageMemory, setup: Setup) -> int:
-    """Of the optimizer's state, what is there before the first step: one of the three numbers of a parameter."""
+    """Return the bytes of optimizer state before the first step: one of three values per parameter."""
     return stage.optimizer // 3 if setup.parameter_bytes < FLOAT32 else 0

@@ -1,6 +1,6 @@
-"""Which parallel layouts a model can have on some GPUs, the fastest by `speed.py` first: `doctor --plan --gpu_type`.
+"""Search the parallel layouts of a model on some GPUs, fastest first by `speed.py` (`doctor --plan --gpu_type`).
 
-A candidate is the user's options with others for what they left unset, so that each can be typed as it is found.
+A candidate consists of the user's options with values for unset ones, so that it can be used as a command line.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Candidate:
 
 
 def global_batch_size(args: DoctorArgs) -> int:
-    """As megatron sft would have it."""
+    """Return the options as for megatron sft."""
     return args.global_batch_size or OptimArgs().global_batch_size
 
 
@@ -58,7 +58,7 @@ def ranked(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float
 
 
 def larger(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> DoctorArgs | None:
-    """The same for twice, four times ... as many GPUs and rows, the first on which a layout fits; None if none does."""
+    """Search with twice, four times ... as many GPUs and rows until a layout fits; None if none does."""
     assert args.num_gpus is not None
     for doublings in range(1, DOUBLINGS + 1):
         batch = global_batch_size(args) << doublings

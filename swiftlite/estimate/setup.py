@@ -1,4 +1,4 @@
-"""What of a run decides how much memory it needs and how long it takes, as one frozen value. No torch."""
+"""Define the properties of a run that determine its memory and time, as one frozen value. No torch."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from swiftlite.plan.low_precision import LowPrecision, low_precision_of, model_p
 
 @dataclass(frozen=True)
 class Setup:
-    """What of a run decides about its memory, beside the model."""
+    """The properties of a run, apart from the model, that determine its memory."""
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     recompute: RecomputeArgs = field(default_factory=RecomputeArgs)
@@ -39,7 +39,7 @@ class Setup:
 
 
 def planned_setup(args: DoctorArgs, hf_config: HfConfig) -> Setup:
-    """What the options of `doctor --plan` say; the fewest GPUs that the layout takes if they do not."""
+    """Return the setup of `doctor --plan`; without --num_gpus, with the minimum of the layout."""
     layout = layout_of(args)
     per_replica = layout.tensor_model_parallel_size * layout.context_parallel_size
     per_experts = layout.expert_tensor_parallel_size * layout.expert_model_parallel_size
@@ -70,7 +70,8 @@ def _sequences_per_sample(args: DoctorArgs) -> int:
 
 
 def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:
-    """Those of a run with these options (`plan.heads.heads_of`); which tokens they draft makes no difference."""
+    """Return the heads of a run with these options (`plan.heads.heads_of`); only the size of the draft vocabulary
+    matters."""
     layers = args.mtp_num_layers
     if layers is None:
         layers = Heads.from_config(hf_config).layers or int(args.mtp_mode == "heads_only")
@@ -78,7 +79,7 @@ def _planned_heads(args: DoctorArgs, hf_config: HfConfig) -> Heads:
 
 
 def planned_kernels(args: DoctorArgs) -> KernelArgs:
-    """Those options of kernels that a plan has."""
+    """Return the kernel options of a plan."""
     return KernelArgs(**dataclasses.asdict(group_of(args, PrecisionArgs)))
 
 
@@ -126,13 +127,13 @@ def rank_of(architecture: Architecture, setup: Setup) -> Rank:
 
 
 def low_rank_of(rank: Rank, setup: Setup) -> Rank:
-    """A rank in layers whose products are of low precision; the same where there are none."""
+    """Return the rank for layers with low-precision products; unchanged without low precision."""
     low = setup.low_precision
     return dataclasses.replace(rank, quantised=low.quantised) if low else rank
 
 
 def held_by_stages(setup: Setup, num_layers: int) -> list[str]:
-    """What each virtual stage holds, in the order in which a row passes them, as parse_stages gives it."""
+    """Return the content of each virtual stage in forward order, in the format of parse_stages."""
     layout = setup.layout
     if layout.pipeline_model_parallel_layout:
         return parse_stages(layout.pipeline_model_parallel_layout)

@@ -1,4 +1,4 @@
-"""What makes one trainer faster than another on the same GPU and layout, as numbers."""
+"""Describe differences between trainers on the same GPU and layout as numbers."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,20 @@ from swiftlite.args.fields import TransformerImpl
 
 @dataclass(frozen=True)
 class Software:
-    """What a trainer's kernels are like; by default swiftlite's own over torch.
+    """The efficiency of a trainer's kernels; the default is swiftlite's own over torch.
 
-    Attributes:
-        attention: part of the peak that attention gets, forward and backward. Assumed, for FlashAttention-2 on Hopper;
-            newer kernels get more, and so does this one on an A100.
-        logit_bytes: moved for each logit of a fused loss next to its products, where the vocabulary is whole: 4 reads
-            and a write of bfloat16 forward (largest, sum and gradient in one compiled kernel, prediction), 3 reads and
-            a write backward. Counted (`tests/model/test_chunked_loss.py`).
-        split_logit_bytes: the same for a vocabulary that tensor-parallel ranks share, pass by pass in float32. Counted.
-        gradient_bytes: moved by a micro-batch for each weight, to add to its gradient: written and read in bfloat16,
-            added in float32. Counted. Without sequence parallelism and `overlap_grad_reduce` the product adds by
-            itself, which takes 8.
-        stack_bytes: moved for each weight of experts to stack them for one product, forward and again backward.
-            Counted.
-        vocabulary_products: of the loss; in chunks the logits are made a second time (`model/loss/chunked_loss.py`).
-        exposed_tp: collectives of a half layer that nothing hides, forward and backward. megatron-core hides two of
-            the three backward behind products. Counted.
-        exposed_sends: part of the messages between interleaved stages that nothing hides. They are sent while others
-            compute; how many come too late is a guess.
-    """
+    Attributes: attention: share of the peak that attention reaches, forward and backward. Assumed, for FlashAttention-2
+    on Hopper; newer kernels reach more, and so does this one on an A100. logit_bytes: bytes moved per logit of a fused
+    loss in addition to its products, for an unsplit vocabulary: 4 reads and a write of bfloat16 forward (maximum, sum
+    and gradient in one compiled kernel, prediction), 3 reads and a write backward. Counted
+    (`tests/model/test_chunked_loss.py`). split_logit_bytes: the same for a vocabulary split over tensor-parallel ranks,
+    in float32. Counted. gradient_bytes: bytes moved per weight and micro-batch to accumulate its gradient: written and
+    read in bfloat16, added in float32. Counted. Without sequence parallelism and `overlap_grad_reduce` the product
+    accumulates directly, which moves 8. stack_bytes: bytes moved per weight of experts to stack them for one product,
+    forward and again backward. Counted. vocabulary_products: products of the loss; a chunked loss recomputes logits
+    (`model/loss/chunked_loss.py`). exposed_tp: exposed collectives of a half layer, forward and backward. megatron-core
+    overlaps two of the three backward ones with products. Counted. exposed_sends: exposed share of the messages between
+    interleaved stages, which are sent during computation. A guess."""
 
     attention: float = 0.34
     logit_bytes: float = 18

@@ -1,10 +1,10 @@
-"""How long a training step takes on a parallel layout: an estimate, to put layouts in order. Arithmetic, no torch.
+"""Estimate the time of a training step at a parallel layout, to rank layouts. Arithmetic, no torch.
 
-A step is what the slowest pipeline stage computes for all its micro-batches, what its GPU waits for meanwhile, and what
-stands before and behind: the pipeline's bubble, the sum of gradients, the optimizer. Constants as in `timing.py`.
-Next: `search.py`, which layouts are tried.
+A step consists of the computation of the slowest pipeline stage for all its micro-batches, the waits of its GPU, the
+pipeline bubble, the reduction of gradients, and the optimizer. See `timing.py` for constants and `search.py` for the
+layouts that are tried.
 
-Not counted: adapters' own products, uneven lengths, uneven experts, clocks, the file system.
+Products of adapters, uneven lengths, uneven experts, clock rates and the file system are not modelled.
 """
 
 import functools
@@ -78,7 +78,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together."""
+        """Tokens per second of all GPUs."""
         return self.tokens_per_step / self.seconds.total
 
     def _virtual_stage(self, holds: str, first_layer: int) -> Seconds:
@@ -94,7 +94,7 @@ class Step:
 
     @functools.cached_property
     def _trunk_layers(self) -> list[Seconds]:
-        """One micro-batch of each decoder layer; those that are alike are computed once."""
+        """Return the time of one micro-batch for each decoder layer; identical layers are computed once."""
         found: list[tuple[Layer, bool, Seconds]] = []
         low, layers = self.setup.low_precision, self.architecture.layers
         for number, layer in enumerate(layers):
@@ -121,7 +121,8 @@ class Step:
         return _KERNELS + _MIXTURE_KERNELS + _EXPERT_KERNELS * one_by_one
 
     def _losses(self) -> Seconds:
-        """Of the trunk and of each head: the output layer's products, and the passes over its logits."""
+        """Return the time of the output layer's products and of the passes over its logits, for the trunk and each
+        head."""
         outside, heads, rank = self.architecture.outside, self.setup.heads, self.rank
         words = [] if self.is_trunk_frozen else [outside.local_vocab(rank)]
         words += [math.ceil(len(heads.draft_vocab) / rank.tp) or outside.local_vocab(rank)] * heads.drafts
@@ -175,7 +176,7 @@ class Step:
         return Seconds(data_parallel=seconds - hidden)
 
     def _quantised_weights(self) -> Seconds:
-        """What it takes to quantise weights, once a step."""
+        """Return the time to quantize weights, once per step."""
         low = self.setup.low_precision
         if low is None:
             return Seconds()

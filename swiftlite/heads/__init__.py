@@ -1,4 +1,4 @@
-"""The MTP heads of a model: how many, what they draft, and what they are fed."""
+"""Describe the MTP heads of a model: their number, their draft vocabulary, and their inputs."""
 
 from swiftlite.heads.heads import (
     DEPTH_KEY,

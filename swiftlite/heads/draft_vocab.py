@@ -1,10 +1,10 @@
-"""The draft vocabulary: the tokens that MTP heads can draft, where they are not all of the model's; as text.
+"""Convert the draft vocabulary, the tokens that MTP heads can draft, from and to text.
 
-A head computes one logit per token that it can draft, and in a small model that is most of its work. Answers hold few
-tokens of the vocabulary; those that they hold most often are enough, because the trunk says all others itself. Which
-they are is chosen in `data/draft_vocab.py`.
+A head computes one logit per token that it can draft, which in a small model is most of its work. Answers use few
+tokens of the vocabulary. Drafting only the most frequent ones is enough, because the trunk can generate all others
+itself. `data/draft_vocab.py` chooses them.
 
-config.json has the ids as text, neighbours joined: "0-2 5 8-9" is 0, 1, 2, 5, 8, 9.
+config.json contains the ids as text with ranges: "0-2 5 8-9" is 0, 1, 2, 5, 8, 9.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What MTP heads are fed, as a value: training feeds them the same as the engine that will run them."""
+"""Describe the inputs of MTP heads, so that training uses the inputs of the engine that will run them."""
 
 from dataclasses import asdict, dataclass, fields
 
@@ -7,12 +7,12 @@ from swiftlite.errors import UserError
 
 @dataclass(frozen=True)
 class Drafting:
-    """What MTP heads are fed.
+    """The inputs of MTP heads.
 
     Attributes:
-        takes_before_norm: the trunk's state before its final norm; otherwise the one after it.
-        recycles_before_norm: when a head goes on alone, its own state before its output norm; otherwise after it.
-        zeroes_first_embedding: zeros for the embedding at a sequence's position 0.
+        takes_before_norm: whether the trunk's state is used before its final norm; otherwise after it.
+        recycles_before_norm: whether a repeated head uses its own state before its output norm; otherwise after it.
+        zeroes_first_embedding: whether the embedding at a sequence's position 0 is zero.
     """
 
     takes_before_norm: bool = False
@@ -39,7 +39,7 @@ class Drafting:
         return cls(**given)
 
     def difference(self, other: "Drafting") -> str:
-        """What heads get otherwise by `other`, in words; "" where nothing."""
+        """Return a description of the inputs that differ from `other`; empty if none."""
         words = {
             "takes_before_norm": "the trunk's state",
             "recycles_before_norm": "their own state",

@@ -34,14 +34,14 @@ def depth_key(hf_config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Heads:
-    """MTP heads, as a checkpoint promises them or as a run trains them.
+    """The MTP heads that a checkpoint declares or a run trains.
 
     Attributes:
-        layers: MTP layers, each with weights of its own; 0 is a model without heads.
-        unroll: how often the one MTP layer is applied, each time to its own state; 1 with several layers.
-        beta: weight of the loss of each drafted token, relative to the one before, where a layer is unrolled.
+        layers: number of MTP layers, each with separate weights; 0 for a model without heads.
+        unroll: number of times that a single MTP layer is applied, each time to its own state; 1 with several layers.
+        beta: loss weight of each draft token relative to the previous one, for an unrolled layer.
         draft_vocab: ids of the tokens that they can draft, ascending; empty for the whole vocabulary.
-        drafting: what they are fed; None is what vLLM feeds heads of their family.
+        drafting: their inputs; None means those of vLLM for their family.
     """
 
     layers: int = 0
@@ -64,7 +64,7 @@ class Heads:
 
     @property
     def drafts(self) -> int:
-        """Tokens drafted in one step of an engine: those that are predicted beyond the next one."""
+        """Number of draft tokens in one step of an engine, in addition to the next token."""
         return self.layers * self.unroll
 
     @property

@@ -1,1 +1,1 @@
-"""What follows from options and config.json, by arithmetic, before anything loads; may use `args` and `families`."""
+"""Derive the plan of a run from options and config.json before anything loads; may import `args` and `families`."""

@@ -1,8 +1,7 @@
-"""What a run does with its MTP heads where the options say nothing: how many, from where, what they learn, how fast.
+"""Choose defaults for MTP heads: their number, initial weights, loss and learning rate.
 
-Heads alone behind a trunk that stays are another task than fine-tuning: they may start from nothing, nothing is lost
-by a large step, and what they should say is known at every token: what the trunk says.
-"""
+Training only the heads of a frozen trunk differs from fine-tuning: heads may start from scratch, large steps lose
+nothing, and the target is known at every token, because it is the trunk's prediction."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +50,7 @@ def heads_for_engine(args: SftArgs, checkpoint: Heads, family: Family) -> Heads:
 
 
 def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
-    """Where the weights of the heads come from."""
+    """Return the source of the heads' initial weights."""
     if args.mtp_init is not None:
         return args.mtp_init
     if checkpoint.layers or args.mtp_mode != "heads_only":
@@ -60,7 +59,7 @@ def mtp_init_of(args: SftArgs, checkpoint: Heads) -> MtpInit:
 
 
 def why_no_fit(args: SftArgs) -> str:
-    """What keeps `fit_last_layer` from being computed; "" if nothing does."""
+    """Return why `fit_last_layer` is not possible; empty if it is."""
     if args.streaming:
         return "--streaming reads training rows later"
     if not mtp_is_with_last_layer(layout_of(args)):
@@ -69,19 +68,19 @@ def why_no_fit(args: SftArgs) -> str:
 
 
 def mtp_loss_of(args: SftArgs) -> MtpLoss:
-    """What the heads learn."""
+    """Return the loss of the heads."""
     if args.mtp_loss is not None:
         return args.mtp_loss
     return "kl" if args.mtp_mode == "heads_only" else "ce"
 
 
 def new_heads_learn_alone(args: SftArgs, checkpoint: Heads) -> bool:
-    """Whether nothing learns but heads that nobody has trained yet."""
+    """Return whether only new heads are trained."""
     return args.mtp_mode == "heads_only" and mtp_init_of(args, checkpoint) not in ("checkpoint", "graft")
 
 
 def heads_tuner_of(args: SftArgs, checkpoint: Heads) -> HeadsTuner:
-    """How the heads learn beside adapters."""
+    """Return how the heads are trained with adapters."""
     if args.mtp_tuner is not None:
         return args.mtp_tuner
     return "lora" if mtp_init_of(args, checkpoint) in ("checkpoint", "graft") else "full"
@@ -122,7 +121,7 @@ def lr_of(args: SftArgs, checkpoint: Heads) -> float:
 
 
 def heads_defaults(args: SftArgs, checkpoint: Heads) -> dict[str, Any]:
-    """What the run does where these options are unset, by name."""
+    """Return the values of these options if they are unset, by name."""
     unset = replace(args, mtp_num_layers=None, mtp_init=None, mtp_loss=None)
     return {
         "mtp_num_layers": heads_of(unset, checkpoint).layers,

@@ -1,7 +1,6 @@
-"""What computes a model's layers: options, and what this machine has, made into one frozen `Kernels`. No torch.
+"""Choose the kernels of a model's layers from options and the machine as one frozen `Kernels`. No torch.
 
-`model/layers/kernels.py` turns it into modules. On a CPU everything but the default is refused; tests build the value
-itself.
+`model/layers/kernels.py` selects the modules. On a CPU only the default is allowed; tests build other values directly.
 """
 
 import importlib.util
@@ -37,16 +36,16 @@ _UNSET = KernelArgs()
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes a model's layers. By default what is computed on a CPU, as transformers does it, bit for bit.
+    """The kernels of a model's layers. The default is used on CPUs and is bitwise identical to transformers.
 
     Attributes:
-        transformer_impl: whose linear layers and norms they are.
-        attention: whose core attention.
-        is_fused: norms, activations and losses round elsewhere than transformers does, in fewer passes over memory.
-        has_grouped_experts: a product for all experts of a rank, otherwise one for each.
-        low_precision: of Transformer Engine's products; None for the model's own.
-        is_deterministic: sums are made in one order, on GPUs too.
-        flash_impl: what torch's own attention calls; None: what came with it.
+        transformer_impl: implementation of linear layers and norms.
+        attention: implementation of core attention.
+        is_fused: whether norms, activations and losses are fused, which rounds differently from transformers.
+        has_grouped_experts: whether all experts of a rank are one product instead of one each.
+        low_precision: precision of Transformer Engine's products; None for the model's own.
+        is_deterministic: whether kernels are deterministic on GPUs as well.
+        flash_impl: implementation called by torch's own attention; None: the one included in torch.
     """
 
     transformer_impl: TransformerImpl = "local"
@@ -59,7 +58,7 @@ class Kernels:
 
     @property
     def described(self) -> dict[str, str]:
-        """In words, for reports."""
+        """Return a description for reports."""
         layers = "Transformer Engine" if self.transformer_impl == "transformer_engine" else "torch"
         fused = "RMSNorm, SwiGLU, loss in chunks" if self.is_fused else "none"
         experts = "a product for all of a rank" if self.has_grouped_experts else "a product for each"
@@ -73,7 +72,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to compute with."""
+    """The capabilities of a machine."""
 
     is_cuda: bool = False
     has_transformer_engine: bool = False
@@ -82,7 +81,7 @@ class Machine:
 
 
 def this_machine(is_cuda: bool) -> Machine:
-    """What is installed here; nothing is imported."""
+    """Return the capabilities of this machine without importing packages."""
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     kernel: PackedKernel | None = "torch_varlen" if _torch_has("varlen.py", "window_size") else None
     if _has_file("flash_attn", "flash_attn_interface.py"):
@@ -124,14 +123,14 @@ def largest_head(architecture: Architecture | None) -> int:
 
 
 def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 0) -> Kernels:
-    """The kernels of a run; what `auto` stands for is decided here and nowhere else.
+    """Return the kernels of a run; only this function resolves `auto`.
 
     Args:
-        is_float32: the precision of the model; otherwise bfloat16.
+        is_float32: whether the model is float32; otherwise bfloat16.
         head: `largest_head` of the model.
 
     Raises:
-        OptionError: what was asked for cannot be had here; there is no silent substitute.
+        OptionError: an option is not available here; there is no silent fallback.
     """
     if problems := list(kernel_problems(args, machine, is_float32=is_float32, head=head)):
         raise OptionError(problems)
@@ -156,7 +155,7 @@ def choose(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 
 
 
 def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, head: int = 0) -> Iterator[Problem]:
-    """What cannot be had; arguments as for `choose`."""
+    """Yield unavailable options; arguments as for `choose`."""
     if args.transformer_impl == "transformer_engine":
         flag = "--transformer_impl transformer_engine"
         if not machine.is_cuda:
@@ -175,7 +174,7 @@ def kernel_problems(args: KernelArgs, machine: Machine, *, is_float32: bool, hea
 
 
 def _without_packed_kernel(args: KernelArgs, machine: Machine, is_float32: bool, head: int) -> Iterator[Problem]:
-    """Why packed rows cannot go to one kernel."""
+    """Return why packed rows are not supported by one kernel."""
     flag, other = f"--attention_backend {args.attention_backend}", "use --attention_backend sdpa"
     if not machine.is_cuda:
         yield f"{flag}: such kernels run on NVIDIA GPUs, and torch finds none here", other

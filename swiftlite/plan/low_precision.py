@@ -35,7 +35,7 @@ class LowPrecision:
 
     @property
     def described(self) -> str:
-        """In words, for reports."""
+        """Return a description for reports."""
         return f"{'FP4' if self.is_fp4 else 'FP8'} {self.format}, {self.recipe}"
 
     @property
@@ -44,14 +44,15 @@ class LowPrecision:
 
     @property
     def tokens(self) -> int:
-        """What a rank's tokens must be a multiple of (megatron-core's fp8_utils.py:168; the first dimension of a scale
-        of Transformer Engine's NVFP4Quantizer)."""
+        """Required multiple of a rank's number of tokens (megatron-core's fp8_utils.py:168; the first dimension of a
+        scale of Transformer Engine's NVFP4Quantizer)."""
         return {"mxfp8": 32, "nvfp4": 32}.get(self.recipe, 16)
 
     @property
     def quantised(self) -> Quantised:
-        """What a number takes in memory. Read from transformer_engine's tensor/*.py (2.20.2); `tests/parallel/
-        test_low_precision.py` counts it. A Blackwell GPU keeps weights of `tensorwise` in one order, half of this."""
+        """Bytes per element in memory, read from transformer_engine's tensor/*.py (2.20.2) and counted by
+        `tests/parallel/test_low_precision.py`. A Blackwell GPU stores weights of `tensorwise` in one order, half of
+        this."""
         copy, weights = {
             "tensorwise": (1, 2),
             "blockwise": (1 + 4 / 128, 2 + 2 * 4 / 128**2),
@@ -62,8 +63,8 @@ class LowPrecision:
 
     @property
     def moved(self) -> float:
-        """Bytes that quantising a number of 16 bits moves: it is read, where a scale is the whole tensor's once more
-        before that, and written in two orders. Counted."""
+        """Bytes moved to quantize a 16-bit element: one read (two if the scale is that of the whole tensor), and a
+        write in each of two orders. Counted."""
         reads = 2 if self.recipe in ("tensorwise", "nvfp4") else 1
         return 2 * reads + 2 * self.quantised.copy
 
@@ -94,7 +95,7 @@ class LowPrecision:
 
 
 def low_precision_of(args: KernelArgs) -> LowPrecision | None:
-    """What the options ask for."""
+    """Return the low precision that the options select."""
     layers = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
     if args.fp4_format != "none":
         return LowPrecision(args.fp4_format, "nvfp4", *layers)
@@ -104,7 +105,7 @@ def low_precision_of(args: KernelArgs) -> LowPrecision | None:
 
 
 def precision_problems(args: KernelArgs, is_float32: bool) -> Iterator[Problem]:
-    """What cannot be had, whatever the model and the GPU."""
+    """Yield invalid combinations of options, independent of model and GPU."""
     low = low_precision_of(args)
     if args.fp8_recipe and args.fp8_format == "none":
         yield f"--fp8_recipe {args.fp8_recipe} without --fp8_format", "add --fp8_format hybrid, or leave it out"
@@ -129,8 +130,7 @@ def takes_low_precision(name: str) -> bool:
 
 
 def low_precision_misfit(row: Row, ranks: int, multiple: int) -> int:
-    """The rows or columns that a rank has of a matrix whose products are to be of low precision, if their number is no
-    multiple; 0 if both are, or if the matrix is of no such layer."""
+    """Return the number of rows or columns of a low-precision matrix on a rank if it is not a multiple; 0 otherwise."""
     if not takes_low_precision(row.mcore):
         return 0
     is_row_parallel = re.search(r"linear_(proj|fc2)\.weight$", row.mcore) is not None
@@ -142,7 +142,7 @@ def low_precision_misfit(row: Row, ranks: int, multiple: int) -> int:
 
 
 def model_problems(low: LowPrecision, layout: ParallelLayout, architecture: Architecture) -> Iterator[Problem]:
-    """Why a model on a layout cannot be trained so."""
+    """Yield why a model cannot be trained with low precision at a layout."""
     num_layers = len(architecture.layers)
     most = num_layers // layout.pipeline_model_parallel_size  # megatron-core's transformer_config.py:996
     for end, number in (("start", low.bf16_at_start), ("end", low.bf16_at_end)):

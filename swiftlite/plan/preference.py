@@ -1,4 +1,4 @@
-"""What `megatron dpo` learns from a pair of answers, and how the reference model is laid out. Arithmetic, no torch."""
+"""Plan preference losses and the layout of the reference model for `megatron dpo`. Arithmetic, no torch."""
 
 from dataclasses import dataclass
 
@@ -52,9 +52,9 @@ def preference_of(args: SftArgs) -> Preference:
 
 
 def reference_layout(args: DpoArgs | DoctorArgs) -> ParallelLayout:
-    """How the reference model is cut up: as the model, but for what the options say, its layers in even shares.
+    """Return the layout of the reference model: the model's layout with the sizes of its options and even stages.
 
-    Where it alone has tensor parallelism it has sequence parallelism too, which experts need.
+    If only the reference model uses tensor parallelism, it also uses sequence parallelism, which experts require.
     """
     tp = args.ref_tensor_model_parallel_size or args.tensor_model_parallel_size
     return ParallelLayout(

@@ -1,4 +1,4 @@
-"""What follows from the options: layout, batch arithmetic and schedule as frozen values. Pure arithmetic, no files.
+"""Derive layout, batch sizes and schedule from options as frozen values. Pure arithmetic, no files.
 
 `make_plan` needs only options and the number of processes; `make_schedule` also needs the number of training rows.
 """
@@ -110,11 +110,12 @@ def make_plan(
 
 
 def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> DistributedArgs:
-    """The options with what stands for those that are unset: on GPUs true where ranks hold the same parameters. gloo
-    has nothing to hide the sums behind: a CPU computes meanwhile no faster.
+    """Return the options with defaults: true on GPUs if several ranks hold the same parameters.
+
+    On a CPU overlapping communication with gloo does not save time.
 
     Args:
-        num_replicas: ranks that hold the same parameters.
+        num_replicas: number of ranks that hold the same parameters.
     """
     default = is_cuda and num_replicas > 1
 
@@ -133,8 +134,10 @@ def distributed_of(args: DistributedArgs, num_replicas: int, is_cuda: bool) -> D
 def row_multiple_of(
     layout: ParallelLayout, packing: Packing, is_cuda: bool, low_precision: LowPrecision | None = None
 ) -> int:
-    """Every rank gets an equal part, of as many tokens as products of low precision take; and padded rows of GPUs have
-    few lengths, since cuDNN plans each of them anew."""
+    """Return the required multiple of a row's length.
+
+    Every rank gets an equal part, which is a multiple of the tokens that low-precision products require. On GPUs padded
+    rows have few distinct lengths, because cuDNN makes a plan for each."""
     needed = length_multiple(layout)
     if low_precision:
         ranks = layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
@@ -143,13 +146,13 @@ def row_multiple_of(
 
 
 def holds_out(args: SftArgs) -> bool:
-    """Whether there are held-out rows: files of their own, or a part of a dataset that is read as a whole."""
+    """Return whether there are held-out rows: separate files, or a part of a dataset that is read as a whole."""
     is_whole = not args.streaming and args.sft_mock_dataset_config_json is None
     return bool(args.val_dataset) or (is_whole and args.split_dataset_ratio > 0)
 
 
 def packing_of(args: SftArgs) -> Packing:
-    """What the options pack."""
+    """Return the kind of packing that the options select."""
     if args.packing:
         return "step" if args.sequence_packing_scheduler == "dp_balanced" else "rows"
     return "micro_batch" if args.padding_free else "none"
@@ -231,7 +234,7 @@ def _model_lines(args: SftArgs, plan: Plan, checkpoint: Heads) -> list[tuple[str
 
 
 def kernel_lines(kernels: Kernels) -> list[tuple[str, str]]:
-    """What computes the layers, in words."""
+    """Return a description of the kernels."""
     described = kernels.described
     lines = [("layers are", described["layers"]), ("attention", described["attention"]), ("fused", described["fused"])]
     if kernels.low_precision:
@@ -242,7 +245,7 @@ def kernel_lines(kernels: Kernels) -> list[tuple[str, str]]:
 
 
 def layout_lines(plan: Plan) -> list[tuple[str, str]]:
-    """How processes and batches are laid out, in words."""
+    """Return lines that describe processes and batches."""
     layout = plan.layout
     lines = [("processes", _processes(plan))]
     if layout.sequence_parallel:

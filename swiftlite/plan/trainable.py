@@ -1,4 +1,4 @@
-"""Which parameters of a model learn, as one value that also has the words for it."""
+"""Define which parameters of a model are trained, as one value with a description."""
 
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -57,12 +57,12 @@ HEADS_ONLY = Trainable(
 
 
 def trainable_of(args: SftArgs, heads: Heads, lora: Lora | None = None, saved: Collection[str] = ()) -> Trainable:
-    """What the options let learn.
+    """Return the parameters that the options train.
 
     Args:
-        heads: those of the run.
-        lora: the adapters that it gets.
-        saved: Megatron names of the trunk's parameters that learn beside them.
+        heads: heads of the run.
+        lora: adapters of the run.
+        saved: Megatron names of the trunk's parameters that are trained in full.
     """
     if lora is not None:
         return _adapters(lora, heads, saved)
@@ -84,7 +84,7 @@ def _adapters(lora: Lora, heads: Heads, saved: Collection[str]) -> Trainable:
 
 
 def _words(lora: Lora, heads: Heads) -> str:
-    """What learns, as the plan of a run says it."""
+    """Return the description of the trained parameters for the plan."""
     adapters = f"adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
     of_heads = {"full": "MTP heads in full", "lora": "adapters in the MTP heads too", "frozen": "the MTP heads stay"}
     words = [adapters if lora.on_trunk else f"in the MTP heads alone {adapters}"]
