@@ -1,4 +1,4 @@
-"""Training on megatron-core: the phases of a run, the trainer and what it minimises, checkpoints.
+"""Train on megatron-core: the phases of a run, the trainer and its objective, checkpoints.
 
-May use the rooms up to `model` and `acceptance`, and megatron-core; knows no engine.
+May import packages up to `model` and `acceptance`, and megatron-core, but no engine.
 """

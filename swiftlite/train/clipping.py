@@ -1,6 +1,6 @@
-"""Clipping the gradients of the MTP heads by a norm of their own.
+"""Clip the gradients of the MTP heads by a separate norm.
 
-With one norm over trunk and heads, new heads, whose gradients are large, shrink the trunk's steps.
+With one norm over trunk and heads, the large gradients of new heads shrink the updates of the trunk.
 """
 
 import math
@@ -90,12 +90,12 @@ class ClippedApart(ChainedOptimizer):
 
 
 def _parameters(part: MegatronOptimizer, of_heads: bool) -> list[torch.Tensor]:
-    """What torch's optimizer updates: parameters, their float32 copies, or this rank's flat shares of either."""
+    """Return the tensors that torch's optimizer updates: parameters, their float32 copies, or flat shards of either."""
     groups = [group for group in part.param_groups if group.get(_OF_HEADS, False) == of_heads]
     return list(chain.from_iterable(group["params"] for group in groups))
 
 
 def _counts(parameter: Any, part: MegatronOptimizer) -> bool:
-    """Whether this rank's gradient goes into a norm over all ranks: of those that hold a parameter, one rank's does."""
+    """Return whether this rank's gradient counts in a norm over all ranks; each parameter counts on one rank."""
     is_first = param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None))
     return parameter.grad is not None and param_is_not_shared(parameter) and is_first

@@ -1,10 +1,10 @@
-"""`--mtp_init fit_last_layer`: a copied block is fed inputs like those of the layer that it was copied from.
+"""Fit the projection of new heads, so that a copied block receives inputs like those of its original
+(`--mtp_init fit_last_layer`).
 
-The head's block is a copy of the last decoder layer, so it can do something with what that layer is given, and with
-little else. Its input comes from the projection `eh_proj`. The projection starts as the linear map from the embedding
-of a token and the state before it whose output is nearest to the last layer's input at that token. With a[s] what the
-projection of depth k = 1, 2, ... is given at position s, x[s] what the last decoder layer is given there, over N tokens
-of training rows:
+The head's block is a copy of the last decoder layer, so it works on inputs like those of that layer. Its input comes
+from the projection `eh_proj`. The projection is initialized with the linear map from the embedding of a token and the
+state before it whose output is closest to the last layer's input at that token. Let a[s] be the input of the projection
+of depth k = 1, 2, ... at position s and x[s] the input of the last decoder layer, over N tokens of training rows:
 
     eh_proj = argmin over W of  sum over s of |W a[s] - x[s + k]|^2  +  RIDGE * N * |W|^2
 
@@ -40,9 +40,7 @@ RIDGE = 0.01
 
 
 def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
-    """At least as many samples as the fit needs, if there are so many; spread evenly over all, since files may stand
-    one behind the other.
-    """
+    """Return enough samples for the fit, if there are enough, spread evenly over all files."""
     num_tokens = sum(len(sample) for sample in samples)
     stride = max(num_tokens // (2 * hidden_size * TOKENS_PER_INPUT), 1)
     return [samples[index] for index in range(0, len(samples), stride)]
@@ -50,12 +48,12 @@ def samples_to_fit(samples: Sequence[Sample], hidden_size: int) -> list[Sample]:
 
 @torch.no_grad()
 def fit_heads(chunks: Sequence[GPTModel], mesh: Mesh, batches: Sequence[Batch]) -> None:
-    """Fit the projection of each head, one depth after the other, as each is fed by the one before; collective.
+    """Fit the projection of each head, one depth after another, because each depth uses the previous one; collective.
 
     Args:
-        chunks: the stages of the model on this rank. One stage has the last decoder layer and all heads:
-            `why_no_fit` has refused other layouts.
-        batches: this rank's micro-batches, equally many on every data-parallel rank.
+        chunks: the stages of the model on this rank. One stage has the last decoder layer and all heads; `why_no_fit`
+            refuses other layouts.
+        batches: this rank's micro-batches, the same number on every data-parallel rank.
     """
     for chunk in chunks:
         chunk.eval()  # so that nothing is recomputed
@@ -120,7 +118,7 @@ class _Fit:
         sequence_SB = whole_rows(self.batch.sequence_KBS[self.depth + 1], self.mesh, self.batch.cu_seqlens).T
         is_token_SB = sequence_SB >= 0
         # [s] of the target is what the last layer was given at s + depth + 1, inside the same sequence. What `roll`
-        # brings round from the beginning is masked: no sequence goes on there.
+        # wraps around from the beginning is masked: no sequence continues there.
         target_NH = self.target_SBH.roll(-self.depth - 1, dims=0)[is_token_SB].double()
         input_NH = input_SBH[is_token_SB].double()
         self.squares += input_NH.T @ input_NH

@@ -27,7 +27,7 @@ class Objective(Protocol):
 
     @property
     def remedy(self) -> str:
-        """What to try, in the words of the options, when the loss is not finite."""
+        """Hint, in terms of options, for a loss that is not finite."""
         ...
 
     @property

@@ -112,7 +112,7 @@ def _learning_rate(
         init_lr=0.0,
         max_lr=plan.lr,
         min_lr=plan.min_lr,
-        lr_warmup_steps=min(schedule.warmup_steps, schedule.steps - 1),  # megatron-core wants at least one decay step
+        lr_warmup_steps=min(schedule.warmup_steps, schedule.steps - 1),  # at least one decay step is required
         lr_decay_steps=schedule.steps,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,

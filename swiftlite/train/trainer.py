@@ -84,7 +84,7 @@ class Trainer:
                 if self.after_step:
                     self.after_step(step)
                 stopping = largest(stop.received, self.mesh)  # all stop at the same step
-                # Before the save: a run that goes on from this checkpoint takes it that the step is done with.
+                # Before the save: a run that resumes from this checkpoint assumes that the step is complete.
                 if step % self.plan.eval_steps == 0 and step < self.schedule.steps and not stopping:
                     self.log(step, self.evaluate())
                 if step % self.plan.save_steps == 0 or step == self.schedule.steps or stopping:
@@ -171,7 +171,7 @@ class Trainer:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """The objective's metrics over the held-out rows, named `eval_...`; empty when there are none."""
+        """Return the objective's metrics over the held-out rows, named `eval_...`; empty if there are none."""
         if not sum(self._sum_over_data_parallel(len(self.eval_batches))):
             return {}
         objective = self._objective_for(self.eval_batches)
@@ -270,7 +270,7 @@ class _StopSignals:
     def __enter__(self) -> "_StopSignals":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: the run goes on without its terminal
+                continue  # nohup: the run continues without its terminal
             self._previous[number] = signal.signal(number, self._remember)
         return self
 

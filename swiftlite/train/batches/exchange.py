@@ -1,10 +1,9 @@
-"""Samples between ranks, for sources that only some ranks read: `exchange` moves each to the data-parallel rank that is
-to compute it, `broadcast` hands a rank's micro-batches to those that share its replica of the model.
+"""Move samples between ranks, for sources that only some ranks read.
 
-Each is a function of its own over process groups, for frameworks that need only one of them; cutting a batch over
-context-parallel ranks is `batches.shard`. Counts and lengths are always sent ahead, never found in what is sent. A
-sample's `source` and `channel` stay where they were read.
-"""
+`exchange` moves each sample to the data-parallel rank that computes it, and `broadcast` sends a rank's micro-batches to
+the ranks that share its replica of the model. Each is a separate function over process groups, for frameworks that need
+only one of them; `batches.shard` splits a batch over context-parallel ranks. Counts and lengths are always sent first.
+A sample's `source` and `channel` stay on the rank that read it."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from swiftlite.runtime.device import on_device
 
 Fields = tuple[str, ...]
 """Some of a sample's arrays."""
-# What stands where a rank does not get an array, since nothing there looks at it.
+# Placeholder for an array that a rank does not receive, because it does not use it.
 FILL: dict[str, np.generic] = {
     "input_ids": np.int32(0),
     "labels": np.int32(IGNORED),
@@ -95,10 +94,10 @@ def _among(numbers: Iterable[int], own: range) -> list[int]:
 
 
 def stage_fields(layout: ParallelLayout, mtp_num_layers: int) -> list[Fields]:
-    """What each pipeline rank computes with: ids where there is an embedding, which the MTP layers have as well; labels
-    and weights where the loss is. Positions follow from lengths, which every rank gets.
+    """Return the fields that each pipeline rank needs: ids for embeddings, including those of MTP layers, and labels
+    and weights for the loss. Positions follow from lengths, which every rank receives.
 
-    Example: of three stages, the MTP layers on the second, it is `IDS`, `IDS`, `TARGETS`.
+    Example: for three stages with the MTP layers on the second, it is `IDS`, `IDS`, `TARGETS`.
     """
     last = layout.pipeline_model_parallel_size - 1
     with_embedding = {0, mtp_pipeline_rank(layout)} if mtp_num_layers else {0}

@@ -1,4 +1,4 @@
-"""Which micro-batches a rank computes at a step: a pure function of the step, so resuming needs no data state."""
+"""Select the micro-batches of a rank at a step as a function of the step, so that resuming needs no data state."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ def run_batches(
 
 @dataclass(frozen=True)
 class SampleRows(Sequence[list[Sample]]):
-    """What batch sizes count: rows of samples that stay together."""
+    """The rows that batch sizes count; the samples of a row stay together."""
 
     samples: Sequence[Sample]
     rows: PackedRows
@@ -87,8 +87,7 @@ class MicroBatches(Sequence[Batch]):
     """A rank's micro-batches of one or several global batches.
 
     Attributes:
-        companions: micro-batches of the samples' companions, as many as on any other rank; none where samples have
-            none.
+        companions: micro-batches of the samples' companions, the same number on every rank; empty without companions.
     """
 
     batches: Sequence[Batch]

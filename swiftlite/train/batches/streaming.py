@@ -62,16 +62,16 @@ class StreamedSteps(Iterator[tuple[list[StreamSample], list[MicroBatches]]]):
         ]
 
     def state(self) -> dict[str, Any]:
-        """What steps that continue these need beside the stream's own state, for JSON."""
+        """Return the state for continuing these steps, in addition to that of the stream, for JSON."""
         return {"waiting": self._rows.waiting, "ready": list(self._rows.ready)}
 
 
 @dataclass(frozen=True)
 class StreamedBatches:
-    """The micro-batches of a step, sent to those that compute them.
+    """The micro-batches of each step, sent to the ranks that compute them.
 
     Attributes:
-        stream, steps: on the first rank of each replica of the model, which reads; None elsewhere.
+        stream, steps: on the first rank of each replica of the model, which reads the files; None elsewhere.
     """
 
     batches: Batches
@@ -92,7 +92,7 @@ class StreamedBatches:
         return [self.batches.collate(samples) for samples in received]
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs; the same on every rank that reads, empty elsewhere."""
+        """Return the state for a resumed run; the same on every reading rank, empty elsewhere."""
         if self.stream is None or self.steps is None:
             return {}
         return {"stream": self.stream.state() | self.steps.state()}

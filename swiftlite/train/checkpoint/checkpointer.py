@@ -41,7 +41,7 @@ from swiftlite.train.checkpoint.optimizer_state import set_state, slots_of, stat
 
 STATE_FILE = "trainer_state.json"
 
-# What reading a checkpoint raises when bytes of it are missing, or when it has not the tensors that are asked for.
+# Exceptions when a checkpoint is truncated or lacks requested tensors.
 _DAMAGES = (
     OSError,
     EOFError,
@@ -51,7 +51,7 @@ _DAMAGES = (
     CheckpointException,
 )
 
-_OF_TORCH_READER = "PytorchStreamReader"  # in the RuntimeError of a file that is no whole archive
+_OF_TORCH_READER = "PytorchStreamReader"  # in the RuntimeError for an incomplete archive
 
 _USE_ANOTHER = "name another checkpoint; or delete this one, and --resume goes on from the one before it"
 
@@ -63,7 +63,7 @@ _Entry = Annotated[list[_Count], Field(min_length=3, max_length=3)]
 
 
 class _StreamState(BaseModel, strict=True):
-    """Where --streaming stood in its files, as `StreamedBatches.state` gives it."""
+    """Position of --streaming in its files, as returned by `StreamedBatches.state`."""
 
     num_read: _Count
     piece: _Count
@@ -103,7 +103,7 @@ class _DataState(BaseModel, strict=True):
 
 
 class _State(BaseModel, strict=True):
-    """What trainer_state.json must hold."""
+    """The required content of trainer_state.json."""
 
     step: _Count
     mtp_num_layers: _Count
@@ -128,10 +128,10 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of trainer_state.json: the step, and what the run stored beside it.
+    """Return the content of trainer_state.json: the step and the run's state.
 
     Raises:
-        UserError: it is not there, or damaged.
+        UserError: the file is missing or damaged.
     """
     path = checkpoint / STATE_FILE
     try:
@@ -151,17 +151,17 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 @dataclass
 class Checkpointer:
-    """Writes the checkpoints of a run, by all ranks together.
+    """Writes the checkpoints of a run; its methods are collective.
 
     Attributes:
-        output_dir: the run's.
+        output_dir: directory of the run.
         mesh: the ranks that hold the model.
         chunks: the bare model, without wrappers, one per virtual pipeline stage.
-        optimizer: None writes weights alone.
-        state: small JSON values stored beside the tensors.
-        keep: number of checkpoints that stay, the newest; None keeps all.
-        is_async: write in a process of its own while training goes on; the checkpoint gets its name once it is whole.
-        hint: what to do when one cannot be written.
+        optimizer: None writes weights only.
+        state: small JSON values stored with the tensors.
+        keep: number of newest checkpoints to keep; None keeps all.
+        is_async: write in a subprocess while training continues; the checkpoint gets its name when it is complete.
+        hint: hint in the error if a checkpoint cannot be written.
     """
 
     output_dir: Path
@@ -179,10 +179,10 @@ class Checkpointer:
         """Write `checkpoint-STEP`, then delete the oldest; returns early with `is_async`.
 
         Args:
-            data_state: written beside `state`, by the first rank.
+            data_state: state of the data, written with `state` by the first rank.
 
         Raises:
-            UserError: it cannot be written, or with `is_async` the one before it; nothing of that one is left.
+            UserError: the checkpoint, or with `is_async` the previous one, cannot be written; nothing of it remains.
         """
         self.finish()
         temporary = self._temporary(step)
@@ -212,10 +212,10 @@ class Checkpointer:
             self._delete_oldest()
 
     def poll(self) -> None:
-        """Give its name to a checkpoint that has been written meanwhile; all ranks must call this together.
+        """Wait for an asynchronous checkpoint and give it its name; collective.
 
         Raises:
-            UserError: it cannot be written; nothing of it is left.
+            UserError: it cannot be written; nothing of it remains.
         """
         if self.is_async:
             with self._whole_or_absent():
@@ -233,7 +233,7 @@ class Checkpointer:
 
     @contextmanager
     def _whole_or_absent(self) -> Iterator[None]:
-        """What fails inside leaves nothing behind, or a full disk would stay full."""
+        """Remove everything written in this context on failure; otherwise a full disk would stay full."""
         try:
             yield
         except CheckpointException as error:  # on all ranks; only the first one knows why
@@ -353,10 +353,10 @@ def load_checkpoint(
 
 
 def verify_files(checkpoint: Path) -> None:
-    """Compare every file with its digest of when it was written; collective, each rank reads some of them.
+    """Verify the digests of all files; collective, each rank reads some of them.
 
     Raises:
-        UserError: on every rank, with those that differ.
+        UserError: on every rank, with the files that differ.
     """
     try:
         digests = read_manifest(checkpoint)
@@ -381,8 +381,10 @@ def verify_files(checkpoint: Path) -> None:
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """Inside, torch.load makes tensors and runs no code, also where torch itself asks for more: what is no tensor in a
-    distributed checkpoint (torch/distributed/checkpoint/default_planner.py, load_bytes)."""
+    """Restrict torch.load to tensors in this context, so that it runs no code.
+
+    torch itself asks for more when it loads objects of a distributed checkpoint
+    (torch/distributed/checkpoint/default_planner.py, load_bytes)."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -411,7 +413,7 @@ def _is_extra(key: str) -> bool:
 
 
 def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What either kind of layers reads of a checkpoint of the other."""
+    """Return the common part of checkpoints with local and with Transformer Engine's layers."""
     return {key: value for key, value in state.items() if not _is_extra(key)}
 
 

@@ -49,9 +49,9 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
 
 
 class WriterReport:
-    """What a writer has to say, also from a fork to its parent: in memory that is a file to both.
+    """A message from a writer, possibly a forked process, to its parent, in an anonymous file in memory.
 
-    No pipe is too short for it, no disk too full, and no server has to live.
+    It does not depend on the size of a pipe, on disk space, or on a server.
     """
 
     def __init__(self):
@@ -77,12 +77,12 @@ class WriterReport:
 
 
 def write_buckets(trainer: int, transforms: list[Any], rank: int, buckets: Sequence[Any], report: WriterReport) -> None:
-    """Write the files of this rank, each by a thread of its own, and report results and digests.
+    """Write the files of this rank, one thread per file, and report results and digests.
 
     Args:
-        trainer: its process id; this process may be a fork of it.
-        transforms: of what is written, torch's; none are registered here.
-        buckets: as megatron-core plans them: (path, file name, data).
+        trainer: process id of the trainer; this process may be a fork of it.
+        transforms: torch's transforms of written data; none are registered here.
+        buckets: (path, file name, data) as planned by megatron-core.
     """
     if os.getpid() != trainer:
         end_with_parent(trainer)
@@ -159,7 +159,7 @@ def read_manifest(checkpoint: Path) -> dict[str, str] | None:
 
 
 def changed_files(checkpoint: Path, digests: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Those of the files that are gone or no longer have their digest."""
+    """Return the files that are missing or have another digest."""
 
     def has_changed(name: str) -> bool:
         path = checkpoint / name

@@ -47,7 +47,7 @@ _MEMBERS: dict[Any, dict[str, Enum]] = {enum: dict(enum.__members__) for enum in
 
 
 def _enum_member(enum: Any, name: Any) -> Enum:
-    """What `getattr` is there for: early Python 3.11, such as Debian 12's, pickles a member of an enum by its name."""
+    """Resolve enum members by name: early Python 3.11, such as Debian 12's, pickles them with `getattr`."""
     try:
         return _MEMBERS[enum][name]
     except (KeyError, TypeError):

@@ -28,15 +28,15 @@ Sharded = ShardedTensor | ShardedTensorFactory
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter that learns, and the part of its state that this rank holds.
+    """A trained parameter and the part of its optimizer state on this rank.
 
     Attributes:
-        parameter: the model's.
+        parameter: parameter of the model.
         inner: torch's optimizer.
-        main: what that updates: the parameter itself, its float32 copy, or a flat part of either. None where all of the
-            parameter's state is on other ranks.
-        start: where in the flat parameter `main` begins.
-        group: data-parallel ranks among which the parameter's state is shared; None where each holds all of it.
+        main: the tensor that the optimizer updates: the parameter, its float32 copy, or a flat part of either. None if
+            the whole state is on other ranks.
+        start: start of `main` in the flat parameter.
+        group: data-parallel ranks that the state is split over; None if each rank holds all of it.
     """
 
     parameter: torch.nn.Parameter
@@ -47,7 +47,7 @@ class Slot:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the parameter's state consists of: its moments and, unless it is float32 itself, its main weight."""
+        """Return the names of the parameter's state: its moments and, unless it is float32, its main weight."""
         return MOMENTS if self.parameter.dtype is torch.float32 else (*MOMENTS, MAIN_WEIGHT)
 
     def part(self, kind: str) -> torch.Tensor:

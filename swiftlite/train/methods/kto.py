@@ -1,7 +1,7 @@
-"""`megatron dpo --loss_type kto`: a loss over single answers, each of which is good or bad.
+"""Compute KTO, a loss over single answers labelled good or bad (`megatron dpo --loss_type kto`).
 
-The distance between model and reference, KL, is estimated by answers behind other rows' questions. It is one number for
-a global batch, so it is measured before the batch, without gradients.
+The KL divergence between model and reference is estimated with answers paired with other rows' prompts. It is one
+number per global batch, so it is measured before the batch, without gradients.
 
 Shapes: P answers of a micro-batch; K the trunk and each MTP depth, B rows, S tokens of a row on this context-parallel
 rank.
@@ -42,11 +42,11 @@ SUMS = 8
 
 
 def measure_kl(model: Sequence[torch.nn.Module], mesh: Mesh, companions: Sequence[Batch]) -> float:
-    """The mean log(model / reference) of the mismatched answers of a global batch, at least 0; collective.
+    """Return the mean log(model / reference) of the mismatched answers of a global batch, clamped at 0; collective.
 
     Args:
         model: the chunks of this rank, in evaluation mode.
-        companions: this rank's micro-batches of them, as many as on any other.
+        companions: this rank's micro-batches of companions, the same number on every rank.
     """
 
     def sum_ratios(losses: Losses, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -138,8 +138,9 @@ class KtoObjective:
         return torch.stack([row.double().sum() for row in rows])
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
-        """By TRL's names: `loss`, `kl`, rewards and log-probabilities of good and bad answers (0 where there are none),
-        and `rewards/margins` where there are both; and per depth `mtp_K_loss` and `mtp_K_acceptance`, on good ones."""
+        """Return metrics by TRL's names: `loss`, `kl`, rewards and log-probabilities of good and bad answers (0 if
+        there are none), `rewards/margins` if there are both; and per depth `mtp_K_loss` and `mtp_K_acceptance`, on good
+        answers."""
         number, loss, good, good_reward, good_logp, bad, bad_reward, bad_logp = sums[:SUMS].tolist()
         named = {
             "loss": loss / number if number else 0.0,

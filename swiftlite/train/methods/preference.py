@@ -32,12 +32,12 @@ FIGURES += ("logps/chosen", "logps/rejected")
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model and its reference say of pairs of answers.
+    """Scores of pairs of answers by a model and its reference.
 
     Attributes:
-        log_p_P2: the model's log-probability of each answer.
-        tokens_P2: labels of each answer.
-        reference_P2: the reference's log-probability of each.
+        log_p_P2: log-probability of each answer under the model.
+        tokens_P2: number of labels of each answer.
+        reference_P2: log-probability of each answer under the reference.
     """
 
     log_p_P2: torch.Tensor
@@ -56,16 +56,16 @@ class Scores:
 
     @property
     def margin_P(self) -> torch.Tensor:
-        """By how much the preferred answer's ratio is larger."""
+        """Difference of the log ratios of chosen and rejected answers."""
         return self.ratio_P2[:, 0] - self.ratio_P2[:, 1]
 
 
 def score(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> Scores:
-    """The answers' scores of one micro-batch, the same on every context-parallel rank.
+    """Return the scores of the answers of a micro-batch, the same on every context-parallel rank.
 
     Args:
-        loss_BS: the trunk's loss of each label, 0 where there is none.
-        batch: what this rank holds of it.
+        loss_BS: the trunk's loss of each label, 0 elsewhere.
+        batch: this rank's part of the micro-batch.
     """
     log_p_N, tokens_N = log_probabilities_of(loss_BS, batch, mesh)
     return Scores(log_p_N.view(-1, 2), tokens_N.view(-1, 2), batch.extras[REFERENCE.name].view(-1, 2))
@@ -84,7 +84,7 @@ def log_probabilities_of(loss_BS: torch.Tensor, batch: Batch, mesh: Mesh) -> tup
     log_p = is_of_answer @ -(loss_BS * batch.loss_scale_KBS[0]).flatten()
     is_target = on_device((batch.labels_KBS[0] != IGNORE_INDEX).flatten(), loss_BS.device)
     tokens = is_of_answer @ is_target.float()
-    # Forward this sums the ranks' parts of each answer; backward each rank has the gradient of its own part.
+    # The forward pass sums the ranks' parts of each answer; in the backward pass each rank gets its part's gradient.
     log_p = reduce_from_tensor_model_parallel_region(log_p, group=mesh.cp)
     return log_p, reduce_from_tensor_model_parallel_region(tokens, group=mesh.cp)
 

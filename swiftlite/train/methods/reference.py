@@ -1,13 +1,11 @@
-"""Log-probabilities of a reference model: computed once, before the first step, and kept on disk.
+"""Compute log-probabilities under the reference model once, before the first step, and store them on disk.
 
-A frozen model gives the same log-probabilities for a pair in every epoch. So the reference model is opened before
-training on a mesh with a layout of its own, scores all pairs, and is closed; what remains is two numbers for each pair,
-which the samples carry. The numbers are kept under the sha256 of the pair's tokens, so a resumed run, or another one,
-reads the same bits.
+A frozen model gives the same log-probabilities for a pair in every epoch. The reference model is therefore opened
+before training on a mesh with its own layout, scores all pairs, and is closed. The samples carry two numbers per pair.
+These are stored under the sha256 of the pair's tokens, so that resumed runs and other runs read the same bits.
 
-Pairs are scored in slices. After each one all ranks meet, so that those outside the reference model's mesh never wait
-longer than for a slice, and its numbers are written, so that a run that is killed keeps them.
-"""
+Pairs are scored in slices. All ranks synchronize after each slice, so that ranks outside the reference model's mesh
+wait for at most one slice, and its scores are written, so that a killed run keeps them."""
 
 import itertools
 import json
@@ -134,7 +132,7 @@ class Reference:
         return chunks
 
     def _manifest(self) -> dict[str, str]:
-        """Return what the numbers depend on beside the pairs, by the words that report a difference; collective."""
+        """Return the facts that the scores depend on, apart from the pairs, by name; collective."""
         return {"model": shared_digest_of(self.model.directory), "torch_dtype": self.torch_dtype}
 
     def _check_directory(self) -> None:
@@ -181,7 +179,7 @@ class Reference:
         return self.directory / next(name for name in numbers if name not in names)
 
     def _write(self, path: Path, answers: Mapping[str, tuple[float, float]], manifest: Mapping[str, str]) -> None:
-        # Digests are no metadata: those of 1.4 million pairs are more than a header may hold.
+        # Digests are not stored as metadata: 1.4 million of them exceed the maximum header.
         digests = np.frombuffer(bytes.fromhex("".join(answers)), np.uint8).reshape(len(answers), -1)
         tensors = {
             "digests": torch.from_numpy(digests.copy()),
@@ -218,14 +216,15 @@ def slices(pairs: Mapping[str, Sample]) -> Iterator[list[str]]:
 def log_probabilities(
     chunks: Sequence[GPTModel], mesh: Mesh, batches: Batches, pairs: Sequence[Sample]
 ) -> torch.Tensor:
-    """Log-probabilities [len(pairs), 2] of both answers of each pair, on every rank of the mesh; collective over these.
+    """Return log-probabilities [len(pairs), 2] of both answers of each pair on every rank of the mesh; collective over
+    it.
 
-    Each pair is a micro-batch of its own, so that its bits do not depend on the pairs beside it: a run that goes on
-    with other steps has scored others.
+    Each pair is a separate micro-batch, so that its bits do not depend on other pairs: a resumed run with another
+    number of steps scores other pairs.
 
     Args:
         chunks: the model's stages on this rank.
-        batches: cuts rows for this mesh.
+        batches: splits rows for this mesh.
     """
     firsts = range(0, len(pairs), mesh.dp.size())
     mine = [first + mesh.dp.rank() for first in firsts]  # the last one may be past the end: it is computed as padding
@@ -284,7 +283,7 @@ def samples_of_steps(run: Run) -> list[int]:
 
 
 def open_reference(run: Run) -> Reference:
-    """Return the reference model on a mesh of its own layout, which may leave the last ranks out; collective."""
+    """Open the reference model on a mesh with its layout, which may exclude the last ranks; collective."""
     args: Any = run.args
     layout = reference_layout(args)
     model = run.ref_model or run.hf_model

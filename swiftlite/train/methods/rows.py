@@ -1,4 +1,4 @@
-"""What methods share: conversations encoded, files read, and prompts to measure acceptance on."""
+"""Functions shared by methods: encoding conversations, reading files, prompts for measuring acceptance."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace

@@ -19,12 +19,12 @@ def unchanged(run: Run) -> Run:
 
 @dataclass(frozen=True)
 class Training:
-    """What a method trains on and what it minimises.
+    """The data and the objective of a training method.
 
     Attributes:
-        make_encoder: makes the encoder of its rows, from the options, the tokenizer and the size of the vocabulary.
-        make_objective: returns what is minimised, once the model is loaded and `prepare` was called.
-        load: reads the rows to train on and those held out.
+        make_encoder: returns the encoder of rows for the options, the tokenizer and the size of the vocabulary.
+        make_objective: returns the objective, after the model was loaded and `prepare` was called.
+        load: reads training and held-out rows.
         prepare: called once before the first step. It returns the run with scores added to its samples, such as the
             log-probabilities of a reference model.
         held_out_prompts: returns the prompts that acceptance.json continues, and the tokens that end an answer.

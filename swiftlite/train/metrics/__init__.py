@@ -1,1 +1,1 @@
-"""Where metrics go: files, trackers, the run report."""
+"""Write metrics to files, trackers and the run report."""

@@ -39,13 +39,13 @@ def hash_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
 def compare_tensors(
     chunks: Sequence[torch.nn.Module], before: Mapping[str, str], trainable: Trainable
 ) -> dict[str, Any]:
-    """Which tensors changed since `before`, over all ranks, those that learn and the frozen ones apart; collective.
+    """Return which tensors changed since `before` over all ranks, separately for trained and frozen ones; collective.
 
     Args:
         before: `hash_tensors` of the same chunks.
 
     Returns:
-        `trunk_sha256_...` is one hash over all tensors that are not MTP's.
+        `trunk_sha256_...` is one hash over all tensors outside of MTP heads.
     """
     mine = {
         label: Hashed(before[label], _sha256(parameter), trainable.learns(name), is_of_heads(name))
@@ -73,9 +73,9 @@ def compare_tensors(
 
 
 def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """The parameters of this rank: label, name, parameter.
+    """Yield (label, name, parameter) of this rank.
 
-    Names are the chunk's own; labels begin with the number of the virtual pipeline stage where there are several.
+    Names are those in the chunk; labels have the number of the virtual pipeline stage as a prefix if there are several.
     """
     for number, chunk in enumerate(chunks):
         prefix = f"stage{number}." if len(chunks) > 1 else ""

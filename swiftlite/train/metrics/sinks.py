@@ -1,7 +1,4 @@
-"""Where metrics go: a progress bar, metrics.jsonl, TensorBoard, and trackers (`trackers.py`).
-
-Rank 0 opens them; other ranks have none.
-"""
+"""Write metrics to a progress bar, metrics.jsonl, TensorBoard, and trackers (`trackers.py`), on rank 0 only."""
 
 import json
 import sys
@@ -43,7 +40,7 @@ class ProgressBar:
             return
         if self.bar is None:
             # From the first step on, or what came before it (evaluating, measuring acceptance) spoils rate and ETA.
-            # Into a file or a CI log one line every 20 s is enough, and each is a line of its own.
+            # For a file or a CI log, a separate line every 20 s is enough.
             is_terminal = sys.stderr.isatty()
             self.bar = tqdm(
                 initial=step,
@@ -134,11 +131,11 @@ class TensorBoard:
 def open_sinks(
     output_dir: Path, first: int, last: int, report_to: list[str], config: Mapping[str, Any] | None = None
 ) -> list[Sink]:
-    """All places for the steps after `first`.
+    """Return all destinations for the steps after `first`.
 
     Args:
-        report_to: names of those that are left to choose.
-        config: the run's options, without keys.
+        report_to: names of the optional ones.
+        config: the run's options, without secrets.
 
     Raises:
         UserError: one of them cannot be opened.

@@ -1,7 +1,7 @@
-"""Where people already look: metrics sent to wandb, SwanLab or MLflow through their own packages, which are optional.
+"""Send metrics to wandb, SwanLab or MLflow through their own packages, which are optional.
 
-Addresses, accounts, projects and offline modes are set as each package wants it, by its environment variables. None is
-told the command line, the console or the environment: keys may stand there.
+Addresses, accounts, projects and offline modes are set by each package's environment variables. The command line, the
+console and the environment are not sent, because they may contain secrets.
 """
 
 import json
@@ -27,11 +27,11 @@ MAX_PARAMETER = 500
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told.
+    """The description of a run for trackers.
 
     Attributes:
-        config: the run's options, without keys.
-        known_ids: by name of a tracker, the run in which it goes on; empty for a new run.
+        config: the run's options, without secrets.
+        known_ids: id of the tracker's run to continue, by name of the tracker; empty for a new run.
     """
 
     output_dir: Path
@@ -47,7 +47,7 @@ class Tracker(Protocol):
     """One run of a tracker.
 
     Attributes:
-        id: by which it goes on after a stop.
+        id: id for continuing it when the run resumes.
     """
 
     id: str
@@ -75,7 +75,7 @@ class Wandb:
             config=dict(run.config),
             settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_meta=True),
         )
-        # Its own steps may not go back, as those of a run do that goes on from a checkpoint.
+        # Its steps must not decrease, as they do when a run resumes from a checkpoint.
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -148,7 +148,7 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": Wandb, "swanlab
 
 
 class PatientTracker:
-    """A tracker that is left alone from its first failure on: training goes on without it."""
+    """A tracker that is dropped at its first failure, so that training continues without it."""
 
     def __init__(self, name: str, tracker: Tracker):
         self.name = name
@@ -174,14 +174,14 @@ class PatientTracker:
 
 
 def open_trackers(names: list[str], output_dir: Path, config: Mapping[str, Any], first: int) -> list[PatientTracker]:
-    """The trackers among these names.
+    """Return the trackers among these names.
 
     Args:
-        config: the run's options, without keys.
-        first: the last step that was taken; if it is not 0, each tracker goes on in the run that it had.
+        config: the run's options, without secrets.
+        first: number of the last completed step; if it is not 0, each tracker continues its run.
 
     Raises:
-        UserError: one of a new run cannot be opened; for a run that goes on that is a warning.
+        UserError: a tracker of a new run cannot be opened; for a resumed run this is a warning.
     """
     path = output_dir / IDS_FILE
     known = _known_ids(path) if first else {}
@@ -212,7 +212,7 @@ _OFFLINE = {
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """What a run has written; nothing where that is damaged: a tracker then begins a run of its own."""
+    """Return the stored ids; empty if the file is damaged, so that trackers start new runs."""
     try:
         content = read_json(path)
     except (OSError, ValueError):
