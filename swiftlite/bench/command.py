@@ -1,8 +1,8 @@
-"""`swiftlite bench`: how many tokens to draft, found by measuring the servers that `deploy` would start.
+"""Run `swiftlite bench`: measure the servers that `deploy` would start to find the best number of draft tokens.
 
-One server after the other, drafting nothing at the beginning and again at the end: what differs between these two is
-the machine. bench.json is written after each, so a run that is cut short keeps what it measured; what an earlier run
-wrote stays until the first.
+Servers are measured one after another, the one without drafts at the beginning and at the end; the difference between
+these two is noise of the machine. bench.json is written after each server, so an interrupted run keeps its results; the
+file of an earlier run stays until then.
 """
 
 import json

@@ -30,11 +30,11 @@ class Round:
 
 @dataclass(frozen=True)
 class ConcurrencyResult:
-    """What one server did at one concurrency.
+    """The measurement of one server at one concurrency.
 
     Attributes:
-        counts: of drafts in all rounds; None when nothing was drafted.
-        cached_share: of the prompts' tokens in all rounds, what came from the cache of prefixes.
+        counts: counts of drafts in all rounds; None without drafts.
+        cached_share: share of the prompts' tokens in all rounds that came from the prefix cache.
     """
 
     concurrency: int
@@ -85,7 +85,7 @@ class ConcurrencyResult:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """p50 and p90 of requests, in milliseconds; None when there are none."""
+    """Return p50 and p90 of requests in milliseconds; None if there are none."""
     if not seconds:
         return None
     p50, p90 = np.percentile(seconds, [50, 90])
@@ -94,13 +94,11 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """How many tokens to draft at one concurrency.
+    """The recommended number of draft tokens at one concurrency.
 
-    Attributes:
-        ratios: for each number above 0, its median tokens per second over that of 0, the faster one of the two servers.
-        drift: by how much the server without drafts was faster at the end than at the beginning, as a share.
-        reason: one sentence.
-    """
+    Attributes: ratios: for each number above 0, its median tokens per second divided by that of the faster server
+    without drafts. drift: relative speed-up of the server without drafts from the beginning to the end. reason: one
+    sentence."""
 
     num_speculative_tokens: int
     ratios: dict[int, float]
@@ -114,13 +112,13 @@ def choose(
     last: Sequence[float],
     lengths: Mapping[int, float],
 ) -> Choice:
-    """The number with the most tokens per second of those that are surely faster than not drafting; else 0.
+    """Return the fastest number of draft tokens that is reliably faster than no drafts; else 0.
 
     Args:
-        first, last: rounds of not drafting, before and after all others: what the machine itself varies by.
+        first, last: rounds without drafts, before and after all others, which show the noise of the machine.
         speeds: rounds for each number of tokens above 0.
-        lengths: the mean accepted length of each. A step that verifies drafts takes no less than a plain one, so no
-            number can be faster by more than this; what was measured beyond it is the machine's.
+        lengths: the mean accepted length of each. A step that verifies drafts takes at least as long as a plain one, so
+            this bounds the speed-up; anything beyond it is noise.
     """
     limit = np.percentile([*first, *last], FAST_END)
     middle = max(np.median(first), np.median(last))

@@ -82,7 +82,7 @@ async def _ask(
             counts_before, cached_before = await client.draft_counts(), await client.cached_tokens()
             rounds: list[Round] = []
             for number in range(args.rounds):
-                # A prompt is computed anew in each round, and shares its beginning with others of the round alone.
+                # Each round recomputes prompts, which share prefixes only within the round.
                 salt = WARM_UP if args.repeat_prompts else f"{concurrency} {number}"
                 rounds.append(await ask_all(client, prompts, concurrency, salt))
             counts = (await client.draft_counts()).since(counts_before)
@@ -97,11 +97,11 @@ async def _ask(
 
 @asynccontextmanager
 async def connect(backend: str, url: str, sampling: Sampling, num_speculative_tokens: int) -> AsyncIterator[Client]:
-    """A client of the engine that --infer_backend names.
+    """Return a client of the engine in --infer_backend.
 
     Args:
-        sampling: its seed is not used: each round draws anew.
-        num_speculative_tokens: that the server drafts per step.
+        sampling: sampling settings; the seed is ignored, so each round draws other answers.
+        num_speculative_tokens: number of tokens that the server drafts per step.
     """
     make_client = resolve_name(ENGINES[backend].client)
     all_at_once = aiohttp.TCPConnector(limit=0)
@@ -126,5 +126,5 @@ async def ask_all(client: Client, prompts: Sequence[Sequence[int]], concurrency:
 
 
 def in_words(num_speculative_tokens: int) -> str:
-    """What a server does, for messages and the chart."""
+    """Return a description of a server for messages and the chart."""
     return f"drafting {num_speculative_tokens or 'nothing'}"

@@ -67,7 +67,7 @@ def bench_chart(content: Mapping[str, Any]) -> bytes:
 
 
 def _named(servers: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What was measured of each server, by what it drafts."""
+    """Return the measurements of each server, by its number of draft tokens."""
     named = {in_words(server["num_speculative_tokens"]): server["measured"] for server in servers[:-1]}
     return named | {AGAIN: servers[-1]["measured"]}
 
@@ -92,7 +92,7 @@ def _figures(servers: Mapping[str, list[dict[str, Any]]]) -> list[Figure]:
 
 
 def _median(figures: float | Mapping[str, float] | None) -> float | None:
-    """Of rounds it is the figure itself; of requests one of several."""
+    """Return the value: a single figure for rounds, one of several for requests."""
     return figures["p50"] if isinstance(figures, Mapping) else figures
 
 

@@ -1,4 +1,4 @@
-"""What `bench` says of all servers: the table, the recommendations, bench.json."""
+"""Write the results of `bench` for all servers: the table, the recommendations, bench.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +17,7 @@ from swiftlite.report.table import text_table
 from swiftlite.runtime.environment import describe_machine, versions_of
 
 BENCH_JSON = "bench.json"
-# Two servers that draft nothing differ by a few percent on a machine of their own.
+# On an idle machine two servers without drafts differ by a few percent.
 MUCH_DRIFT = 0.1
 COLUMNS = (
     "at once",
@@ -54,7 +54,7 @@ def expected_answers(args: BenchArgs, servers: Sequence[ServerResult]) -> list[A
 
 
 def to_json(args: BenchArgs, servers: Sequence[ServerResult], is_complete: bool) -> dict[str, Any]:
-    """What changes from server to server; recommendations come with the last."""
+    """Return the part of the report that changes with each server; recommendations follow the last."""
     choices = choose_all(servers) if is_complete else {}
     return {
         "complete": is_complete,
@@ -72,7 +72,7 @@ def _server_json(server: ServerResult, expected: Sequence[Answer] | None) -> dic
 
 
 def describe_surroundings(args: BenchArgs) -> dict[str, Any]:
-    """What was asked, of which versions, on what machine."""
+    """Return the options, versions and machine of the measurement."""
     distributions = packages_distributions()
     return {
         "options": redact(asdict(args)),
@@ -119,7 +119,7 @@ def milliseconds(figures: Mapping[str, float] | None) -> str:
 
 
 def recommendations(args: BenchArgs, choices: dict[int, Choice]) -> str:
-    """What to draft at each concurrency, the commands that serve so, and one that changes with the load."""
+    """Return the recommendations for each concurrency with their commands, and one that adapts to the load."""
     lines: list[str] = []
     for concurrency, choice in choices.items():
         lines.append(
@@ -140,7 +140,7 @@ def changes_with_load(args: BenchArgs, choices: dict[int, Choice]) -> bool:
 
 
 def warnings(choices: dict[int, Choice]) -> list[str]:
-    """What the machine did by itself, where that is much."""
+    """Return a warning if the machine's speed changed a lot."""
     return [
         f"{concurrency} at once: without drafts, tokens/s at the end were {1 + choice.drift:.2f}x those at the "
         "beginning: something else was at work here; ratios are no better than that"

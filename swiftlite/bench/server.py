@@ -1,4 +1,4 @@
-"""An engine's server as a process of its own, from its start until nothing of it is left."""
+"""Run an engine's server as a subprocess and remove all of its processes at the end."""
 
 import contextlib
 import os
@@ -51,7 +51,7 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
         UserError: it ended before it was healthy.
     """
     with log.open("wb") as stream:
-        # A session of its own: Ctrl-C is for us alone, and what its children leave behind can be found.
+        # A separate session: Ctrl-C reaches only this process, and remaining children can be found.
         process = subprocess.Popen(
             [sys.executable, "-m", "swiftlite.bench.warden", str(os.getpid()), *command.words],
             # Unbuffered, so that the log has what is printed in the order of time, errors last.
@@ -75,7 +75,7 @@ def serve(command: ServerCommand, url: str, log: Path) -> Iterator[Server]:
 
 
 def free_url() -> tuple[str, int]:
-    """An address that nobody listens at now, and its port."""
+    """Return a free address and its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

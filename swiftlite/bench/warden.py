@@ -1,4 +1,4 @@
-"""The process between `bench` and a server: what it starts ends with `bench`, also when that is killed.
+"""Run a server for `bench` such that it ends with `bench`, even if that is killed.
 
     python -m swiftlite.bench.warden PROCESS_ID_OF_BENCH COMMAND ...
 
@@ -22,7 +22,7 @@ def main(parent: int, words: list[str]) -> int:
     servers: list[subprocess.Popen] = []
 
     def stop(number: int, frame: object) -> None:
-        if os.getppid() != parent:  # nobody waits for the server any more
+        if os.getppid() != parent:  # `bench` has ended
             os.killpg(0, signal.SIGKILL)
         for server in servers:
             server.terminate()

@@ -1,7 +1,7 @@
-"""`swiftlite doctor`: versions, what each part needs and whether it is here, whether a model keeps its promises, what
-an engine would make of it (--engine), and what memory a training run needs (--plan).
+"""Run `swiftlite doctor`: print versions and requirements, validate a model, also with an engine (--engine), and plan
+the memory of a training run (--plan).
 
-Installed packages are asked for by their metadata; torch loads only to audit a model.
+Installed packages are found by their metadata; torch is loaded only to validate a model.
 """
 
 import platform
@@ -56,7 +56,7 @@ COMPARED = ("torch", "megatron-core", "transformers")
 
 
 def packages() -> dict[str, tuple[str, ...]]:
-    """What is shown with its version: a name, and the distributions of which the first that is installed counts."""
+    """Packages shown with their version: a name and distributions, of which the first installed one counts."""
     names = {name: (name,) for name in (*COMPARED, "safetensors", "numpy")}
     names |= {info.name: info.distributions for info in ENGINES.values()}
     return names | {
@@ -71,7 +71,7 @@ def packages() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class InstalledPart:
-    """One thing that a user may want to do here."""
+    """A task and the packages that it requires."""
 
     name: str
     packages: tuple[str, ...]
@@ -83,7 +83,7 @@ class InstalledPart:
 
 
 def parts() -> list[InstalledPart]:
-    """What a user may want to do, by what it needs."""
+    """Return the tasks with the packages that they require."""
     found = [InstalledPart("train", (), "", is_core=True), InstalledPart("export", (), "", is_core=True)]
     for info in ENGINES.values():
         needed = () if info.is_required else (info.name,)
@@ -229,7 +229,7 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]:
-    """What a tokenizer that lies beside the weights has beyond their embedding; nothing where there is none."""
+    """Yield tokens of the model's tokenizer that are not in the embedding; nothing without a tokenizer."""
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
@@ -237,7 +237,7 @@ def _tokenizer_problems(directory: Path, hf_config: dict[str, Any]) -> list[str]
         return []
     try:
         ids = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
-    except Exception as error:  # of the library in Rust, which has no kind of its own
+    except Exception as error:  # of the library in Rust, which has no specific class
         return [f"{file} cannot be read: {error}"]
     largest = max(ids, default=-1)
     vocab_size = hf_config["vocab_size"]
@@ -283,7 +283,7 @@ _COLUMNS = ("stage", "parameters", "weights", "gradients", "optimizer", "activat
 
 
 def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
-    """What a rank of each pipeline stage needs, whether that fits, and what to change if not."""
+    """Print the memory of a rank of each pipeline stage, whether it fits, and a suggestion if not."""
     hf_config = facts.hf_config
     setup = planned_setup(args, hf_config)
     stages = memory.estimate(hf_config, setup)
@@ -309,13 +309,13 @@ def _report_plan(args: DoctorArgs, facts: Facts) -> bool:
 
 
 def _cached_trunk(hf_config: dict[str, Any], setup: Setup) -> str:
-    """What --cache_trunk_states takes and saves, by arithmetic."""
+    """Print the estimated size and savings of --cache_trunk_states."""
     first, later = (
         training_flops(hf_config, setup.heads, heads_only=True, trunk_is_read=is_read).per_token
         for is_read in (False, True)
     )
     drafting = FAMILIES[hf_config["model_type"]].mtp.drafting
-    num_states = 2 if drafting.takes_before_norm else 1  # such heads are fed others than the loss
+    num_states = 2 if drafting.takes_before_norm else 1  # such heads have other inputs than the loss
     state_bytes = num_states * architecture_of(hf_config).outside.hidden * setup.parameter_bytes
     gigabytes = 1e6 * state_bytes / GB
     return (

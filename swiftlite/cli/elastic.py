@@ -1,9 +1,8 @@
-"""torchrun, with the failed rank's exit code as its own, and its error as the one that is shown. By `launch.py`.
+"""Run torchrun with the exit code and the error of the failed rank; started by `launch.py`.
 
-Not a replacement: the arguments are torchrun's, the agent is torchrun's. What it adds is for the end of a job: which
-rank broke first (`failure.py`), launchers of other nodes that hear of it, and no process left behind. And the store of
-a job on one node listens to this machine alone. The only file of `cli` that imports torch.
-"""
+Arguments and agent are torchrun's. This module adds handling of the end of a job: it reports which rank failed first
+(`failure.py`), informs launchers of other nodes, and leaves no process behind. The store of a single-node job listens
+on the loopback address only. No other module of `cli` imports torch."""
 
 import ctypes
 import json
@@ -91,13 +90,13 @@ def _stop(number: int, frame: FrameType | None = None) -> NoReturn:
 
 
 def _open_local_store(options: Namespace) -> "TCPStore":
-    """The store in which the ranks of this machine meet, for torchrun to use (`multi_tenant`) in place of its own.
+    """Open the rendezvous store of this machine's ranks, which torchrun uses (`multi_tenant`) instead of its own.
 
-    torch's own would listen on every interface of the machine, where anybody may write into it; with `--standalone`
-    torchrun unpickles what stands there, so that whoever reaches the port could run code here.
+    torch's own store listens on every interface, and anyone may write to it. With `--standalone` torchrun unpickles its
+    content, so anyone who can reach the port could run code here.
 
     Args:
-        options: of torchrun; a master_port of 0 becomes the one that was free.
+        options: options of torchrun; a master_port of 0 is replaced by a free port.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -116,7 +115,7 @@ def _report(error: "ChildFailedError", nodes: "_Nodes | None") -> int:
         who, how = elsewhere["who"], elsewhere["how"]
         print(f"swiftlite: {who} ended first, {how}; the ranks here were stopped", file=sys.stderr)
         return elsewhere["code"]
-    print(first.lost_connection, end="", file=sys.stderr)  # nobody has a better reason
+    print(first.lost_connection, end="", file=sys.stderr)  # there is no better reason
     print(f"swiftlite: rank {first.rank} ended first, {first.how}; the others were stopped", file=sys.stderr)
     if nodes:
         who = f"rank {first.rank} on {socket.gethostname()}"
@@ -179,12 +178,11 @@ def _was_stopped(failed: "ProcessFailure", earliest: float) -> bool:
 
 
 class _Nodes:
-    """The launchers of a job, who learn from each other that a node has failed; torchrun's agents do not.
+    """The launchers of a job, which inform each other about failed nodes; torchrun's agents do not.
 
-    Without it a rank that waits in an NCCL collective for a node that is gone waits until the collective times out, ten
-    minutes by default. They meet in the store that torchrun opens at MASTER_ADDR:MASTER_PORT: the first reason that is
-    published there ends the job everywhere.
-    """
+    Otherwise a rank that waits in an NCCL collective for a lost node would wait for the timeout, ten minutes by
+    default. They use the store that torchrun opens at MASTER_ADDR:MASTER_PORT: the first published reason ends the job
+    on all nodes."""
 
     KEY = "swiftlite/ended_first"
 
@@ -201,7 +199,7 @@ class _Nodes:
     def close(self) -> None:
         """Listen no longer. A thread that Python finds inside the store's C++ as it exits would abort the process."""
         self.over.set()
-        self.thread.join(REASON_SECONDS)  # it may be waiting for a node 0 that is gone
+        self.thread.join(REASON_SECONDS)  # it may be waiting for a lost node 0
 
     def reason(self, wait: bool) -> dict | None:
         """Who ended first on another node, as that node says: {"who", "how", "code"}; None if none did."""
@@ -213,10 +211,10 @@ class _Nodes:
     def publish(self, reason: dict) -> None:
         """Let the other launchers know why this node ends."""
         self.over.set()
-        self.connected.wait(CONNECT_SECONDS)  # ranks may fail before this thread's own connection stands
+        self.connected.wait(CONNECT_SECONDS)  # ranks may fail before this thread is connected
         if self.store is None:
             return
-        with suppress(RuntimeError):  # node 0 is gone: the others see that
+        with suppress(RuntimeError):  # node 0 is lost: the others detect that
             self.store.compare_set(self.KEY, "", json.dumps(reason))
             if self.is_first:
                 time.sleep(2 * POLL_SECONDS)  # the store goes with this process

@@ -1,10 +1,9 @@
-"""How a rank failed, reported to the launcher (`elastic.py`), so that it can show the rank that broke.
+"""Report the failure of a rank to the launcher (`elastic.py`), so that it can show the rank that failed first.
 
-A rank that dies takes its sockets with it, and every rank that waits for it raises within milliseconds, often before
-the dead one's own traceback is out. So each rank writes torchelastic's error file, and one that only lost a connection
-leaves its traceback there alone, to be shown if nobody has a better reason. torchelastic's `@record` would not do: it
-needs torch, which most errors come before, and its times are whole seconds. No torch.
-"""
+When a rank dies its sockets close, and every rank that waits for it raises within milliseconds, often before the dead
+rank's traceback is printed. Each rank therefore writes torchelastic's error file. A rank that only lost a connection
+writes its traceback to this file only, to be shown if there is no better reason. torchelastic's `@record` is not
+sufficient: it requires torch, which most errors precede, and its timestamps are whole seconds. No torch."""
 
 import json
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 FOLDER = "SWIFTLITE_TOLD_DIR"
 # The launcher's process id.
 LAUNCHER = "SWIFTLITE_LAUNCHER_PID"
-# What torch, gloo and NCCL say when the other side is gone or silent; torch has no class for gloo's.
+# Messages of torch, gloo and NCCL for a lost or silent peer; torch has no exception class for gloo's.
 _LOST_CONNECTION = (
     "gloo/transport",
     "NCCL",
@@ -60,6 +59,6 @@ def report(error: BaseException, code: int) -> bool:
     try:
         incomplete.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         incomplete.replace(file)  # whole or absent: a rank may be killed here, and the launcher must read it
-    except OSError:  # the launcher is gone and its folder with it
+    except OSError:  # the launcher has ended and removed its folder
         return False
     return is_lost

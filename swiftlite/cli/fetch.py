@@ -12,10 +12,10 @@ from swiftlite.log import logger
 
 
 def hold_commits(args: Any) -> None:
-    """A run that goes on keeps the commits that it began with, whatever its names stand for by now.
+    """Use the recorded commits for a resumed run, even if its names refer to other commits now.
 
     Raises:
-        UserError: what it noted of them is damaged.
+        UserError: the record is damaged.
     """
     if not isinstance(args, SftArgs) or not args.resume:
         return
@@ -26,10 +26,10 @@ def hold_commits(args: Any) -> None:
 
 
 def fetch(args: Any) -> None:
-    """Bring weights and rows here; what is here already is not asked for. Rules have accepted the options.
+    """Download missing weights and rows after the rules have accepted the options.
 
     Raises:
-        UserError: it cannot be had.
+        UserError: a download failed.
     """
     if isinstance(args, DoctorArgs):  # a plan needs no weights
         return

@@ -11,7 +11,7 @@ from swiftlite.cli.table import Command, commands
 
 
 def overview(prefix: str = "") -> str:
-    """All commands that begin with `prefix`, one line each."""
+    """Return all commands that start with `prefix`, one line each."""
     chosen = [command for command in commands() if command.words.startswith(prefix)]
     width = max(len(command.words) for command in chosen)
     lines = [f"  swiftlite {command.words:<{width}}  {command.line}" for command in chosen]
@@ -52,7 +52,7 @@ _LISTS = {list[int]: "INT[,INT ...]", list[float]: "NUMBER[,NUMBER ...]"}
 
 
 def placeholder(kind: Any) -> str:
-    """What stands after the flag."""
+    """Return the placeholder after a flag."""
     kind, _ = split_type(kind)
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(typing.get_args(kind))

@@ -1,7 +1,7 @@
-"""How many processes: NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT become torchrun with the same argv.
+"""Start torchrun with the same argv for NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
 This process is replaced by `elastic.py` (torchrun, which forwards signals to the ranks); torch is not imported here.
-Inside torchrun (RANK, LOCAL_RANK and WORLD_SIZE are set) there is nothing to start.
+Inside torchrun (RANK, LOCAL_RANK and WORLD_SIZE are set) nothing is started.
 """
 
 import os
@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Processes:
-    """What the environment says about the processes of this run."""
+    """The processes of this run, from the environment."""
 
     nproc_per_node: int = 1
     nnodes: int = 1
@@ -41,10 +41,10 @@ class Processes:
 
 
 def read_environment(env: Mapping[str, str]) -> Processes:
-    """What the environment asks for.
+    """Read the processes of this run from the environment.
 
     Raises:
-        OptionError: values that are no numbers, or do not fit together; all of them.
+        OptionError: all values that are not numbers or contradict each other.
     """
     problems: list[tuple[str, str]] = []
 

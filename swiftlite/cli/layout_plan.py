@@ -98,7 +98,7 @@ def _row(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> tuple[str, ...]
 
 
 def _mfu(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> float:
-    """Operations that the step asks for, of those that the GPUs could do meanwhile; as a run logs it."""
+    """Return the MFU: required FLOPs divided by the FLOPs at peak speed, as a run logs it."""
     step, setup = candidate.step, candidate.step.setup
     flops = training_flops(hf_config, setup.heads, heads_only=setup.mtp_mode == "heads_only", lora=setup.lora)
     tokens = step.tokens_per_step
@@ -107,7 +107,7 @@ def _mfu(candidate: Candidate, hf_config: HfConfig, gpu: Gpu) -> float:
 
 
 def _splits(shown: list[Candidate]) -> list[tuple[str, ...]]:
-    """What steps spend their time on, in percent; without columns that are zero for all."""
+    """Return the breakdown of step times in percent, without columns that are zero for all."""
     parts = [vars(candidate.step.seconds) for candidate in shown]
     names = [name for name in parts[0] if any(map(itemgetter(name), parts))]
     header = tuple(name.replace("_", " ") for name in names)
@@ -135,7 +135,7 @@ def _arithmetic(candidate: Candidate, gpu: Gpu) -> list[tuple[str, ...]]:
 
 
 def _peak(candidate: Candidate, gpu: Gpu) -> str:
-    """Of bfloat16, and of a lower precision that products have."""
+    """Return the peak speed of bfloat16 and of the low precision."""
     peak, low = gpu.peak_flops / 1e12, candidate.step.setup.low_precision
     words = f"{peak:.0f} TFLOP/s"
     return f"{words}, {low.speedup * peak:.0f} in {'FP4' if low.is_fp4 else 'FP8'}," if low else words
@@ -150,10 +150,10 @@ def _flags(args: DoctorArgs) -> str:
 
 
 def _nothing_fits(args: DoctorArgs, hf_config: HfConfig, gpu: Gpu, gpu_memory_gb: float) -> str:
-    """How many GPUs it takes.
+    """Return the number of GPUs that the run requires.
 
     Raises:
-        UserError: the batch divides over no layout of these GPUs.
+        UserError: the batch does not divide over any layout of these GPUs.
     """
     if not has_layout(args, hf_config, gpu):
         raise UserError(

@@ -71,7 +71,7 @@ def _fail(error: Exception, hint: str) -> int:
 
 
 class _Stopped(SystemExit):
-    """SIGTERM or SIGHUP, where nobody in between has a better answer; also in forked children, which end by it."""
+    """SIGTERM or SIGHUP without a more specific handler; also raised in forked children, which end by it."""
 
     code: int
 
@@ -142,7 +142,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _settle_environment(args: object) -> None:
-    """What torch reads as it loads, and hands to the processes that it starts; a value of the user's stays."""
+    """Set environment variables for torch and its subprocesses unless the user has set them."""
     # Threads that wait for each other spin for less than a millisecond, then sleep. Sleeping at once takes a tenth of
     # the speed from a small model's training; spinning for long makes it 8 times slower where another program runs.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -169,7 +169,7 @@ def _ignore_upstream_warnings() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     # megatron-core's checkpoint loader is the cause, but the CPU shim hides the name of its module.
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-    # megatron-core's pipeline looks at gradients of what it passes on.
+    # megatron-core's pipeline accesses gradients of tensors that it sends.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     # torch has newer names for the collectives that megatron-core calls.
     warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
@@ -213,7 +213,7 @@ def _count_rows(dataset: list[str]) -> int | None:
 
 
 def _show(text: str) -> int:
-    """Print to stdout; a reader that closes early, as `| head` does, is no error."""
+    """Print to stdout; a reader that closes early, such as `| head`, is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -15,22 +15,22 @@ from swiftlite.errors import OptionError, UserError
 def parse(
     args_class: type, argv: Sequence[str], command: str = "", choices: Choices | None = None
 ) -> tuple[Any, list[str]]:
-    """Read flags, over a YAML or JSON file when the first argument is no flag.
+    """Parse flags, on top of a YAML or JSON file if the first argument is not a flag.
 
-    `--some_flag value`, `--some-flag value` and `--some_flag=value` are the same; a list takes all values up to the
-    next flag, a bool without a value is true.
+    `--some_flag value`, `--some-flag value` and `--some_flag=value` are equivalent. A list includes all values up to
+    the next flag; a bool without a value is true.
 
     Args:
         args_class: frozen dataclass to fill.
-        argv: what follows the command's words.
+        argv: arguments after the command's words.
         command: the command's words, for messages.
-        choices: values of options whose values the class does not know.
+        choices: allowed values of options that the class does not restrict.
 
     Returns:
         The arguments, and notes on flags that were given twice.
 
     Raises:
-        OptionError: everything that could not be read, with the near option where there is one.
+        OptionError: all invalid arguments, with similar options if there are any.
     """
     known = options(args_class, choices)
     values: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def parse(
 
 
 def _split(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """(flag, its values) in order, and what stands before the first flag."""
+    """Return (flag, its values) in order, and the arguments before the first flag."""
     flags: list[tuple[str, list[str]]] = []
     strays = []
     for word in argv:

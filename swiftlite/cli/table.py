@@ -53,7 +53,7 @@ class Command:
 
 
 def commands() -> tuple[Command, ...]:
-    """Return all commands: those that train, from the index of methods, and the others."""
+    """Return all commands: training commands from the index of methods, and the others."""
     training = []
     for words, method in training_commands().items():
         training.append(Command(words, method.args_class, "swiftlite.train.run:run", method.line, True))
@@ -86,10 +86,10 @@ ENGINE_OPTIONS: dict[type, tuple[str, Callable[[], list[str]]]] = {
 
 
 def find(argv: list[str]) -> tuple[Command, list[str]]:
-    """The command that argv begins with, and the rest of argv.
+    """Return the command at the start of argv, and the rest of argv.
 
     Raises:
-        UserError: no command begins so; suggests a near one.
+        UserError: there is no such command; suggests a similar one.
     """
     for command in commands():
         words = command.words.split()

@@ -1,4 +1,4 @@
-"""What an engine accepts of the heads' drafts, by its own counters and by channel, and what it answered."""
+"""Measure which drafts an engine accepts, by its own counters and by channel, and collect its answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ from swiftlite.evaluate.confidence import by_confidence
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """What one engine did.
+    """The measurement of one engine.
 
     Attributes:
-        by_channel: of greedy answers, `prompts` and `DraftCounts.to_json` for each channel, and for `all` together.
-        drawn_by_channel: the same of answers that were drawn at a temperature; empty when none were.
-        answers: its prompts and its greedy answers, token by token; the answers are what is to be learned.
-        num_speculative_tokens: drafted in each step.
-        by_confidence: see `confidence.by_confidence`; empty when no value was to be measured.
+        by_channel: `prompts` and `DraftCounts.to_json` of greedy answers for each channel, and for `all`.
+        drawn_by_channel: the same for sampled answers; empty if there are none.
+        answers: prompts and greedy answers as samples whose labels are the answers.
+        num_speculative_tokens: number of draft tokens per step.
+        by_confidence: see `confidence.by_confidence`; empty if no values were given.
     """
 
     by_channel: dict[str, dict[str, object]]
@@ -82,7 +82,7 @@ def by_engine(
 def _ask(
     engine: Engine, prompts: Mapping[str, Sequence[Sequence[int]]], sampling: Sampling
 ) -> tuple[dict[str, dict[str, object]], list[Sample]]:
-    """What the engine counts for each channel and for all together, and what it answers."""
+    """Return the engine's counts for each channel and for all, and its answers."""
     counts: dict[str, DraftCounts] = {}
     answers: list[Sample] = []
     for channel in sorted(prompts):

@@ -85,7 +85,7 @@ def _read_rows(args: EvaluateArgs, model: HfModel) -> tuple[PreTrainedTokenizerB
 
 
 def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> EngineFigures:
-    """What the engine answers, and what it accepts meanwhile."""
+    """Return the engine's answers and counts."""
     config = EngineConfig(
         model=model,
         torch_dtype=args.torch_dtype,
@@ -107,7 +107,7 @@ def _serve(args: EvaluateArgs, model: HfModel, tokenizer: PreTrainedTokenizerBas
 
 
 def _beside_the_engine(args: EvaluateArgs, model: HfModel, served: EngineFigures, mesh: Mesh) -> ModelFigures:
-    """What the engine counted and, where its drafts are those the heads were trained for, the walk over its answers."""
+    """Return the engine's counts and, if its drafts are those the heads were trained for, the replay of its answers."""
     engine = args.infer_backend
     counted = served.by_channel
     drawn = {named(engine, args.temperature): served.drawn_by_channel} if args.temperature else {}
@@ -132,12 +132,12 @@ def _beside_the_engine(args: EvaluateArgs, model: HfModel, served: EngineFigures
 
 
 def _walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By channel, the walks among what `teacher_forced` found."""
+    """Return the replays in the result of `teacher_forced`, by channel."""
     return {channel: {"samples": found["samples"], **found["replayed"]} for channel, found in forced.items()}
 
 
 def _without_walks(forced: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By channel, the rest of what `teacher_forced` found."""
+    """Return the result of `teacher_forced` without replays, by channel."""
     rest = {}
     for channel, found in forced.items():
         rest[channel] = {name: value for name, value in found.items() if name != "replayed"}

@@ -1,7 +1,7 @@
-"""Where to stop drafting: an engine's speed at several values of `infer --draft_confidence`, on the same prompts.
+"""Measure an engine's speed at several values of `infer --draft_confidence` on the same prompts.
 
-Stopping early saves drafts that would be refused, and loses some that would not. What a draft costs is a matter of the
-machine, so the values are compared by the clock.
+Stopping early saves drafts that would be rejected and loses some that would be accepted. The cost of a draft depends on
+the machine, so the values are compared by time.
 """
 
 import time
@@ -18,7 +18,7 @@ COLUMNS = ["draft_confidence", "drafted per step", "tokens per step", "tokens/s"
 def by_confidence(
     engine: Engine, prompts: Sequence[Sequence[int]], greedy: Sampling, confidences: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """What the engine does at each value, as evaluation.json has it."""
+    """Return the measurement at each value in the format of evaluation.json."""
     measured = []
     for confidence in confidences:
         before = engine.draft_counts()

@@ -1,4 +1,4 @@
-"""What `evaluate` measures of a model, and the table of it."""
+"""Define the measurements of `evaluate` and their table."""
 
 from typing import Any
 

@@ -108,7 +108,7 @@ def _first(figures: ModelFigures, method: str) -> float | None:
 
 
 def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
-    """A figure for each depth: by channel, the baseline beside the model."""
+    """Return a figure for each depth with the model and the baseline by channel."""
     channels = list(results["model"][method])
     by_name = {name: _shares(figures, method, channels) for name, figures in results.items()}
     depth = max(len(shares) for shares in by_name["model"])
@@ -124,7 +124,7 @@ def _figures(results: Mapping[str, ModelFigures], method: str) -> list[Figure]:
 
 
 def _shares(figures: ModelFigures, method: str, channels: list[str]) -> list[list[float]]:
-    """By channel, then depth; nothing where a model has no such channel."""
+    """Return the shares by channel and depth; empty if a model lacks the channel."""
     found = figures.get(method, {})
     return [rates(method, found[channel]) if channel in found else [] for channel in channels]
 

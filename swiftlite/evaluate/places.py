@@ -1,4 +1,4 @@
-"""Where heads are weak: their acceptance behind ever longer contexts and ever further into the answer, for readers."""
+"""Report the acceptance by length of context and by position in the answer, to show where heads are weak."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +36,7 @@ def place_tables(results: Mapping[str, ModelFigures]) -> str:
 
 
 def place_sections(results: Mapping[str, ModelFigures]) -> list[Section]:
-    """The same as a section of a page; none of a model without heads."""
+    """Return the tables as a section of a page; None for a model without heads."""
     figures, tables = [], []
     for place in PLACES:
         buckets = _buckets(results, "model", place)

@@ -22,10 +22,10 @@ _MERGE = "leave --merge_lora out: the export then has the adapters in its weight
 
 
 def check_can_be_written(checkpoint: Path, lora: Lora | None, hf_model: HfModel, heads: Heads) -> None:
-    """PEFT has a place for every adapter and everything that learned beside them.
+    """Check that PEFT can represent every adapter and every module that was trained in full.
 
     Raises:
-        UserError: what it has none for.
+        UserError: names the part that it cannot represent.
     """
     if lora is None:
         raise UserError(f"--merge_lora false: {checkpoint} has no adapters, its whole model was trained", _MERGE)

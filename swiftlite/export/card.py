@@ -1,6 +1,6 @@
-"""README.md of a model that is pushed to the hub: what it was made from, how well its heads draft, how to serve it.
+"""Write the README.md of a model that is pushed to the hub: base model, data, acceptance, and serving instructions.
 
-What a run read from this machine is named by its file's name alone: where it lies is nobody else's business.
+Local files are listed by their names only, because their paths are private.
 """
 
 import json
@@ -37,7 +37,7 @@ def model_card(repository: str, origin: Origin, heads: Heads, measured: Path | N
 
 
 def _front_matter(origin: Origin, heads: Heads) -> str:
-    """What the hub's own pages and searches are made from."""
+    """Metadata for the hub's pages and search."""
     fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if isinstance(origin.model, HubName):
         fields["base_model"] = origin.model.repository

@@ -1,4 +1,4 @@
-"""What a run was made from, by its own args.json and commits.json."""
+"""Read the origin of a run from its args.json and commits.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

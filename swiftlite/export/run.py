@@ -70,8 +70,8 @@ def to_hf(args: ExportArgs, mesh: Mesh) -> None:
     """Write the checkpoint's weights with the configuration and tokenizer of the model that the run started from.
 
     Raises:
-        UserError: there is no checkpoint, --output_dir cannot be made, the audit of what was written found a problem,
-            or its heads fall short of what was asked for (nothing is left behind).
+        UserError: there is no checkpoint, --output_dir cannot be created, the audit of the result found a problem, or
+            its acceptance is below a limit (nothing remains).
     """
     checkpoint = resolve_checkpoint(Path(args.model))
     check_source(checkpoint.parent)
@@ -215,7 +215,7 @@ def _open_checkpoint(
 
 
 def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str) -> dict[str, str]:
-    """Another dtype for every tensor, except a smaller one for those that a model of 16 bits has in float32."""
+    """Return another dtype for every tensor; float32 tensors of 16-bit models are not cast down."""
     rows = hf_model.family.rows(hf_model.config, heads.layers) if dtype != "float32" else []
     kept = shapes_of(row for row in rows if row.is_exact)
     return {key: own if key in kept else dtype for key, own in dtypes.items()}
@@ -223,13 +223,13 @@ def _cast(dtypes: Mapping[str, str], hf_model: HfModel, heads: Heads, dtype: str
 
 @contextmanager
 def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
-    """A directory to write into; it gets this name once the block has ended, and is gone if that fails.
+    """Yield a directory to write into, which is renamed at the end of the context, or removed on failure.
 
-    It lies in `.NAME.writing` beside the result, which one export at a time holds. A link is followed: the result lies
-    where it leads. The first rank makes, renames and deletes.
+    It is in `.NAME.writing` next to the result, which only one export holds at a time. Links are followed. The first
+    rank creates, renames and deletes.
 
     Raises:
-        UserError: another export is writing there, or the name cannot be had.
+        UserError: another export is writing there, or the directory cannot be renamed.
     """
     result = output_dir.resolve()
     place = result.with_name(f".{result.name}.writing")
@@ -255,10 +255,10 @@ def _whole_or_absent(output_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def _named(output_dir: Path) -> Iterator[None]:
-    """What the file system refuses inside names the option.
+    """Convert errors of the file system in this context to errors that name the option.
 
     Raises:
-        UserError: in the place of an OSError.
+        UserError: instead of an OSError.
     """
     try:
         yield
@@ -270,7 +270,7 @@ def _named(output_dir: Path) -> Iterator[None]:
 
 
 def _copy_small_files(args: ExportArgs, hf_model: HfModel, heads: Heads, writing: Path) -> None:
-    """The tokenizer and all else that the source model had beside weights; config.json with what has changed."""
+    """Copy the tokenizer and the other small files of the source model, and write config.json with its changes."""
     for path in hf_model.directory.iterdir():
         if path.name not in ("config.json", TENSORS_FILE, CARRIED_FILE, TOKEN_MAP_FILE):
             shutil.copy2(path, writing / path.name)

@@ -24,11 +24,11 @@ def method_of(args: SftArgs) -> Method:
 
 
 def method_for(args_class: type[SftArgs], args: Any) -> Method:
-    """Return the method of a command's options.
+    """Return the method for a command's options.
 
     Args:
-        args_class: options of the command.
-        args: has those that its methods tell apart by, such as the options of `doctor --plan`.
+        args_class: options class of the command.
+        args: object with the options that select among its methods, such as the options of `doctor --plan`.
     """
     return next(method for method in METHODS.values() if method.args_class is args_class and method.applies(args))
 

@@ -1,8 +1,7 @@
-"""`Method`: everything that swiftlite knows of a training method before torch loads.
+"""Define `Method`, the description of a training method that is available before torch is loaded.
 
-Commands, rules, plans and pages look a method up in `index.py`; only `doctor --plan` and the rules of a method itself
-know one by name. What needs torch is named here as "module:attribute" and loaded when a run begins.
-"""
+Commands, rules, plans and pages look up methods in `index.py`; only `doctor --plan` and a method's own rules refer to
+one by name. Parts that require torch are named as "module:attribute" and loaded when a run starts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

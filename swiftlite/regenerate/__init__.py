@@ -1,1 +1,1 @@
-"""`swiftlite regenerate`: the rows of a dataset, answered anew by the model whose heads are to be trained on them."""
+"""Run `swiftlite regenerate`: let the model answer the rows of a dataset, to train its heads on its own answers."""

@@ -24,7 +24,7 @@ Asked = tuple[int, list[int]]
 
 
 def names_of(dialogues: Dialogues) -> list[str]:
-    """What answers.jsonl calls each request."""
+    """Names of requests in answers.jsonl."""
     names = []
     for request in dialogues.requests:
         source = dialogues.chats[request.row].source
@@ -33,10 +33,10 @@ def names_of(dialogues: Dialogues) -> list[str]:
 
 
 def read_answers(file: AnswersFile, dialogues: Dialogues) -> None:
-    """Let the conversations go on behind the answers of a file.
+    """Continue the conversations after the answers in a file.
 
     Raises:
-        UserError: a line is no answer.
+        UserError: a line is not an answer.
     """
     form = TypeAdapter(RegeneratedTurn)
     for place, record in file.records():
@@ -100,10 +100,11 @@ def ask_all(
 
 
 def _rounds(dialogues: Dialogues, template: ChatTemplate, max_length: int) -> Iterator[list[Asked]]:
-    """What is missing of each turn; it is looked up when the round begins, behind the answers of those before it.
+    """Yield the missing requests of each turn, computed at the start of its round from the answers of the previous
+    ones.
 
     Args:
-        max_length: of a prompt and its answer. A conversation that leaves no room for an answer has ended.
+        max_length: maximum length of prompt and answer. A conversation without room for an answer ends.
     """
     for turn in range(dialogues.longest):
         asked = []

@@ -1,8 +1,7 @@
-"""`swiftlite regenerate`: ask, keep what was said, make a dataset of it.
+"""Run `swiftlite regenerate`: generate answers, store them, and make a dataset of them.
 
-Answers are appended to answers.jsonl as they are finished, a line for each turn (`serve/answers.py`); the same command
-goes on behind them. dataset.jsonl and report.json follow from the rows, the options and these answers alone.
-"""
+Answers are appended to answers.jsonl as they finish, one line per turn (`serve/answers.py`); the same command resumes
+after them. dataset.jsonl and report.json depend only on the rows, the options and these answers."""
 
 import json
 from collections.abc import Sequence

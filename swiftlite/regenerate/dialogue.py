@@ -18,7 +18,7 @@ leaves no room for another."""
 
 @dataclass(frozen=True)
 class RegeneratedTurn:
-    """What the model said in one turn, as answers.jsonl has it.
+    """The model's answer in one turn, as stored in answers.jsonl.
 
     Attributes:
         finish_reason: see `Completion`.
@@ -46,9 +46,9 @@ class Request:
 
 
 def answered_turns(chat: Conversation) -> list[int]:
-    """Places of the assistant's turns that the model answers anew; of an open question, the place behind it.
+    """Return the indices of the assistant turns to regenerate; for an unanswered question, the index after it.
 
-    Calls of tools stay as they are, because their results, which follow, are the row's too.
+    Tool calls are kept, because the results that follow belong to them.
     """
     roles = [message["role"] for message in chat.messages]
     turns = []
@@ -62,11 +62,10 @@ def answered_turns(chat: Conversation) -> list[int]:
 
 
 def prompt_behind(chat: Conversation, answers: Sequence[str]) -> Conversation:
-    """What the model is asked when it has given these answers to the first turns of a conversation.
+    """Return the next prompt after these answers to the first turns of a conversation.
 
-    Its answers train, and the assistant's other turns, calls of tools, do not: the model did not say them. The row's
-    loss weights belong to the row's own answers, so they are not used for new ones.
-    """
+    The model's answers are trained. Other assistant turns, tool calls, are not, because the model did not generate
+    them. The row's loss weights belong to the original answers and are not used for new ones."""
     turns = answered_turns(chat)
     end = turns[len(answers)]
     messages = chat.messages[:end]
@@ -87,10 +86,10 @@ def longest_prompt(chat: Conversation) -> Conversation:
 
 
 def distinct(chats: Mapping[int, Conversation]) -> dict[int, Conversation]:
-    """Of the conversations that ask the same, the first.
+    """Return the first of the conversations with equal prompts.
 
     Args:
-        chats: the key is the number of the row; each asks something.
+        chats: conversations with a prompt, by number of the row.
     """
     found: dict[str, int] = {}
     for row, chat in chats.items():
@@ -145,29 +144,29 @@ class Dialogues:
         return said
 
     def is_kept(self, answer: RegeneratedTurn) -> bool:
-        """Whether an answer can be trained on, and the next turn be asked behind it."""
+        """Return whether an answer can be trained on and followed by the next turn."""
         return bool(answer.response.strip()) and not (self._drop_truncated and answer.finish_reason == "length")
 
     def kept(self, row: int, answer: int) -> list[str]:
-        """What the model said in one conversation, as far as it is kept."""
+        """Return the kept answers of one conversation."""
         return [said.response for said in self.said(row, answer) if self.is_kept(said)]
 
     @property
     def num_open(self) -> int:
-        """Answers that are missing, of conversations that go on."""
+        """Number of missing answers of unfinished conversations."""
         open_rows = {each for each in self if all(map(self.is_kept, self.said(*each)))}
         missing = [request for request in self.requests if request not in self.answers]
         return sum((request.row, request.answer) in open_rows for request in missing)
 
     def prompt(self, request: Request) -> Conversation | None:
-        """What to ask; None for a conversation that has not come to this turn, or has ended before it."""
+        """Return the prompt; None if the conversation has not reached this turn, or ended before it."""
         kept = self.kept(request.row, request.answer)
         if len(kept) < request.turn:
             return None
         return prompt_behind(self.chats[request.row], kept[: request.turn])
 
     def end(self, row: int, answer: int) -> End:
-        """Where a conversation ends, when all is asked that can be."""
+        """Return how a conversation ended, after all requests."""
         said = self.said(row, answer)
         if said and not said[-1].response.strip():
             return "empty"

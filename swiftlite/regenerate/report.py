@@ -15,11 +15,11 @@ from swiftlite.regenerate.rows import DatasetRows
 def make_report(
     dialogues: Dialogues, rows: DatasetRows, chats: Sequence[Conversation], num_asking: int
 ) -> dict[str, Any]:
-    """The content of report.json; it has no times in it, so a run that was stopped ends with the same.
+    """Return the content of report.json, without times, so that a resumed run writes the same file.
 
     Args:
         chats: every row of the dataset.
-        num_asking: those that ask something; in the others the assistant calls tools alone.
+        num_asking: number of rows with a prompt; in the others the assistant only calls tools.
     """
     said = []
     for row, answer in dialogues:
@@ -53,7 +53,7 @@ def make_report(
 
 
 def lengths(numbers: Sequence[int]) -> dict[str, int]:
-    """Sum, extremes, and the numbers that half and nine in ten of them do not exceed; all 0 when there are none."""
+    """Return the sum, the extremes, the median and the 90th percentile; all 0 if there are no numbers."""
     percentiles = np.percentile(numbers or [0], (0, 50, 90, 100), method="inverted_cdf").tolist()
     return {"sum": sum(numbers), **dict(zip(("min", "median", "p90", "max"), percentiles, strict=True))}
 

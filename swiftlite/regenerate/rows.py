@@ -1,4 +1,4 @@
-"""What was said as rows for `sft`, mixed with rows of the dataset as they are."""
+"""Write the answers as rows for `sft`, mixed with original rows of the dataset."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,11 +36,11 @@ class DatasetRows:
 
 
 def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: float, seed: int) -> DatasetRows:
-    """Rows of all conversations, and of gold ones as many as make that part of the whole, or all.
+    """Return the rows of all conversations, and enough gold rows for this share of the total, or all of them.
 
     Args:
         gold: rows to draw from.
-        seed: of the draw.
+        seed: seed of the draw.
     """
     regenerated = _regenerated_rows(dialogues)
     num_conversations = sum(bool(dialogues.kept(*each)) for each in dialogues)
@@ -53,7 +53,7 @@ def make_rows(dialogues: Dialogues, gold: Sequence[NumberedRow], gold_fraction: 
 
 
 def gold_rows(chats: Sequence[Conversation]) -> list[NumberedRow]:
-    """The rows that have an answer of their own, as they are."""
+    """Return the original rows that have an answer."""
     rows = []
     for number, chat in enumerate(chats):
         if chat.answer() is not None:

@@ -1,5 +1,5 @@
-"""Pages for people to look at: one HTML file each, without scripts and without anything from the network.
+"""Write report pages, each a single HTML file without scripts and network access.
 
-`page.py` has what a page is made of and turns it into HTML, `figure.py` draws, `run_page.py` and `comparison.py` tell
-of runs. What `bench` and `evaluate` tell stands beside them. It reads the files of runs; it never changes one.
-"""
+`page.py` defines the content of a page and renders HTML, `figure.py` draws charts, `run_page.py` and `comparison.py`
+make the pages of runs. The pages of `bench` and `evaluate` are in their packages. This package reads files of runs and
+never changes them."""

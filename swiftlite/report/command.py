@@ -23,7 +23,7 @@ def run(args: ReportArgs) -> None:
     try:
         page = run_page(read_run(directories[0])) if len(directories) == 1 else comparison_page(directories)
         content = render(page)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # somebody else has written in these files
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # the files were modified
         raise UserError(
             f"--runs {' '.join(args.runs)}: their files are not as a run writes them: {type(error).__name__}: {error}",
             "give directories as megatron sft has left them",
@@ -36,5 +36,5 @@ def run(args: ReportArgs) -> None:
 
 
 def default_output(directories: list[Path]) -> Path:
-    """Beside run_report.json of one run; here for several."""
+    """Return the page's default path: in the run for one run, in the current directory for several."""
     return directories[0] / PAGE_FILE if len(directories) == 1 else Path("runs.html")

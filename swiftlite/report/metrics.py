@@ -1,4 +1,4 @@
-"""metrics.jsonl, read back: an object per line, some of which a killed process or a full disk has damaged."""
+"""Read metrics.jsonl, which has one object per line; a killed process or a full disk may leave damaged lines."""
 
 from collections.abc import Sequence
 from pathlib import Path

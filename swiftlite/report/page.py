@@ -1,4 +1,5 @@
-"""What a page is made of, and its HTML. All text is escaped: prompts, tokens and options come from anywhere."""
+"""Define the content of a page and render its HTML. All text is escaped, because prompts, tokens and options are
+untrusted."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,14 +23,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with the numbers behind it.
+    """A chart with its numbers.
 
     Attributes:
-        name: tells it from other figures of the page.
-        text: what there is to see, in a sentence, for those who do not see it as well.
-        svg: from `figure.py`, which has escaped what it drew.
-        series: names of what is drawn, for the legend; one alone needs none.
-        is_bars: whether these are bars, else lines.
+        name: unique name within the page.
+        text: description in a sentence, also for screen readers.
+        svg: SVG from `figure.py`, which escapes all text.
+        series: names for the legend; a single one has no legend.
+        is_bars: whether the chart has bars instead of lines.
     """
 
     name: str
@@ -67,7 +68,7 @@ class MarkedAnswer:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading; what it lacks is left out."""
+    """A part of a page under a heading; empty fields are left out."""
 
     title: str
     text: str = ""
@@ -109,7 +110,7 @@ def render(page: Page) -> bytes:
 
 
 def _folded(command: str) -> str:
-    """A command line with each option on a line of its own; a shell reads it as before."""
+    """Return a command line with each option on a separate line, in valid shell syntax."""
     lines: list[list[str]] = [[]]
     for word in shlex.split(command):
         if word.startswith("--"):

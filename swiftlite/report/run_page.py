@@ -50,7 +50,7 @@ def run_page(run: RunFiles) -> Page:
 
 
 def lead(run: RunFiles) -> str:
-    """What matters first."""
+    """Return the main figures."""
     state = "" if run.report else f" This run is not finished: it has taken {run.last_step} steps."
     before = run.generated("before").get("acceptance_rate")
     after = run.generated("after").get("acceptance_rate")

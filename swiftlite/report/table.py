@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 
 def text_table(rows: Sequence[Sequence[str]], indent: str = "", numbers: bool = False) -> str:
-    """The rows as lines, columns two spaces apart.
+    """Return the rows as lines with columns two spaces apart.
 
     Args:
-        rows: cells of each line, as many in one as in another.
-        indent: stands before each line.
-        numbers: whether cells are set to the right, but for the last of each line.
+        rows: cells of each line, the same number in each.
+        indent: prefix of each line.
+        numbers: whether cells are right-aligned, except the last of each line.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -17,12 +17,12 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.ind
 
 @contextmanager
 def with_adapters(base: HfModel, adapters: str | None) -> Iterator[HfModel]:
-    """What an engine is to load: the model itself, or a temporary directory of it with the adapters added.
+    """Yield the model for an engine: the model itself, or a temporary copy with the adapters merged.
 
-    No engine knows of them then, so every engine takes them, heads included, and computes as fast as without.
+    Merged adapters work with every engine, including heads, at the same speed.
 
     Raises:
-        UserError: they cannot be read, or belong to another model.
+        UserError: the adapters are unreadable or belong to another model.
     """
     if adapters is None:
         yield base

@@ -1,9 +1,7 @@
-"""The file of `infer --result_path`: an answer is in it once it is finished, and the same command adds the others.
-`regenerate` keeps what its model has said so far in the same way.
+"""Write the file of `infer --result_path`, to which answers are appended as they finish; the same command resumes.
 
-While a run lasts, lines stand in the order in which answers were finished; at its end in the order of the prompts.
-What the answers were made with stands in a second file, NAME.args.json.
-"""
+`regenerate` stores its answers in the same way. During a run lines are in the order in which answers finished, at its
+end in the order of the prompts. A second file, NAME.args.json, records the settings of the answers."""
 
 import fcntl
 import hashlib
@@ -213,7 +211,7 @@ def describe(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
 ) -> dict[str, Any]:
-    """What answers are made with, as JSON: options, and digests of the prompts and of the model."""
+    """Return the settings of answers as JSON: options, and digests of the prompts and of the model."""
     options = {name: value for name, value in asdict(args).items() if name not in NOT_OF_ANSWERS}
     described = [[chat.source, list(prompt)] for chat, prompt in zip(asked, prompts, strict=True)]
     return {
@@ -225,7 +223,7 @@ def describe(
 
 
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two results of `describe`, in the user's words."""
+    """Return the differences between two results of `describe`, in terms of options."""
     old, new = before["options"], now["options"]
     changed = []
     for name in sorted(old.keys() | new.keys()):

@@ -79,7 +79,7 @@ def run(args: InferArgs) -> None:
 
 
 def read_for_asking(args: GenerationCommand, model: HfModel) -> tuple[ChatTemplate, Sampling]:
-    """How a model's prompts are written, and how its answers are drawn."""
+    """Return the chat template and the sampling settings of a model."""
     tokenizer = load_tokenizer(model.directory, args.trust_remote_code)
     template = ChatTemplate(tokenizer, vocab_size=model.config["vocab_size"])
     stops = stop_token_ids(template, model.directory)
@@ -210,10 +210,10 @@ def answer(
 
 
 def summary(result: Answers, plain: Answers | None = None, temperature: float = 0.0) -> list[str]:
-    """What a run has to say at its end, one line each.
+    """Return the lines printed at the end of a run.
 
     Args:
-        plain: the same prompts without speculation, under --compare.
+        plain: answers to the same prompts without speculation, with --compare.
     """
     lines = [
         f"{len(result.completions)} answers, {result.num_tokens} tokens, {result.seconds:.1f} s, "
@@ -272,7 +272,7 @@ def _ask() -> str:
 
 
 def engine_config(args: GenerationCommand, model: HfModel, max_model_len: int) -> EngineConfig:
-    """How the options start the engine that they name."""
+    """Return the configuration of the engine in the options."""
     info = ENGINES[args.infer_backend]
     return EngineConfig(
         model=model,
@@ -296,7 +296,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
 
 
 def _record(chat: Conversation, prompt_tokens: int, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict:
-    """One line of the result: a row that can be trained on (`messages`, `tools`, `channel`), and what it cost."""
+    """Return one line of the result: a row for training (`messages`, `tools`, `channel`) and its token counts."""
     response = decode(tokenizer, completion)
     return chat.with_answer(response).as_row() | {
         "response": response,

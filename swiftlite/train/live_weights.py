@@ -27,7 +27,7 @@ class Receiver(Protocol):
 
     @property
     def bucket_device(self) -> torch.device:
-        """Where it wants the tensors: on the GPU if they go on from there."""
+        """Device for the tensors: the GPU if the transport reads them there."""
         ...
 
     def update_weights(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:

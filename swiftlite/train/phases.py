@@ -1,4 +1,4 @@
-"""The phases of a training run that do not depend on what it learns from; `sft.py` shows them in order."""
+"""Implement the phases of a training run that all methods share; `run.py` calls them in order."""
 
 import shlex
 import time
@@ -52,15 +52,15 @@ AfterStep = Callable[[int, LiveWeights], None]
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run is made of before its first step.
+    """The components of a run before its first step.
 
     Attributes:
         hf_model, graft_from, ref_model: --model, --mtp_graft_from, --ref_model.
-        rows: what batch sizes count; none where training rows are read while training goes on.
-        encoder: made the samples of the rows.
-        checkpoint: the one to continue from; None for a new run.
-        data_state: what a checkpoint keeps of data and tokenizer, see `data_state`.
-        trunk_states: what a trunk that stays says, kept on disk; None computes it each time.
+        rows: the rows that batch sizes count; empty if training rows are streamed.
+        encoder: encoder of the rows.
+        checkpoint: the checkpoint to resume from; None for a new run.
+        data_state: state of data and tokenizer for checkpoints, see `data_state`.
+        trunk_states: cache of the frozen trunk's hidden states; None computes them each time.
     """
 
     args: SftArgs
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training came to.
+    """The result of training.
 
     Attributes:
         stopped_by: number of the signal that stopped it before the last step; 0 if none did.
@@ -126,7 +126,7 @@ def claim_output_dir(args: SftArgs) -> AbstractContextManager[None]:
 
 
 def checkpoint_to_resume(args: SftArgs) -> Path | None:
-    """The newest checkpoint with --resume; None where the run starts, for want of one too, as a restart loop wants."""
+    """Return the newest checkpoint with --resume; None for a new run, or if there is none yet, as in a restart loop."""
     if not args.resume:
         return None
     checkpoints = run_checkpoints(Path(args.output_dir))
@@ -137,10 +137,10 @@ def checkpoint_to_resume(args: SftArgs) -> Path | None:
 
 
 def check_ranks_agree(args: SftArgs, hf_model: HfModel, plan: Plan, data: Data, checkpoint: Path | None) -> None:
-    """Every rank must be about to do the same; nodes have files of their own.
+    """Check that all ranks have the same options and files; nodes may have separate copies.
 
     Raises:
-        UserError: on every rank, with what differs.
+        UserError: on every rank, with the differences.
     """
     # These may differ from node to node.
     where = ("model", "mtp_graft_from", "cache_trunk_states", "output_dir", "dataset", "val_dataset")
@@ -202,10 +202,10 @@ _NAMES_OF_DATA = {"tokenizer": "tokenizer of --model", "rows": "content of --dat
 
 
 def restore(run: Run) -> dict[str, Any]:
-    """Continue from the checkpoint, or write the first files of a new run.
+    """Load the checkpoint, or write the first files of a new run.
 
     Returns:
-        What the checkpoint keeps beside tensors, `step` among it: the number of the last step that was taken, or 0.
+        The checkpoint's state apart from tensors; its `step` is the number of the last completed step, or 0.
 
     Raises:
         UserError: the checkpoint cannot be used, or --output_dir cannot be written.
@@ -232,10 +232,10 @@ def restore(run: Run) -> dict[str, Any]:
 
 
 def check_run_files(run: Run) -> None:
-    """Before a run goes on: what its end and its export will need is there, or is written again.
+    """Check the files that the end of a resumed run and its export need, and write missing ones again.
 
     Raises:
-        UserError: acceptance.json, to which the end adds, is damaged.
+        UserError: acceptance.json, which the end extends, is damaged.
     """
     source = run.output_dir / "source"
     try:
@@ -315,7 +315,7 @@ def report(run: Run, outcome: Outcome) -> None:
 
 
 def write_page(run: Run) -> None:
-    """run_report.html, on the first rank. A page that cannot be made is no reason for a run to fail."""
+    """Write run_report.html on the first rank. A failure is logged and does not end the run."""
     from swiftlite.report.run_page import write_run_page  # matplotlib: half a second that only the end needs
 
     try:
@@ -325,7 +325,7 @@ def write_page(run: Run) -> None:
 
 
 def hand_out_weights(run: Run, after_step: AfterStep) -> Callable[[int], None]:
-    """What a trainer calls after each step, so that `after_step` gets the weights, in the precision of an export."""
+    """Return a callback for each step that passes the weights to `after_step`, with the dtypes of an export."""
     dtypes = dtypes_of(describe_tensors(run.hf_model, run.graft_from))
     weights = LiveWeights(run.learner.wrapped, run.hf_model, dtypes)
     return lambda step: after_step(step, weights)

@@ -1,4 +1,4 @@
-"""`source/` of a run: what the model directory had beside weights, so that a run can be exported without it."""
+"""Write `source/` of a run: the model directory's files except weights, so that the run can be exported without it."""
 
 import json
 import shutil
@@ -64,16 +64,16 @@ def _write_carried(hf_model: HfModel, source: Path) -> None:
 
 
 def carried_file(source: Path) -> Path | None:
-    """Where the other parts of a run's source model are; None if it has none."""
+    """Return the file with the source model's other parts than the language model; None if there are none."""
     path = source / CARRIED_FILE
     return path if path.exists() else None
 
 
 def describe_tensors(hf_model: HfModel, graft_from: HfModel | None = None) -> dict[str, dict[str, Any]]:
-    """Dtype and shape of each tensor of a model directory, by HF name.
+    """Return dtype and shape of each tensor of a model directory, by HF name.
 
     Args:
-        graft_from: the model whose heads it gets instead of its own.
+        graft_from: model whose heads replace its own.
     """
     tensors = describe(hf_model.directory)
     return with_heads_of(hf_model, tensors, graft_from) if graft_from else tensors
@@ -82,7 +82,7 @@ def describe_tensors(hf_model: HfModel, graft_from: HfModel | None = None) -> di
 def with_heads_of(
     hf_model: HfModel, tensors: Mapping[str, dict[str, Any]], graft_from: HfModel
 ) -> dict[str, dict[str, Any]]:
-    """The tensors of this model with those of another model's MTP heads in the place of its own."""
+    """Return the tensors of this model with another model's MTP heads instead of its own."""
     trunk = {key: tensor for key, tensor in tensors.items() if not hf_model.family.is_mtp(hf_model.config, key)}
     others = describe(graft_from.directory)
     return trunk | {key: tensor for key, tensor in others.items() if hf_model.family.is_mtp(hf_model.config, key)}
@@ -117,10 +117,10 @@ _RESTORE = "put it back; megatron sft --resume writes it again from --model"
 
 
 def check_source(run_dir: Path) -> None:
-    """Every file in source/ is the run's own: no link leads out of the run, to what an export would copy.
+    """Check that no link in source/ points outside of the run, because an export copies these files.
 
     Raises:
-        UserError: one does, or is no file.
+        UserError: a link points outside, or an entry is not a file.
     """
     source = run_dir / "source"
     try:
@@ -158,13 +158,15 @@ def _small_files(hf_dir: Path) -> list[Path]:
 
 
 def _check_link(path: Path, homes: Sequence[Path], name: str) -> None:
-    """Or whoever made the directory could have any file of this machine copied into an export.
+    """Check that a path does not point outside of these directories.
+
+    Otherwise the author of the directory could have any file of this machine copied into an export.
 
     Args:
-        homes: absolute, without links.
+        homes: absolute paths without links.
 
     Raises:
-        UserError: the path is a link out of all of them.
+        UserError: the path is a link that points outside of all of them.
     """
     if not any(path.resolve().is_relative_to(home) for home in homes):
         raise UserError(f"{path} is a link out of {name}, to {path.resolve()}", "put the file itself in its place")
