@@ -5,7 +5,7 @@ A batch carries what each MTP depth sees and predicts as well, shifted here, ins
 what comes later may cut the rows over context-parallel ranks.
 
 Shape suffixes: K the trunk and each MTP depth, B rows of the micro-batch, S tokens of a row, N sequences of the
-micro-batch.
+micro-batch, I items of the micro-batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,13 @@ import numpy as np
 import torch
 
 from swiftlite.data.sample import IGNORED, Sample
+
+ITEM = "item"
+"""Name of the `Extra` that says which output of the model's tower each token is embedded as, from 0; -1 for tokens that
+have their own embedding (`model/tower.py`)."""
+AXES = "axes"
+"""Name of the `Extra` with the positions of each token along three axes: time, row and column of an image; of text,
+three times its position. A model with such positions gets them with every sample."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,22 @@ class Extra:
         per: `sequence` gives one value for each sequence of the micro-batch, [N], whole on every context-parallel rank.
             `label` gives one value for each label of the trunk, [B, S], shifted and cut as the labels are: the value of
             token t of a sample is where token t is predicted.
+            `token` gives the value of each token that the trunk or an MTP depth sees, [K, *shape, B, S], shifted and
+            cut as the tokens are.
+            `item` gives the items of all sequences one after the other, [I, *shape], whole on every context-parallel
+            rank. A sequence has any number of them.
         default: the value of sequences that have none, and of padding.
+        shape: of one value, of a token or an item; a number without.
+        counts: name of the extra whose items the values of tokens count, from 0 in each sequence; in a batch they count
+            on through the micro-batch. Negative values stay.
     """
 
     name: str
     dtype: torch.dtype = torch.float32
-    per: Literal["sequence", "label"] = "sequence"
+    per: Literal["sequence", "label", "token", "item"] = "sequence"
     default: float = 0.0
+    shape: tuple[int, ...] = ()
+    counts: str = ""
 
 
 def shift_left(tensor_BS: torch.Tensor, fill: float, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,6 +96,7 @@ class Batch:
         num_sequences: N, without those that are padding alone.
         extras: tensors of the training method by name, see `Extra`. The sequences of one sample follow each other: of
             pairs, sequence 2p is the preferred answer of pair p and sequence 2p + 1 the other one.
+        items: those among them that have one entry per item.
         on_host: the same batch before it was moved to a device; None: it was not moved.
     """
 
@@ -93,7 +110,14 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None
     num_sequences: int = 0
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    items: Mapping[str, torch.Tensor] = field(default_factory=dict)
     on_host: "Batch | None" = None
+
+    @property
+    def axes_3BS(self) -> torch.Tensor | None:
+        """Positions of the trunk's tokens along three axes (`AXES`), int64; None where one is enough."""
+        axes_K3BS = self.extras.get(AXES)
+        return None if axes_K3BS is None else axes_K3BS[0]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with its tensors of one entry per token replaced: moved to a device, cut along the last axis."""
@@ -104,17 +128,20 @@ class Batch:
             loss_scale_KBS=function(self.loss_scale_KBS),
             position_ids_BS=function(self.position_ids_BS),
             sequence_KBS=function(self.sequence_KBS),
-            extras=self._map_extras(function, dims=2),
+            extras=self._map_extras(function, per_sequence=False),
         )
 
     def map_per_sequence(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """Return the batch with its tensors of one entry per sequence replaced."""
-        return replace(self, extras=self._map_extras(function, dims=1))
+        """Return the batch with its tensors of one entry per sequence or item replaced."""
+        items = {name: function(tensor) for name, tensor in self.items.items()}
+        return replace(self, extras=self._map_extras(function, per_sequence=True), items=items)
 
-    def _map_extras(self, function: Callable[[torch.Tensor], torch.Tensor], dims: int) -> dict[str, torch.Tensor]:
+    def _map_extras(
+        self, function: Callable[[torch.Tensor], torch.Tensor], per_sequence: bool
+    ) -> dict[str, torch.Tensor]:
         extras = dict(self.extras)
         for name, tensor in extras.items():
-            if tensor.dim() == dims:
+            if (tensor.dim() == 1) == per_sequence:
                 extras[name] = function(tensor)
         return extras
 
@@ -222,10 +249,13 @@ def _lay_out(
         if extra.per == "sequence":
             values = [sequence.extras.get(extra.name, extra.default) for sequence in sequences]
             tensors[extra.name] = torch.tensor(values, dtype=extra.dtype)
-        else:
+        elif extra.per == "label":
             per_token = _per_token(extra, sequences, starts, num_tokens)
             # As the trunk's labels: one token ahead.
             tensors[extra.name] = rows(per_token, 1, fill=extra.default)[1].to(extra.dtype)
+        elif extra.per == "token":
+            per_token = _per_token(extra, sequences, starts, num_tokens)
+            tensors[extra.name] = _ahead_of_tokens(extra, per_token, position_ids_BS, num_drafts, cu_seqlens)
     return Batch(
         tokens_KBS=rows(tokens, num_drafts, fill=0),
         labels_KBS=labels_KBS,
@@ -237,12 +267,39 @@ def _lay_out(
         cu_seqlens=cu_seqlens,
         num_sequences=len(sequences),
         extras=tensors,
+        items={extra.name: _items(extra, sequences) for extra in extras if extra.per == "item"},
     )
 
 
 def _per_token(extra: Extra, sequences: Sequence[Sample], starts: Sequence[int], num_tokens: int) -> np.ndarray:
-    """Return the values of one extra, each at its own token: float64 [num_tokens]."""
-    values = np.full(num_tokens, extra.default, np.float64)
+    """Return the values of one extra, each at its own token: float64 [num_tokens, *shape]."""
+    values = np.full((num_tokens, *extra.shape), extra.default, np.float64)
+    num_items = 0  # of the sequences before
     for start, sequence in zip(starts, sequences, strict=False):
-        values[start : start + len(sequence)] = sequence.extras.get(extra.name, extra.default)
+        here = values[start : start + len(sequence)]
+        here[:] = sequence.extras.get(extra.name, extra.default)
+        if extra.counts:
+            here[here >= 0] += num_items
+            num_items += len(sequence.extras.get(extra.counts, ()))
     return values
+
+
+def _ahead_of_tokens(
+    extra: Extra,
+    per_token: np.ndarray,
+    position_ids_BS: torch.Tensor,
+    num_drafts: int,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the values of `_per_token` for the trunk and each MTP depth, [K, *shape, B, S]."""
+    num_rows, length = position_ids_BS.shape
+    numbers_last = torch.from_numpy(per_token).view(num_rows, length, -1)
+    rows = numbers_last.movedim(-1, 0).reshape(-1, length)  # each number of a token in a row of its own
+    shifted = ahead(rows, num_drafts, extra.default, cu_seqlens)
+    return shifted.view(1 + num_drafts, *extra.shape, num_rows, length).to(extra.dtype)
+
+
+def _items(extra: Extra, sequences: Sequence[Sample]) -> torch.Tensor:
+    """Return the items of all sequences, [I, *shape]."""
+    items = [item for sequence in sequences for item in sequence.extras.get(extra.name, ())]
+    return torch.from_numpy(np.array(items)).to(extra.dtype).view(-1, *extra.shape)

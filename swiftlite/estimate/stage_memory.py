@@ -164,6 +164,8 @@ class VirtualStage:
             count += model.embedding()
         if self.is_last and not (model.outside.is_tied and has_embedding):
             count += model.embedding()
+        if self.is_first and model.architecture.tower is not None:
+            count += model.architecture.tower.parameters(model.rank)
         if self.has_final_norm:
             count += ParameterCount(model.hidden)
         return count + self._mtp_parameters() + self._adapter_parameters()

@@ -11,6 +11,7 @@ from swiftlite.bridge.join import PadEnd
 from swiftlite.bridge.rows import Row, lift
 from swiftlite.families.layer import Attention, Layer, Sublayer
 from swiftlite.families.rank import Rank
+from swiftlite.families.tower import Tower
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,12 @@ class Architecture:
 
     Attributes:
         layers: its decoder layers, first to last; all may differ.
+        tower: makes embeddings of something else than tokens.
     """
 
     outside: Outside
     layers: tuple[Layer, ...]
+    tower: Tower | None = None
 
     @property
     def mtp_block_number(self) -> int:
@@ -105,6 +108,8 @@ class Architecture:
     def rows(self) -> list[Row]:
         """Bridge rows, names whole."""
         rows = self.outside.rows()
+        if self.tower is not None:
+            rows += self.tower.rows()
         for number in range(len(self.layers)):
             rows += self.layer_rows(number)
         return rows

@@ -7,6 +7,7 @@ from itertools import chain
 from swiftlite.bridge.rows import HfConfig, Row, lift
 from swiftlite.families.architecture import Architecture, Outside
 from swiftlite.families.layer import Layer
+from swiftlite.families.tower import Tower
 from swiftlite.heads import Heads
 from swiftlite.heads.drafting import Drafting
 
@@ -14,6 +15,10 @@ from swiftlite.heads.drafting import Drafting
 def no_copies(hf_config: HfConfig, head: int) -> dict[str, str]:
     """A head brings no copies of the trunk's tensors."""
     return {}
+
+
+def no_tower(hf_config: HfConfig) -> None:
+    """Tokens are all that the model takes."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,9 @@ class Family:
         layer: decoder layer number n (from 0): its kind of attention and its kind of MLP, with their sizes.
         outside: what is outside the layers: embedding, final norm, output layer.
         mtp: names of the MTP heads.
-        language_model: beginnings of the HF names that are the language model's and its heads', where files hold other
-            parts too, such as a vision tower; empty where there are none.
+        tower: what makes embeddings of something else than tokens, such as images; None where nothing does.
+        language_model: beginnings of the HF names that are the language model's, its heads' and its tower's, where
+            files hold other parts too, such as a vision tower that is not computed here; empty where there are none.
         memory_names: beginnings of HF names (within a layer) that transformers has under others in memory, with those.
         norm_start: what norms have before anything is learned: 1, or 0 where the weight is what is added to 1.
     """
@@ -61,6 +67,7 @@ class Family:
     layer: Callable[[HfConfig, int], Layer]
     outside: Callable[[HfConfig], Outside]
     mtp: MtpLayout
+    tower: Callable[[HfConfig], Tower | None] = no_tower
     language_model: tuple[str, ...] = ()
     norm_start: float = 1.0
     memory_names: Mapping[str, str] = field(default_factory=dict)
@@ -68,7 +75,8 @@ class Family:
     def architecture(self, hf_config: HfConfig) -> Architecture:
         """The model without MTP heads. Not checked: what `check` refuses is left out in silence."""
         outside = self.outside(hf_config)
-        return Architecture(outside, tuple(self.layer(hf_config, number) for number in range(outside.num_layers)))
+        layers = tuple(self.layer(hf_config, number) for number in range(outside.num_layers))
+        return Architecture(outside, layers, self.tower(hf_config))
 
     def trunk_rows(self, hf_config: HfConfig) -> list[Row]:
         """Everything but MTP."""

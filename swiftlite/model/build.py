@@ -15,7 +15,7 @@ from swiftlite.model.attention.mla import MLATransformerConfig
 from swiftlite.model.attention.rope import RotaryEmbedding
 from swiftlite.model.gpt import GPTModel
 from swiftlite.model.layers.kernels import Modules, modules_of
-from swiftlite.model.specs import decoder_spec, mtp_spec
+from swiftlite.model.specs import TOWERS, decoder_spec, mtp_spec
 from swiftlite.plan.kernels import Kernels, automatic, largest_head
 from swiftlite.plan.layout import (
     decoder_layers_per_stage,
@@ -207,12 +207,15 @@ def _stage(
     layers = architecture.layers[first_layer : first_layer + per_stage[stage]]
     is_last_virtual = vp_stage == (num_virtual_stages(layout) or 1) - 1
     has_mtp = is_last_virtual and pp_rank == mtp_pipeline_rank(layout)
+    tower = architecture.tower
+    has_tower = stage == 0 and tower is not None
     return {
         "vocab_size": architecture.outside.vocab,
         "share_embeddings_and_output_weights": architecture.outside.is_tied,
         "position_embedding_type": "none",
         "transformer_layer_spec": decoder_spec(config, layers, drafting, modules),
         "mtp_block_spec": mtp_spec(config, architecture.mtp_block, heads.unroll > 1, modules) if has_mtp else None,
+        "tower": TOWERS[type(tower)](tower, config) if has_tower else None,
         "pre_process": stage == 0,
         "post_process": stage == len(per_stage) - 1,
         "vp_stage": vp_stage if num_virtual_stages(layout) else None,

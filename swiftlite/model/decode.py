@@ -56,7 +56,7 @@ def forward_cached(model: GPTModel, new: CachedPass) -> torch.Tensor:
         the last pipeline stage the states for the next one.
 
     Raises:
-        UserError: a layer keeps nothing of earlier tokens.
+        UserError: a layer keeps nothing of earlier tokens, or the model has a tower.
     """
     if new.mtp_input_ids is None:
         states = [_forward_trunk(model, new)]
@@ -109,7 +109,11 @@ def _placeholder(model: GPTModel, cache: Cache) -> torch.Tensor:
 
 
 def _check_use(model: GPTModel, cache: Cache) -> None:
-    """Refuse layers that keep nothing: their later tokens would not see the earlier ones."""
+    """Refuse layers that keep nothing, whose later tokens would not see the earlier ones, and prompts that lack what a
+    tower takes."""
+    if model.tower is not None:
+        problem = "this model has a tower, and prompts that are continued do not have its inputs"
+        raise UserError(problem, "add --acceptance_samples 0")
     for layer in model.decoder.layers:
         if not cache.is_used_by(layer):
             problem = f"layer {layer.layer_number} keeps nothing of earlier tokens, so it cannot continue prompts"

@@ -9,6 +9,7 @@ from swiftlite.model.context_parallel import describe_packed
 from swiftlite.model.forward_step import ForwardStep
 from swiftlite.model.gpt import Losses, TrunkOutput
 from swiftlite.model.loss.balance import Balance
+from swiftlite.model.tower import TowerInputs
 
 
 def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None, trunk: TrunkOutput | None = None):
@@ -28,6 +29,8 @@ def forward(model: torch.nn.Module, batch: Batch, balance: Balance | None = None
         sequences=batch.sequence_KBS,
         balance=balance,
         trunk=trunk,
+        tower_inputs=TowerInputs.of(batch),
+        axes_3BS=batch.axes_3BS,
     )
 
 

@@ -29,9 +29,11 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from swiftlite.args.fields import MtpLoss
 from swiftlite.data.batch import ahead
+from swiftlite.errors import UserError
 from swiftlite.heads import Heads
 from swiftlite.heads.drafting import Drafting
 from swiftlite.model.attention.cache import Cache
@@ -49,6 +51,7 @@ from swiftlite.model.loss.chunked_loss import LabelTarget, TrunkTarget, chunked_
 from swiftlite.model.loss.losses import IGNORE_INDEX, Selected, TokenLoss, distillation_loss, select, token_loss
 from swiftlite.model.mtp import UnrolledLayer
 from swiftlite.model.stage_states import StageStates
+from swiftlite.model.tower import Placed, TowerInputs
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class GPTModel(McoreGPTModel):
         transformer_layer_spec: the decoder layers of this stage and the norm after the last one.
         pg_collection: the groups of the model's mesh.
         heads: the MTP heads.
+        tower: takes `TowerInputs.items` and returns an output for each item, [I, H], on the stage of the embedding;
+            None where the model takes tokens alone.
         trunk_is_frozen: embedding, decoder and the trunk's loss are computed without gradient. The caller decides which
             parameters learn (`requires_grad`).
         drafting: which states and embeddings the MTP layers read.
@@ -109,6 +114,7 @@ class GPTModel(McoreGPTModel):
         transformer_layer_spec: TransformerBlockSubmodules,
         pg_collection: ProcessGroupCollection,
         heads: Heads = Heads(),
+        tower: nn.Module | None = None,
         trunk_is_frozen: bool = False,
         drafting: Drafting = Drafting(),
         mtp_loss: MtpLoss = "ce",
@@ -131,6 +137,11 @@ class GPTModel(McoreGPTModel):
         )
         self.rotary_pos_emb = rotary_pos_emb
         self.heads = heads
+        self.tower = tower
+        if tower is not None:
+            for parameter in tower.parameters():
+                # Each sequence-parallel rank has the gradient of its part of the row; megatron-core sums them.
+                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.trunk_is_frozen = trunk_is_frozen
         self.drafting = drafting
         self.mtp_loss: MtpLoss = mtp_loss
@@ -149,6 +160,8 @@ class GPTModel(McoreGPTModel):
         sequences: torch.Tensor | None = None,
         balance: Balance | None = None,
         trunk: TrunkOutput | None = None,
+        tower_inputs: TowerInputs | None = None,
+        axes_3BS: torch.Tensor | None = None,
     ) -> Logits | Losses | torch.Tensor:
         """Run the stages that this rank holds; on a model without a pipeline, all four.
 
@@ -166,10 +179,16 @@ class GPTModel(McoreGPTModel):
             sequences: int64 [K, B, S], `Batch.sequence_KBS`; without it no router counts its load.
             balance: of the global batch; without it no router has a load-balancing loss.
             trunk: `trunk_output` of these tokens and labels, if it is known already; not on a pipeline.
+            tower_inputs: of the micro-batch, for a model with a tower.
+            axes_3BS: int64, positions of the tokens along three axes, for rotary embeddings with sections. Unset: the
+                positions in the sequence.
 
         Returns:
             Losses with labels, Logits without. Before the last pipeline stage: the states for the next one, in wire
             form (`StageStates.to_wire`).
+
+        Raises:
+            UserError: the model has a tower, and there are no inputs for it.
         """
         cu_seqlens = padded_cu_seqlens(packed_seq_params)
         if mtp_input_ids is None:
@@ -181,15 +200,22 @@ class GPTModel(McoreGPTModel):
             states = StageStates.from_wire(self.decoder.input_tensor, num_heads=self.heads.drafts)
         else:
             trunk_tokens, *mtp_tokens = self._routed_tokens(sequences, balance, cu_seqlens)
-            rotary_emb = self.rotary_emb(position_ids, packed_seq_params)
+            trunk_placed, *mtp_placed = self._placed(tower_inputs)
+            rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS)
             if trunk is None:
-                states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, trunk_tokens)
+                states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, trunk_tokens, trunk_placed)
             else:
                 states = trunk.states
             if self.mtp_process:
-                rotary_embs = self._head_rotary_embs(rotary_emb, position_ids, packed_seq_params)
+                rotary_embs = self._head_rotary_embs(rotary_emb, position_ids, packed_seq_params, axes_3BS)
                 heads_SBH = self.forward_mtp(
-                    states.head_input_SBH, list(mtp_input_ids), position_ids, rotary_embs, packed_seq_params, mtp_tokens
+                    states.head_input_SBH,
+                    list(mtp_input_ids),
+                    position_ids,
+                    rotary_embs,
+                    packed_seq_params,
+                    mtp_tokens,
+                    placed=mtp_placed,
                 )
                 states = StageStates(states.trunk_SBH, heads_SBH=heads_SBH)
 
@@ -205,14 +231,17 @@ class GPTModel(McoreGPTModel):
         position_ids: torch.Tensor,
         labels: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
+        tower_inputs: TowerInputs | None = None,
+        axes_3BS: torch.Tensor | None = None,
     ) -> TrunkOutput:
         """Compute what `forward` takes as `trunk`; for a frozen trunk and no pipeline.
 
         Args:
-            input_ids, position_ids, labels, packed_seq_params: as for `forward`.
+            input_ids, position_ids, labels, packed_seq_params, tower_inputs, axes_3BS: as for `forward`.
         """
-        rotary_emb = self.rotary_emb(position_ids, packed_seq_params)
-        states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params)
+        rotary_emb = self.rotary_emb(position_ids, packed_seq_params, axes_3BS=axes_3BS)
+        placed = self._placed(tower_inputs)[0]
+        states = self._trunk(input_ids, position_ids, rotary_emb, packed_seq_params, placed=placed)
         return TrunkOutput(states, self._cross_entropy(states.trunk_SBH, labels))
 
     @property
@@ -227,10 +256,11 @@ class GPTModel(McoreGPTModel):
         rotary_emb: torch.Tensor,
         packed_seq_params: PackedSeqParams | None,
         tokens: RoutedTokens | None = None,
+        placed: Placed | None = None,
     ) -> StageStates:
         """Run embedding and decoder layers, as far as this stage holds them; without gradient where they are frozen."""
         with self._frozen():
-            hidden_SBH = self.forward_preprocess(input_ids, position_ids)
+            hidden_SBH = self.forward_preprocess(input_ids, position_ids, placed)
             hidden_SBH = self.forward_decoder(hidden_SBH, rotary_emb, packed_seq_params, tokens)
         if self.trunk_is_frozen and not self.pre_process:
             hidden_SBH = _NoGradient.apply(hidden_SBH, self.decoder.input_tensor)
@@ -245,13 +275,20 @@ class GPTModel(McoreGPTModel):
         return torch.no_grad() if self.trunk_is_frozen else nullcontext()
 
     def rotary_emb(
-        self, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None = None, offset: int = 0
+        self,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+        offset: int = 0,
+        axes_3BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute cosines and sines [2, S, 1, 1, R] for the tokens of this rank (`RotaryEmbedding`).
 
         Args:
             offset: position of each sequence's first token.
+            axes_3BS: as for `forward`; the result is [2, S, B, 1, R], `offset` further along all axes.
         """
+        if axes_3BS is not None:
+            return self.rotary_pos_emb.at(axes_3BS + offset)
         group: Any = self.pg_collection.cp
         lengths = sequence_lengths(position_ids.size(1) * group.size(), padded_cu_seqlens(packed_seq_params))
         row = self.rotary_pos_emb(lengths, offset)
@@ -260,11 +297,33 @@ class GPTModel(McoreGPTModel):
         return row[:, zigzag_positions(lengths, group.rank(), group.size(), row.device)]
 
     def _head_rotary_embs(
-        self, rotary_emb: torch.Tensor, position_ids: torch.Tensor, packed_seq_params: PackedSeqParams | None
+        self,
+        rotary_emb: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None,
+        axes_3BS: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """Return one `rotary_emb` per MTP depth: the trunk's, except that step j of an unrolled head is j - 1 later."""
-        later = [self.rotary_emb(position_ids, packed_seq_params, offset) for offset in range(1, self.heads.unroll)]
+        offsets = range(1, self.heads.unroll)
+        later = [self.rotary_emb(position_ids, packed_seq_params, offset, axes_3BS) for offset in offsets]
         return [rotary_emb, *later] * self.heads.layers
+
+    def _placed(self, tower_inputs: TowerInputs | None) -> list[Placed] | list[None]:
+        """Run the tower, if this stage holds one: its outputs and their places for the trunk and each MTP depth."""
+        if self.tower is None:
+            return [None] * (1 + self.heads.drafts)
+        if tower_inputs is None:
+            problem = "this model has a tower, and the rows of this method have no inputs for it"
+            raise UserError(problem, "use a training method whose rows have them")
+        with_zeros_IH = F.pad(self.tower(tower_inputs.items), (0, 0, 0, 1))
+        return [Placed(with_zeros_IH, item_BS) for item_BS in tower_inputs.item_KBS]
+
+    def _embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None) -> torch.Tensor:
+        """Look up embeddings [S, B, H]; in the place of placeholders the tower's outputs."""
+        embeddings_SBH = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if placed is None:
+            return embeddings_SBH
+        return placed.put_into(embeddings_SBH, self._on_this_sequence_rank(placed.item_BS.T))
 
     def _routed_tokens(
         self, sequences: torch.Tensor | None, balance: Balance | None, cu_seqlens: torch.Tensor | None
@@ -278,15 +337,18 @@ class GPTModel(McoreGPTModel):
 
     # Stages 1 and 2: the trunk
 
-    def forward_preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
+    def forward_preprocess(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None = None
+    ) -> torch.Tensor | None:
         """Look up embeddings [S, B, H]; None after the first pipeline stage.
 
         Args:
             input_ids, position_ids: [B, S].
+            placed: outputs of the tower that stand for some of the tokens.
         """
         if not self.pre_process:
             return None
-        return self.embedding(input_ids=input_ids, position_ids=position_ids)
+        return self._embed(input_ids, position_ids, placed)
 
     def forward_decoder(
         self,
@@ -330,6 +392,7 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         tokens: Sequence[RoutedTokens | None] | None = None,
         cache: Cache | None = None,
+        placed: Sequence[Placed | None] | None = None,
     ) -> list[torch.Tensor]:
         """Return the states [S, B, H] of each MTP depth, after its output norm; depth k feeds depth k + 1.
 
@@ -339,18 +402,20 @@ class GPTModel(McoreGPTModel):
             rotary_embs: `rotary_emb` for each depth.
             tokens: the router targets for each depth.
             cache: of the rows whose tokens these are, in decoding.
+            placed: outputs of the tower that stand for some of the tokens of each depth.
         """
         tokens = tokens or [None] * self.heads.drafts
+        placed = placed or [None] * self.heads.drafts
         if self.heads.unroll > 1:
             return self._unrolled(
-                hidden_SBH, mtp_input_ids, position_ids, rotary_embs, packed_seq_params, tokens, cache
+                hidden_SBH, mtp_input_ids, position_ids, rotary_embs, packed_seq_params, tokens, cache, placed
             )
         states_SBH = []
-        depths = zip(self.mtp.layers, mtp_input_ids, rotary_embs, tokens, strict=True)
-        for layer, input_ids, rotary_emb, tokens_of_depth in depths:
+        depths = zip(self.mtp.layers, mtp_input_ids, rotary_embs, tokens, placed, strict=True)
+        for layer, input_ids, rotary_emb, tokens_of_depth, placed_of_depth in depths:
             hidden_SBH = layer(
                 hidden_SBH,
-                self._embed_for_head(input_ids, position_ids),
+                self._embed_for_head(input_ids, position_ids, placed_of_depth),
                 attention_mask=cache,  # see `forward_decoder`
                 rotary_pos_emb=rotary_emb,
                 packed_seq_params=packed_seq_params,
@@ -368,14 +433,15 @@ class GPTModel(McoreGPTModel):
         packed_seq_params: PackedSeqParams | None,
         tokens: Sequence[RoutedTokens | None],
         cache: Cache | None,
+        placed: Sequence[Placed | None],
     ) -> list[torch.Tensor]:
         """Run `forward_mtp` for one layer over several steps."""
         (layer,) = self.mtp.layers
         assert isinstance(layer, UnrolledLayer)
-        first, *later = mtp_input_ids  # from position 0, step j is at position j - 1
-        embeddings_SBH = [self._embed_for_head(first, position_ids)]
-        for input_ids in later:
-            embeddings_SBH.append(self.embedding(input_ids=input_ids, position_ids=position_ids))
+        # From position 0, step j is at position j - 1.
+        embeddings_SBH = [self._embed_for_head(mtp_input_ids[0], position_ids, placed[0])]
+        for input_ids, placed_of_step in zip(mtp_input_ids[1:], placed[1:], strict=True):
+            embeddings_SBH.append(self._embed(input_ids, position_ids, placed_of_step))
         return layer.forward_steps(
             hidden_SBH,
             embeddings_SBH,
@@ -386,9 +452,11 @@ class GPTModel(McoreGPTModel):
             recycles_before_norm=self.drafting.recycles_before_norm,
         )
 
-    def _embed_for_head(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def _embed_for_head(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, placed: Placed | None
+    ) -> torch.Tensor:
         """Look up embeddings [S, B, H] for a head; zeros at position 0 where the head's engine has none there."""
-        embeddings_SBH = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        embeddings_SBH = self._embed(input_ids, position_ids, placed)
         if not self.drafting.zeroes_first_embedding:
             return embeddings_SBH
         is_first_SB1 = self._on_this_sequence_rank((position_ids == 0).T[..., None])

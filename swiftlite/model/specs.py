@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import nn
 
 from swiftlite.families.attention import GroupedQueryAttention, LatentAttention
 from swiftlite.families.layer import Attention, Layer
@@ -117,6 +118,11 @@ ATTENTION_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {
     GatedDeltaNetSizes: _gated_delta_net,
 }
 MLP_SPECS: dict[type, Callable[[Any, Modules], ModuleSpec]] = {Mlp: _mlp, MixtureOfExperts: _mixture}
+
+
+# The module of every kind of tower (`families/tower.py`), made for megatron-core's config. It is called with the items
+# of a micro-batch by name (`Batch.items`) and returns an output for each, [I, H].
+TOWERS: dict[type, Callable[[Any, TransformerConfig], nn.Module]] = {}
 
 
 def attention_spec(attention: Attention, modules: Modules = LOCAL) -> ModuleSpec:

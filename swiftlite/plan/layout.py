@@ -193,9 +193,19 @@ def layout_problems(layout: ParallelLayout, architecture: Architecture | None, m
     return [
         *_tensor_problems(layout, architecture),
         *_pipeline_problems(layout, architecture, mtp_num_layers),
+        *_tower_problems(layout, architecture, mtp_num_layers),
         *_expert_problems(layout, architecture),
         *_context_problems(layout, architecture),
     ]
+
+
+def _tower_problems(layout: ParallelLayout, architecture: Architecture | None, mtp_num_layers: int) -> list[Problem]:
+    pp = layout.pipeline_model_parallel_size
+    if pp == 1 or not mtp_num_layers or architecture is None or architecture.tower is None:
+        return []
+    # Its outputs do not cross to other stages.
+    problem = f"--pipeline_model_parallel_size {pp}: the MTP heads of a model with a tower must be on its stage"
+    return [(problem, "use --pipeline_model_parallel_size 1, or --mtp_num_layers 0")]
 
 
 def _context_problems(layout: ParallelLayout, architecture: Architecture | None) -> Iterator[Problem]:

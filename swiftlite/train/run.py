@@ -23,6 +23,7 @@ from swiftlite.data.dataset import Data
 from swiftlite.data.packing.sampler import Sampler
 from swiftlite.data.packing.stream import Readers, Stream
 from swiftlite.data.template import load_tokenizer
+from swiftlite.errors import UserError
 from swiftlite.estimate.flops import training_flops
 from swiftlite.families.resolved import HfModel, resolve_options
 from swiftlite.log import logger
@@ -79,6 +80,9 @@ def prepare(args: SftArgs, mesh: Mesh, models: Mapping[str, HfModel]) -> phases.
     check_model_links(hf_model.directory)
     check_computable(mesh.layout, mesh.device)
     training = training_of(args)
+    if args.streaming and training.extras:
+        problem = "--streaming: streams carry tokens, and the samples of this method bring more"
+        raise UserError(problem, "leave --streaming out")
     tokenizer = load_tokenizer(hf_model.directory, args.trust_remote_code)
     vocab_size = hf_model.config["vocab_size"]
     encoder = training.make_encoder(args, tokenizer, vocab_size)

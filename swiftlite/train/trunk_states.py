@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from swiftlite.bridge.hf_config import digest_of_trunk
-from swiftlite.data.batch import Batch
+from swiftlite.data.batch import AXES, ITEM, Batch
 from swiftlite.data.dataset import Data
 from swiftlite.data.sample import digest
 from swiftlite.durable import check_writable, write_durably
@@ -37,6 +37,7 @@ from swiftlite.model.gpt import GPTModel, TrunkOutput
 from swiftlite.model.loss.losses import TokenLoss
 from swiftlite.model.ranks import largest
 from swiftlite.model.stage_states import StageStates
+from swiftlite.model.tower import TowerInputs
 from swiftlite.plan.layout import ParallelLayout
 from swiftlite.plan.run import Plan
 from swiftlite.plan.trainable import is_of_heads
@@ -79,7 +80,12 @@ class TrunkStates:
         if not largest(int(not path.exists()), self.mesh):
             return _read(path, bare.drafting.takes_before_norm, self.mesh.device.torch_device)
         output = bare.trunk_output(
-            batch.tokens_KBS[0], batch.position_ids_BS, batch.labels_KBS[0], describe_packed(batch.cu_seqlens)
+            batch.tokens_KBS[0],
+            batch.position_ids_BS,
+            batch.labels_KBS[0],
+            describe_packed(batch.cu_seqlens),
+            TowerInputs.of(batch),
+            batch.axes_3BS,
         )
         # Without sequence parallelism all tensor-parallel ranks hold the same states.
         writes = self.mesh.layout.sequence_parallel or self.mesh.tp.rank() == 0
@@ -94,6 +100,8 @@ class TrunkStates:
         given = [batch.tokens_KBS[0], batch.labels_KBS[0], batch.position_ids_BS]
         if batch.cu_seqlens is not None:
             given.append(batch.cu_seqlens)
+        given += [batch.extras[name] for name in (ITEM, AXES) if name in batch.extras]
+        given += [batch.items[name] for name in sorted(batch.items)]
         sha = hashlib.sha256()
         for tensor in given:
             sha.update(f"{tuple(tensor.shape)} ".encode() + _bytes_of(tensor))

@@ -171,6 +171,46 @@ def test_extras_are_collated_and_cut_as_labels_are(is_packed, rank):
     assert (len(nothing.extras["number"]), nothing.num_sequences) == (0, 0)
 
 
+def seeing(ids):
+    """A sequence whose tokens above 6 are items; all that it brings is made of its ids."""
+    ids = np.array(ids)
+    is_item = ids > 6
+    which = np.where(is_item, is_item.cumsum() - 1, -1)
+    seen = tuple(np.array([token, 0]) for token in ids[is_item])
+    return make_sample(ids, np.ones(len(ids))).with_extras(which=which, place=ids[:, None] + np.arange(3), seen=seen)
+
+
+TOKEN_EXTRAS = (
+    Extra("seen", per="item", shape=(2,)),
+    Extra("which", torch.int64, per="token", default=-1, counts="seen"),
+    Extra("place", torch.int64, per="token", shape=(3,)),
+)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_extras_of_tokens_are_shifted_and_cut_as_tokens_are(is_packed, rank):
+    """Of sequences with items, without, and one that brings nothing."""
+    sequences = [seeing([5, 8, 7, 6, 9]), seeing([4, 2]), make_sample([1, 3], [1, 1]), seeing([9, 8, 3])]
+    options: dict[str, Any] = {"num_drafts": 2, "pad_to_multiple_of": 4, "extras": TOKEN_EXTRAS}
+    batch = collate_packed(sequences, 0, pad_each_to_multiple_of=4, **options) if is_packed else None
+    batch = batch or collate(sequences, 0, **options)
+    if rank is not None:
+        batch = shard(batch, rank, 2)
+    assert batch.items["seen"].tolist() == [[8, 0], [7, 0], [9, 0], [9, 0], [8, 0]]
+    which_KBS, place_K3BS = batch.extras["which"], batch.extras["place"]
+    assert torch.equal(which_KBS >= 0, batch.tokens_KBS > 6)
+    is_item_KBS = which_KBS >= 0
+    assert torch.equal(batch.items["seen"][which_KBS[is_item_KBS], 0].long(), batch.tokens_KBS[is_item_KBS])
+    brings_KBS = (batch.sequence_KBS >= 0) & (batch.sequence_KBS != 2)
+    for number in range(3):
+        expected_KBS = (batch.tokens_KBS + number).where(brings_KBS, 0)
+        assert torch.equal(place_K3BS[:, number], expected_KBS)
+    nothing = (collate_packed if is_packed else collate)([], 0, extras=TOKEN_EXTRAS)
+    assert nothing.items["seen"].shape == (0, 2)
+    assert nothing.extras["which"].eq(-1).all()
+
+
 @pytest.mark.parametrize(("strategy", "kept"), [("left", slice(-3, None)), ("right", slice(3))])
 def test_extras_are_truncated_with_their_tokens(strategy, kept):
     sample = labelled([5, 6, 7, 8, 9], [0, 1, 1, 1, 1], 3)

@@ -1,10 +1,15 @@
 """What config.json says of rotary frequencies, where it makes none."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from swiftlite.errors import UserError
 from swiftlite.model.attention import rope
@@ -52,6 +57,51 @@ def test_heads_need_not_divide_the_hidden_size():
     plain = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [11, 11, 10]}
     turns = RotaryEmbedding(wide | {"rope_parameters": plain}, torch.device("cpu"), torch.float32)([3])
     assert turns.shape == (2, 3, 1, 1, 128)
+
+
+THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+
+
+def interleaved_of_transformers(axes_3BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    config: Any = Qwen3VLTextConfig.from_dict(CONFIG | {"rope_parameters": THREE_AXES | {"mrope_interleaved": True}})
+    return Qwen3VLTextRotaryEmbedding(config)(torch.zeros(1), axes_3BS)
+
+
+def in_a_row_of_transformers(axes_3BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    config: Any = Qwen2_5_VLTextConfig.from_dict(CONFIG | {"rope_parameters": dict(THREE_AXES)})
+    return Qwen2_5_VLRotaryEmbedding(config)(torch.zeros(1), axes_3BS)
+
+
+@pytest.mark.parametrize(
+    ("of_transformers", "is_interleaved"), [(interleaved_of_transformers, True), (in_a_row_of_transformers, False)]
+)
+def test_turns_along_three_axes_are_those_of_transformers(of_transformers, is_interleaved):
+    """To the bit; along three equal axes they are those of plain positions."""
+    parameters = THREE_AXES | {"mrope_interleaved": is_interleaved}
+    turns = RotaryEmbedding(CONFIG | {"rope_parameters": parameters}, torch.device("cpu"), torch.float32)
+    axes_3BS = torch.randint(0, 40, (3, 2, 37), generator=torch.Generator().manual_seed(0))
+    cosine, sine = turns.at(axes_3BS).squeeze(3).transpose(1, 2)
+    expected_cosine, expected_sine = of_transformers(axes_3BS)
+    assert torch.equal(cosine, expected_cosine)
+    assert torch.equal(sine[..., 16:], expected_sine[..., 16:])
+    assert torch.equal(sine[..., :16], -expected_sine[..., :16])
+    equal = turns.at(torch.arange(37).expand(3, 2, -1))
+    assert torch.equal(equal, turns([37]).expand_as(equal))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, "mrope_section"),
+        (THREE_AXES | {"mrope_section": [6, 5, 4]}, "mrope_section 16"),
+        (THREE_AXES | {"mrope_section": "a"}, "mrope_section"),
+        (THREE_AXES | {"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic'"),
+    ],
+)
+def test_three_axes_that_config_json_does_not_share_out_are_an_error(parameters, named):
+    turns = RotaryEmbedding(CONFIG | {"rope_parameters": parameters}, torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match=naming(named)):
+        turns.at(torch.zeros(3, 1, 4, dtype=torch.int64))
 
 
 def test_few_versions_of_the_rotation_are_compiled(monkeypatch):

@@ -1,10 +1,13 @@
 """Rotary embeddings with the frequencies that transformers computes, for every `rope_type` it supports.
 
 Shapes: S tokens of a row, B batch, N heads, D channels of a head, R of them rotary.
+
+Models that take images have positions along three axes (M-RoPE): time, row and column. Each of the R / 2 angles is that
+of one axis; with three equal positions all is as with one.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +78,7 @@ class RotaryEmbedding:
             frequencies, scaling = self._frequencies(length=None)
         if not frequencies.isfinite().all() or not math.isfinite(scaling):
             raise UserError("config.json: the rotary frequencies that follow from it are not finite", _HINT)
+        self._stated = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
 
     def __call__(self, lengths: Sequence[int], offset: int = 0) -> torch.Tensor:
         """Of a row that holds sequences of these lengths, one after the other: [2, S, 1, 1, R] as `rotate` takes them.
@@ -92,9 +96,30 @@ class RotaryEmbedding:
         frequencies, scaling = self._frequencies(length)
         positions = torch.arange(offset, offset + length, dtype=torch.float32, device=self.device)
         angles = torch.outer(positions, on_device(frequencies, self.device))
+        return self._turns(angles, scaling)[:, :, None, None]
+
+    def at(self, axes_3BS: torch.Tensor) -> torch.Tensor:
+        """Of tokens at these positions along three axes, int64: [2, S, B, 1, R] as `rotate` takes them.
+
+        Raises:
+            UserError: config.json does not say which channels turn with which axis, or a type whose frequencies depend
+                on the length of the sequence.
+        """
+        if self.rope_type in LENGTH_DEPENDENT:
+            problem = f"config.json: rope_type {self.rope_type!r} is not supported with positions of three axes"
+            raise UserError(problem, _HINT)
+        frequencies, scaling = self._frequencies(length=None)
+        axis_of_angle = on_device(_axis_of_angle(self._stated, len(frequencies)), self.device)
+        positions_SBA = axes_3BS.float()[axis_of_angle].movedim(0, -1).transpose(0, 1)  # A angles: R / 2
+        angles = positions_SBA * on_device(frequencies, self.device)
+        return self._turns(angles, scaling)[:, :, :, None]
+
+    def _turns(self, angles: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Compute [2, ..., R] of angles [..., R / 2]."""
+        cosine = angles.cos() * scaling
         sine = angles.sin() * scaling
-        rotary_emb = torch.stack([(angles.cos() * scaling).repeat(1, 2), torch.cat([-sine, sine], dim=-1)])
-        return rotary_emb[:, :, None, None].to(self.dtype)
+        turns = torch.stack([torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)])
+        return turns.to(self.dtype)
 
     def _frequencies(self, length: int | None) -> tuple[torch.Tensor, float]:
         """Angles per position [R / 2], and the factor on cosines and sines, which is 1 for most types.
@@ -108,6 +133,29 @@ class RotaryEmbedding:
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.hf, device=torch.device("cpu"), seq_len=length)
 
 
+def _axis_of_angle(stated: Mapping[str, Any], num_angles: int) -> torch.Tensor:
+    """Which of three axes each angle is of, int64: the sections of one axis after those of the other, or interleaved.
+
+    For example, sections 4, 2, 2 are 0 0 0 0 1 1 2 2, interleaved 0 1 2 0 1 2 0 0.
+
+    Args:
+        stated: rope_parameters of config.json.
+
+    Raises:
+        UserError: its mrope_section is not three numbers with the right sum.
+    """
+    sections = stated.get("mrope_section")
+    if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != num_angles:
+        problem = f"config.json: mrope_section {sections!r} is not three numbers with the sum {num_angles}"
+        raise UserError(problem, _HINT)
+    if not stated.get("mrope_interleaved"):
+        return torch.arange(3).repeat_interleave(torch.tensor(sections))
+    axis = torch.zeros(num_angles, dtype=torch.int64)
+    for number in (1, 2):
+        axis[number : 3 * sections[number] : 3] = number
+    return axis
+
+
 def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
     """Rotate the first R channels of heads, i together with i + R / 2, and leave the others.
 
@@ -118,7 +166,7 @@ def rotate(channels: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
 
     Args:
         channels: [S, B, N, D].
-        rotary_emb: [2, S, 1, 1, R], c c and -s s of above.
+        rotary_emb: [2, S, 1, 1, R] or [2, S, B, 1, R], c c and -s s of above.
     """
     cosine, sine = rotary_emb
     num_rotary = rotary_emb.size(-1)

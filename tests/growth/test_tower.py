@@ -1,0 +1,476 @@
+"""Where an image tower goes: a model whose rows bring pictures is trained, exported, and read again.
+
+Glade is a Qwen3 that sees. A picture is four patches of six numbers; the tower, one linear layer, makes an embedding of
+each, which stands in the place of one placeholder token. Tokens have positions along three axes: time, row, column.
+It takes four things, each with one place: the facts of the tower ("The tower", a file in `swiftlite/families/`), its
+module (one in `swiftlite/model/`, a line in `model/specs.py`), a family that names it, and a training method whose
+samples bring pictures ("The rows"). Nothing that loads, trains, cuts or converts is told.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+from swiftlite import families, rules
+from swiftlite.acceptance import greedy
+from swiftlite.args.commands import SftArgs
+from swiftlite.bridge.rows import Row
+from swiftlite.data.batch import AXES, ITEM, Batch, Extra, collate, collate_packed
+from swiftlite.data.encoder import ConversationEncoder, Encoded, Encoder
+from swiftlite.data.rows.conversation import Conversation, parse_row
+from swiftlite.data.sample import Sample
+from swiftlite.data.template import ChatTemplate
+from swiftlite.errors import OptionError, UserError
+from swiftlite.estimate.memory import estimate
+from swiftlite.estimate.setup import Setup
+from swiftlite.families.family import HfConfig
+from swiftlite.families.models.qwen3 import QWEN3
+from swiftlite.families.rank import ParameterCount, Rank
+from swiftlite.families.resolved import resolve
+from swiftlite.methods.index import METHODS
+from swiftlite.methods.sft import SFT
+from swiftlite.model import specs
+from swiftlite.model.context_parallel import describe_packed
+from swiftlite.model.gpt import GPTModel, Logits
+from swiftlite.model.open import open_model
+from swiftlite.model.tower import TowerInputs
+from swiftlite.train import run as training
+from swiftlite.train.methods.next_token import next_token_objective
+from swiftlite.train.methods.training import Training
+from tests.engines.reference import Reference
+from tests.growth.unheard import export_hf, hf_config, is_trained, make_model, run, there_and_back
+from tests.messages import mentions, naming
+from tests.parallel.launch import launch
+
+pytestmark = pytest.mark.gloo
+
+# The tower
+
+
+@dataclass(frozen=True)
+class Patches:
+    """output(patch): one linear layer."""
+
+    width: int
+    hidden: int
+
+    def rows(self) -> list[Row]:
+        return [Row("tower.linear.weight", {"visual.proj.weight": (self.hidden, self.width)})]
+
+    def parameters(self, rank: Rank) -> ParameterCount:
+        return ParameterCount(self.hidden * self.width)
+
+
+class PatchTower(nn.Module):
+    def __init__(self, patches: Patches, config: TransformerConfig):
+        super().__init__()
+        self.linear = nn.Linear(patches.width, patches.hidden, bias=False, dtype=config.params_dtype)
+
+    def forward(self, items: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.linear(items["patches"].to(self.linear.weight.dtype))
+
+
+# The family
+
+
+def patches(hf_config: HfConfig) -> Patches:
+    return Patches(hf_config["patch_width"], hf_config["hidden_size"])
+
+
+GLADE = replace(QWEN3, name="glade", tower=patches)
+
+# The rows
+
+WIDTH = 6
+PLACEHOLDER = "@"
+PICTURE_AXES = np.array([[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]])
+"""Time, row and column of the four patches of a picture, beside the place where it stands."""
+EXTRAS = (
+    Extra("patches", per="item", shape=(WIDTH,)),
+    Extra(ITEM, torch.int64, per="token", default=-1, counts="patches"),
+    Extra(AXES, torch.int64, per="token", shape=(3,)),
+)
+
+
+def parse_seen(row: Any, *, system: str | None, source: str) -> Conversation:
+    """A conversation whose row may have a `picture`, with as many placeholders as that has patches."""
+    rest = {name: value for name, value in row.items() if name != "picture"}
+    seen = tuple(np.array(patch, np.float32) for patch in row.get("picture", ()))
+    return replace(parse_row(rest, system=system, source=source), extras={"patches": seen})
+
+
+@dataclass(frozen=True)
+class SeeingEncoder(ConversationEncoder):
+    placeholder: int = -1
+
+    def __call__(self, row: Conversation) -> Encoded:
+        encoded = super().__call__(row)
+        return replace(encoded, samples=tuple(self._placed(sample) for sample in encoded.samples))
+
+    def _placed(self, sample: Sample) -> Sample:
+        is_patch = sample.input_ids == self.placeholder
+        assert is_patch.sum() == len(sample.extras["patches"])
+        item = np.where(is_patch, is_patch.cumsum() - 1, -1)
+        return sample.with_extras(**{ITEM: item, AXES: axes_of(is_patch)})
+
+
+def axes_of(is_patch: np.ndarray) -> np.ndarray:
+    """Positions [S, 3]: a picture takes two of them, whatever its number of patches."""
+    axes: list[Any] = []
+    position = 0
+    while len(axes) < len(is_patch):
+        if is_patch[len(axes)]:
+            axes += (position + PICTURE_AXES).tolist()
+            position += 2
+        else:
+            axes.append([position] * 3)
+            position += 1
+    return np.array(axes)
+
+
+def make_encoder(args: Any, tokenizer: Any, vocab_size: int) -> Encoder:
+    template = ChatTemplate(tokenizer, vocab_size=vocab_size)
+    placeholder = tokenizer.convert_tokens_to_ids(PLACEHOLDER)
+    return SeeingEncoder(template, args.max_length, args.truncation_strategy, parse_seen, placeholder)
+
+
+TRAINING = Training(make_encoder=make_encoder, make_objective=next_token_objective, extras=EXTRAS)
+
+
+def make_known() -> None:
+    families.FAMILIES["glade"] = GLADE
+    specs.TOWERS[Patches] = PatchTower
+    METHODS["sft"] = replace(SFT, training=f"{__name__}:TRAINING")
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    monkeypatch.setitem(families.FAMILIES, "glade", GLADE)
+    monkeypatch.setitem(specs.TOWERS, Patches, PatchTower)
+    monkeypatch.setitem(METHODS, "sft", replace(SFT, training=f"{__name__}:TRAINING"))
+
+
+# Its model, as transformers would have it
+
+
+class GladeConfig(Qwen3Config):
+    model_type = "glade"
+
+
+class GladeForCausalLM(Qwen3ForCausalLM):
+    config_class = GladeConfig
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.visual = nn.ModuleDict({"proj": nn.Linear(WIDTH, config.hidden_size, bias=False)})
+
+
+AutoConfig.register("glade", GladeConfig, exist_ok=True)
+AutoModelForCausalLM.register(GladeConfig, GladeForCausalLM, exist_ok=True)
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("glade")
+    sizes = {"intermediate_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    return make_model(directory, GladeConfig, GladeForCausalLM, **sizes, patch_width=WIDTH, rope_parameters=ROPE)
+
+
+def make_rows() -> list[dict[str, Any]]:
+    """Six rows with a picture, twice two of them with the same text, and two rows without."""
+    random = np.random.RandomState(0)
+    rows = []
+    for number in range(8):
+        row = {"query": f"What is {number % 5}?", "response": f"It is {number % 5}."}
+        if number % 4 != 3:
+            row["query"] = f"See {PLACEHOLDER * 4}. {row['query']}"
+            row["picture"] = random.randn(4, WIDTH).round(3).tolist()
+        rows.append(row)
+    return rows
+
+
+ROWS = make_rows()
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "pictures.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def samples_of(model: Path, rows: Sequence[dict[str, Any]]) -> list[Sample]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    encoder = make_encoder(SftArgs(max_length=64), tokenizer, len(tokenizer))
+    encoded = [encoder(parse_seen(row, system=None, source="")) for row in rows]
+    return [sample for each in encoded for sample in each.samples]
+
+
+class Turns(nn.Module):
+    """transformers' cosines and sines at the positions of one sample, whatever it is asked for."""
+
+    def __init__(self, config: Any, axes: np.ndarray):
+        super().__init__()
+        sizes = {"hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads}
+        self.turns = Qwen3VLTextRotaryEmbedding(
+            Qwen3VLTextConfig(**sizes, head_dim=config.head_dim, rope_parameters=dict(ROPE))
+        )
+        self.axes_31S = torch.from_numpy(axes).T[:, None]
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.turns(hidden, self.axes_31S[..., : hidden.size(1)])
+
+
+class Seeing:
+    """transformers' layers for one sample: embeddings of placeholders are exchanged behind `embed_tokens`."""
+
+    def __init__(self, directory: Path, sample: Sample):
+        self.reference = Reference.load(directory, "qwen3", 1)
+        trunk = self.reference.trunk
+        trunk.model.rotary_emb = Turns(trunk.config, sample.extras[AXES])
+        patches_IW = torch.from_numpy(np.array(sample.extras["patches"], np.float32)).view(-1, WIDTH)
+        features_IH = F.linear(patches_IW, load_file(directory / "model.safetensors")["visual.proj.weight"])
+        self.ids_BS = torch.from_numpy(sample.input_ids).long()[None]
+        placeholder = AutoTokenizer.from_pretrained(directory).convert_tokens_to_ids(PLACEHOLDER)
+
+        def exchange(_: Any, ids: tuple[torch.Tensor], embeddings_BSH: torch.Tensor) -> torch.Tensor:
+            return embeddings_BSH.masked_scatter((ids[0] == placeholder)[..., None], features_IH)
+
+        self.exchange = trunk.model.embed_tokens.register_forward_hook(exchange)
+
+    @torch.no_grad()
+    def logits(self, *, blind_head: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the trunk [1, S, V], and of the head [1, S - 1, V]; a blind one sees the placeholders themselves."""
+        states, _ = self.reference.trunk_states(self.ids_BS)
+        if blind_head:
+            self.exchange.remove()
+        _, of_head = self.reference.head_states(0, states, self.ids_BS.roll(-1, dims=1))
+        output_layer = self.reference.trunk.lm_head
+        return output_layer(states), output_layer(of_head)[:, :-1]  # behind the last token there is none
+
+
+@torch.no_grad()
+def logits_of(built: GPTModel, batch: Batch, axes_3BS: torch.Tensor | None) -> Logits:
+    result = built.eval()(
+        batch.tokens_KBS[0],
+        batch.position_ids_BS,
+        mtp_input_ids=batch.tokens_KBS[1:],
+        packed_seq_params=describe_packed(batch.cu_seqlens),
+        tower_inputs=TowerInputs.of(batch),
+        axes_3BS=axes_3BS,
+    )
+    assert isinstance(result, Logits)
+    return result
+
+
+def open_glade(directory: Path, mesh: Any) -> GPTModel:
+    (built,), report = open_model(resolve(directory), mesh, dtype=torch.float32)
+    assert "tower.linear.weight" in report.loaded
+    assert not report.carried
+    return built
+
+
+# What swiftlite does with it
+
+
+def test_it_is_planned(model):
+    (whole,) = estimate(hf_config(model), Setup(max_length=64))
+    hf = AutoModelForCausalLM.from_pretrained(model)
+    assert whole.parameters == sum(parameter.numel() for parameter in hf.parameters())
+
+
+def test_samples_bring_pictures_into_batches(model):
+    """Patches of all sequences, one after the other; for each token of the trunk and of the head which one it is."""
+    samples = samples_of(model, ROWS[:2])
+    batch = collate(samples, 0, num_drafts=1, extras=EXTRAS)
+    assert torch.equal(batch.items["patches"], torch.tensor(ROWS[0]["picture"] + ROWS[1]["picture"]))
+    placeholder = int(samples[0].input_ids[samples[0].extras[ITEM] == 0][0])
+    item_KBS = batch.extras[ITEM]
+    assert torch.equal(item_KBS >= 0, batch.tokens_KBS == placeholder)
+    for item_BS in item_KBS:
+        assert item_BS[item_BS >= 0].tolist() == list(range(8))
+    assert torch.equal(item_KBS[1, :, :-1], item_KBS[0, :, 1:])
+    axes_3BS = batch.axes_3BS
+    assert axes_3BS is not None
+    assert axes_3BS[:, 0, : len(samples[0])].T.tolist() == samples[0].extras[AXES].tolist()
+
+
+@pytest.mark.parametrize("row", [0, 3], ids=["picture", "text"])
+def test_trunk_and_head_compute_what_transformers_does(model, mesh, row):
+    (sample,) = samples_of(model, ROWS[row : row + 1])
+    batch = collate([sample], 0, num_drafts=1, extras=EXTRAS)
+    ours = logits_of(open_glade(model, mesh), batch, batch.axes_3BS)
+    trunk, head = Seeing(model, sample).logits()
+    assert torch.equal(ours.main, trunk)
+    assert torch.equal(ours.mtp[0][:, :-1], head)
+
+
+def test_the_head_sees_what_stands_for_its_own_token(model, mesh):
+    """A head that sees the placeholder's embedding says something else, where its token is one and behind it."""
+    (sample,) = samples_of(model, ROWS[:1])
+    batch = collate([sample], 0, num_drafts=1, extras=EXTRAS)
+    ours = logits_of(open_glade(model, mesh), batch, batch.axes_3BS).mtp[0][0, :-1]
+    _, blind = Seeing(model, sample).logits(blind_head=True)
+    differs_S = (ours - blind[0]).abs().amax(-1) > 1e-2
+    first = int(np.flatnonzero(sample.extras[ITEM] == 0)[0]) - 1  # where the first patch is the head's token
+    assert not differs_S[:first].any()
+    assert differs_S[first : first + 4].all()
+
+
+def test_pictures_of_a_packed_row_are_its_sequences_own(model, mesh):
+    samples = samples_of(model, [ROWS[0], ROWS[3], ROWS[1]])
+    built = open_glade(model, mesh)
+    batch = collate_packed(samples, 0, num_drafts=1, extras=EXTRAS)
+    packed = logits_of(built, batch, batch.axes_3BS)
+    start = 0
+    for sample in samples:
+        alone = collate([sample], 0, num_drafts=1, extras=EXTRAS)
+        expected = logits_of(built, alone, alone.axes_3BS)
+        here = slice(start, start + len(sample))
+        # Products of other sizes add in another order.
+        torch.testing.assert_close(packed.main[:, here], expected.main, rtol=0, atol=1e-4)
+        torch.testing.assert_close(packed.mtp[0][:, here], expected.mtp[0], rtol=0, atol=1e-4)
+        start += len(sample)
+
+
+def test_three_equal_axes_are_plain_positions(model, mesh):
+    """To the bit; those of a picture are not."""
+    samples = samples_of(model, ROWS[:2])
+    batch = collate(samples, 0, num_drafts=1, extras=EXTRAS)
+    built = open_glade(model, mesh)
+    plain = logits_of(built, batch, None)
+    equal = logits_of(built, batch, batch.position_ids_BS.expand(3, -1, -1))
+    assert torch.equal(equal.main, plain.main)
+    assert torch.equal(equal.mtp[0], plain.mtp[0])
+
+    unequal = logits_of(built, batch, batch.axes_3BS)
+    first = int(np.flatnonzero(samples[0].extras[ITEM] == 0)[0])
+    assert torch.equal(unequal.main[0, :first], plain.main[0, :first])
+    differs_S = (unequal.main - plain.main)[0, first + 1 : len(samples[0])].abs().amax(-1) > 1e-3
+    assert differs_S.all()
+
+
+def args_of(model: Path, rows: Path, output_dir: Path, **options: Any) -> SftArgs:
+    return SftArgs(
+        model=str(model),
+        dataset=[str(rows)],
+        output_dir=str(output_dir),
+        torch_dtype="float32",
+        max_length=64,
+        global_batch_size=8,
+        split_dataset_ratio=0.0,
+        lr=1e-3,
+        acceptance_samples=0,
+        report_to=[],
+        **{"micro_batch_size": 2, "train_iters": 4, **options},
+    )
+
+
+def losses(run_dir: Path) -> list[list[float]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [[line["loss"], line["mtp_1_loss"]] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(model, rows, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("glade_run") / "run"
+    launch(1, run, make_known, training.run, args_of(model, rows, output_dir, save_steps=4))
+    return output_dir
+
+
+def test_it_learns_what_transformers_would(model, trained):
+    """The first losses of trunk and head are means over the labels of all rows."""
+    sums, counts = np.zeros(2), np.zeros(2)
+    for sample in samples_of(model, ROWS):
+        labels = torch.from_numpy(sample.labels).long()
+        for depth, logits in enumerate(Seeing(model, sample).logits()):
+            targets = labels[1 + depth :]
+            predicted = logits[0, : len(targets)]
+            sums[depth] += F.cross_entropy(predicted, targets, ignore_index=-100, reduction="sum").item()
+            counts[depth] += (targets != -100).sum().item()
+    first, *_, last = losses(trained)
+    assert first == pytest.approx((sums / counts).tolist(), rel=2e-5)  # float32 sums in another order
+    assert last[0] < first[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"context_parallel_size": 2}, {}],
+    ids=["tensor and sequence", "context", "data"],
+)
+def test_two_ranks_learn_what_one_does(model, rows, trained, tmp_path, layout):
+    launch(2, run, make_known, training.run, args_of(model, rows, tmp_path / "run", **layout), 2)
+    # Float32 sums in another order; Adam's first steps amplify them (its step is the sign of tiny gradients).
+    assert np.array(losses(tmp_path / "run")) == pytest.approx(np.array(losses(trained)), rel=2e-3)
+
+
+def test_it_is_exported_and_read_again(model, trained, mesh, tmp_path):
+    exported = export_hf(make_known, trained, tmp_path / "hf")
+    assert is_trained(load_file(model / "model.safetensors"), exported)
+    test_trunk_and_head_compute_what_transformers_does(tmp_path / "hf", mesh, 0)
+
+
+def test_there_and_back_it_is_the_same_to_the_bit(model, tmp_path):
+    before, after = load_file(model / "model.safetensors"), there_and_back(make_known, model, tmp_path)
+    assert "visual.proj.weight" in before
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_cached_states_are_those_of_the_picture(model, rows, tmp_path):
+    """Rows of the same text and another picture have states of their own; tower and trunk stay."""
+    plain, cached = tmp_path / "plain", tmp_path / "cached"
+    options = {"mtp_mode": "heads_only", "micro_batch_size": 1}
+    launch(1, run, make_known, training.run, args_of(model, rows, plain, save_steps=4, **options))
+    options |= {"cache_trunk_states": str(tmp_path / "states")}
+    launch(1, run, make_known, training.run, args_of(model, rows, cached, **options))
+    assert losses(cached) == losses(plain)
+    assert len(list((tmp_path / "states").glob("*.safetensors"))) == len(ROWS)
+    exported = export_hf(make_known, plain, tmp_path / "hf")
+    for key, before in load_file(model / "model.safetensors").items():
+        assert torch.equal(before, exported[key]) is not key.startswith("mtp.")
+
+
+# What is not there yet
+
+
+def test_heads_on_another_stage_are_refused(model, rows, tmp_path):
+    args = args_of(model, rows, tmp_path / "run", pipeline_model_parallel_size=2)
+    with pytest.raises(OptionError, match=naming("--pipeline_model_parallel_size 2 tower")):
+        rules.check(args, world_size=2)
+
+
+def test_it_is_not_asked_to_continue_prompts(model, mesh):
+    row = greedy.GreedyRow.of([1, 2, 3], max_new_tokens=4, max_length=16)
+    decoding = greedy.GreedyRows([open_glade(model, mesh).eval()], mesh, [row], ())
+    with torch.no_grad(), pytest.raises(UserError) as raised:
+        decoding.step()
+    assert mentions(raised.value.problem, "tower")
+
+
+def test_streams_which_carry_no_pictures_are_refused(model, rows, mesh, tmp_path):
+    with pytest.raises(UserError) as raised:
+        training.prepare(args_of(model, rows, tmp_path / "run", streaming=True), mesh, {"model": resolve(model)})
+    assert mentions(raised.value.problem, "--streaming")
+
+
+def test_rows_of_a_method_without_pictures_are_refused(model, mesh):
+    (sample,) = samples_of(model, ROWS[3:4])
+    with pytest.raises(UserError) as raised:
+        logits_of(open_glade(model, mesh), collate([sample], 0, num_drafts=1), None)
+    assert mentions(raised.value.problem, "tower")
