@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Time of each token after the first, however many came at once; None when there is none."""
+        """Seconds per token after the first, independent of how many arrived at once; None if there are none."""
         if self.num_tokens <= 1:
             return None
         return (self.seconds - self.seconds_to_first) / (self.num_tokens - 1)
@@ -53,11 +53,11 @@ class Client(Protocol):
     """A client of one engine's server, made from a session, a `Sampling` and the tokens drafted per step."""
 
     async def answer(self, prompt: Sequence[int], salt: str) -> Answer:
-        """Complete a prompt; what the engine remembers of prompts with another salt is no help to it.
+        """Complete a prompt; the prefix cache is shared only between prompts with the same salt.
 
         Raises:
-            UserError: the server refuses.
-            aiohttp.ClientError: it does not answer.
+            UserError: the server refuses the request.
+            aiohttp.ClientError: the server does not respond.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Which GPUs an engine computes on, when a trainer has others."""
+"""Select the GPUs of an engine while a trainer uses others."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,13 +9,13 @@ from swiftlite.errors import UserError
 
 @contextmanager
 def on_devices(devices: Sequence[int]) -> Iterator[None]:
-    """Let processes that begin within the context see these GPUs alone.
+    """Make only these GPUs visible to processes that start within the context.
 
     Args:
-        devices: places among the GPUs that this process sees; none: leave all visible.
+        devices: indices among the GPUs visible to this process; empty: all stay visible.
 
     Raises:
-        UserError: this process does not see so many.
+        UserError: an index exceeds the number of visible GPUs.
     """
     if not devices:
         yield

@@ -1,6 +1,7 @@
-"""How many tokens to draft, by how many requests are under way: `bench` measures it, `deploy` starts a server with it.
+"""Map the number of in-flight requests to a number of draft tokens; `bench` measures it and `deploy` starts servers
+with it.
 
-Drafting pays while a machine has arithmetic to spare. So one number is not right for one request and for thirty.
+Drafting pays off while a machine has spare compute, so one number is not best for one request and for thirty.
 """
 
 from collections.abc import Mapping, Sequence

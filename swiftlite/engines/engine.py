@@ -1,7 +1,7 @@
-"""What every engine is to its caller: token ids in, token ids out, and counts of what its drafts were worth.
+"""Define the interface of engines: token ids in, token ids out, and counts of drafts.
 
-An adapter is a class with these methods, named in its engine's record (`info.py`). No adapter, and nothing that it
-needs, is imported before `start_engine` is called with the engine's name.
+An adapter is a class with these methods, named in its engine's record (`info.py`). Adapters and their dependencies are
+imported only when `start_engine` is called with the engine's name.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from swiftlite.families.resolved import HfModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to pick tokens, and when to stop.
+    """Sampling settings and stop conditions.
 
     Args:
-        max_new_tokens: longest completion.
+        max_new_tokens: maximum length of a completion.
         temperature: 0 is greedy.
-        top_p: smallest set of tokens whose probability reaches this.
-        seed: of the random numbers of one `generate` call; not used when greedy.
-        draft_confidence: nothing is drafted behind a draft that its head gives a smaller probability, by engines whose
-            record says `takes_draft_confidence`; 0 drafts as many as the engine was started for.
-        stop_token_ids: tokens that end a completion; the one that did stays in it.
-        numbers: one for each prompt of the call, which with `seed` says what is drawn for it; unset: 0, 1, 2 and so on.
-            With its number from a longer list, a prompt is answered as it would be among all of them.
+        top_p: sample from the smallest set of tokens with this total probability.
+        seed: seed of one `generate` call; ignored for greedy decoding.
+        draft_confidence: stop drafting after a draft with a smaller probability, in engines whose record has
+            `takes_draft_confidence`; 0 always drafts the full number.
+        stop_token_ids: tokens that end a completion and stay in it.
+        numbers: one number per prompt, which determines its random numbers together with `seed`; default: 0, 1, 2, ...
+            With its number in a longer list, a prompt gets the same answer as in a call with the whole list.
     """
 
     max_new_tokens: int
@@ -47,11 +47,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """What followed one prompt.
+    """The completion of one prompt.
 
     Attributes:
-        token_ids: the stop token included.
-        finish_reason: stop, or length when it was cut at max_new_tokens or at the longest sequence.
+        token_ids: token ids, including the stop token.
+        finish_reason: stop, or length if it was truncated at max_new_tokens or at the maximum sequence length.
     """
 
     token_ids: list[int]
@@ -60,26 +60,20 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is started with.
+    """The configuration of an engine.
 
-    Args:
-        model: see `resolve_served`.
-        torch_dtype: bfloat16 or float32.
-        trust_remote_code: whether Python files of the model may run.
-        num_speculative_tokens: tokens to draft per step; 0 drafts nothing, None as many as the engine has heads for.
-        max_model_len: longest prompt plus completion; None is the model's own limit.
-        max_batch_size: prompts served at once, where the engine can.
-        in_this_process: vLLM on a CPU computes in this process and starts no other, in a third of the time; it leaves
-            its thread settings and process groups behind, so nothing else should compute here.
-        engine_kwargs: the engine's own keyword arguments, over all others; a value of None removes the key.
-        speculative_config: the engine's own drafting options, instead of what is derived from the checkpoint.
-        devices: GPUs of this machine that the engine computes on, such as those that no training process has; empty:
-            the first ones.
-        weight_transport: how new weights reach the engine while it runs, where it can take them in more than one way.
-            file: through the temporary directory. nccl: from GPU to GPU. ipc: on the GPU that both share.
-        draws_drafts: whether drafts for answers at a temperature above 0 are drawn from the heads, where the engine has
-            to be told so at its start; of itself it drafts the likeliest token. Greedy answers are drafted as ever.
-    """
+    Args: model: see `resolve_served`. torch_dtype: bfloat16 or float32. trust_remote_code: whether Python files of the
+    model may run. num_speculative_tokens: number of draft tokens per step; 0 disables drafts, None uses one per head.
+    max_model_len: maximum length of prompt and completion; None is the model's limit. max_batch_size: maximum number of
+    prompts processed at once, if the engine supports batches. in_this_process: whether vLLM on a CPU computes in this
+    process instead of a subprocess, which starts in a third of the time; its thread settings and process groups remain,
+    so nothing else should compute here. engine_kwargs: the engine's own keyword arguments, which override all others;
+    None removes a key. speculative_config: the engine's own speculative options, instead of those derived from the
+    checkpoint. devices: GPUs for the engine, such as those without a training process; empty: the first ones.
+    weight_transport: transport of live weights, if the engine supports several. file: the temporary directory. nccl:
+    from GPU to GPU. ipc: on a shared GPU. draws_drafts: whether drafts are sampled at a temperature above 0, for
+    engines that need this setting at start and otherwise draft the most likely token. Greedy requests are not
+    affected."""
 
     model: HfModel
     torch_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -110,14 +104,14 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, on_answer: OnAnswer | None = None
     ) -> list[Completion]:
-        """Complete every prompt; the completions are in order. All prompts are with the engine from the beginning, so
-        it is busy until the last one.
+        """Complete every prompt and return completions in order. All prompts are submitted at once to keep the engine
+        busy.
 
         Args:
-            on_answer: what it raises ends the call, after which the engine can only be closed.
+            on_answer: an exception in it ends the call, after which the engine can only be closed.
 
         Raises:
-            UserError: a prompt that leaves no room for an answer.
+            UserError: a prompt leaves no room for an answer.
         """
         ...
 
@@ -129,13 +123,13 @@ class Engine(Protocol):
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
-    """Make sure that every prompt leaves room for an answer.
+    """Check that every prompt leaves room for an answer.
 
     Args:
-        max_length: tokens of the longest prompt and its answer.
+        max_length: maximum length of prompt and answer in tokens.
 
     Raises:
-        UserError: a prompt that is empty, or so long that no token fits behind it.
+        UserError: a prompt is empty, or leaves no room for a token.
     """
     for prompt in prompts:
         if not 0 < len(prompt) < max_length:
@@ -146,10 +140,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
 
 
 def start_engine(name: str, config: EngineConfig) -> Engine:
-    """Import and start an engine by the name that --infer_backend takes.
+    """Import and start an engine by its name in --infer_backend.
 
     Raises:
-        UserError: the engine is not installed, or the checkpoint is not what it can serve.
+        UserError: the engine is not installed, or does not support the checkpoint.
     """
     info = ENGINES[name]
     try:

@@ -1,7 +1,7 @@
-"""`EngineInfo`: everything that swiftlite knows of an engine before the engine is loaded.
+"""Define `EngineInfo`, the description of an engine that is available before the engine is loaded.
 
-Commands, rules and messages iterate over these records (`index.py`) and know no engine by name. Whatever needs torch or
-the engine itself stands here as "module:attribute" and is loaded when it is used.
+Commands, rules and messages iterate over these records (`index.py`) without referring to an engine by name. Parts that
+require torch or the engine are named as "module:attribute" and loaded when they are used.
 """
 
 import importlib.util
@@ -38,39 +38,27 @@ class Plugin:
 class EngineInfo:
     """One engine.
 
-    Attributes:
-        name: what --infer_backend takes.
-        label: the engine's name as its makers write it.
-        package: what Python imports; an engine whose package is not found is not installed.
-        distributions: names by which pip may have installed it.
-        install: what to type when it is not installed.
-        adapter: name of the `Engine` class, which is called with an `EngineConfig`.
-        convention: name of the function that takes a `Family` and returns the `Convention` by which the engine drafts
-            with its heads; it returns None for a family for which nobody has measured it.
-        measured: beginning of the version in which conventions were measured; "" where there is nothing to measure.
-        is_required: whether swiftlite itself cannot do without its package.
-        takes_draft_confidence: whether the engine can stop drafting where a head is not sure, see `Sampling`.
-        takes_live_weights: whether its server can be given new weights while it runs.
-        serves_adapters: whether its server was found to answer with adapters beside a model as the merged model does.
-        is_batched: whether the engine answers several prompts at once.
-        options_class: class of the engine's own options in args/fields.py, part of the classes of the commands; None
-            when it has none. Every name begins with the engine's.
-        read_speculative_config: function that takes a command's options and returns those of speculative decoding that
-            the user gave, by the engine's own names; it returns None when there are none.
-        rules: what cannot be of its options, as functions that yield (problem, hint).
-        server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, an `HfModel`, whether the
-            server drafts, and the `DraftSchedule` by which it does or None. "": the engine has no server, and `deploy`
-            does not offer it.
-        client: name of the `Client` class that `bench` asks the server through. "": `bench` does not offer the engine.
-        dry_load: name of the function that takes an `EngineConfig` and returns a `LoadReport`, called in a process of
-            its own. "": `doctor` does not offer the engine.
-        known_report: name of the function that takes an `HfModel` and returns a `LoadReport` of what is known where
-            the engine is not installed. "": nothing is known.
-        command_needs_no_install: whether the server's command can be printed where the engine is not installed.
-        plugin: what the engine lacks to serve our checkpoints; None when it lacks nothing.
-        drawing_problem: name of the function that says what would go wrong where the engine, as it is here, verifies
-            drafts at a temperature above 0, and returns None where nothing would. "": nothing would anywhere.
-    """
+    Attributes: name: its value in --infer_backend. label: the engine's official name. package: the Python package; an
+    engine without it counts as not installed. distributions: possible names of its pip distribution. install: command
+    to install it. adapter: name of the `Engine` class, which is called with an `EngineConfig`. convention: name of the
+    function that takes a `Family` and returns the `Convention` with which the engine runs its heads, or None for a
+    family that was not measured. measured: prefix of the version in which conventions were measured; "" if nothing
+    depends on it. is_required: whether its package is a dependency of swiftlite. takes_draft_confidence: whether the
+    engine supports `Sampling.draft_confidence`. takes_live_weights: whether its server accepts new weights while
+    serving. serves_adapters: whether its server was tested to answer with adapters like the merged model. is_batched:
+    whether the engine processes several prompts at once. options_class: class of the engine's own options in
+    args/fields.py, part of the commands' classes; None if there are none. Every name starts with the engine's.
+    read_speculative_config: function that takes a command's options and returns the user's speculative options by the
+    engine's own names, or None if there are none. rules: functions that yield (problem, hint) for invalid options.
+    server: name of the function that returns a `ServerCommand`; it takes `DeployArgs`, an `HfModel`, whether the server
+    drafts, and a `DraftSchedule` or None. "": the engine has no server, and `deploy` does not support it. client: name
+    of the `Client` class that `bench` uses. "": `bench` does not support the engine. dry_load: name of the function
+    that takes an `EngineConfig` and returns a `LoadReport`, called in a subprocess. "": `doctor` does not support the
+    engine. known_report: name of the function that takes an `HfModel` and returns a `LoadReport` if the engine is not
+    installed. "": nothing is known. command_needs_no_install: whether the server's command can be printed without an
+    installed engine. plugin: what the engine needs to serve swiftlite's checkpoints; None if nothing. drawing_problem:
+    name of the function that returns why this engine verifies drafts incorrectly at a temperature above 0 on this
+    machine, or None. "": it is correct everywhere."""
 
     name: str
     label: str
@@ -126,11 +114,11 @@ class EngineInfo:
         return vars(args)[self.kwargs_option] or {}
 
     def speculative_config(self, args: Any) -> dict[str, Any] | None:
-        """The engine's own options of speculative decoding that the user gave; None when there are none."""
+        """Return the user's speculative options by the engine's own names; None if there are none."""
         return self.read_speculative_config(args) if self.has_options_in(args) else None
 
     def problems(self, args: Any) -> Iterator[Problem]:
-        """What the engine's own rules object to."""
+        """Yield the problems found by the engine's own rules."""
         if self.has_options_in(args):
             for rule in self.rules:
                 yield from rule(args)

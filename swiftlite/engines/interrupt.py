@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, so that whoever started an engine can end it first."""
+"""Convert SIGTERM to an exception, so that an engine can be closed first."""
 
 import signal
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ class Terminated(SystemExit):
 
 @contextmanager
 def ends_at_sigterm() -> Iterator[None]:
-    """SIGTERM, a batch system's, ends this process as Ctrl-C does: after what it started.
+    """Let SIGTERM, for example from a batch system, end this process like Ctrl-C, after its engines.
 
     Raises:
-        Terminated: from wherever the block is.
+        Terminated: at any point of the context.
     """
 
     def stop(number: int, frame: object) -> None:

@@ -40,13 +40,13 @@ def needed_length(
 def sequence_length(
     model: HfModel, longest: int, num_speculative_tokens: int | None, max_model_len: int | None = None
 ) -> int:
-    """What an engine has to have room for, within the model's limit.
+    """Return the maximum sequence length that an engine needs, within the model's limit.
 
     Args:
-        longest: tokens of a prompt and its answer.
-        max_model_len: the answer, if the user gave it.
+        longest: maximum length of prompt and answer in tokens.
+        max_model_len: the user's value, if set.
     """
-    # vLLM stops drafting where drafts would not fit: leave it room behind the last token.
+    # vLLM stops drafting if drafts do not fit: leave room after the last token.
     drafts = 1 + (num_speculative_tokens or model.heads.drafts)
     return max_model_len or min(model.config["max_position_embeddings"], longest + drafts)
 

@@ -32,17 +32,17 @@ def check_files(model: HfModel) -> None:
     """Read the headers of the safetensors.
 
     Raises:
-        UserError: one is damaged, or adapters lie beside them.
+        UserError: a file is damaged, or the directory contains adapters.
     """
     with Checkpoint(model.directory, encoding_of(model.config)):
         pass
 
 
 def require_heads(model: HfModel) -> None:
-    """Make sure that drafting has what it needs: every tensor of every promised MTP head, and no other.
+    """Check that the files contain exactly the tensors of the MTP heads in config.json.
 
     Raises:
-        UserError: no head is promised, or the tensors are not those that config.json promises.
+        UserError: config.json declares no heads, or tensors are missing or unexpected.
     """
     if model.heads.layers == 0:
         raise UserError(
@@ -68,7 +68,7 @@ def require_heads(model: HfModel) -> None:
 
 
 def fed_otherwise(model: HfModel, info: EngineInfo) -> str:
-    """What an engine feeds the heads otherwise than training did, in words; "" where nothing."""
+    """Return a description of head inputs that differ between the engine and training; empty if none."""
     trained = model.family.mtp.drafting_of(model.heads)
     difference = trained.difference(info.convention_for(model.family).drafting)
     if not difference or not model.heads.layers:
@@ -88,7 +88,7 @@ def log_fed_otherwise(model: HfModel, info: EngineInfo) -> None:
 
 
 def log_untrained_drafts(model: HfModel, num_tokens: int | None) -> None:
-    """Log it when more tokens are to be drafted than the heads were trained for; None is as many as they were."""
+    """Warn if more tokens are drafted than the heads were trained for; None means the trained number."""
     if (num_tokens or 0) > model.heads.drafts > 0:
         logger.info(
             "drafting %d tokens with heads that were trained for %d: the last one goes on from its own state, so fewer "

@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """A command that becomes a server.
+    """The command of a server.
 
     Attributes:
         words: the program and its arguments.
-        variables: environment variables that it needs beside those of this process.
+        variables: additional environment variables.
     """
 
     words: list[str]

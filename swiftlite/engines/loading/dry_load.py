@@ -1,4 +1,4 @@
-"""`swiftlite doctor --engine`: an engine's own loaders run on a checkpoint; no engine, no number read.
+"""Run an engine's own loaders on a checkpoint without starting it or reading tensors (`swiftlite doctor --engine`).
 
     python -m swiftlite.engines.loading.dry_load MODULE:FUNCTION MODEL_DIR < JSON
 
@@ -20,10 +20,10 @@ from swiftlite.errors import UserError
 
 
 def dry_load(info: EngineInfo, config: EngineConfig) -> LoadReport:
-    """What an engine would make of a checkpoint; takes the engine's imports and a second.
+    """Return the load report of an engine for a checkpoint; takes a second in addition to the engine's imports.
 
     Raises:
-        UserError: no model of a known family is there, or the engine itself does not start to work here.
+        UserError: there is no model of a known family, or the engine does not work on this machine.
     """
     check_files(config.model)
     if info.known_report and not info.is_installed:

@@ -1,6 +1,6 @@
-"""Tensors named `mtp.*` on their way into an engine: for the draft classes of `vllm/models.py` and `sglang/models/`.
+"""Load `mtp.*` tensors into the draft classes of `vllm/models.py` and `sglang/models/`.
 
-The heads are stored in the layout of Qwen3-Next, heads after the first with a projection and norms of their own under
+The heads are stored in the layout of Qwen3-Next; heads after the first have their projection and norms under
 `mtp.heads.{k}`.
 """
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from swiftlite.heads import Heads
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-# (part of a joined parameter's name, part of the tensor's name that stands in its place, expert, shard id)
+# (part of a fused parameter's name, corresponding part of the tensor's name, expert, shard id)
 ExpertMapping = list[tuple[str, str, int, str]]
 
 # The engines' joined parameters and the tensors, with their shard ids, that each is filled from
@@ -53,20 +53,20 @@ def fill(
     *,
     is_part: bool = False,
 ) -> set[str]:
-    """Fill every parameter from the checkpoint's own tensors, or fail.
+    """Fill every parameter from the checkpoint's tensors, or raise.
 
     Args:
-        parameters: by the name that a checkpoint would give them.
-        num_mtp_heads: as config.json promises.
-        default_loader: for parameters that bring no `weight_loader` of their own.
-        experts: how joined parameters of experts are filled.
-        is_part: whether the weights are a part of the checkpoint's, so that nothing can be said to be missing.
+        parameters: parameters by their names in a checkpoint.
+        num_mtp_heads: number of heads in config.json.
+        default_loader: loader of parameters without a `weight_loader`.
+        experts: how fused parameters of experts are filled.
+        is_part: whether the weights are only a part of the checkpoint, so that missing ones are allowed.
 
     Returns:
-        Names of those that were filled.
+        Names of the filled parameters.
 
     Raises:
-        ValueError: naming every tensor of a head that is missing, and every mtp.* tensor that no head has.
+        ValueError: names every missing tensor of a head, and every unknown mtp.* tensor.
     """
     targets: dict[str, tuple[str, tuple]] = {}  # the checkpoint's tensor -> parameter, and place in it
     for name in parameters:

@@ -1,4 +1,4 @@
-"""What a dry load found: the report, and how it comes about while an engine's own loaders run on a recorder."""
+"""Define the report of a dry load and build it while an engine's own loaders run on a recorder."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -19,17 +19,17 @@ from swiftlite.families.resolved import HfModel
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What an engine makes of a checkpoint.
+    """The result of loading a checkpoint in an engine.
 
     Attributes:
         engine: name and version.
-        target: class that serves the trunk; None when it was not reached.
-        draft: class that drafts; None when none does.
-        num_mtp_heads: MTP heads that config.json promises.
-        num_drafting: how many of them draft.
-        verdict: what was found out when there is no problem.
-        problems: why serving would be wrong, one line each.
-        notes: what is worth knowing and is not wrong.
+        target: class of the trunk; None if it was not reached.
+        draft: class of the draft; None without drafts.
+        num_mtp_heads: number of MTP heads in config.json.
+        num_drafting: number of heads that draft.
+        verdict: summary if there is no problem.
+        problems: reasons why serving would be wrong, one line each.
+        notes: further information.
     """
 
     engine: str
@@ -80,7 +80,7 @@ class Loading:
 
     @contextmanager
     def until_it_objects(self) -> Iterator[None]:
-        """What an engine objects to becomes a problem; if it is content, tensors that it has not read are."""
+        """Record errors of the engine as problems; without errors, record unread tensors."""
         try:
             yield
         except LoadError as error:
@@ -90,11 +90,11 @@ class Loading:
             self.problems += self._unread()
 
     def fill(self, name: str, build: Callable[[], Any], not_loaded: Iterable[str] = ()) -> nn.Module:
-        """A model as the engine makes and fills it, without numbers; parameters that its loader leaves are problems.
+        """Record unfilled parameters of a model that the engine built and loaded on the meta device.
 
         Args:
-            name: the engine's of its class.
-            not_loaded: ends of names of those that get their numbers elsewhere: from the target, or by default.
+            name: name of its class in the engine.
+            not_loaded: suffixes of parameters that are filled from the target or by default.
         """
         label = self.info.label
         with torch.device("meta"):

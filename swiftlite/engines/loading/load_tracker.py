@@ -1,9 +1,8 @@
-"""What an engine's own weight loader makes of tensors: which it reads, and which parameters it fills.
+"""Track which tensors an engine's own weight loader reads and which parameters it fills.
 
-An engine's `load_weights` passes over what it does not know without a word. `RunningLoad` watches it while the model is
-running. `DryLoad` watches it on torch's meta device, so that the check of a model of any size takes the time of its
-loader's loops, and needs no memory for it.
-"""
+An engine's `load_weights` silently skips unknown tensors. `RunningLoad` tracks it in a running engine. `DryLoad` tracks
+it on torch's meta device, so that checking a model of any size takes only the time of the loader's loops, without
+memory."""
 
 from bisect import bisect
 from collections import defaultdict
@@ -44,10 +43,10 @@ class LoadTracker(TorchDispatchMode):
         self._written: dict[int, dict[Part, set[str]]] = defaultdict(dict)
 
     def unfilled(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> dict[str, int]:
-        """Parameters that the loader left as they were, wholly or in part: name -> numbers that were not written.
+        """Return parameters that were not written completely: name -> number of unwritten elements.
 
         Args:
-            elsewhere: ends of names of those that get their numbers elsewhere, which are left out.
+            elsewhere: suffixes of parameters that are filled elsewhere, which are left out.
         """
         left = {}
         for name, parameter in model.named_parameters():
@@ -57,7 +56,7 @@ class LoadTracker(TorchDispatchMode):
         return left
 
     def _parts_of(self, target: torch.Tensor) -> tuple[dict[Part, set[str]], Part]:
-        """What was written of a tensor's storage, and which part of it the tensor is."""
+        """Return the written ranges of a tensor's storage, and the tensor's range."""
         return self._written[_storage(target)], (int(target.storage_offset()), target.shape, target.stride())
 
 
@@ -99,7 +98,7 @@ class RunningLoad(LoadTracker):
         return func(*args, **(kwargs or {}))
 
     def _note_read(self, tensor: torch.Tensor) -> None:
-        """A part of an expected tensor is read: of the last one of its storage that does not start behind it."""
+        """Record a read of a part of an expected tensor: the last one in its storage that starts at or before it."""
         places = self._expected.get(_storage(tensor), [])
         not_behind = bisect(places, _start(tensor), key=lambda place: place[0])
         if not_behind:
@@ -107,15 +106,15 @@ class RunningLoad(LoadTracker):
 
 
 class DryLoad(LoadTracker):
-    """For an engine's `load_weights` that runs on `weights()`, without a number being read or allocated.
+    """Tracker for an engine's `load_weights` on `weights()`, without reading or allocating tensors.
 
     Args:
         entries: the checkpoint's tensors: HF key -> shape and dtype.
 
     Attributes:
-        keys: of all tensors.
-        used: keys of which at least one number went into a parameter.
-        replaced: keys whose numbers were in a parameter until those of another key were put in their place.
+        keys: keys of all tensors.
+        used: keys with at least one element that was copied into a parameter.
+        replaced: keys whose elements in a parameter were overwritten by another key.
     """
 
     def __init__(self, entries: Mapping[str, Entry]):
@@ -160,7 +159,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _start(tensor: torch.Tensor) -> int:
-    """Where a tensor starts in its storage, in bytes."""
+    """Return the offset of a tensor in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -1,10 +1,9 @@
-"""New weights for an engine that is running, from Hugging Face tensors: what every engine has of it.
+"""Send new weights to a running engine as Hugging Face tensors: the part common to all engines, on the sender's side.
 
-This is the caller's side. Buckets travel one at a time, so that neither side holds a second model: as files in the
-temporary directory, or from GPU to GPU where an engine can. How an engine is told of a bucket is its own
-(`engines/vllm/live/weight_channel.py`, `engines/sglang/weight_channel.py`), and its workers take the tensors in
-`weight_transfer.py` next to it. Who sends them: any iterable, such as `train/live_weights.py`.
-"""
+Buckets are sent one at a time, so that neither side holds a second model: as files in the temporary directory, or from
+GPU to GPU if the engine supports it. Each engine has its own channel (`engines/vllm/live/weight_channel.py`,
+`engines/sglang/weight_channel.py`), and its workers load the tensors in `weight_transfer.py` next to it. The weights
+come from any iterable, such as `train/live_weights.py`."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,10 +25,10 @@ Part = Literal["target", "draft"]
 
 
 class Channel(Protocol):
-    """How an engine is told of new weights: a transfer is `start`, `send` for each bucket, `finish`."""
+    """The channel for new weights of an engine: a transfer is `start`, `send` for each bucket, `finish`."""
 
     def start(self, part: Part) -> None:
-        """Begin a transfer to the model that verifies or to the one that drafts."""
+        """Start a transfer to the target or to the draft."""
         ...
 
     def send(self, bucket: Bucket) -> None:
@@ -46,11 +45,10 @@ class Channel(Protocol):
 
 
 def unsupported_layout(pipeline_stages: int, shares_experts: bool) -> str:
-    """Why an engine laid out so cannot take new weights; "" where it can.
+    """Return why an engine with this layout does not support new weights; empty if it does.
 
-    Every worker has to read every tensor and to fill every parameter, in part where tensor-parallel workers share one.
-    A worker with some of the layers or experts passes over the others, which would look like a tensor that is lost.
-    """
+    Every worker must read every tensor and fill every parameter (or its part, with tensor parallelism). A worker with
+    some of the layers or experts skips the others, which is indistinguishable from a lost tensor."""
     if pipeline_stages > 1:
         return f"{pipeline_stages} pipeline stages"
     return "experts on different workers (expert parallelism)" if shares_experts else ""
@@ -66,13 +64,13 @@ def bucket_file(bucket: Bucket) -> Iterator[Path]:
 
 
 class WeightUpdate:
-    """Puts new weights into an engine, complete or not at all usable.
+    """Sends new weights to an engine; after an incomplete transfer the engine refuses requests.
 
     Args:
-        name: the engine's.
-        model: what it was started from; new tensors must have the same names and shapes.
+        name: name of the engine.
+        model: the model that it was started from; new tensors must have the same names and shapes.
         drafts: whether it runs the model's MTP heads.
-        layout: what of its layout is not supported, see `unsupported_layout`.
+        layout: unsupported part of its layout, see `unsupported_layout`.
     """
 
     def __init__(self, name: str, channel: Channel, model: HfModel, drafts: bool, layout: str = ""):
@@ -86,18 +84,16 @@ class WeightUpdate:
         self._is_torn = False
 
     def run(self, target: Iterable[Bucket] | None, draft: Iterable[Bucket] | None) -> None:
-        """Give the engine new weights, target and draft each in a transfer of its own.
+        """Send new weights to the engine, target and draft in separate transfers.
 
-        The next answer is computed with them, and with nothing that was cached. If it fails, the engine answers no
-        more.
+        The next answer uses them, without cached prefixes. After a failure the engine refuses requests.
 
         Args:
-            target: the trunk as HF tensors, all of them; None keeps the one it has.
-            draft: the MTP heads, all of them; None keeps those it has, which were made for another trunk.
+            target: all HF tensors of the trunk; None keeps the current trunk.
+            draft: all HF tensors of the MTP heads; None keeps the current heads, which were trained for another trunk.
 
         Raises:
-            UserError: not the tensors that the engine was started with, or it was started without heads, or in a layout
-                that is not supported.
+            UserError: tensors differ from those of the engine's model, it has no heads, or its layout is not supported.
         """
         self.check_whole()
         self.check_layout()

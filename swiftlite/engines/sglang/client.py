@@ -48,7 +48,7 @@ class SglangClient:
 
 
 def read_answer(events: Sequence[Event], num_speculative_tokens: int) -> Answer:
-    """An answer from the pieces of SGLang's stream, each of which has all before it."""
+    """Read an answer from SGLang's stream, in which each chunk contains all previous text."""
     seconds, last = events[-1]
     about = last["meta_info"]
     return Answer(

@@ -1,6 +1,6 @@
-"""What SGLang would do with a checkpoint, found out by its own configuration and weight loaders, without an engine.
+"""Run SGLang's own configuration and weight loaders on a checkpoint, without an engine.
 
-Imported in a process of its own (`engines/loading/dry_load.py`).
+Imported in a subprocess (`engines/loading/dry_load.py`).
 """
 
 import os

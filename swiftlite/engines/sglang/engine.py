@@ -1,7 +1,7 @@
-"""SGLang as an engine: `sglang.Engine` with the checkpoint's own MTP heads as its EAGLE drafter.
+"""Adapt SGLang: `sglang.Engine` with the checkpoint's own MTP heads as its EAGLE drafter.
 
-SGLang keeps scheduler and workers in processes of its own; this process only sends token ids. Its options for drafting
-are in `options.py`, what it lacks for our checkpoints in `plugin.py`. Measured with SGLang 0.5.23.
+SGLang runs scheduler and workers in subprocesses; this process only sends token ids. `options.py` has its speculative
+options, and `plugin.py` what it needs for swiftlite's checkpoints. Measured with SGLang 0.5.23.
 """
 
 import asyncio
@@ -156,10 +156,10 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
 
 
 def checked_options(options: Mapping[str, Any]) -> Any:  # a ServerArgs
-    """SGLang's own record of options, resolved: what it objects to comes before any process is started.
+    """Return SGLang's resolved options, so that its errors appear before any process is started.
 
     Raises:
-        UserError: SGLang's objection.
+        UserError: SGLang's error.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs

@@ -1,4 +1,4 @@
-"""SGLang's record, and the rules of its own options."""
+"""Define SGLang's record and the rules of its own options."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,9 +1,8 @@
-"""SGLang's options for drafting, derived from the checkpoint, and what it would get wrong without a word.
+"""Derive SGLang's speculative options from the checkpoint, and detect its silent errors.
 
-Facts of SGLang 0.5.23: the draft's class comes from a table by architecture, whatever the config promises, and an
-architecture that is not in it becomes its own draft (`plugin.py` adds some). The three numbers are taken
-together: steps alone is a TypeError there, topk alone a bare AssertionError.
-"""
+Facts of SGLang 0.5.23: the class of the draft comes from a table by architecture, independent of config.json, and an
+unknown architecture becomes its own draft (`plugin.py` adds some). The three numbers must be set together: steps alone
+is a TypeError, topk alone an AssertionError."""
 
 import json
 from collections.abc import Mapping
@@ -23,10 +22,10 @@ from swiftlite.heads.draft_vocab import TOKEN_MAP_FILE
 
 
 def depth_problem(model: HfModel, num_steps: int | None = None) -> str | None:
-    """Why SGLang would draft with something else than the checkpoint's heads; None when it would not.
+    """Return why SGLang would not draft with the checkpoint's heads; None if it would.
 
     Args:
-        num_steps: tokens to draft per step of the target; None is one per head that SGLang runs.
+        num_steps: number of draft tokens per step; None means one per head that SGLang runs.
     """
     known = SGLANG.convention_for(model.family)
     depth = model.heads.layers
@@ -75,11 +74,10 @@ def speculative_options(
 
 
 def schedule_options(schedule: DraftSchedule, bench_json: Path) -> dict[str, Any]:
-    """SGLang's options of drafting by the number of requests in a step. It reads them from a file, which is written
-    beside bench.json.
+    """Return SGLang's options for an adaptive number of draft tokens, and write its file next to bench.json.
 
-    SGLang chooses among the candidates of the nearest number below, by what was accepted lately; here each number has
-    one candidate, the one that was fastest.
+    SGLang selects among the candidates of the nearest smaller number of requests by the recent acceptance; here each
+    number has one candidate, the fastest.
 
     Raises:
         UserError: the file cannot be written.
@@ -108,7 +106,7 @@ def _token_map(model: HfModel) -> dict[str, str]:
 
 
 def known_report(model: HfModel) -> LoadReport:
-    """What is known of SGLang's draft classes, for a machine where SGLang is not installed."""
+    """Return the known facts about SGLang's draft classes, for machines without SGLang."""
     known = SGLANG.convention_for(model.family)
     problem = depth_problem(model)
     note = fed_otherwise(model, SGLANG)
@@ -130,7 +128,7 @@ def is_on_cpu() -> bool:
 
 
 def drawing_problem() -> str | None:
-    """What this SGLang would get wrong as it verifies drafts at a temperature above 0."""
+    """Return why this SGLang verifies drafts incorrectly at a temperature above 0."""
     return "SGLang on a CPU would verify drafts greedily" if is_on_cpu() else None
 
 

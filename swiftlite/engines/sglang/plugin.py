@@ -1,13 +1,12 @@
-"""What SGLang lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama,
-Mistral, Qwen2, Qwen3 and Seed-OSS, new weights from files while it runs.
+"""Extend SGLang to serve swiftlite's checkpoints: a config class for MiMo, MTP drafts for Llama, Mistral, Qwen2, Qwen3
+and Seed-OSS, and live weights from files.
 
 SGLang calls `register` in each of its processes, through the entry point group `sglang.srt.plugins`, so
 
     python -m sglang.launch_server --model-path DIR --speculative-algorithm NEXTN ...
 
-works wherever swiftlite is installed. For a model whose config.json promises no MTP heads nothing changes. The model
-classes are in `models/` and are imported with SGLang's registry of models.
-"""
+works if swiftlite is installed. Models whose config.json declares no MTP heads are not affected. The model classes are
+in `models/` and are imported with SGLang's registry of models."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a running SGLang is told of new weights: its weight-update sessions, with a format of `weight_transfer.py`."""
+"""Send new weights to a running SGLang through its weight-update sessions, in a format of `weight_transfer.py`."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ class SglangChannel:
     """See `Channel`.
 
     Args:
-        engine: an `sglang.Engine` whose processes have the plugin.
-        num_ranks: tensor-parallel ones, each of which reads every file.
+        engine: an `sglang.Engine` with the plugin in its processes.
+        num_ranks: number of tensor-parallel ranks, each of which reads every file.
     """
 
     def __init__(self, engine: Any, num_ranks: int):

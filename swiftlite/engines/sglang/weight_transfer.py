@@ -1,8 +1,7 @@
-"""A format of SGLang's weight updates: a worker reads safetensors files into its model, which goes on running.
+"""A format of SGLang's weight updates in which a worker loads safetensors files into its running model.
 
-Hooked in by `plugin.py`, called by `weight_channel.py`. SGLang's own formats say nothing of what was left out, and end
-the worker at a tensor that does not fit.
-"""
+Registered by `plugin.py` and used by `weight_channel.py`. SGLang's own formats do not report missing tensors, and a
+tensor that does not fit ends the worker."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,10 +45,10 @@ _transfers: WeakKeyDictionary[nn.Module, _Transfer] = WeakKeyDictionary()
 
 
 def load_at_once(result: bool, weight: torch.Tensor) -> bool:
-    """Whether SGLang is to copy a weight in a thread of its own, where a `RunningLoad` sees nothing: not while a
-    transfer is under way.
+    """Return whether SGLang may copy a weight in a separate thread, where a `RunningLoad` cannot track it: not during a
+    transfer.
 
-    SGLang runs it after should_async_load (sglang/srt/model_loader/utils.py of 0.5.23), which loaders of DeepSeek ask.
+    SGLang calls it after should_async_load (sglang/srt/model_loader/utils.py of 0.5.23), which loaders of DeepSeek use.
     """
     return result and not _transfers
 

@@ -144,11 +144,10 @@ class TransformersEngine:
         return before[0], after
 
     def _take_back(self, ids: torch.Tensor, number: int, cache: DynamicCache, begin: RecurrentStates) -> None:
-        """Let the cache forget the last `number` of the ids that it has just been given.
+        """Remove the last `number` ids of the previous pass from the cache.
 
-        Keys and values are cut off. A state is that of all tokens so far, so it becomes what it was before them, and
-        those that stay are computed again.
-        """
+        Keys and values are truncated. A recurrent state covers all previous tokens, so it is restored to the state
+        before the pass, and the remaining tokens are recomputed."""
         if not begin.layers:
             cache.crop(-number)
             return
@@ -217,10 +216,10 @@ def _unquantised_class(model_class: Any, model: HfModel, options: dict[str, Any]
 
 
 def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The trunk's tensors as training reads them.
+    """Return the trunk's tensors, decoded as in training.
 
-    transformers 5.19 multiplies FP8 by the wrong factors, or raises, where a matrix is no multiple of a block, as
-    DeepSeek-V3's `kv_a_proj_with_mqa` of 576 rows (integrations/finegrained_fp8.py).
+    transformers 5.19 applies the wrong scales to FP8, or raises, if a matrix is not a multiple of a block, such as
+    DeepSeek-V3's `kv_a_proj_with_mqa` with 576 rows (integrations/finegrained_fp8.py).
     """
     family, hf_config = model.family, model.config
     tensors = {}
@@ -236,7 +235,7 @@ def _trunk_tensors(model: HfModel, dtype: torch.dtype) -> dict[str, torch.Tensor
 def _draft(
     drafter: MtpCandidateGenerator | None, ids: torch.Tensor, fed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The ids [1, S] with drafts behind them, and the logits these were drawn from; `fed` None begins a sequence."""
+    """Return the ids [1, S] followed by drafts, and the drafts' logits; `fed` None starts a sequence."""
     if drafter is None or fed is None:
         return ids, None
     hidden_states: Any = (fed,)

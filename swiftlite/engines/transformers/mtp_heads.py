@@ -33,8 +33,8 @@ class MtpHead(nn.Module):
 
     Args:
         decoder: the trunk without its output layer (`model.get_decoder()`). One of its layers and its norm are copied:
-            the number of a layer decides of which kinds it is, and its router's bias has a dtype of its own.
-        number: of the layer whose kinds the head has.
+            the index of a layer determines its kinds, and its router's bias has a separate dtype.
+        number: index of the layer whose kinds the head has.
     """
 
     def __init__(self, decoder: Any, number: int):
@@ -111,10 +111,10 @@ def _read(row: Row, checkpoint: Checkpoint) -> torch.Tensor:
 
 
 class MtpCandidateGenerator(CandidateGenerator):
-    """Drafts with MTP heads, behind the protocol that transformers' assisted generation asks its drafters through.
+    """Drafts with MTP heads, through the interface of drafters in transformers' assisted generation.
 
-    Depth k (from 0) at position i sees the state of depth k - 1 at i, the token at i + k + 1 and, through its cache,
-    the same of all earlier positions; it predicts the token at i + k + 2. Rotary positions are the trunk's.
+    Depth k (from 0) at position i receives the state of depth k - 1 at i, the token at i + k + 1 and, through its
+    cache, those of all earlier positions; it predicts the token at i + k + 2. Rotary positions are the trunk's.
 
     Two heads, after the trunk has read t0 .. t3 and chosen t4; d marks a draft:
 

@@ -7,10 +7,10 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 
 class RecurrentStates:
-    """What the linear layers of a cache have now, to be put back later.
+    """A copy of the states of a cache's linear layers, to be restored later.
 
     Attributes:
-        layers: the linear layers; none in a model without linear attention.
+        layers: the linear layers; empty for a model without linear attention.
     """
 
     def __init__(self, cache: DynamicCache):

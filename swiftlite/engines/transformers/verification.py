@@ -1,7 +1,7 @@
-"""Which drafts are kept, and what comes behind them, so that the text is what the trunk alone would write.
+"""Verify drafts and choose the next token, so that the output is that of the trunk alone.
 
-Greedily that is the same text, token by token. At a temperature it is text of the same distribution: drafts are drawn
-from the heads and verified by rejection sampling, algorithm 1 of arXiv 2211.17192.
+With greedy decoding the output is identical, token by token. At a temperature it has the same distribution: drafts are
+sampled from the heads and verified by rejection sampling, algorithm 1 of arXiv 2211.17192.
 
 Shapes: K drafts, V vocabulary.
 """
@@ -43,15 +43,15 @@ def verify_greedily(drafts_K: torch.Tensor, logits_KV: torch.Tensor) -> torch.Te
 def verify(
     drafts_K: torch.Tensor, q_KV: torch.Tensor, p_KV: torch.Tensor, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """The drafts that are kept, and one token behind them: [1] to [K + 1].
+    """Return the accepted drafts followed by one token: [1] to [K + 1].
 
-    A draft x is kept with the probability min(1, p(x) / q(x)). The first that is not kept is replaced by a draw from
-    the positive part of p - q, which drafting leaves out of p; those behind it are lost. Behind K kept drafts comes a
-    draw from p. So the tokens have the distribution p whatever q is, and the nearer q is to it, the more come at once.
+    A draft x is accepted with probability min(1, p(x) / q(x)). The first rejected draft is replaced by a sample from
+    the positive part of p - q, and later drafts are discarded. After K accepted drafts follows a sample from p. The
+    tokens therefore have the distribution p for any q, and the closer q is to p, the more are accepted.
 
     Args:
-        q_KV: what each draft was drawn from.
-        p_KV: the trunk's distributions, one row more than there are drafts.
+        q_KV: distribution that each draft was sampled from.
+        p_KV: the trunk's distributions, with one row more than there are drafts.
     """
     luck_K = torch.rand(len(drafts_K), generator=generator, device=q_KV.device)
     place_K = torch.arange(len(drafts_K), device=q_KV.device)

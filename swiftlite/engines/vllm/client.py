@@ -45,7 +45,7 @@ class VllmClient:
 
 
 def read_answer(events: Sequence[Event]) -> Answer:
-    """An answer from the pieces of a stream of completions, the last of which says how many tokens it was."""
+    """Read an answer from a stream of completions, whose last chunk contains the number of tokens."""
     pieces = [(seconds, event["choices"][0]["text"]) for seconds, event in events if event["choices"]]
     return Answer(
         text="".join(text for _, text in pieces),

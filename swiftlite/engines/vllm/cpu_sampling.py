@@ -1,10 +1,10 @@
-"""Verification of drafts at a temperature above 0 where vLLM has no Triton, as on a CPU (vllm-project/vllm#55005).
+"""Fix the verification of drafts at a temperature above 0 in vLLM without Triton, as on a CPU
+(vllm-project/vllm#55005).
 
-vLLM 0.32 repeats each request's temperature, top-k and top-p for its draft tokens by a Triton kernel
-(v1/sample/rejection_sampler.py:612). Its stand-in for machines without Triton writes into a copy and leaves the result
-uninitialised, so drafts are verified with whatever memory held. This is the only place of vLLM that swiftlite replaces
-on a CPU; tests/e2e/test_cpu_sampling.py draws from a wrong distribution without it.
-"""
+vLLM 0.32 repeats each request's temperature, top-k and top-p for its draft tokens with a Triton kernel
+(v1/sample/rejection_sampler.py:612). Its fallback without Triton writes into a copy and leaves the result
+uninitialized, so drafts are verified with arbitrary memory. This is the only function of vLLM that swiftlite replaces
+on a CPU; without it tests/e2e/test_cpu_sampling.py samples from a wrong distribution."""
 
 import torch
 
@@ -35,7 +35,7 @@ def expand_batch_to_tokens(
 
 
 def install() -> None:
-    """Put it in the place of vLLM's own; a second call changes nothing."""
+    """Replace vLLM's function; a second call has no effect."""
     from vllm.v1.sample import rejection_sampler
 
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[assignment]

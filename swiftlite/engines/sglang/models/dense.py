@@ -135,7 +135,7 @@ class MtpDraft(nn.Module):
             raise ValueError(
                 f"the head drafts {num_drafted} tokens: add --speculative-token-map, a file of the model's"
             )
-        del self.lm_head.weight  # some rows of a parameter are none, and take no parameter's place
+        del self.lm_head.weight  # a slice of a parameter is not a parameter
         self.embed_tokens.weight, self.lm_head.weight = embed, head
 
 
