@@ -137,10 +137,10 @@ class EngineInfo:
             )
 
     def convention_for(self, family: "Family") -> "Convention":
-        """How the engine drafts with the heads of a family.
+        """Return how the engine drafts with the heads of a family.
 
         Raises:
-            UserError: nobody has measured it.
+            UserError: it was not measured.
         """
         found = resolve_name(self.convention)(family)
         if found is None:

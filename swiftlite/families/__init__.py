@@ -1,8 +1,7 @@
-"""Model families: everything that differs between them stands in one file each; `index.py` lists them,
-`resolved.py` finds that of a model by its name.
+"""Define model families, one file each; `index.py` lists them, and `resolved.py` finds the family of a model by name.
 
-Declarations: they use the bridge's rows and layouts, and load no torch, transformers or megatron. `model/` builds what
-they say, `plan/` counts it.
+Families are declarations: they use the bridge's rows and layouts, and do not import torch, transformers or megatron.
+`model/` builds models from them, and `plan/` and `estimate/` use their sizes.
 """
 
 from swiftlite.families.family import Family

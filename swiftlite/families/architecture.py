@@ -16,15 +16,15 @@ from swiftlite.families.tower import Tower
 
 @dataclass(frozen=True)
 class Outside:
-    """What a model has outside its decoder layers: embedding, final norm, output layer.
+    """The parts of a model outside of its decoder layers: embedding, final norm, output layer.
 
     Attributes:
-        num_layers: decoder layers between them.
-        hidden: size of the model's states.
-        vocab: tokens of the vocabulary.
-        is_tied: whether the output layer is the embedding.
-        mcore_config: arguments of megatron-core's TransformerConfig that belong to no layer alone: norms, activation.
-        hf_layers: beginning of the Hugging Face names of all decoder layers; a number and a dot follow.
+        num_layers: number of decoder layers.
+        hidden: hidden size.
+        vocab: size of the vocabulary.
+        is_tied: whether the output layer shares the embedding.
+        mcore_config: arguments of megatron-core's TransformerConfig for all layers: norms, activation.
+        hf_layers: prefix of the Hugging Face names of decoder layers; a number and a dot follow.
     """
 
     num_layers: int
@@ -97,7 +97,7 @@ class Architecture:
 
     @property
     def recompute_modules(self) -> set[str]:
-        """What --recompute_modules may name of it."""
+        """Return the values of --recompute_modules that it supports."""
         return set().union(*(part.recompute_modules for part in self.sublayers))
 
     @property
@@ -115,15 +115,15 @@ class Architecture:
         return rows
 
     def layer_rows(self, number: int) -> list[Row]:
-        """Those of one decoder layer, from 0."""
+        """Return the kinds of one decoder layer, from 0."""
         rows = self.layers[number].rows()
         return lift(rows, f"decoder.layers.{number}.", f"{self.outside.hf_layers}{number}.")
 
     def mcore_config(self) -> dict[str, Any]:
-        """Arguments of megatron-core's TransformerConfig, which is one for all layers.
+        """Return the arguments of megatron-core's TransformerConfig, which all layers share.
 
         Raises:
-            ValueError: two layers want different values of one argument, so megatron-core cannot build both.
+            ValueError: two layers need different values of an argument, which megatron-core does not support.
         """
         config: dict[str, Any] = {"num_layers": self.outside.num_layers, "hidden_size": self.outside.hidden}
         config |= self.outside.mcore_config

@@ -111,7 +111,7 @@ class GroupedQueryAttention:
         return kept
 
     def _widths(self, rank: Rank) -> tuple[int, int]:
-        """Channels of queries on a rank, and of keys; values have as many as keys."""
+        """Return the channels of queries and of keys on a rank; values have the same number as keys."""
         return self.heads // rank.tp * self.head_dim, self.groups // rank.tp * self.head_dim
 
     def _matrices(self, rank: Rank) -> int:
@@ -251,7 +251,7 @@ class LatentAttention:
 
     @property
     def _key_latents(self) -> int:
-        """What one projection makes: the latent of keys and values, and the rotary part of the key."""
+        """Output size of the projection: the latent of keys and values, and the rotary part of the key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def _matrices(self, rank: Rank) -> int:

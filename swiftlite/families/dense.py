@@ -128,12 +128,12 @@ def partial_rotary_factor(hf_config: HfConfig) -> float | None:
 
 
 def _rope(hf_config: HfConfig) -> Mapping[str, Any]:
-    """What a config says of rotary angles in an object of its own."""
+    """Return the config's object with rotary settings."""
     return hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
 
 
 def rope_theta(hf_config: HfConfig) -> Any:
-    """The base of the rotary angles where the config states it: transformers reads the object of its own first."""
+    """Return the base of the rotary angles; like transformers, read the object with rotary settings first."""
     return _rope(hf_config).get("rope_theta", hf_config.get("rope_theta"))
 
 
@@ -209,12 +209,12 @@ def _frame_rows(hf_config: HfConfig, head: int) -> list[Row]:
 def frame_rows(
     hf_config: HfConfig, head: int, prefix: str, names: tuple[str, str, str, str], join: Join = COPY
 ) -> list[Row]:
-    """Bridge rows of what a head has around its decoder layer.
+    """Return the bridge rows of a head's modules around its decoder layer.
 
     Args:
-        prefix: of the head in HF files.
-        names: HF names, behind the prefix, of the projection, the norms of embedding and state, and the output norm.
-        join: of the projection.
+        prefix: prefix of the head in HF files.
+        names: HF names, without the prefix, of the projection, the norms of embedding and state, and the output norm.
+        join: join of the projection.
     """
     hidden, mcore = hf_config["hidden_size"], f"mtp.layers.{head}."
     projection, embedding_norm, state_norm, output_norm = names

@@ -1,4 +1,4 @@
-"""What a family is: the answers that differ from one HF `model_type` to the next, as one value."""
+"""Define a family: everything specific to an HF `model_type`, as one value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,15 +23,15 @@ def no_tower(hf_config: HfConfig) -> None:
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """How a family's HF files name its MTP heads; heads count from 0.
+    """The names of MTP heads in a family's HF files; heads are numbered from 0.
 
     Args:
-        head_of: the head that an HF key belongs to; None for the trunk's keys. A key that begins like a head's and is
-            not one of them belongs to some head too, so that it is reported with it.
-        block: HF prefix of the decoder layer inside head k.
-        frame_rows: bridge rows of the rest of head k: projection and norms.
-        copies: HF keys of head k that repeat a tensor of the trunk, each with the trunk's key.
-        drafting: what vLLM feeds the heads, and so does swiftlite, where the heads do not say otherwise.
+        head_of: returns the head of an HF key; None for the trunk's keys. An unknown key with the prefix of a head also
+            belongs to that head, so that it is reported with it.
+        block: returns the HF prefix of the decoder layer in head k.
+        frame_rows: returns the bridge rows of the rest of head k: projection and norms.
+        copies: returns HF keys of head k that copy a tensor of the trunk, each with the trunk's key.
+        drafting: default inputs of the heads, those of vLLM.
     """
 
     head_of: Callable[[HfConfig, str], int | None]
@@ -41,25 +41,25 @@ class MtpLayout:
     drafting: Drafting = Drafting()
 
     def drafting_of(self, heads: Heads) -> Drafting:
-        """What these heads are fed."""
+        """Return the inputs of these heads."""
         return self.drafting if heads.drafting is None else heads.drafting
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models. Every function takes the content of config.json.
+    """A family of models. All functions take the content of config.json.
 
     Args:
         name: HF `model_type`.
-        check: refuses, with a UserError, every setting that would change the mathematics and is not supported.
-        layer: decoder layer number n (from 0): its kind of attention and its kind of MLP, with their sizes.
-        outside: what is outside the layers: embedding, final norm, output layer.
+        check: raises a UserError for every unsupported setting that would change the computation.
+        layer: returns the kinds of attention and MLP of decoder layer n (from 0), with their sizes.
+        outside: returns the modules outside of the layers: embedding, final norm, output layer.
         mtp: names of the MTP heads.
-        tower: what makes embeddings of something else than tokens, such as images; None where nothing does.
-        language_model: beginnings of the HF names that are the language model's, its heads' and its tower's, where
-            files hold other parts too, such as a vision tower that is not computed here; empty where there are none.
-        memory_names: beginnings of HF names (within a layer) that transformers has under others in memory, with those.
-        norm_start: what norms have before anything is learned: 1, or 0 where the weight is what is added to 1.
+        tower: computes embeddings of inputs other than tokens, such as images; None if there is none.
+        language_model: prefixes of the HF names of the language model, its heads and its tower, if files contain other
+            parts, such as a vision tower that is not computed here; empty otherwise.
+        memory_names: prefixes of HF names (within a layer) that transformers renames in memory, with the new ones.
+        norm_start: initial weight of norms: 1, or 0 if the weight is added to 1.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Family:
         return self.mtp.frame_rows(hf_config, head) + block
 
     def rows(self, hf_config: HfConfig, mtp_num_layers: int | None = None) -> list[Row]:
-        """The whole table with this many MTP layers (unset: as many as the config promises)."""
+        """Return the whole table with this number of MTP layers (default: the number in config.json)."""
         heads = range(Heads.from_config(hf_config).layers if mtp_num_layers is None else mtp_num_layers)
         copies: dict[str, list[str]] = {}
         for head in heads:

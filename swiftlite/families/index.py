@@ -69,7 +69,7 @@ def get(hf_config: HfConfig, hf_dir: str | Path | None = None) -> Family:
 
 
 def architecture_of(hf_config: HfConfig) -> Architecture:
-    """The architecture of a config.json, to count with and not to build: the family has not checked it.
+    """Return the architecture of a config.json for estimates only, because the family has not checked it.
 
     Raises:
         UserError: the model_type is unknown, or a size is missing.
@@ -114,7 +114,7 @@ def _countable(family: Family, hf_config: HfConfig) -> Architecture | None:
 
 
 def impossible_values(hf_config: HfConfig) -> list[str]:
-    """One line for every key of a known family's config.json that no model can have, and nobody can count with."""
+    """Return one line for every invalid value in the config.json of a known family."""
     return value_problems(hf_config) if _find(hf_config) else []
 
 

@@ -24,7 +24,7 @@ class Sublayer(Protocol):
 
     @property
     def tensor_split(self) -> dict[str, int]:
-        """What tensor-parallel ranks share in equal parts: numbers by their names in config.json."""
+        """Return the sizes that tensor-parallel ranks split evenly, by their names in config.json."""
         ...
 
     def mcore_config(self) -> dict[str, Any]:
@@ -44,11 +44,11 @@ class Sublayer(Protocol):
         ...
 
     def kept_input(self, rank: Rank) -> int:
-        """Bytes that autograd keeps on a rank of what it is given."""
+        """Return the bytes of the input that autograd saves on a rank."""
         ...
 
     def kept(self, rank: Rank) -> int:
-        """Bytes that autograd keeps on a rank between forward and backward pass beside the input."""
+        """Return the bytes that autograd saves on a rank for the backward pass, apart from the input."""
         ...
 
 
@@ -97,7 +97,7 @@ class FeedForward(Sublayer, Protocol):
 
     @property
     def expert_split(self) -> dict[str, int]:
-        """What the ranks that share an expert's matrices share in equal parts: as `tensor_split`."""
+        """Return the sizes that expert-tensor-parallel ranks split evenly, like `tensor_split`."""
         ...
 
 
@@ -106,8 +106,8 @@ class Layer:
     """A decoder layer: norm, attention, norm, MLP.
 
     Attributes:
-        hf_names: beginnings of Hugging Face names (within a layer) that differ from those of the kinds' rows, with what
-            stands there in this family: {"mlp.gate_proj.": "feed_forward.w1."}.
+        hf_names: prefixes of Hugging Face names (within a layer) in the kinds' rows, with the names of this family:
+            {"mlp.gate_proj.": "feed_forward.w1."}.
     """
 
     attention: Attention

@@ -1,6 +1,6 @@
-"""Linear attention, a kind of attention that keeps a state of fixed size in the place of keys and values.
+"""Define linear attention, a kind of attention with a fixed-size state instead of a KV cache.
 
-What computes it is `model/attention/gated_delta_net.py`. Next: `attention.py`, the kinds that look back at every token.
+`model/attention/gated_delta_net.py` computes it; `attention.py` defines the kinds of full attention.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """Qwen3-Next's linear attention: a short convolution, the gated delta rule, a norm behind a gate.
+    """Qwen3-Next's linear attention: a short convolution, the gated delta rule, and a gated norm.
 
-    Heads come in groups: a key head with its query, and `value_heads / key_heads` value heads. Everything that heads
-    have of their own stands group by group in Megatron's parameters, so tensor-parallel ranks share groups:
+    Heads form groups: a key head with its query, and `value_heads / key_heads` value heads. Megatron's parameters are
+    ordered by group, so that tensor-parallel ranks split groups:
 
         in_proj_qkvz of a group    query, key, values, gates of the values
         in_proj_ba of a group      beta and decay of each value
@@ -31,8 +31,8 @@ class GatedDeltaNet:
         value_heads: heads of values, a multiple of `key_heads`.
         key_head_dim: channels of a query and of a key.
         value_head_dim: channels of a value.
-        kernel: tokens that the convolution sees.
-        hf_is_grouped: whether files have the projections group by group too (Qwen3-Next); otherwise all queries, then
+        kernel: number of tokens in the convolution.
+        hf_is_grouped: whether files order the projections by group as well (Qwen3-Next); otherwise all queries, then
             all keys, and so on (Qwen3.5).
     """
 
@@ -59,7 +59,7 @@ class GatedDeltaNet:
         return {"linear_num_key_heads": self.key_heads}
 
     def mcore_config(self) -> dict[str, Any]:
-        """Nothing: the module is told its sizes by this value."""
+        """Return nothing: the module receives its sizes from this value."""
         return {}
 
     def rows(self) -> list[Row]:
@@ -120,7 +120,7 @@ class GatedDeltaNet:
         return rank.kept_states(self.hidden)
 
     def kept(self, rank: Rank) -> int:
-        """What torch keeps; the kernels for CUDA keep less."""
+        """Bytes saved by torch; the CUDA kernels save less."""
         keys, values = self._widths(rank)
         heads, groups = self.value_heads // rank.tp, self.key_heads // rank.tp
         convolved = 2 * keys + values
@@ -141,7 +141,7 @@ class GatedDeltaNet:
         return 6 * key + 3 * value + 6 * CHUNK + 2 * key * value // CHUNK + 4
 
     def _widths(self, rank: Rank) -> tuple[int, int]:
-        """Channels of all keys on a rank, and of all values; queries have as many as keys."""
+        """Return the channels of all keys and of all values on a rank; queries have the same number as keys."""
         return self.key_heads // rank.tp * self.key_head_dim, self.value_heads // rank.tp * self.value_head_dim
 
     def _matrices(self, rank: Rank) -> int:

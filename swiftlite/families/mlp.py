@@ -148,7 +148,7 @@ class MixtureOfExperts:
         return rank.kept_states(self.hidden) + is_kept_twice * rank.kept_input(rank.sequence_tokens, self.hidden)
 
     def kept(self, rank: Rank) -> int:
-        """As if the router gave every rank the same number of tokens."""
+        """Assume that the router gives every rank the same number of tokens."""
         if "moe" in rank.recomputed:
             return 0
         scores = rank.sequence_tokens * (9 * self.experts + 20 * self.topk + 4)  # float32, indices and masks
@@ -159,7 +159,7 @@ class MixtureOfExperts:
         if rank.quantised and rank.is_fused:  # experts one by one are torch's
             narrow = choices * (self.hidden + ffn)
             experts -= narrow * rank.itemsize - int(narrow * rank.quantised.copy)
-            # Each pass quantises their weights anew and keeps them (`model/layers/te.py`).
+            # Each pass quantizes their weights again and stores them (`model/layers/te.py`).
             experts += int(self.experts // rank.ep * _matrices(self.hidden, ffn) * rank.quantised.weights)
         gate = self.shared_gate * rank.tokens * (self.hidden + 2) * rank.itemsize  # output and score, before they meet
         return scores + experts + _kept_gated(rank, self.shared_ffn // rank.tp) + gate

@@ -1,8 +1,6 @@
-"""What GLM-4.5 took over from DeepSeek-V3: a sigmoid router with a bias for the choice of experts (not for their
-weights), shared experts beside the routed ones, dense layers first, and MTP heads that are further decoder layers.
-
-Next: `glm4_moe.py`.
-"""
+"""Code shared by GLM-4.5 and DeepSeek-V3: a sigmoid router with a bias for the choice of experts (not for their
+weights), shared experts, dense first layers, and MTP heads stored as additional decoder layers. See also
+`glm4_moe.py`."""
 
 import re
 
@@ -62,7 +60,7 @@ def num_dense_of_types(hf_config: HfConfig) -> int:
 
 
 def layer_type_problems(hf_config: HfConfig) -> list[str]:
-    """What is wrong with `mlp_layer_types`, and with `first_k_dense_replace`, in which engines read the same."""
+    """Return problems of `mlp_layer_types`, and of `first_k_dense_replace`, which engines read instead."""
     layers, num_dense = hf_config["num_hidden_layers"], num_dense_of_types(hf_config)
     problems = []
     kinds = hf_config.get("mlp_layer_types")

@@ -20,22 +20,23 @@ class Quantised:
 
 @dataclass(frozen=True)
 class Rank:
-    """What decides the sizes of a rank's modules beside the model; by default a rank alone, and no tokens.
+    """The settings that determine the sizes of a rank's modules, apart from the model; by default one rank without
+    tokens.
 
     Attributes:
-        tp: tensor-parallel ranks, which share every matrix.
-        cp: context-parallel ranks, which share every row.
-        ep: expert-parallel ranks, which share out the experts.
-        etp: ranks that share the matrices of an expert.
-        sequence_parallel: whether tensor-parallel ranks share rows by position where they do not share matrices.
-        itemsize: bytes of a parameter and of a state: 2 for bfloat16, 4 for float32.
-        rows: rows of a micro-batch.
-        length: tokens of a row that this rank computes.
+        tp: number of tensor-parallel ranks, which split every matrix.
+        cp: number of context-parallel ranks, which split every row.
+        ep: number of expert-parallel ranks, which the experts are distributed over.
+        etp: number of ranks that split the matrices of an expert.
+        sequence_parallel: whether tensor-parallel ranks split rows by position between matrices.
+        itemsize: bytes of a parameter and of an activation: 2 for bfloat16, 4 for float32.
+        rows: number of rows of a micro-batch.
+        length: number of tokens of a row on this rank.
         zero_centered_norms: whether norms add their weights to 1, so that they round last.
-        is_fused: whether norms keep their input alone, activations theirs, and losses no logits.
-        copies_views: whether norms keep a copy of an input that is a part of another tensor: Transformer Engine's do.
-        recomputed: modules that keep nothing for the backward pass, in the words of --recompute_modules.
-        quantised: of linear layers whose products are of low precision; None for those of the model's own.
+        is_fused: whether norms and activations save only their inputs, and losses no logits.
+        copies_views: whether norms save a copy of an input that is a view, as Transformer Engine's do.
+        recomputed: modules without saved activations, by the names of --recompute_modules.
+        quantised: low precision of linear layers; None for the model's own precision.
     """
 
     tp: int = 1
@@ -64,7 +65,7 @@ class Rank:
 
     @property
     def copies_norm_inputs(self) -> bool:
-        """Whether norms keep their input in float32 beside the one they were given."""
+        """Whether norms save their input in float32 in addition to the original one."""
         return self.itemsize < FLOAT32 and not self.is_fused
 
     def kept_states(self, width: int) -> int:
@@ -86,7 +87,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of one rank: those that every rank of the expert-parallel group holds, and those of its experts."""
+    """Numbers of parameters of one rank: those on every rank of the expert-parallel group, and those of its experts."""
 
     dense: int = 0
     expert: int = 0

@@ -1,6 +1,6 @@
-"""What the name of a model stands for, as one value: a command resolves each name once and hands the value down.
+"""Resolve the name of a model to one value; a command resolves each name once and passes the value on.
 
-Rules look at config.json before weights are here (`plan/facts.py`).
+Rules read config.json before weights are downloaded (`plan/facts.py`).
 """
 
 from dataclasses import dataclass
@@ -44,15 +44,13 @@ class HfModel:
 
 
 def resolve(name: str | Path) -> HfModel:
-    """Bring a model here if it is not, read its config.json and find its family.
+    """Download a model if necessary, read its config.json and find its family.
 
     Args:
-        name: a directory, or what `local_model` makes one of.
+        name: a directory, or a name that `local_model` resolves.
 
-    Raises:
-        UserError: it cannot be had, there is no config.json (a training run has a message of its own), or the model
-            cannot be computed here.
-    """
+    Raises: UserError: it is not available, there is no config.json (with a separate message for training runs), or the
+    model is not supported."""
     directory = local_model(str(name))
     is_of_run = any((place / "args.json").is_file() for place in (directory, directory.parent))
     if is_of_run and not (directory / "config.json").is_file():

@@ -1,6 +1,6 @@
-"""What the keys of a config.json can be in any family, so that whoever counts with them gets an answer.
+"""Define valid values of config.json keys for all families, so that estimates can rely on them.
 
-A key that is absent or null is not looked at: a family says which it needs, and which settings it computes.
+Missing and null keys are not checked: families define which keys they require and which settings they support.
 """
 
 from collections.abc import Mapping

@@ -119,9 +119,9 @@ class MtpCandidateGenerator(CandidateGenerator):
     Two heads, after the trunk has read t0 .. t3 and chosen t4; d marks a draft:
 
         position              0   1   2   3
-        depth 0 is fed       h0  h1  h2  h3    the trunk's states
+        inputs of depth 0    h0  h1  h2  h3    the trunk's states
                              t1  t2  t3  t4    from position 3 it drafts d5
-        depth 1 is fed       s0  s1  s2  s3    depth 0's states
+        inputs of depth 1    s0  s1  s2  s3    depth 0's states
                              t2  t3  t4  d5    from position 3 it drafts d6
 
     Position 3 of depth 1 rests on a draft, so it is dropped from depth 1's cache. But depth 0 keeps position 3, so s3

@@ -1,6 +1,6 @@
-"""What vLLM would do with a checkpoint, found out by its own configuration and weight loaders, without an engine.
+"""Run vLLM's own configuration and weight loaders on a checkpoint, without an engine.
 
-Imported in a process of its own (`engines/loading/dry_load.py`).
+Imported in a subprocess (`engines/loading/dry_load.py`).
 """
 
 import os
@@ -96,7 +96,7 @@ def _load_draft(loading: Loading, vllm_config: VllmConfig) -> nn.Module | None:
         return None
     if drafting.method == "mtp":
         return _load(loading, vllm_config, drafting.draft_model_config, shared=SHARED)
-    # Key-value caches go by the layers' names; the MTP classes have names of their own.
+    # KV caches are keyed by layer names; the MTP classes have distinct names.
     return _load(loading, vllm_config, drafting.draft_model_config, prefix="draft_model")
 
 

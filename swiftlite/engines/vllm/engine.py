@@ -112,7 +112,7 @@ class VllmEngine:
 
     @property
     def bucket_device(self) -> torch.device:
-        """Where the tensors of a bucket are wanted."""
+        """Device of the tensors of a bucket."""
         return self._transport.device
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
@@ -143,7 +143,7 @@ class VllmEngine:
 
 
 def _completion(output: Any) -> Completion:
-    """Of one of vLLM's RequestOutputs."""
+    """Convert one of vLLM's RequestOutputs."""
     answer = output.outputs[0]
     return Completion(list(answer.token_ids), "stop" if answer.finish_reason == "stop" else "length")
 

@@ -1,4 +1,4 @@
-"""vLLM's record, and the rules of its own options."""
+"""Define vLLM's record and the rules of its own options."""
 
 from collections.abc import Iterator
 from typing import Any

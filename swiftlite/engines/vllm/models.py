@@ -55,7 +55,7 @@ class SeedOssForCausalLM(Trunk, transformers.TransformersForCausalLM):
 
 
 class MtpFrame(nn.Module):
-    """What a head has around its decoder layer, in Qwen3-Next's names."""
+    """The modules of a head around its decoder layer, with Qwen3-Next's names."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
@@ -66,9 +66,10 @@ class MtpFrame(nn.Module):
 
 
 def _runs_one_head(vllm_config: VllmConfig) -> bool:
-    """Whether every draft step runs the same head: vLLM drops the guards of what it compiles (compilation/wrapper.py of
-    0.32), so that a graph of one depth would run for all of them.
-    """
+    """Return whether every draft step runs the same head.
+
+    vLLM drops the guards of compiled code (compilation/wrapper.py of 0.32), so the graph of one depth would run for
+    all."""
     speculative = vllm_config.speculative_config
     return speculative is None or not speculative.use_multi_module_mtp()
 
@@ -146,7 +147,7 @@ class MtpDraft(nn.Module):
         raise NotImplementedError
 
     def expert_mapping(self) -> ExpertMapping:
-        """How vLLM's joined parameters of experts are filled; empty without experts."""
+        """Return how vLLM's fused parameters of experts are filled; empty without experts."""
         return []
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -243,10 +244,10 @@ class Qwen3MTPModel(MtpDraft):
 
 
 class SeedOssMTPModel(MtpDraft):
-    """Draft of a Seed-OSS, for which vLLM has no layer of its own: a Llama's."""
+    """The draft of a Seed-OSS with a Llama layer, because vLLM has no layer for Seed-OSS."""
 
     def make_layer(self, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-        # vLLM's Llama reads attention_bias for o_proj too, and for q, k and v only where there is no qkv_bias.
+        # vLLM's Llama reads attention_bias for o_proj as well, and for q, k and v only if there is no qkv_bias.
         config = deepcopy(self.config)
         config.update({"qkv_bias": config.attention_bias, "attention_bias": config.attention_out_bias})
         return llama.LlamaDecoderLayer(vllm_config, prefix, config)

@@ -85,8 +85,9 @@ def num_drafting_heads(model: HfModel) -> int:
 
 
 def schedule_options(schedule: DraftSchedule) -> dict[str, Any]:
-    """vLLM's options of drafting by the number of requests in a step, as [first, last, tokens]; behind the last of
-    them vLLM goes on with the same number.
+    """Return vLLM's options for the number of draft tokens by requests in a step, as [first, last, tokens].
+
+    Beyond the last range vLLM keeps the same number.
     """
     if schedule.is_constant:
         return {}
@@ -135,10 +136,10 @@ def attention_options(model: HfModel, torch_dtype: str) -> dict[str, Any]:
 
 
 def with_backend_of_trunk(speculative: dict[str, Any] | None, attention: dict[str, Any]) -> dict[str, Any] | None:
-    """The options of drafting for a draft whose attention is the trunk's kind: vLLM chooses its backend anew.
+    """Return the draft's options for the trunk's kind of attention, because vLLM selects its backend separately.
 
     Args:
-        attention: from `attention_options`.
+        attention: result of `attention_options`.
     """
     backend = attention.get("attention_backend")
     if backend is None or speculative is None or speculative["method"] != "mtp":

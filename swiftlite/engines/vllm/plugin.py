@@ -1,13 +1,12 @@
-"""What vLLM lacks to serve a swiftlite checkpoint: a config class for MiMo, MTP drafts for Llama, Mistral, Qwen2,
-Qwen3, Qwen3 MoE and Seed-OSS, ways to take new weights while it runs, and verification of drafts on a CPU.
+"""Extend vLLM to serve swiftlite's checkpoints: a config class for MiMo, MTP drafts for Llama, Mistral, Qwen2, Qwen3,
+Qwen3 MoE and Seed-OSS, backends for live weights, and verification of drafts on a CPU.
 
 vLLM calls `register` in each of its processes, through the entry point group `vllm.general_plugins`, so
 
     vllm serve DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'
 
-works wherever swiftlite is installed. For a model whose config.json promises no MTP heads nothing changes. The model
-classes are in `models.py` and are imported when a checkpoint asks for them.
-"""
+works if swiftlite is installed. Models whose config.json declares no MTP heads are not affected. The model classes are
+in `models.py` and are imported when a checkpoint needs them."""
 
 from contextlib import suppress
 from typing import Any
@@ -41,13 +40,12 @@ _vllm_hf_config_override = SpeculativeConfig.hf_config_override
 
 
 def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
-    """The draft's config, from a copy of the target's.
+    """Return the draft's config from a copy of the target's.
 
-    Stands in for SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the draft's
-    ModelConfig is made), which has a branch for each architecture with a draft class and none for DRAFTS. Without it
-    vLLM says "Unsupported speculative method: 'mtp'" (tests/e2e/test_engines.py). vLLM sends it to its worker processes
-    by name, so it has to be a function of this module.
-    """
+    Replaces SpeculativeConfig.hf_config_override (vllm/config/speculative.py of 0.32, called when the draft's
+    ModelConfig is created), which has a branch for each architecture with a draft class and none for DRAFTS. Without it
+    vLLM raises "Unsupported speculative method: 'mtp'" (tests/e2e/test_engines.py). vLLM sends it to its worker
+    processes by name, so it must be a function of this module."""
     architecture = (hf_config.architectures or [""])[0]
     if architecture not in DRAFTS or not heads_of(hf_config).layers:
         return _vllm_hf_config_override(hf_config)
@@ -60,22 +58,23 @@ def hf_config_override(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _layers_like_the_last(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    """What makes vLLM give every MTP head the kind of the trunk's last layer; it decides by a layer's number."""
+    """Return settings that give every MTP head the kind of the trunk's last layer; vLLM decides by the layer's
+    index."""
     last = hf_config.num_hidden_layers - 1
     is_dense = last in hf_config.mlp_only_layers or (last + 1) % hf_config.decoder_sparse_step != 0
     return {"mlp_only_layers": list(range(heads_of(hf_config).layers)) if is_dense else [], "decoder_sparse_step": 1}
 
 
 def check_draft_steps(num_tokens: int, depth: int, runs_all_heads: bool) -> None:
-    """Refuse draft lengths at which vLLM 0.32 would run another head than the one that was trained for the step.
+    """Refuse draft lengths at which vLLM 0.32 would run another head than the one trained for the step.
 
     Args:
-        num_tokens: drafted per step. A single head may draft any number: it goes on from its own state.
-        runs_all_heads: whether vLLM gives each draft step its own head. Its newer model runner does, for classes that
-            can; the older one, which it has without Triton (so on a CPU), does not say which step it is at.
+        num_tokens: number of draft tokens per step. A single head may draft any number from its own state.
+        runs_all_heads: whether vLLM runs a separate head for each draft step. Its newer model runner does, for classes
+            that support it; the older one, used without Triton (so on a CPU), does not pass the step.
 
     Raises:
-        ValueError: says which lengths work.
+        ValueError: names the lengths that work.
     """
     if depth == 1 or num_tokens == 1:
         return

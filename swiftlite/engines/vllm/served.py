@@ -1,6 +1,6 @@
-"""A vLLM server that `swiftlite deploy --live_weights` started, with the methods of `VllmEngine`.
+"""Use a vLLM server started by `swiftlite deploy --live_weights` with the methods of `VllmEngine`.
 
-A process beside it, such as a trainer, asks it and gives it new weights: in the way that the server was started for.
+Another process, such as a trainer, sends it requests and new weights through the server's transport.
 """
 
 import asyncio
@@ -28,18 +28,16 @@ _SHORT = 60
 
 
 class ServedVllm:
-    """See `Engine`. The server belongs to somebody else: `close` leaves it running.
+    """See `Engine`. `close` leaves the server running.
 
-    Args:
-        url: where it listens, such as http://127.0.0.1:8000.
-        api_key: what it was started with; unset: VLLM_API_KEY of this process, if there is one.
-        timeout: seconds that it may take over a request, such as to load a bucket of weights, or to finish its answers
-            before that; of prompts asked together, over the next one that is finished. The default is how long the
-            other ranks of a trainer wait by default (--distributed_timeout_minutes).
+    Args: url: address of the server, such as http://127.0.0.1:8000. api_key: key of the server; default: VLLM_API_KEY
+    of this process. timeout: maximum seconds for a request, such as loading a bucket of weights or draining in-flight
+    requests; for a batch of prompts, for the next finished one. The default equals that of the other ranks of a trainer
+    (--distributed_timeout_minutes).
 
     Raises:
-        UserError: no server answers there, or not in time; it asks for another key, it was started without
-            --live_weights, or an update of its weights has failed or is under way.
+        UserError: no server responds in time; the key is wrong, the server was started without --live_weights, or an
+            update of its weights has failed or is running.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600):
@@ -103,14 +101,14 @@ class ServedVllm:
 
     @property
     def bucket_device(self) -> torch.device:
-        """Where the tensors of a bucket are wanted."""
+        """Device of the tensors of a bucket."""
         return self._transport.device
 
     def update_weights(self, target: Iterable[Bucket] | None = None, draft: Iterable[Bucket] | None = None) -> None:
-        """Give the server new weights, see `WeightUpdate.run`.
+        """Send new weights to the server, see `WeightUpdate.run`.
 
-        It finishes the answers that it is at with the old ones, and begins none until this is through. If that fails
-        half way it stays paused, for this and every other client.
+        The server drains in-flight requests with the old weights and starts none until the update is complete. After a
+        failure during the update it stays paused for all clients.
         """
         self._weights.check_whole()
         self._weights.check_layout()
@@ -132,7 +130,7 @@ class ServedVllm:
                 self._resume()
 
     def weight_version(self) -> str:
-        """Which update the server answers with: "1", "2" and so on, before the first one vLLM's "default"."""
+        """Return the version of the server's weights: "default" before the first update, then "1", "2", ..."""
         return self._server.call("GET", "/weight_info")["weight_version"]
 
     def draft_counts(self) -> DraftCounts:
@@ -140,7 +138,7 @@ class ServedVllm:
         return read_metrics(self._server.call("GET", "/metrics"), self.num_speculative_tokens)
 
     def close(self) -> None:
-        """Part from the server, which goes on."""
+        """Disconnect from the server, which keeps running."""
         self._transport.close()
 
     def _pause(self) -> None:
@@ -188,10 +186,10 @@ class _ServerClient:
 
 
 class _Server:
-    """Requests to one server, whose refusals are told in words.
+    """Requests to one server with readable errors.
 
     Args:
-        timeout: seconds that a request may take.
+        timeout: maximum seconds of a request.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float):
@@ -243,10 +241,10 @@ class _Server:
             ) from error
 
     async def ask(self, session: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """What the server answers, read from JSON if it is that.
+        """Return the server's response, parsed if it is JSON.
 
         Raises:
-            UserError: it refuses.
+            UserError: the server refuses the request.
         """
         async with session.request(method, self.url + path, json=body) as response:
             if response.status == 401:

@@ -34,7 +34,7 @@ def server_command(args: DeployArgs, model: HfModel, drafts: bool, schedule: Dra
         model,
         num_speculative_tokens=num_tokens if drafts else 0,
         speculative_config=args.vllm_speculative_config,
-        draws_drafts=True,  # each request has a temperature of its own
+        draws_drafts=True,  # each request has a separate temperature
     )
     attention = options.attention_options(model, args.torch_dtype)
     speculative = options.with_backend_of_trunk(options.speculative_config(config), attention)
@@ -70,13 +70,13 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
-    """vLLM's options for adapters beside a model; a request names their directory as its model.
+    """Return vLLM's options for serving adapters next to a model; requests select them by their directory's name.
 
     Args:
-        drafts: whether MTP heads draft, which are those of the base.
+        drafts: whether the MTP heads of the base draft.
 
     Raises:
-        UserError: the adapters belong to another model, or have parts that vLLM does not serve.
+        UserError: the adapters belong to another model, or have parts that vLLM does not support.
     """
     directory = Path(adapters).resolve()
     adapter = read_adapter(directory)
@@ -94,7 +94,7 @@ def lora_options(adapters: str, model: HfModel, drafts: bool) -> dict[str, Any]:
 
 
 def _left_out(adapter: SavedAdapter, drafts: bool) -> str:
-    """What vLLM would not serve of a directory of adapters, in words; empty where it serves all."""
+    """Return the parts of a directory of adapters that vLLM does not support; empty if none."""
     if adapter.rank > _RANKS[-1]:
         return f"vLLM serves ranks up to {_RANKS[-1]}, not {adapter.rank}"
     if adapter.magnitudes:

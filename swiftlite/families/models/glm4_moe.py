@@ -1,6 +1,5 @@
-"""GLM-4.5 and 4.6: grouped-query attention with rotary angles on half of each head, a sigmoid router whose choice is
-levelled by a bias, shared experts, dense layers first, and MTP heads of its own.
-"""
+"""GLM-4.5 and 4.6: grouped-query attention with rotary embeddings on half of each head, a sigmoid router balanced by a
+bias, shared experts, dense first layers, and MTP heads."""
 
 from dataclasses import replace
 

@@ -1,9 +1,9 @@
-"""GLM-4.7-Flash: DeepSeek-V3's attention and mixture, with MTP heads that GLM-4.5's engines run.
+"""GLM-4.7-Flash: DeepSeek-V3's attention and experts, with MTP heads that engines run like GLM-4.5's.
 
-transformers, and so swiftlite, norms the latents with an epsilon of 1e-6; vLLM and SGLang take `rms_norm_eps`, which is
+transformers and swiftlite normalize the latents with an epsilon of 1e-6; vLLM and SGLang use `rms_norm_eps`, which is
 1e-5 in GLM-4.7-Flash.
 
-Which layers are dense stands in `mlp_layer_types`, and in `first_k_dense_replace` for engines.
+`mlp_layer_types` lists the dense layers; engines read `first_k_dense_replace`.
 """
 
 from swiftlite.families import dense, moe

@@ -1,6 +1,6 @@
-"""HY-V3: Qwen3's attention around GLM-4.5's mixture and heads, under names of its own.
+"""HY-V3: Qwen3's attention with GLM-4.5's experts and heads, under different names.
 
-transformers has other names in memory than files have (conversion_mapping.py of 5.16): `memory_names`.
+transformers has other names in memory than in files (conversion_mapping.py of 5.16): `memory_names`.
 """
 
 from dataclasses import replace

@@ -1,8 +1,7 @@
-"""MiMo: a Qwen2 trunk (q, k, v biases) published with MTP heads of its own.
+"""MiMo: a Qwen2 trunk (q, k, v biases) published with MTP heads.
 
-Its projection takes [hidden, embedding], megatron-core's `eh_proj` [embedding, hidden]: the column halves swap. A
-bridge that forgets this still generates right text, with drafts that are never accepted.
-"""
+The input of its projection is [hidden, embedding], that of megatron-core's `eh_proj` is [embedding, hidden], so the
+column halves are swapped. Without the swap the text is still correct, but drafts are never accepted."""
 
 import re
 from functools import partial

@@ -1,8 +1,5 @@
-"""Qwen3-Next: three layers of linear attention to each of full attention, whose results pass through a gate; norms
-whose weights are added to 1; Qwen3 MoE's router, and one shared expert behind a gate of its own.
-
-Next: `linear_attention.py`.
-"""
+"""Qwen3-Next: three layers of linear attention for each layer of gated full attention; norms whose weights are added to
+1; Qwen3 MoE's router, and one gated shared expert. See also `linear_attention.py`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -104,7 +101,7 @@ SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
 
 
 def outside(hf_config: HfConfig) -> Outside:
-    """As of all families, with norms whose weights are added to 1."""
+    """Return the modules outside of the layers, with norms whose weights are added to 1."""
     plain = dense.outside(hf_config)
     return replace(plain, mcore_config={**plain.mcore_config, "layernorm_zero_centered_gamma": True})
 

@@ -1,6 +1,6 @@
-"""Seed-OSS: a Llama with biases on q, k, v by `attention_bias` alone; those of o_proj and of the MLP are refused.
+"""Seed-OSS: a Llama with biases on q, k and v (`attention_bias`); biases of o_proj and of the MLP are refused.
 
-Its dropout of 0.1, in the published config.json, is noise of training and changes no logits; here there is none.
+The dropout of 0.1 in the published config.json does not change logits and is not applied in training here.
 """
 
 from swiftlite.families import dense

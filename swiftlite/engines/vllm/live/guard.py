@@ -1,7 +1,7 @@
-"""The key of vLLM's server asked for on every route, for a server that takes new weights.
+"""Require the key of vLLM's server on every route of a server with live weights.
 
-vLLM asks for it on the routes that answer alone (/v1 and the like), not on those that pause the server or replace its
-weights. vLLM's server loads this class by its name, see `server.py`.
+vLLM checks it only on routes that generate (such as /v1), not on those that pause the server or replace its weights.
+vLLM's server loads this class by its name, see `server.py`.
 """
 
 from collections.abc import Awaitable
@@ -17,7 +17,7 @@ OPEN = ("/health", "/ping", "/version", "/metrics")
 
 
 class KeyOnEveryRoute(AuthenticationMiddleware):
-    """Lets everything through when there is no key."""
+    """Allow all requests if there is no key."""
 
     def __init__(self, app: ASGIApp):
         super().__init__(app, tokens=[envs.VLLM_API_KEY] if envs.VLLM_API_KEY else [])

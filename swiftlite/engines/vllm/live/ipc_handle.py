@@ -1,6 +1,6 @@
-"""What one process needs to open a buffer on another one's GPU, as plain values.
+"""Convert the handle of a GPU buffer to plain values, so that another process can open it.
 
-vLLM sends torch's own arguments, with types of Python among them, and so unpickles what it is sent. JSON is enough.
+vLLM sends torch's own arguments, which include Python types, and therefore unpickles them. JSON is sufficient.
 """
 
 import base64
@@ -16,11 +16,13 @@ _HANDLES = {"storage": 7, "ref_counter": 11, "event": 13}
 
 def as_plain_values(arguments: Sequence[Any]) -> dict[str, Any]:
     """
+    Convert the arguments of torch's `reduce_tensor` to plain values.
+
     Args:
-        arguments: those that `reduce_tensor` of torch has for a flat tensor of bytes.
+        arguments: arguments for a flat tensor of bytes.
 
     Returns:
-        Numbers and texts alone.
+        Numbers and strings only.
     """
     [length] = arguments[1]
     values = {name: arguments[place] for name, place in _NUMBERS.items()}
@@ -29,10 +31,10 @@ def as_plain_values(arguments: Sequence[Any]) -> dict[str, Any]:
 
 
 def as_arguments(values: dict[str, Any], device: int) -> list[Any]:
-    """The inverse, for a process that computes on GPU number `device`.
+    """Convert plain values back, for a process on GPU number `device`.
 
     Raises:
-        ValueError: a value is missing, or a handle is no base64.
+        ValueError: a value is missing, or a handle is not base64.
     """
     if missing := {"length", *_NUMBERS, *_HANDLES} - values.keys():
         raise ValueError(f"the handle of a buffer lacks {', '.join(sorted(missing))}")

@@ -1,4 +1,4 @@
-"""How a running vLLM is told of new weights: its weight-transfer API, with the backends of `weight_transfer.py`."""
+"""Send new weights to a running vLLM through its weight-transfer API, with the backends of `weight_transfer.py`."""
 
 from typing import TYPE_CHECKING, Any
 

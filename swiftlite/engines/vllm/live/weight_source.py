@@ -1,6 +1,6 @@
-"""Weights as vLLM's senders take them: its `WeightSource`.
+"""Implement vLLM's `WeightSource` for its own senders.
 
-Whoever drives vLLM's own senders gives them a `MegatronSource`, and a client of `weight_channel.py` or of vLLM's own:
+Programs that use vLLM's senders pass a `MegatronSource` and a client of `weight_channel.py` or of vLLM:
 
     source = MegatronSource(live_weights, "trunk", device)
     sender = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(...), client=client, source=source)
@@ -47,7 +47,7 @@ class MegatronSource(WeightSource):
         return [ParamMeta(name, *entry) for name, entry in self._model.tensors(self._part).items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See vLLM's class. Ranks behind the first one send their parts, and get nothing."""
+        """See vLLM's class. Ranks other than the first send their parts and receive nothing."""
         for bucket in self._model.stream(self._part, self._device):
             yield from bucket.items()
 

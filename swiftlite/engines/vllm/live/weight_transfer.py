@@ -171,12 +171,11 @@ class IpcTransfer(Checked, _IpcEngine):
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
-    """Let vLLM pack experts anew at the end of a reload, by taking their kernel away.
+    """Let vLLM repack experts at the end of a reload by removing their kernel.
 
     vLLM 0.32 packs them for a CPU when it builds their kernel, and keeps the kernel when it reloads (_setup_kernel in
-    layers/fused_moe/unquantized_fused_moe_method.py): the new weights would be read as if they were packed. There is no
-    argument or hook for it; vLLM makes the method that holds the kernel by itself (tests/e2e/test_live_weights.py).
-    """
+    layers/fused_moe/unquantized_fused_moe_method.py), so the new weights would be treated as packed. There is no
+    argument or hook for this; vLLM creates the method that holds the kernel (tests/e2e/test_live_weights.py)."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and current_platform.is_cpu():
@@ -184,11 +183,10 @@ def _forget_packed_experts(model: nn.Module) -> None:
 
 
 def _repack_tied(model: nn.Module) -> None:
-    """Pack the output layer of a tied model anew.
+    """Repack the output layer of a tied model.
 
-    vLLM reloads a shared parameter through the first layer that has it (limitation 2 in model_loader/reload/__init__.py
-    of 0.32), so on a CPU the output layer would compute with what was packed of the old embedding.
-    """
+    vLLM reloads a shared parameter through its first layer (limitation 2 in model_loader/reload/__init__.py of 0.32),
+    so on a CPU the output layer would use the packed old embedding."""
     layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
     for layer in layers:

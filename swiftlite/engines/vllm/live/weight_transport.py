@@ -1,7 +1,7 @@
-"""How buckets of weights reach the workers of a running vLLM: as files, or from GPU to GPU.
+"""Transport buckets of weights to the workers of a running vLLM: as files, or from GPU to GPU.
 
-Each way has a backend in the workers, in `weight_transfer.py`, which `plugin.py` registers under its name in BACKENDS.
-The ways between GPUs are vLLM's own; it is imported when one of them connects.
+Each transport has a backend in the workers, in `weight_transfer.py`, which `plugin.py` registers under its name in
+BACKENDS. The GPU transports are vLLM's own; vLLM is imported when one of them connects.
 """
 
 import socket
@@ -186,8 +186,8 @@ class Ipc:
 
 
 class _WithinTransfer:
-    """The `TransferClient` of a transfer that has begun and goes on, for a sender that takes a bucket for the whole of
-    it."""
+    """A `TransferClient` for one bucket of a running transfer, for senders that treat a bucket as a complete
+    transfer."""
 
     def __init__(self, client: TransferClient):
         self.init_weight_transfer_engine = client.init_weight_transfer_engine
